@@ -239,7 +239,7 @@ api-table: $(STAMP)
 	$(BIN)/python -m tools.api_table.page
 
 model-table: $(STAMP)
-	$(BIN)/python -m tests.e2e.zoo
+	$(BIN)/python -m tests.e2e.models.zoo
 
 recall: $(STAMP)
 	$(BIN)/python -m tools.recall.build recall engine/models/recall/checkpoint

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-SCHEDULER = "disagg.scheduler_process"  # of its command line
+SCHEDULER = "disagg.processes.scheduler_process"  # of its command line
 
 
 @dataclass(slots=True)

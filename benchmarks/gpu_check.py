@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.bench import environment
+from deploy.bench import run as environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = 2
@@ -234,7 +234,7 @@ def _at(value: Any, path: str) -> float | None:
 
 def render(result: dict[str, Any]) -> str:
     """Write the table of a result."""
-    from deploy.bench.report import table
+    from deploy.bench.stats import table
 
     words = {True: "yes", False: "no", None: "-"}
     rows = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from deploy.bench.report import table
+from deploy.bench.stats import table
 
 Cell = str | float | int | None
 Row = dict[str, Cell]

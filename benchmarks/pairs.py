@@ -19,7 +19,7 @@ from benchmarks.measures import Measure, Row, Tables, in_turns
 from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
 from benchmarks.random_model import write_model
 from deploy.bench.stats import Summary
-from disagg.page_sender import KEPT
+from disagg.outgoing import KEPT
 
 BACKENDS = ("nixl", "mooncake")
 

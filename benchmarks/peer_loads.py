@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.bench.client import Target
 from deploy.bench.config import BenchConfig
-from deploy.bench.load import run_load
+from deploy.bench.load import Target, run_load
 from deploy.bench.run import open_session
 from deploy.bench.stats import RequestRecord, summarize
 from deploy.bench.workload import make_requests

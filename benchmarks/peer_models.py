@@ -13,13 +13,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.peer_loads import SHIPPED, Vocabulary
 from benchmarks.random_model import write_model
-from engine.gguf.config import config_fields
-from engine.gguf.file import open_gguf
+from engine.gguf.file import config_fields, open_gguf
+from engine.model_files.hub import smollm2_file
 from engine.model_files.model_config import ModelConfig, load_model_config
-from engine.model_files.source import smollm2_file
 from engine.models.checkpoint import Checkpoint
 from engine.text.tokenizer import load_tokenizer
-from tests.models.gguf_file import write_gguf
+from tests.models.files.gguf_file import write_gguf
 
 BF16, QUANTIZED = "bf16", ("Q8_0", "Q4_0")
 SHAPE, SMOLLM2 = "Qwen3-0.6B's shape", "SmolLM2-135M"

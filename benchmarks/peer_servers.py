@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.cluster import tandem_up
 from benchmarks.peer_loads import Server
 from benchmarks.peer_models import BF16, PeerModel
-from deploy.launcher.ports import free_ports
-from engine.kernels.cpu_kind import KIND_VARIABLE
+from deploy.launcher.probe import free_ports
+from engine.kernels.build import KIND_VARIABLE
 from service.process.start import die_with_parent
 
 START_S = 900.0  # the first one compiles

@@ -29,10 +29,10 @@ from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, run_workload, warm_up
 from benchmarks.peer_models import BF16, QUANTIZED, SHAPE, SMOLLM2, PeerModel, make_models
 from benchmarks.peer_servers import FOLDERS, LLAMA, TANDEM, TRANSFORMERS, Start, installed, llama_program, starters
-from deploy.bench import environment
-from deploy.bench.report import table
+from deploy.bench import run as environment
+from deploy.bench.stats import table
 from engine.device.machine import cpu_kind
-from engine.kernels.cpu_kind import KIND_VARIABLE
+from engine.kernels.build import KIND_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "docs" / "reports" / "peers"

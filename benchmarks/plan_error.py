@@ -29,15 +29,13 @@ import msgspec
 from benchmarks.cluster import tandem_up
 from benchmarks.cpu_use import cpu_use
 from benchmarks.random_model import write_model
-from deploy.bench import environment
+from deploy.bench import run
 from deploy.bench.config import BenchConfig
-from deploy.bench.report import table
 from deploy.bench.run import measure
-from deploy.bench.stats import RequestRecord, Summary, summarize
+from deploy.bench.stats import RequestRecord, Summary, summarize, table
+from planner.cluster import ClusterLayout, parse_layout
 from planner.config import PlanConfig
-from planner.fit import HandoverTime, StepTimeFit, fit, fit_handover
-from planner.layout import ClusterLayout, parse_layout
-from planner.profile import Profile, describe
+from planner.fit import HandoverTime, Profile, StepTimeFit, describe, fit, fit_handover
 from planner.study import planned_cluster, study_of
 
 LAYOUTS = ("1U", "1P1D")
@@ -131,7 +129,7 @@ def _compare(one: Round, folder: Path, args: argparse.Namespace) -> dict[str, An
     stretch = max(1.0, 1 / one.cores["fit"])
     planned = {name: _plan(replace(config, host_cores=stretch * one.cores[name]), name, args.rate) for name in LAYOUTS}
     return {
-        "environment": environment.describe(),
+        "environment": run.describe(),
         "load_average": os.getloadavg(),
         "arguments": {name: value for name, value in vars(args).items() if name != "report"},
         "fit": describe(one.found, one.handover),

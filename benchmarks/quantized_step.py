@@ -14,14 +14,14 @@ import torch
 
 from benchmarks.measures import Measure, Row, Tables, in_turns
 from benchmarks.random_model import SPECIAL_TOKENS, write_model
-from engine.attention.cpu_backend import CpuBackend
+from engine.attention.torch_backend import CpuBackend
 from engine.executor.decode_tapes import DecodeTapes
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.quant.online import SCHEMES, Scheme
+from engine.quant.integers import SCHEMES, Scheme
 
 BATCHES = (1, 8, 32)
 PAGE_SIZE, TOKENS = 16, 64  # of a request in the cache

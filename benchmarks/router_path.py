@@ -19,11 +19,11 @@ from benchmarks.cluster import answering
 from benchmarks.instant_worker import ANSWER, DONE, EVENT, STREAM_HEAD, chunk, whole
 from benchmarks.load import load, request_bytes
 from benchmarks.measures import Measure, Row, Tables, in_turns, used_s
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from router.client.upstream import HttpUpstream, _Connection
 from router.compose import Router, limits_of
 from router.config import RouterConfig
-from router.pool.states import Check
+from router.pool.breaker import Check
 from router.server import SHUTDOWN_TIMEOUT_S
 from service.http.server import make_runner
 

@@ -21,7 +21,7 @@ from typing import Any
 from router.choice.chooser import make_chooser
 from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key
 from router.config import POLICIES, RouterConfig
-from router.pool.states import Check
+from router.pool.breaker import Check
 from router.pool.worker import PAIR, Lease, Pool, Worker
 from router.pool.workers import WorkerTable
 

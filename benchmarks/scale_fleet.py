@@ -19,9 +19,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.measures import Measure, Row, Tables, tell
-from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
-from bootstrap_server.registry import Registry
+from bootstrap_server.registry import BootstrapConfig, Registry
 from router.admission.admission import Admission
 from router.attempts.pair_attempt import RoomMinter
 from router.attempts.request import RequestContext
@@ -29,8 +28,7 @@ from router.attempts.upstream_call import CallFailed
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.config import RouterConfig
-from router.pool.breaker import Event
-from router.pool.states import Check
+from router.pool.breaker import Check, Event
 from router.pool.worker import PAIR, Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.picking import Picker

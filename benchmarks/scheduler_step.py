@@ -5,11 +5,11 @@ import time
 from statistics import median
 
 from benchmarks.measures import Measure, Row, Tables, tell
-from engine.core.limits import Limits
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.radix_cache import RadixCache
 from engine.core.memory import Memory
-from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.core.radix_cache import RadixCache
+from engine.core.policy import Limits
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState

@@ -15,7 +15,7 @@ from benchmarks.cluster import Cluster, answering, tandem_up
 from benchmarks.cpu_use import SCHEDULER
 from benchmarks.load import load
 from benchmarks.measures import Measure, Tables, in_turns, used_s
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 
 CHAT = {"model": "default", "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}]

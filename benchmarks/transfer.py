@@ -25,9 +25,9 @@ from benchmarks.measures import Measure, Row, Tables, medians, tell
 from transfer_backends.contract import KVArgs, Region, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
-from transfer_backends.kvpoll import KVPoll
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.rooms import KVPoll
 
 AUX_BYTES = 4096
 PAGE_SIZE = 16

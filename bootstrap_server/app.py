@@ -1,23 +1,119 @@
 """HTTP routes of the registry."""
 
+import asyncio
+import logging
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.metrics import BootstrapMetrics
-from bootstrap_server.protocol import MAX_BUT, Registration, RegistrationReply, RoomBatch
-from bootstrap_server.registry import Registry
-from bootstrap_server.signatures import OPEN_PATHS, SignatureCheck
+from bootstrap_server.protocol import MAX_BODY_BYTES, MAX_BUT, Registration, RegistrationReply, RoomBatch
+from bootstrap_server.registry import BootstrapConfig, Registry
+from service.http.api_shapes import OPENAI, json_response
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of, make_guard
+from service.http.listening import ListeningPort, open_port
 from service.http.routes import Handler, Routes
-from service.http.stream import json_response
+from service.http.server import RequestLimits, serving
+from service.process.start import allow_many_files
+from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
 from service.security.keys import Access, KeyGate, KeyRing
-from service.security.signing import Verifier
+from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
+
+# ---- Signatures of calls and answers, except for `OPEN_PATHS`.
+
+LOG_EVERY_S = 5.0
+OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers; no addresses
+
+log = logging.getLogger(__name__)
+
+
+class SignatureCheck:
+    """Verifies calls, signs answers, counts refusals."""
+
+    def __init__(self, verifier: Verifier | None, clock: Callable[[], float]) -> None:
+        self.num_refused = 0
+        self._verifier = verifier
+        self._clock = clock
+        self._next_log_s = 0.0
+
+    async def answer(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+        verifier = self._verifier
+        if verifier is None or request.path in OPEN_PATHS:
+            return await handler(request)
+        now_s = self._clock()
+        call = Call(request.method, request.raw_path, await request.read())
+        verdict, nonce = verifier.verify(request.headers.get(AUTH_HEADER, ""), call, now_s)
+        if verdict is Verdict.FORGED:
+            self._count(request, now_s)
+        if verdict is not Verdict.GOOD:
+            return _unsigned(verifier.challenge(now_s))
+        response = await handler(request)
+        if isinstance(response, web.Response) and isinstance(response.body, bytes):
+            response.headers[AUTH_HEADER] = verifier.sign_answer(nonce, status=response.status, body=response.body)
+        return response
+
+    def _count(self, request: web.BaseRequest, now_s: float) -> None:
+        self.num_refused += 1
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + LOG_EVERY_S
+            text = "%s was refused: its call is not signed with this cluster's secret, or was made before (%d so far)"
+            log.warning(text, request.remote, self.num_refused)
+
+
+def _unsigned(challenge: str) -> web.Response:
+    message = f"{AUTH_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file"
+    response = OPENAI.response(ApiError(401, message, code="unsigned"))
+    response.headers[CHALLENGE_HEADER] = challenge
+    return response
+
+
+# ---- Prometheus metrics of a bootstrap server.
+
+STATUSES = (200, 400, 401, 404, 500, 503)
+
+
+class BootstrapMetrics:
+    def __init__(self, registry: Registry, num_refused: Callable[[], int]) -> None:
+        self._metrics = CollectorRegistry(auto_describe=False)
+        self._metrics.register(_Registered(registry, num_refused))
+        self._calls = Counter(
+            "tandem_bootstrap_calls", "calls that were answered", ["call", "status"], registry=self._metrics
+        )
+
+    def expect(self, call: str) -> None:
+        """Start a call's series at 0, as `rate()` misses the first event."""
+        for status in STATUSES:
+            self._calls.labels(call, str(status))
+
+    def on_answered(self, call: str, status: int) -> None:
+        self._calls.labels(call, str(status)).inc()
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._metrics)
+
+
+class _Registered(Collector):
+    def __init__(self, registry: Registry, num_refused: Callable[[], int]) -> None:
+        self._registry = registry
+        self._num_refused = num_refused
+
+    def collect(self) -> Iterator[Metric]:
+        workers, rooms = float(self._registry.num_workers), float(self._registry.num_rooms)
+        yield GaugeMetricFamily("tandem_bootstrap_workers", "prefill workers that are registered", workers)
+        yield GaugeMetricFamily("tandem_bootstrap_rooms", "rooms whose owner is known", rooms)
+        refused = "calls refused: not signed with the cluster's secret"
+        yield CounterMetricFamily("tandem_bootstrap_refused", refused, float(self._num_refused()))
+
+
+# ---- app
 
 NO_KEYS = KeyGate(KeyRing(), KeyRing(flag="--admin-api-key"))
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -129,3 +225,64 @@ def _but(request: web.BaseRequest) -> list[str]:
     if len(names) > MAX_BUT:
         raise ApiError(400, f"but: at most {MAX_BUT} incarnations, got {len(names)}")
     return names
+
+
+# ---- Runs a bootstrap server, in a thread of a prefill worker or as a process.
+
+START_S = 10.0
+CLOSE_S = 1.0  # for answers in progress at the end
+LIMITS = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
+
+
+class BootstrapServer:
+    def __init__(
+        self, config: BootstrapConfig, *, shared: bool, secret: bytes | None = None, port_flag: str = "--port"
+    ) -> None:
+        self.registry = Registry(config, shared=shared)
+        self.port = 0
+        self._config = config
+        self._port_flag = port_flag
+        self._handle = make_handle(self.registry, config=config, secret=secret)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._held = ExitStack()
+
+    def start(self) -> None:
+        """Return once it listens. Raises ConfigError."""
+        port = self._held.enter_context(open_port(self._config.host, self._config.port, flag=self._port_flag))
+        self.port = port.port
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(port)), name="bootstrap-server", daemon=True
+        )
+        self._thread.start()
+        if not self._ready.wait(START_S):
+            raise RuntimeError(f"the bootstrap server did not start within {START_S:g} s")
+
+    def close(self) -> None:
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(START_S)
+        self._held.close()
+
+    async def _serve(self, port: ListeningPort) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with serving(port, self._handle, LIMITS, shutdown_timeout_s=CLOSE_S):
+            self._ready.set()
+            await self._stop.wait()
+
+
+def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
+    """Run a shared server until a signal. Raises ConfigError."""
+    allow_many_files()
+    handle = make_handle(Registry(config, shared=True), config=config, secret=secret)
+    with open_port(config.host, config.port) as port:
+        asyncio.run(_serve_prefill_only(port, handle))
+
+
+async def _serve_prefill_only(port: ListeningPort, handle: Handler) -> None:
+    signals = StopSignals()
+    with signals.caught():
+        async with serving(port, handle, LIMITS, shutdown_timeout_s=CLOSE_S):
+            log.info("bootstrap server listens on %s:%d", port.host, port.port)
+            await signals.requested.wait()

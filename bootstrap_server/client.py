@@ -23,8 +23,8 @@ from bootstrap_server.protocol import (
     RoomBatch,
     RouteReply,
 )
-from service.http.json_depth import JSON_ERRORS
-from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from service.http.errors import JSON_ERRORS
+from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
 LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout

@@ -7,20 +7,17 @@ from itertools import accumulate
 
 from disagg.config import SchedulerSpec
 from disagg.decode_role import PREALLOC_TIMEOUT_S, DecodeRole
-from disagg.feature_fetching import FeatureFetches
+from disagg.feature_fetching import FeatureFetches, FetchingRole
 from disagg.feature_transfers import feature_fetches
-from disagg.fetch_policy import FetchPolicy
-from disagg.fetching_role import FetchingRole
 from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.moving import Moves
-from disagg.page_sender import PageSender
+from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
-from disagg.prefix_exchange import PrefixExchange
-from disagg.prefix_fetching import MOST_FETCHES, PrefixFetches
-from disagg.prefix_serving import MOST_SERVED, PrefixServer
-from disagg.recompute import Bounds
+from disagg.prefix_exchange import MAX_SERVED, PrefixExchange, PrefixServer
+from disagg.prefix_fetching import MAX_FETCHES, FetchPolicy, PrefixFetches
 from disagg.registration import RouteFinder, registrar_of
+from disagg.resumption import Bounds
 from disagg.transfer_engine import engine_of, memory_of, no_lookup, side_pools, start, transfer_config
 from engine.build import EngineParts
 from engine.kv.cache_spec import UNIT_ALIGN_BYTES
@@ -28,13 +25,12 @@ from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.messages import KVSource
 from engine.ranks.group import Group
-from engine.ranks.group_checksum import GroupChecksum
-from engine.ranks.rank_checksum import RankChecksum, alone
-from engine.ranks.rank_pools import RankPools
+from engine.ranks.rank_checksum import GroupChecksum, RankChecksum, alone
+from engine.ranks.rank_parts import RankPools
 from service.flags import ConfigError
 from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.shared import SharedEngine
+from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
@@ -48,7 +44,7 @@ PAGES_OF_WINDOWS = (
     "--prefix-fetch: layers with a window have pages of their own, which a prefix of another worker does not bring along; give "
     "--disable-hybrid-swa-memory"
 )
-LEAST_BYTES = 4 << 20  # per send while the next chunk computes: smaller ones disturb it more than they hide
+MIN_BYTES = 4 << 20  # per send while the next chunk computes: smaller ones disturb it more than they hide
 
 
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> EngineRole:
@@ -60,7 +56,7 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
     parts.weights.number()  # now: no hand-over should read files
     num_rows = 2 * most  # running requests, and as many in transfer
     if spec.disagg.prefix_fetch:
-        num_rows += MOST_FETCHES + MOST_SERVED
+        num_rows += MAX_FETCHES + MAX_SERVED
     metadata = MetadataBuffers(num_rows, weights=parts.weights.number)
     make = _prefill if spec.disagg.disaggregation_mode == "prefill" else _decode
     return make(spec, parts, metadata, wakeup)
@@ -104,7 +100,7 @@ def _prefill(
     return PrefillRole(
         scheduler=parts.scheduler,
         manager=manager,
-        pages=_sender(parts, metadata, kv_args, checksum, layerwise=bool(groups), least_bytes=LEAST_BYTES),
+        pages=_sender(parts, metadata, kv_args, checksum, layerwise=bool(groups), min_bytes=MIN_BYTES),
         directory=registrar,
         bounds=_bounds(parts),
         prefixes=_prefixes(spec, parts, metadata, transfers, config, manager, checksum=checksum, wakeup=wakeup)
@@ -214,7 +210,7 @@ def _sender(
     checksum: Checksum | None,
     *,
     layerwise: bool = False,
-    least_bytes: int = 0,
+    min_bytes: int = 0,
 ) -> PageSender:
     return PageSender(
         metadata,
@@ -222,7 +218,7 @@ def _sender(
         page_bytes=_page_bytes(args),
         checksum=checksum,
         layerwise=layerwise,
-        least_bytes=least_bytes,
+        min_bytes=min_bytes,
     )
 
 

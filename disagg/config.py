@@ -5,9 +5,12 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.config import MAX_PORT, EngineConfig, ServerConfig
-from engine.parallel.region_plan import RegionPlan
-from service.flags import FlagSet, flag
-from service.security.secret import read_secret_file
+from engine.frontend.bootstraps import BootstrapAllowlist
+from engine.frontend.role_switch import RoleSwitch
+from engine.frontend.services import FrontendSpec
+from engine.parallel.region import RegionPlan
+from service.flags import FlagSet, flag, values_by_name
+from service.security.secret import read_secret_file, router_secret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,3 +172,27 @@ def role_name(config: DisaggConfig) -> str:
 def read_secret(path: str | None) -> bytes | None:
     """Raises ConfigError."""
     return None if path is None else read_secret_file(path)
+
+
+# ---- Services of a worker's frontends, from its flags.
+
+
+def frontend_spec(
+    engine: EngineConfig,
+    server: ServerConfig,
+    disagg: DisaggConfig,
+    allowlist: BootstrapAllowlist,
+    *,
+    switch: RoleSwitch | None = None,
+) -> FrontendSpec:
+    return FrontendSpec(
+        server=server,
+        engine=engine,
+        mode=disagg.disaggregation_mode,
+        extra_info=values_by_name(disagg),
+        default_bootstrap_port=disagg.disaggregation_bootstrap_port,
+        bootstrap_allowlist=allowlist,
+        warms_up=not server.skip_server_warmup,
+        switch=switch,
+        secret=router_secret(read_secret(disagg.cluster_secret_file)),
+    )

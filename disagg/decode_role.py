@@ -30,7 +30,7 @@ from engine.core.scheduler import ABORTED, Scheduler
 from engine.loop.role import EngineRole
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
 from transfer_backends.contract import Route
-from transfer_backends.kvpoll import RoomInUse
+from transfer_backends.rooms import RoomInUse
 
 log = logging.getLogger(__name__)
 

@@ -17,19 +17,21 @@ import msgspec
 from disagg.incoming import Incoming, IncomingTransfer, Receivers, TransferFailure
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.prefix_fetching import fits_weights
-from disagg.recompute import fits, packed
-from engine.core.image_cache import ImageCache
+from disagg.resumption import fits, packed
+from engine.core.mem_cache.image_cache import ImageCache
+from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.memory import Detached, Memory
-from engine.core.page_allocator import PageAllocator
 from engine.core.request import Request
+from engine.core.scheduler import ABORTED, Scheduler
 from engine.images import ImageInput
-from engine.messages import FeatureSource
+from engine.loop.role import UnifiedRole
+from engine.messages import FeatureSource, FinishReason, TokenOutput
 from transfer_backends.contract import Route, Work
-from transfer_backends.kvpoll import RoomInUse
+from transfer_backends.rooms import RoomInUse
 
 log = logging.getLogger(__name__)
 
-MOST_FETCHES = 256  # at a time; more are encoded here
+MAX_FETCHES = 256  # at a time; more are encoded here
 ATTEMPT = 1  # attempt 0 is a router's request
 AVOIDED_S = 5.0  # time without requests for encoders that were late, failed or refused
 
@@ -108,7 +110,7 @@ class FeatureFetches:
     def _open(self, image: ImageInput, source: FeatureSource, now_s: float) -> FeatureFetch | None:
         is_large = self._allocator.pages_for(image.num_tokens) > self._allocator.num_pages or not fits((image,))
         is_avoided = now_s < self._avoided.get(source.control, now_s)
-        if is_large or is_avoided or len(self.incoming.transfers) >= MOST_FETCHES:
+        if is_large or is_avoided or len(self.incoming.transfers) >= MAX_FETCHES:
             self.counters["feature_fetches_forgone"] += 1
             return None
         room, route = next(self._rooms), Route(control=source.control, incarnation=source.incarnation, shared=True)
@@ -236,3 +238,47 @@ def rooms_of(incarnation: str) -> Iterator[int]:
         digest = hashlib.sha256(f"{incarnation}/{number}".encode()).digest()
         yield int.from_bytes(digest[:8], "little") >> 1 | 1
         number += 1
+
+
+# ---- A worker that serves whole requests, and gets features of their images from encode workers.
+
+
+class FetchingRole(UnifiedRole):
+    def __init__(self, scheduler: Scheduler, features: FeatureFetches) -> None:
+        super().__init__(scheduler)
+        self._features = features
+
+    def add(self, request: Request, now_s: float) -> list[TokenOutput]:
+        refused = super().add(request, now_s)
+        if request.encoders and not refused:
+            self._features.begin(request, now_s)
+        return refused
+
+    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
+        self._features.leave(rid)
+        return super().abort(rid, now_s, reason)
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        self._features.poll(now_s)
+        return []
+
+    def end_peers_work(self, why: str) -> None:
+        self._features.incoming.end_all(why)
+
+    def waits_for_outside(self) -> bool:
+        return self._features.waits_for_outside
+
+    def queues(self) -> dict[str, int]:
+        return {"waiting": self._scheduler.num_waiting, **self._features.queues()}
+
+    def counters(self) -> dict[str, float]:
+        return dict(self._features.counters)
+
+    def avoided_encoders(self) -> list[str]:
+        return self._features.avoided()
+
+    def check(self) -> None:
+        self._features.check()
+
+    def close(self) -> None:
+        self._features.close()

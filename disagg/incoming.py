@@ -20,10 +20,10 @@ from engine.core.memory import Detached, Memory
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, TokenOutput
-from service.telemetry.logs import about
+from service.telemetry.context import about
 from transfer_backends.contract import Route, Tail, Work
-from transfer_backends.kvpoll import KVPoll
 from transfer_backends.ports import KVReceiver
+from transfer_backends.rooms import KVPoll
 
 
 class TransferStage(Enum):

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 
 from engine.executor.layer_marks import LayerMarks
-from engine.kv.layer_groups import equal_groups
+from engine.kv.page_copies import equal_groups
 from transfer_backends.contract import LayerGroup, Progress
 
 MAX_GROUPS = 8  # more would hide little more, and cost as many operations

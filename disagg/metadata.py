@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.core.plan import ItemResult
-from engine.messages import MAX_ASKED_TOKEN_IDS, TokenLogprob
+from engine.messages import MAX_REQUESTED_TOKEN_IDS, TokenLogprob
 from transfer_backends.contract import Region, Tail
 
 MAX_TOP = 128
-MAX_ASKED = MAX_ASKED_TOKEN_IDS
+MAX_ASKED = MAX_REQUESTED_TOKEN_IDS
 MAX_DURATION_S = 1e6
 MASK = (1 << 64) - 1
 

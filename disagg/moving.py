@@ -9,15 +9,13 @@ resumes through prefill.
 
 from collections import Counter
 
-from disagg.handover import PrefillHandover, Purpose, Senders
-from disagg.outgoing import Outgoing
-from disagg.page_sender import PageSender
+from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import MOVED, FinishReason, KVSource, TokenOutput
-from transfer_backends.kvpoll import RoomInUse
+from transfer_backends.rooms import RoomInUse
 
 HAS_MOVED = FinishReason(kind=MOVED)
 

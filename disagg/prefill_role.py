@@ -2,7 +2,7 @@
 
 Stages: disagg/outgoing.py. Failed, aborted and late requests are answered at once.
 
-Recomputations of requests retracted by decode (disagg/recompute.py) know their pages from the
+Recomputations of requests retracted by decode (disagg/resumption.py) know their pages from the
 start, and no client waits for them.
 """
 
@@ -10,11 +10,9 @@ from collections import Counter
 from typing import Protocol
 
 from disagg.feature_fetching import FeatureFetches
-from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
-from disagg.outgoing import Outgoing
-from disagg.page_sender import LaunchedPages, PageSender
+from disagg.outgoing import HandoverStage, LaunchedPages, Outgoing, PageSender, PrefillHandover, Purpose, Senders
 from disagg.prefix_exchange import OFF, PrefixExchange
-from disagg.recompute import Bounds, images_of, request_for, why_not
+from disagg.resumption import Bounds, images_of, request_for, why_not
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
@@ -22,7 +20,7 @@ from engine.images import ImageInput
 from engine.loop.role import EngineRole
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, KVSource, TokenOutput, TransferPath
 from transfer_backends.contract import Work
-from transfer_backends.kvpoll import RoomInUse
+from transfer_backends.rooms import RoomInUse
 
 
 class Directory(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from disagg.config import SchedulerSpec, read_secret
 from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import StatePool
-from engine.ranks.rank_pools import RankPools
+from engine.ranks.rank_parts import RankPools
 from transfer_backends.contract import (
     Extent,
     LookupFailed,

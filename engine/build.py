@@ -9,18 +9,17 @@ from importlib.util import find_spec
 import torch
 
 from engine.config import EngineConfig
-from engine.core.backups import NOTHING
+from engine.core.mem_cache.backups import NOTHING
+from engine.core.mem_cache.cache_events import PrefixEvents
 from engine.core.scheduler import Scheduler
-from engine.core.usable_prefixes import PrefixEvents
-from engine.core_parts import build_memory, build_scheduler
+from engine.core_parts import UNIFIED, EngineUse, build_memory, build_scheduler
 from engine.device.device import Device, build_device
 from engine.device.feature_pool import arriving_pages, feature_page_bytes, feature_pool
-from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
 from engine.device.lanes import build_lanes
 from engine.device.machine import cpu_kind
-from engine.device.measure import measured, own_steps, warm
+from engine.device.measure import MemoryGauge, await_share, measured, own_steps, warm
 from engine.device.memory_plan import (
     kv_pages,
     with_fitting_prompts,
@@ -29,41 +28,33 @@ from engine.device.memory_plan import (
 )
 from engine.device.pools import Pools, behind_windows, build_pools, why_kept
 from engine.device.step_memory import MakeCapture, RankSeat, Recording, StepMemory
-from engine.executor.compile_log import CompileLog
-from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
-from engine.executor.warm_up import by_executor
+from engine.executor.warm_up import CompileLog, CudaGauge, by_executor
 from engine.executor.weights import WeightUpdater
 from engine.flags.images import cache_bytes, image_cache
 from engine.flags.resolve import depth, resolve, state_slots
-from engine.flags.speculation import most_drafted, with_drafter
+from engine.flags.speculation import max_drafted, with_drafter
 from engine.hicache.build import build_host_tier
-from engine.hicache.disk import Disk
-from engine.kernels.cpu_kind import CpuKindError
+from engine.hicache.page_files import Disk
+from engine.kernels.build import CpuKindError
 from engine.kernels.linear import linear_kernel
-from engine.kv.cache_spec import page_bytes_of
-from engine.kv.held import HeldKV
+from engine.kv.cache_spec import KVShard, page_bytes_of
 from engine.kv.host_memory import HERE, HostMemory
-from engine.kv.identity import kv_identity
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool, kv_identity
 from engine.kv.state_pool import StatePool
 from engine.loading import load_at_start, weight_updater
-from engine.loop.occupation import FixedKV, KVMemory
-from engine.lora.store import LoraStore
+from engine.loop.control import FixedKV, KVMemory
+from engine.lora.bank import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE, Place
-from engine.ranks.future_maps import future_map_of
-from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
-from engine.ranks.group_files import rank_files
-from engine.ranks.links import stage_input
+from engine.ranks.group import Group, GroupAdapters, GroupKVMemory, rank_files
+from engine.ranks.links import Load, future_map_of, loader, stage_input
 from engine.ranks.messages import PoolSize, Ready
-from engine.ranks.same_kernels import check_same_kernels, kernels_here
-from engine.ranks.share import Load, loader
+from engine.ranks.rank_parts import check_same_kernels, kernels_here
 from engine.recurrent import check_recurrent, make_state_slots
-from engine.use import UNIFIED, EngineUse
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -88,7 +79,7 @@ class EngineParts:
     executor: Executor
     adapters: LoraStore | GroupAdapters | None
     group: Group | None
-    held: HeldKV
+    held: KVShard
     scheduler: Scheduler
     depth: int
     weights: WeightUpdater[DenseDecoder]
@@ -170,7 +161,7 @@ def build_engine(
     slot_bytes = slots = shadows = 0
     if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
-        drafted = most_drafted(config, decodes=use.decodes)
+        drafted = max_drafted(config, decodes=use.decodes)
         config, shadows = with_state_slots(given, config, found, slot_bytes=slot_bytes, drafted=drafted)
         slots = state_slots(config)
     slots_bytes = (1 + slots + shadows) * slot_bytes

@@ -6,14 +6,14 @@ resolve() fills in None; an impossible value is an error that names the flag.
 import math
 from dataclasses import dataclass
 
-from engine.core.eviction import EVICTION_POLICIES
-from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
+from engine.core.mem_cache.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
+from engine.core.mem_cache.radix_node import EVICTION_POLICIES
 from engine.core.policy import POLICIES
-from engine.text.call_formats import CALL_FORMATS
 from engine.text.reasoning import REASONING_FORMATS
+from engine.text.tool_calls import CALL_FORMATS
 from service.flags import FlagSet, flag
-from service.images.flags import ImageFlags
-from service.telemetry.logs import FORMATS as LOG_FORMATS
+from service.images.hosts import ImageFlags
+from service.telemetry.context import FORMATS as LOG_FORMATS
 
 GRAMMAR_BACKENDS = ("llguidance", "none")
 TOOL_CALL_PARSERS = (*CALL_FORMATS, "gpt-oss", "openai")

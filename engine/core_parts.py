@@ -2,29 +2,57 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
-from engine.core.backups import CopySize
-from engine.core.match_rules import ByState, ByWindow
+from engine.core.estimates import NewTokenRatio
+from engine.core.mem_cache.backups import CopySize
+from engine.core.mem_cache.cache_events import PrefixEvents, events_of_tree
+from engine.core.mem_cache.match_rules import ByState, ByWindow
+from engine.core.mem_cache.memory_part import MemoryPart, part_of
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.radix_cache import MatchRule, RadixCache, by_pages
+from engine.core.mem_cache.radix_node import TreePart
+from engine.core.mem_cache.state_slots import StateSlots
+from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory
-from engine.core.memory_part import MemoryPart, part_of
-from engine.core.new_token_ratio import NewTokenRatio
-from engine.core.page_allocator import PageAllocator
-from engine.core.radix_cache import MatchRule, RadixCache, by_pages
-from engine.core.radix_node import TreePart
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
-from engine.core.state_slots import StateSlots
-from engine.core.usable_prefixes import PrefixEvents, events_of_tree
-from engine.core.window_pages import WindowPages
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.resolve import limits, priorities, ratio_rule, step_budget
 from engine.flags.speculation import drafting_of
+from engine.kv.kv_pool import AllocateBytes, zeroed_bytes
 from engine.model_files.model_config import ModelConfig
 from engine.recurrent import cut_on_grid
-from engine.use import EngineUse
+
+# ---- Engine requirements of worker roles.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """The defaults fit a unified worker.
+
+    `decodes`, `prefills`: record such steps. `peers_write_pages`: no host tier, which needs stream
+    order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as
+    --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `receives_features`:
+    from encoder workers.
+    """
+
+    decodes: bool = True
+    prefills: bool = True
+    peers_write_pages: bool = False
+    kv_stays: str = ""
+    retracted_kv: str = "recompute"
+    reserve_floor: int = 0
+    allocate_kv: AllocateBytes = zeroed_bytes
+    receives_features: bool = False
+
+
+UNIFIED = EngineUse()
+
+
+# ---- core parts
 
 
 def build_memory(
@@ -32,7 +60,7 @@ def build_memory(
 ) -> tuple[Memory, PrefixEvents | None]:
     """Return the bookkeeping of all memory, and the prefix cache's events if published.
 
-    `parts`: in the order of engine/core/memory_part.py, None for parts that the engine lacks.
+    `parts`: in the order of engine/core/mem_cache/memory_part.py, None for parts that the engine lacks.
     """
     enabled = not config.disable_radix_cache
     return memory_of(

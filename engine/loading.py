@@ -8,12 +8,12 @@ import torch
 from engine.config import EngineConfig
 from engine.device.device import Device
 from engine.executor.weights import WeightUpdater
-from engine.flags.load_format import dummy_paths
-from engine.kv.identity import fingerprint_of
+from engine.flags.model_source import dummy_paths
+from engine.kv.kv_pool import fingerprint_of
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.ranks.group import Group, GroupWeights
-from engine.ranks.share import Load
+from engine.ranks.links import Load
 from service.flags import ConfigError
 
 

@@ -6,15 +6,14 @@ from functools import partial
 
 from engine.build import EngineParts
 from engine.core.dp_agreement import Agreement
-from engine.core.dp_update import UpdateAgreement
-from engine.core.lanes import Lane
+from engine.core.dp_step import UpdateAgreement
+from engine.core.pdmux import Lane
 from engine.executor.device_stream import Launch
 from engine.flags.pdmux import lane_share
 from engine.loop.joint_strategy import JointStrategy
-from engine.loop.listener import LoopListener
+from engine.loop.listeners import LoopListener, StepDurations
 from engine.loop.multiplexing import Multiplexing
 from engine.loop.pipeline import MakePipeline, Pipeline, StepStrategy
-from engine.loop.step_durations import StepDurations
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,15 @@ frontend (HTTP, tokens <-> text)  --ToScheduler-->  scheduler
 scheduler                         --ToFrontend-->   frontend
 """
 
+from collections.abc import Sequence
+
 import msgspec
+from msgspec.structs import replace
 
 from engine.images import ImageInput
 from engine.sampling_params import SamplingParams
 
-MAX_ASKED_TOKEN_IDS = 128  # of LogprobOptions.token_ids; limited by a metadata row
+MAX_REQUESTED_TOKEN_IDS = 128  # of LogprobOptions.token_ids; limited by a metadata row
 MOVED = "moved"  # kind of a `FinishReason`
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # fake this request's transfer, as in SGLang
 
@@ -101,7 +104,7 @@ class GenerateRequest(_Message, frozen=True):
 
 
 class GenerateBatch(_Message, frozen=True):
-    """Samples of one HTTP request, to enter the same step (engine/batches.py)."""
+    """Samples of one HTTP request, to enter the same step (engine/messages.py)."""
 
     requests: list[GenerateRequest]
 
@@ -306,7 +309,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     """New tokens of one request. `input_*` come first, `times` and `stages` last.
 
     Hidden states are native float32 [hidden] per position: `input_hidden` of the prompt, `hidden`
-    per later token, or a pooled vector. `times`: seconds by stage (engine/core/times.py).
+    per later token, or a pooled vector. `times`: seconds by stage (engine/core/request.py).
     """
 
     rid: str
@@ -416,3 +419,31 @@ class SchedulerReady(_Message, frozen=True):
 
 
 ToFrontend = TokenBatch | ControlReply | StateReply | StepReply | SchedulerReady
+
+
+# ---- Samples of one HTTP request as one message. Pure, never torch.
+
+
+def batch_of(requests: Sequence[GenerateRequest]) -> GenerateBatch:
+    """Keep each image's pixels only at its first use, by key."""
+    sent = set[bytes]()
+    return GenerateBatch([_without(r, sent) if r.images else r for r in requests])
+
+
+def requests_of(batch: GenerateBatch) -> list[GenerateRequest]:
+    """Restore the requests; images encoded elsewhere have no pixels."""
+    pixels = {image.key: image.pixels for r in batch.requests for image in r.images if image.pixels}
+    return [_with(r, pixels) if r.images else r for r in batch.requests]
+
+
+def _without(request: GenerateRequest, sent: set[bytes]) -> GenerateRequest:
+    images = list[ImageInput]()
+    for image in request.images:
+        images.append(replace(image, pixels=b"") if image.key in sent else image)
+        if image.pixels:
+            sent.add(image.key)
+    return replace(request, images=images)
+
+
+def _with(request: GenerateRequest, pixels: dict[bytes, bytes]) -> GenerateRequest:
+    return replace(request, images=[replace(one, pixels=pixels.get(one.key, b"")) for one in request.images])

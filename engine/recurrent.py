@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.core.limits import Limits
-from engine.core.state_slots import StateSlots, grid_of
+from engine.core.mem_cache.state_slots import StateSlots, grid_of
+from engine.core.policy import Limits
 from engine.flags.resolve import state_slots
 from service.flags import ConfigError
 

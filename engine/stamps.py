@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
-from service.process.shared_file import mapped
+from service.process.files import mapped
 
 _PREFIX = "stamp."
 _WORDS = 3

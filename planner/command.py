@@ -31,8 +31,7 @@ def build_parser() -> Parser:
 
 
 def _plan(config: PlanConfig) -> int:
-    from planner.plot import check_plot, draw
-    from planner.report import report_json, report_text
+    from planner.report import check_plot, draw, report_json, report_text
     from planner.run import run_plan
     from planner.study import study_of
 

@@ -7,7 +7,7 @@ from typing import Any
 from engine.config import MAX_DRAFT_TOKENS, MAX_PAGE_SIZE, SPECULATIVE_ALGORITHMS
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
 from engine.flags.speculation import NGRAM
-from planner.gpus import GPUS
+from planner.step_time import GPUS
 from router.config import POLICIES
 from service.flags import ConfigError, FlagSet, flag
 

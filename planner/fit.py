@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 
 from deploy.bench.stats import RequestRecord
-from planner.step_time import Fitted
+from planner.step_time import Beside, Fitted, Gpu
 from service.flags import ConfigError
 
-LEAST_PREFILLS, LEAST_GAPS, MOST_STRETCHES = 8, 64, 4000
+MIN_PREFILLS, MIN_GAPS, MAX_STRETCHES = 8, 64, 4000
 STRETCH = 16  # gaps
 ROUNDS = 5  # of reweighted least squares
 
@@ -85,14 +85,14 @@ def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
     alone = [pair for records in reports for pair in _prefills(records)]
     stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
     num_gaps = sum(stretch.gaps for stretch in stretches)
-    if len(alone) < LEAST_PREFILLS or len({tokens for tokens, _ in alone}) < 3:
+    if len(alone) < MIN_PREFILLS or len({tokens for tokens, _ in alone}) < 3:
         raise ConfigError(
-            f"--fit: {len(alone)} requests were alone until their first token, {LEAST_PREFILLS} of three lengths or more "
+            f"--fit: {len(alone)} requests were alone until their first token, {MIN_PREFILLS} of three lengths or more "
             "are needed; add a report of `tandem bench --concurrency 1 --random-range-ratio 0.1`"
         )
-    if num_gaps < LEAST_GAPS:
+    if num_gaps < MIN_GAPS:
         raise ConfigError(
-            f"--fit: {num_gaps} gaps between tokens were undisturbed, {LEAST_GAPS} are needed; "
+            f"--fit: {num_gaps} gaps between tokens were undisturbed, {MIN_GAPS} are needed; "
             "add a report of `tandem bench --concurrency 8 --output-len 128`"
         )
     constant, per_token, per_pair = _least_squares(
@@ -133,9 +133,9 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
     """
     before = {record.idx: _ttft(record) for record in _alone(unified)}
     more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
-    if len(more) < LEAST_PREFILLS or len({tokens for tokens, _ in more}) < 3:
+    if len(more) < MIN_PREFILLS or len({tokens for tokens, _ in more}) < 3:
         raise ConfigError(
-            f"--fit-pair: {len(more)} requests were alone until their first token on both, {LEAST_PREFILLS} of three lengths or "
+            f"--fit-pair: {len(more)} requests were alone until their first token on both, {MIN_PREFILLS} of three lengths or "
             "more are needed; make it with `tandem bench --url UNIFIED --compare ROUTER --concurrency 1 --rounds 40 "
             "--random-range-ratio 0.1`"
         )
@@ -157,7 +157,7 @@ def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
         return bisect_right(begins, end_s) == bisect_right(firsts, begin_s)
 
     found = [stretch for times in tokens for stretch in _stretches(times, is_quiet)]
-    return [_measured(records, tokens, times) for times in found[:: 1 + len(found) // MOST_STRETCHES]]
+    return [_measured(records, tokens, times) for times in found[:: 1 + len(found) // MAX_STRETCHES]]
 
 
 # ---- inside
@@ -249,3 +249,68 @@ def _without_negatives(matrix: Any, target: Any) -> Any:
             break
         keep.remove(keep[int(found.argmin())])
     return values
+
+
+# ---- Files of measured profiles.
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured step times, the GPU, or both (docs/planning.md)."""
+
+    step_time: Fitted | None = None
+    outside_s: float | None = None
+    source: str = ""
+    handover: HandoverTime | None = None
+    tp_size: int = 1
+    gpu: Gpu | None = None
+    compute_efficiency: float | None = None
+    memory_efficiency: float | None = None
+    step_overhead_ms: float | None = None
+    all_reduce_us: float | None = None
+    accept_rate: float | None = None
+    match_rate: float | None = None
+    beside: Beside = Beside()
+
+
+def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
+    """Fit step times, and the hand-over to `pair`. Raises ConfigError."""
+    found = fit([read_records(path) for path in reports])
+    handover = fit_handover(*read_pair(pair)) if pair else None
+    return Profile(
+        step_time=found.step_time,
+        outside_s=found.outside_s,
+        source=describe(found, handover),
+        handover=handover,
+        tp_size=tp_size,
+    )
+
+
+def save_profile(profile: Profile, path: str) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+
+
+def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
+    pair = ""
+    if handover is not None:
+        pair = f"; hand-over {1000 * handover.request_s:.1f} ms and {1e6 * handover.token_s:.1f} us a token"
+    return (
+        f"measured: {found.num_prefills} prefills (median error {100 * found.prefill_error:.1f} %), "
+        f"{found.num_gaps} decode steps ({100 * found.decode_error:.1f} %){pair}"
+    )
+
+
+def read_profile(path: str) -> Profile:
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
+    except OSError as error:
+        raise ConfigError(f"--gpu-profile {path}: cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--gpu-profile {path}: is no profile (--save-profile writes one): {error}") from None
+    if found.step_time is None and found.gpu is None:
+        raise ConfigError(f"--gpu-profile {path}: has neither `step_time` nor `gpu`")
+    if min(found.beside.prefill, found.beside.decode) < 0:
+        raise ConfigError(f"--gpu-profile {path}: beside: a step takes no less time while others run; give 0 or more")
+    for name, rate in (("accept_rate", found.accept_rate), ("match_rate", found.match_rate)):
+        if rate is not None and not (0 < rate < 1 or (rate == 1 and name == "match_rate")):
+            raise ConfigError(f"--gpu-profile {path}: {name} must be between 0 and 1, got {rate}")
+    return found

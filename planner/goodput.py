@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from deploy.bench.stats import RequestRecord, percentile, tpot_s
 
-JUDGED_FROM = 0.1  # earlier requests find an idle cluster and do not count
+VERIFIED_FROM = 0.1  # earlier requests find an idle cluster and do not count
 NEAR = 1.08  # precision of the search
-MOST_STRIDE = 2.0
+MAX_STRIDE = 2.0
 MOST_STEPS = 8  # doublings or halvings before the first bracket
 
 
@@ -56,16 +56,16 @@ class Point:
 
 
 def judged(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
-    return records[first_judged(len(records)) :]
+    return records[first_verified(len(records)) :]
 
 
-def first_judged(count: int) -> int:
-    return int(count * JUDGED_FROM)
+def first_verified(count: int) -> int:
+    return int(count * VERIFIED_FROM)
 
 
-def most_misses(count: int, share: float) -> int:
+def max_misses(count: int, share: float) -> int:
     """Return how many requests may miss the SLO before a run stops."""
-    return int((count - first_judged(count)) * (1 - share) + 1e-9)
+    return int((count - first_verified(count)) * (1 - share) + 1e-9)
 
 
 def point_of(
@@ -103,13 +103,13 @@ class Search:
     """Brackets the highest good rate from a first estimate, then bisects geometrically: points in,
     rates out.
 
-    `stride`: the first factor, up to `MOST_STRIDE`. `lowest`: bound as a share of the estimate.
+    `stride`: the first factor, up to `MAX_STRIDE`. `lowest`: bound as a share of the estimate.
     """
 
     guess: float
     share: float
     near: float = NEAR
-    stride: float = MOST_STRIDE
+    stride: float = MAX_STRIDE
     most_steps: int = MOST_STEPS
     lowest: float = 0.0
     points: list[Point] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Search:
             if len(self.points) > self.most_steps:
                 return None
             power = 1 << max(0, len(self.points) - 2)
-            stride = min(MOST_STRIDE, math.pow(self.stride, power))
+            stride = min(MAX_STRIDE, math.pow(self.stride, power))
             return stride * (good or 0.0) if bad is None else bad / stride
         return None if bad / good <= self.near else (good * bad) ** 0.5
 

@@ -7,12 +7,9 @@ import msgspec
 from engine.flags.speculation import NGRAM
 from engine.model_files.model_config import ModelConfig
 from planner.config import PlanConfig
-from planner.drafter import DrafterTime, by_roofline, by_weights, drafter_shape
-from planner.fit import HandoverTime
-from planner.gpus import GPUS, Gpu
-from planner.profile import Profile, fit_profile, read_profile, save_profile
-from planner.shape import Shape, shape_of
-from planner.step_time import Beside, Efficiency, Fitted, Roofline, StepTime
+from planner.fit import HandoverTime, Profile, fit_profile, read_profile, save_profile
+from planner.memory import DrafterTime, by_roofline, by_weights, drafter_shape
+from planner.step_time import GPUS, Beside, Efficiency, Fitted, Gpu, Roofline, Shape, StepTime, shape_of
 from service.flags import ConfigError
 
 # Defaults without flag or profile.

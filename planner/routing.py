@@ -12,13 +12,13 @@ from planner.workload import PlannedRequest
 from router.admission.forecast import Forecast, SentPrompt
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
-from router.choice.way_costs import Objectives
+from router.choice.route_costs import Objectives
 from router.config import RouterConfig
-from router.pool.states import Check
+from router.pool.breaker import Check
 from router.pool.worker import Lease, LoadReport, Pool, Role, Worker, worker_id_of
 from router.pool.workers import WorkerTable
-from router.requests.ways import WayChooser
-from service.prefix_chain import BLOCK_TOKENS
+from router.requests.route_choice import RouteChooser
+from service.kv_events import BLOCK_TOKENS
 
 SEED = 1
 WANTED = Objectives(RouterConfig.mixed_ttft_s, RouterConfig.mixed_itl_s)
@@ -50,12 +50,12 @@ class Routing(Generic[T]):
     _table: WorkerTable = field(default_factory=WorkerTable)
     workers: dict[T, Worker] = field(default_factory=dict)
     _forecast: Forecast = field(default_factory=Forecast)
-    _ways: WayChooser = field(init=False)
+    _ways: RouteChooser = field(init=False)
 
     def __post_init__(self) -> None:
         config = RouterConfig(policy=self.policy, decode_policy="least_load")
         policies = make_chooser(config, draw=random.Random(SEED).randrange).policies
-        self._ways = WayChooser(policies=policies, forecast=self._forecast, wanted=self.wanted)
+        self._ways = RouteChooser(policies=policies, forecast=self._forecast, wanted=self.wanted)
 
     def choose(self, pools: Mapping[str, Sequence[T]], request: PlannedRequest, *, now_s: float) -> Routed[T]:
         """Choose a route and its workers."""

@@ -1,15 +1,81 @@
 """Runs a plan's layouts and rates in parallel."""
 
+import multiprocessing
+import queue
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from types import TracebackType
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from planner.cluster import ClusterLayout
+from planner.config import PlanConfig
 from planner.goodput import Grid, Point, Search
-from planner.layout import ClusterLayout
-from planner.pool import RunPool
-from planner.study import Study, guess_rate
+from planner.study import Study, guess_rate, study_of, try_rate
+
+# ---- Processes that compute runs in parallel.
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class RunPool:
+    """Context manager; the processes also end with this one."""
+
+    def __init__(self, config: PlanConfig, *, jobs: int) -> None:
+        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._children = [self._start(config) for _ in range(jobs)]
+        self._threads = ThreadPoolExecutor(jobs)
+
+    def submit(self, layout: ClusterLayout, rate: float) -> "Future[Point]":
+        return self._threads.submit(self._run, layout, rate)
+
+    def __enter__(self) -> "RunPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._children:
+            child.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for child in self._children:
+            child.join()
+
+    def _start(self, config: PlanConfig) -> "multiprocessing.process.BaseProcess":
+        ours, theirs = SPAWN.Pipe()
+        child = SPAWN.Process(target=_compute, args=(config, theirs))
+        child.start()
+        theirs.close()
+        self._idle.put(ours)
+        return child
+
+    def _run(self, layout: ClusterLayout, rate: float) -> Point:
+        child = self._idle.get()
+        try:
+            child.send((layout, rate))
+            point: Point = child.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(
+                f"the run of {layout.name} at {rate:.3g} failed; see the error of its process above"
+            ) from None
+        finally:
+            self._idle.put(child)
+        return point
+
+
+def _compute(config: PlanConfig, orders: Connection) -> None:
+    study = study_of(replace(config, save_profile=None))
+    while True:
+        try:
+            layout, rate = orders.recv()
+        except EOFError:
+            return
+        orders.send(try_rate(study, layout, rate))
+
+
+# ---- run
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,21 +16,20 @@ from engine.flags.speculation import with_drafter
 from engine.model_files.drafter_config import DRAFT_PATH
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.parallel.layout import check_layout
-from planner.cluster import ClusterCosts, PlannedCluster
+from planner.cluster import ClusterCosts, ClusterLayout, PlannedCluster, candidates, parse_layout
 from planner.config import PlanConfig
+from planner.executor import Speculation, speculation_of
 from planner.goodput import Point, SloTargets, point_of
 from planner.hardware import Hardware, hardware_of, profile_of
-from planner.layout import ClusterLayout, candidates, parse_layout
 from planner.memory import kv_pages, page_bytes
-from planner.speculation import Speculation, speculation_of
 from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest, workload_of
-from router.choice.way_costs import Objectives
+from router.choice.route_costs import Objectives
 from service.flags import ConfigError
 
-GUESSED_BATCH = 32
-GUESSED_LOAD = 0.6
+DEFAULT_BATCH = 32
+DEFAULT_LOAD = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +169,11 @@ def guess_rate(study: Study, layout: ClusterLayout) -> float:
     outputs = sum(request.output_len for request in study.requests) / size
     time = study.hardware.step_times[layout.tp]
     prefill = StepLoad(prefill_tokens=int(tokens), prefill_pairs=tokens**2 / 2, prefill_context=int(tokens), samples=1)
-    context = int(GUESSED_BATCH * (tokens + outputs / 2))
-    decode = StepLoad(decodes=GUESSED_BATCH, decode_context=context, samples=GUESSED_BATCH)
-    prefill_s, decode_s = time.seconds(prefill), outputs * time.seconds(decode) / GUESSED_BATCH
+    context = int(DEFAULT_BATCH * (tokens + outputs / 2))
+    decode = StepLoad(decodes=DEFAULT_BATCH, decode_context=context, samples=DEFAULT_BATCH)
+    prefill_s, decode_s = time.seconds(prefill), outputs * time.seconds(decode) / DEFAULT_BATCH
     capacity = layout.unified / (prefill_s + decode_s) + min(layout.prefill / prefill_s, layout.decode / decode_s)
-    return GUESSED_LOAD * capacity / layout.num_gpus
+    return DEFAULT_LOAD * capacity / layout.num_gpus
 
 
 def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
-from planner.host import Host, Threads
-from planner.timeline import Timeline
+from planner.executor import Host, Threads, Timeline
 from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Route, Tail, Work
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.rooms import KVPoll
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -12,30 +12,27 @@ from typing import Any
 from disagg.config import DisaggConfig
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
-from disagg.page_sender import PageSender
+from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
-from disagg.recompute import Bounds
+from disagg.resumption import Bounds
 from engine.config import EngineConfig
+from engine.core.estimates import NewTokenRatio
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.radix_cache import RadixCache
 from engine.core.memory import Memory
-from engine.core.new_token_ratio import NewTokenRatio
-from engine.core.page_allocator import PageAllocator
-from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.flags.resolve import depth, limits, ratio_rule
+from engine.loop.heartbeat import IterationClock
 from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
-from engine.loop.turn_clock import TurnClock
 from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
-from planner.executor import TimedExecutor, WorkerClock
-from planner.host import Host, Threads
-from planner.speculation import Speculation
+from planner.executor import Host, Speculation, Threads, TimedExecutor, Timeline, WorkerClock
 from planner.step_time import Beside, StepTime
-from planner.timeline import Timeline
 from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
 
 OnOutputs = Callable[[list[TokenOutput], float], None]  # (outputs, time in seconds)
@@ -89,7 +86,7 @@ class PlanWorker:
             role=self.role,
             ports=self._ports,
             services=LoopServices(weights=nothing, profiler=nothing),
-            turns=TurnClock(limit_s=0),
+            turns=IterationClock(limit_s=0),
             settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: self.clock.now_s,
         )

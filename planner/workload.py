@@ -8,8 +8,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from deploy.bench.trace import TraceEntry, read_trace
-from deploy.bench.workload import TRACE_BLOCK_TOKENS
+from deploy.bench.workload import TRACE_BLOCK_TOKENS, TraceEntry, read_trace
 from planner.config import PlanConfig
 
 FIRST_BLOCK = 2  # first free token id, as the executor samples 1

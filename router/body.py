@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from service.http.errors import ApiError
-from service.http.json_bounds import check_fields
-from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, decode_or_none, deeper_than
-from service.model_names import untagged
+from service.flags import untagged
+from service.http.bodies import check_fields
+from service.http.errors import JSON_ERRORS, MAX_DEPTH, ApiError, decode_or_none, deeper_than
 from service.responses.items import inner_text
 
 BYTES_PER_TOKEN = 4  # of text; an estimate for load balancing

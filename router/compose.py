@@ -12,31 +12,25 @@ from functools import partial
 from aiohttp import web
 
 from router.admission.admission import Admission
-from router.admission.rate_limit import make_limiter
+from router.admission.queue import make_limiter
 from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import PUTS, Api
 from router.choice.chooser import Chooser, make_chooser
 from router.choice.encoders import Encoders
 from router.choice.kv_feed import KVEventFeed
-from router.choice.prefix_sources import PrefixHeaders, PrefixSources
-from router.choice.replication import Replication
+from router.choice.prefix_sources import PrefixHeaders, PrefixSources, Replication
 from router.client.credentials import Credentials
 from router.client.session import open_session
 from router.client.upstream import HttpUpstream
 from router.config import RouterConfig
-from router.dashboard.page import Dashboard
-from router.fleet.peer_processes import PeerProcesses
-from router.fleet.processes import ProcessSlot
+from router.fleet import PeerProcesses, ProcessSlot
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
-from router.http.access import limit_rate, need_of
-from router.http.any_worker import AnyWorkerApi
-from router.http.fan_out import FanOutApi
+from router.http.access import FILES, limit_rate, need_of
+from router.http.dashboard import Dashboard
+from router.http.fan_out import AnyWorkerApi, FanOutApi, LoadsApi
 from router.http.health_api import HealthApi
-from router.http.loads_api import LoadsApi
-from router.http.pages import FILES
-from router.http.responses_api import ResponsesApi
 from router.http.traces_api import TracesApi
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
@@ -52,25 +46,20 @@ from router.requests.build import make_dispatcher, make_events, ways_of
 from router.requests.copies import PrefixCopies
 from router.requests.dispatch import Dispatcher
 from router.requests.live import LiveRequests
-from router.requests.responses import Responses, SharedBook
+from router.requests.responses import Responses, ResponsesApi, SharedBook
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.guard import make_guard
-from service.http.home import Home
-from service.http.invocations import INVOCATIONS
-from service.http.pages import Pages
-from service.http.routes import Handler, Routes
+from service.http.home import Home, Pages
+from service.http.routes import INVOCATIONS, Handler, Routes, unserved_routes
 from service.http.server import RequestLimits
-from service.http.unserved_routes import unserved_routes
-from service.responses.book import LocalBook
-from service.responses.store import MAX_BYTES, ResponseStore
-from service.security.addresses import require_secret
-from service.security.browser import BrowserRule
+from service.responses.store import MAX_BYTES, LocalBook, ResponseStore
+from service.security.browser import BrowserRule, require_secret
 from service.security.keys import KeyGate, KeyRing, open_gate
 from service.security.secret import read_secret_file, router_secret
-from service.telemetry.otlp import open_exporter
-from service.telemetry.tracer import Tracer
+from service.telemetry.exporters import open_exporter
+from service.telemetry.records import Tracer
 
 CONNECT_TIMEOUT_S = 5.0  # to a worker: a SYN is sent again after 1 and 3 s
 HEADER_TIMEOUT_S = 10.0  # for a client to send the head of a request: anyone may connect

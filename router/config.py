@@ -6,9 +6,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from service.flags import ConfigError, FlagSet, flag
-from service.images.flags import ImageFlags
-from service.images.hosts import AllowedHosts
-from service.telemetry.logs import FORMATS as LOG_FORMATS
+from service.images.hosts import AllowedHosts, ImageFlags
+from service.telemetry.context import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 MAX_PORT = 65535

@@ -11,14 +11,13 @@ from aiohttp import web
 
 from router.compose import Router, check_exposure, limits_of
 from router.config import RouterConfig, check_config
-from router.fleet.processes import ProcessSlot, obey_parent, run_fleet
+from router.fleet import ProcessSlot, obey_parent, run_fleet
 from service.http.listening import open_port
 from service.http.server import RequestLimits, make_runner
-from service.process.collector import spare_what_lives
-from service.process.ready_file import write_ready_file
-from service.process.start import allow_many_files
+from service.process.files import write_ready_file
+from service.process.start import allow_many_files, spare_what_lives
 from service.process.stop_signals import StopSignals
-from service.telemetry.logs import set_up_logging
+from service.telemetry.context import set_up_logging
 
 SHUTDOWN_TIMEOUT_S = 3.0  # for last answers at the end
 

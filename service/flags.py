@@ -3,6 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _METADATA = "flag"
@@ -117,3 +119,27 @@ def _wrong(spec: FlagSpec, value: Any) -> str | None:
 
 def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---- The installed version.
+
+PACKAGE = "tandem-serve"
+
+
+@cache
+def installed_version() -> str:
+    """Return pip's version, "unknown" if not installed."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+# ---- Names of models in requests.
+
+LATEST = ":latest"
+
+
+def untagged(name: str) -> str:
+    """Drop the tag that Ollama's clients add."""
+    return name.removesuffix(LATEST)

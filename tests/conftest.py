@@ -14,12 +14,11 @@ import uvloop
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from deploy.launcher.fork_servers import fork_server
-from deploy.launcher.http_server import MODULES as HTTP_MODULES
-from disagg.children import openmp_env
-from disagg.preloaded import MODULES
-from engine.device.gpus import installed_gpus
-from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
+from deploy.launcher.fork_servers import HTTP_MODULES, fork_server
+from disagg.processes.children import openmp_env
+from disagg.processes.preloaded import MODULES
+from engine.device.machine import installed_gpus
+from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.machine.needs import complaint
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -27,8 +26,8 @@ settings.load_profile("any machine")
 
 SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share servers
 LONG = (
-    *(*SHARED, "e2e", "faults", "transfer/test_contract.py", "attention/test_triton.py", "simulation"),
-    *("engine/test_gpu_check.py", "security", "sampler/test_triton_sampler.py", "transfer/test_rank_transfers.py"),
+    *(*SHARED, "e2e", "faults", "engines/test_contract.py", "triton/test_triton.py", "simulation"),
+    *("device/test_gpu_check.py", "security", "sampler/test_triton_sampler.py", "ranks/test_rank_transfers.py"),
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # here, too, for fork servers: a library reads it as it is imported

@@ -4,7 +4,7 @@ import contextlib
 
 import psutil
 
-from service.process.forked_child import STARTED_BY
+from service.process.fork_server import STARTED_BY
 
 
 def children(pid: int) -> list[psutil.Process]:

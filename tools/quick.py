@@ -30,7 +30,7 @@ from tools.house.tree import Module
 
 ROOT = Path(__file__).parents[1]
 CACHE = ".build/quick_imports.json"
-STARTS = "tests/e2e/leaders.py"
+STARTS = "tests/e2e/ranks/leaders.py"
 SOURCES = (".py", ".c", ".h", ".cu")
 OF_ALL = ("tests/conftest.py", "pyproject.toml", "Makefile", "tests/machine/needs.py")
 DOCS = "tests/docs/"  # its tests read all pages

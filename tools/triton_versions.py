@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy.bench.environment import describe
+from deploy.bench.run import describe
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "reports" / "triton_versions.json"
@@ -36,7 +36,7 @@ class Compilations:
         """Note each compilation from now on."""
         import triton
 
-        from tests.attention.test_triton import resource_usage
+        from tests.attention.triton.test_triton import resource_usage
 
         compile_one = triton.compile
 

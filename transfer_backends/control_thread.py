@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 from transfer_backends.contract import Clock
 from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused, Port
-from transfer_backends.kvpoll import PeerProtocolError
 from transfer_backends.peers import Effects, Link, PeerTable, Send
-from transfer_backends.rooms import RoomTable
+from transfer_backends.rooms import PeerProtocolError, RoomTable
 from transfer_backends.wire import MalformedFrame, Message, decode, encode
 
 TICK_S = 0.02

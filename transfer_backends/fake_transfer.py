@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from transfer_backends.contract import Gate, Tail, Work
-from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll
+from transfer_backends.rooms import FINAL, IllegalTransition, KVPoll
 
 
 class FakeTransfer:

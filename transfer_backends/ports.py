@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from transfer_backends.contract import Caps, Gate, OpState, Pieces, Progress, Region, Route, Tail, Work
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.rooms import KVPoll
 
 
 class Engine(Protocol):

@@ -1,8 +1,102 @@
 """Transport of a trial write from evidence, and causes of slow GPU transfers. Pure."""
 
+import contextlib
+import os
+import re
+import socket
+import stat
+import struct
 from dataclasses import dataclass
+from pathlib import Path
 
-from transfer_backends.gpudirect import REMEDY, RdmaFacts
+# ---- Detection of GPUDirect RDMA from Linux. Decisions are pure. Never run with RDMA.
+
+PEER_MEMORY = {"nvidia_peermem", "nv_peer_mem"}
+DMABUF_SINCE = (5, 12)  # Linux version whose InfiniBand drivers register dma-buf regions
+REMEDY = "load it (modprobe nvidia-peermem), or use NVIDIA's open kernel modules with Linux 5.12 or newer (dmabuf)"
+
+
+@dataclass(frozen=True)
+class RdmaFacts:
+    has_rdma: bool
+    modules: str = ""
+    kernel: str = ""
+    driver: str = ""
+
+    @property
+    def reaches_gpu(self) -> bool:
+        """RDMA is present, with peer memory or dma-buf."""
+        return self.has_rdma and (self._has_peer_memory or self._has_dmabuf)
+
+    @property
+    def shortfall(self) -> str | None:
+        """Return a warning if RDMA devices cannot reach GPU memory."""
+        if not self.has_rdma or self.reaches_gpu:
+            return None
+        return (
+            "there are RDMA devices, but neither nvidia-peermem is loaded nor do kernel and driver have dmabuf: KV of a GPU goes "
+            f"by way of the host, at a fraction of the rate; {REMEDY}"
+        )
+
+    @property
+    def _has_peer_memory(self) -> bool:
+        return any(line.split(" ", 1)[0] in PEER_MEMORY for line in self.modules.splitlines())
+
+    @property
+    def _has_dmabuf(self) -> bool:
+        release = re.match(r"(\d+)\.(\d+)", self.kernel)
+        new = release is not None and (int(release[1]), int(release[2])) >= DMABUF_SINCE
+        return new and "Open Kernel Module" in self.driver
+
+
+def rdma_facts() -> RdmaFacts:
+    return RdmaFacts(
+        has_rdma=any(Path("/sys/class/infiniband").glob("*")),
+        modules=_text("/proc/modules"),
+        kernel=_text("/proc/sys/kernel/osrelease"),
+        driver=_text("/proc/driver/nvidia/version"),
+    )
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+# ---- Bytes delivered by this process's TCP sockets: evidence of a write's transport.
+
+BYTES_ACKED = struct.Struct("=Q")
+AT = 120  # of tcpi_bytes_acked in struct tcp_info (linux/tcp.h, since Linux 4.1)
+
+
+def tcp_bytes_acked() -> dict[int, int] | None:
+    """Return acknowledged bytes per socket inode, or None if unknown."""
+    try:
+        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return None
+    found: dict[int, int] = {}
+    for number in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile, or not TCP
+            status = os.fstat(number)
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(number)) as copy:
+                    found[status.st_ino] = _acked(copy)
+    return found
+
+
+def _acked(opened: socket.socket) -> int:
+    if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
+        raise OSError("not a TCP socket")
+    info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, AT + BYTES_ACKED.size)
+    if len(info) < AT + BYTES_ACKED.size:
+        raise OSError("a kernel older than the field")
+    return int(BYTES_ACKED.unpack_from(info, AT)[0])
+
+
+# ---- transports
 
 UNKNOWN, TCP, RDMA, CMA, CUDA_IPC, NVLINK = "unknown", "tcp", "rdma", "cma", "cuda_ipc", "nvlink"
 SLOW_GPU_BYTES_A_S = 5e9  # RDMA has 10 GB/s and more, CUDA IPC 50 and more, TCP through the host 1 to 3

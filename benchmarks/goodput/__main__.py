@@ -23,8 +23,8 @@ from benchmarks.goodput.bench import Bench
 from benchmarks.goodput.layouts import LAYOUTS, pinning
 from benchmarks.goodput.loads import LOADS, from_entries, like_conversations
 from benchmarks.random_model import write_model
-from deploy.bench.environment import describe
-from deploy.bench.trace import read_trace
+from deploy.bench.run import describe
+from deploy.bench.workload import read_trace
 from service.flags import ConfigError
 
 KV_TOKENS = 24576  # of a worker

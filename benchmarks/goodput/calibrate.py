@@ -17,8 +17,7 @@ from benchmarks.goodput.clusters import pinned
 from benchmarks.goodput.layouts import LAYOUTS, pinning
 from benchmarks.goodput.loads import LONGEST, Alone
 from deploy.bench.stats import RequestRecord
-from planner.fit import fit
-from planner.profile import Profile
+from planner.fit import Profile, fit
 from planner.step_time import Fitted
 
 TURNS = 4

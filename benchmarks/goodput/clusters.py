@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from benchmarks.cluster import Cluster, pin, tandem_up
 from benchmarks.goodput.layouts import Pinning
-from deploy.bench.client import Target
 from deploy.bench.config import BenchConfig
-from deploy.bench.load import run_load
+from deploy.bench.load import Target, run_load
 from deploy.bench.run import open_session
 from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
 from deploy.openai_api import first_model
-from planner.goodput import Point, SloTargets, first_judged, most_misses, point_of
+from planner.goodput import Point, SloTargets, first_verified, max_misses, point_of
 
 UNFINISHED = "stopped"  # in flight, or not sent yet, when the run was
 WARM_UP, AT_ONCE = 8, 4
@@ -30,9 +29,9 @@ class Watch:
     misses: int = 0
 
     def is_lost(self, record: RequestRecord) -> bool:
-        if record.idx >= first_judged(self.count):
+        if record.idx >= first_verified(self.count):
             self.misses += not self.slo.is_met_by(record)
-        return self.misses > most_misses(self.count, self.slo.share)
+        return self.misses > max_misses(self.count, self.slo.share)
 
 
 @contextmanager

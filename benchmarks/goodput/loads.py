@@ -9,8 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deploy.bench.trace import TraceEntry
-from deploy.bench.workload import BenchRequest
+from deploy.bench.workload import BenchRequest, TraceEntry
 from planner.goodput import SloTargets
 from planner.workload import FIRST_OWN, PlannedRequest, from_trace
 

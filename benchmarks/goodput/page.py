@@ -11,7 +11,7 @@ from benchmarks.goodput.calibrate import Calibration
 from benchmarks.goodput.layouts import LAYOUTS, Layout
 from benchmarks.goodput.loads import RUN_S
 from benchmarks.goodput.results import Cell, Results
-from deploy.bench.report import table
+from deploy.bench.stats import table
 from service.flags import ConfigError
 
 REPORT, README = Path("docs/reports/goodput"), Path("README.md")

@@ -21,10 +21,10 @@ from benchmarks.gpu.target import QWEN3_8B, TINY, Shape, Target
 from engine.attention.backend import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels.extend_plan import plan_extend
-from engine.kernels.softmax import plain_softmax
-from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
-from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
+from engine.kernels.paged_attention import plain_softmax
+from engine.kernels.triton.decode import DecodeTiles, decode, decode_tiles, split_list
+from engine.kernels.triton.extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
+from engine.kernels.triton.extend_plan import plan_extend
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch

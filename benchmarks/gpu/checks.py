@@ -24,13 +24,13 @@ from benchmarks.gpu.target import Shape, Target
 from benchmarks.random_model import write_model
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
-from engine.core.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem, SlotOpen
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
-from engine.sampler.make import make_sampler
+from engine.sampler.sampler import make_sampler
 from engine.sampling_params import SamplingParams
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint

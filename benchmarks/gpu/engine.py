@@ -11,7 +11,7 @@ from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
-from engine.executor.decode_graphs import Capture, Work
+from engine.executor.graphs import Capture, Work
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder

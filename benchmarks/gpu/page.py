@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deploy.bench.report import table
+from deploy.bench.stats import table
 
 Rows = list[list[str]]
 

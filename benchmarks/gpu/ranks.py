@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu.engine import Run
 from benchmarks.gpu.target import Target
-from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
+from engine.device.machine import VISIBLE, installed_gpus, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -95,11 +95,10 @@ def _result(child: "subprocess.Popen[str]") -> dict[str, Any]:
 
 def _rank(rank: int, store: int, *, backend: str, device: torch.device) -> dict[str, Any]:
     """What one of the two finds."""
-    from engine.executor.decode_graphs import CudaCapture
+    from engine.executor.graphs import CudaCapture
     from engine.parallel.collectives import tree_sum
     from engine.parallel.layout import Place
-    from engine.parallel.nccl import NcclCollectives
-    from engine.parallel.process_groups import joined
+    from engine.parallel.process_groups import NcclCollectives, joined
 
     place = Place(tp_rank=rank, tp_size=RANKS)
     groups = joined(store, place, device, timeout_s=JOIN_S, backend=backend)
@@ -167,7 +166,7 @@ def _tokens(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str] 
 
 def _lead(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str]) -> dict[str, list[int]]:
     from disagg.config import DisaggConfig, SchedulerSpec
-    from disagg.rank_group import started_group
+    from disagg.processes.rank_group import started_group
     from engine.build import build_engine
     from engine.config import EngineConfig
     from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config

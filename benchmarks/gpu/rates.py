@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from benchmarks.gpu.target import QWEN3_8B, TINY, Target
 from engine.core.plan import SlotOpen
-from engine.sampler.make import TokenSampler, make_sampler
+from engine.sampler.sampler import TokenSampler, make_sampler
 from engine.sampling_params import SamplingParams
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from engine.executor.sample_pass import StepOutput
 from engine.layers.linear import SiteShape
 from engine.lora.weights import AdapterWeights, SiteWeights
 from engine.models.decoder import DenseDecoder
-from service.process.collector import spare_what_lives
+from service.process.start import spare_what_lives
 
 KERNELS_SHOWN = 14
 RANK = 16  # of adapters

@@ -1,21 +1,100 @@
 """Sends a conversation, streams its answer, finds its workers."""
 
+import os
+import re
 import secrets
+import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from deploy.chat.config import ChatConfig
-from deploy.chat.conversation import Message
 from deploy.openai_api import DONE, SseParser, StreamChunk, StreamFailed, decode_event, hint_for, message_of
-from service.http.paths import segment
+from service.flags import FlagSet, flag
+from service.http.routes import segment
 from service.security.keys import bearer
+
+# ---- The conversation, and commands in input lines. Pure.
+
+Message = dict[str, str]
+
+_COMMAND = re.compile(r"/[a-z]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class ChatCommand(Enum):
+    NEW = "/new"
+    EXIT = "/exit"
+    HELP = "/help"
+
+
+HELP = """\
+/new     forget the conversation
+/exit    end (Ctrl-D, too)
+/help    show this
+Enter sends; Alt-Enter begins a line; Up brings back what you wrote.
+Ctrl-C stops an answer. What has come stays in the conversation."""
+
+
+@dataclass
+class ChatHistory:
+    system: str = ""
+    messages: list[Message] = field(default_factory=list)
+
+    def with_question(self, question: str) -> list[Message]:
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.messages, {"role": "user", "content": question}]
+
+    def add(self, question: str, answer: str) -> None:
+        """Append a question with its (partial) answer, if any."""
+        if answer:
+            self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def forget(self) -> None:
+        self.messages.clear()
+
+
+def command_of(line: str) -> ChatCommand | str | None:
+    """Return a line's command, an error, or None for a message."""
+    words = line.split()
+    if not words or not _COMMAND.fullmatch(words[0]):
+        return None
+    known: Sequence[str] = [command.value for command in ChatCommand]
+    if words[0] not in known:
+        return f"there is no {words[0]}; commands are {', '.join(known)}"
+    return ChatCommand(words[0]) if len(words) == 1 else f"{words[0]} takes nothing after it"
+
+
+def printable(text: str) -> str:
+    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+# ---- Flags of `tandem chat`.
+
+KEY_VARIABLE = "TANDEM_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(FlagSet):
+    url: str = flag("http://127.0.0.1:8000", "router, worker or other server of the OpenAI API")
+    model: str | None = flag(None, "model or adapter to talk to; default: the first of /v1/models")
+    system: str | None = flag(None, "system prompt")
+    temperature: float | None = flag(None, "sampling temperature; default: the server's", least=0, most=2)
+    max_tokens: int | None = flag(None, "most tokens of an answer; default: the server's", least=1)
+    api_key: str | None = flag(None, f"key to send as 'Authorization: Bearer KEY'; default: ${KEY_VARIABLE}")
+
+    @property
+    def key(self) -> str | None:
+        return self.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+# ---- client
 
 CONNECT_S = 10.0
 TRACE_S = 5.0
@@ -156,3 +235,32 @@ def _refusal(status: int, body: bytes) -> str:
         code = None
     remedy = "; /new begins a conversation that fits" if code == "context_length_exceeded" else hint_for(status)
     return f"HTTP {status}: {message_of(body)}{remedy}"
+
+
+# ---- Chat without a terminal: stdin is one message, stdout gets the answer.
+
+
+async def answer_once(client: ChatClient, conversation: ChatHistory) -> int:
+    """Return the exit status, 1 without a whole answer."""
+    question = sys.stdin.buffer.read().decode(errors="replace").strip()
+    if not question:
+        print("tandem chat: error: standard input holds no message", file=sys.stderr)
+        return 1
+    try:
+        await _print_answer(client, conversation, question)
+    except ChatFailed as error:
+        print(f"\ntandem chat: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest at the final flush
+        return 1
+    return 0
+
+
+async def _print_answer(client: ChatClient, conversation: ChatHistory, question: str) -> None:
+    shown = printable if sys.stdout.isatty() else str
+    async with aclosing(client.pieces(conversation.with_question(question), client.begin())) as pieces:
+        async for piece in pieces:
+            if not piece.is_thought:
+                print(shown(piece.text), end="", flush=True)
+    print(flush=True)

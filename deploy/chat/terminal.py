@@ -16,8 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 
-from deploy.chat.client import Answer, ChatClient, ChatFailed
-from deploy.chat.conversation import HELP, ChatCommand, ChatHistory, command_of, printable
+from deploy.chat.client import HELP, Answer, ChatClient, ChatCommand, ChatFailed, ChatHistory, command_of, printable
 
 PROMPT, CONTINUED = "> ", "  "
 DIM, RED, PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[0m"

@@ -3,17 +3,17 @@
 import logging
 from collections.abc import Sequence
 
-from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.registry import BootstrapConfig
 from deploy.flags import Parser, add_flags, config_from
-from service.telemetry.logs import set_up_logging
+from service.telemetry.context import set_up_logging
 
 
 def run(argv: Sequence[str]) -> int:
     config = config_from(build_parser().parse_strict(argv), BootstrapConfig)
     set_up_logging(level=config.log_level, format=config.log_format, process="bootstrap")
-    from bootstrap_server.server import run_bootstrap_server
+    from bootstrap_server.app import run_bootstrap_server
     from disagg.config import read_secret
-    from service.security.addresses import require_secret
+    from service.security.browser import require_secret
 
     secret = read_secret(config.cluster_secret_file)
     warning = require_secret(

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from deploy.chat.config import ChatConfig
+from deploy.chat.client import ChatConfig
 from deploy.flags import Parser, add_flags, config_from
 from service.flags import ConfigError
 
@@ -55,8 +55,7 @@ def _require_terminal() -> None:
 
 
 async def _talk(config: ChatConfig, url: str) -> int:
-    from deploy.chat.client import ChatClient, open_session
-    from deploy.chat.conversation import ChatHistory
+    from deploy.chat.client import ChatClient, ChatHistory, open_session
     from deploy.openai_api import first_model
 
     async with open_session(config.key) as session:
@@ -66,7 +65,7 @@ async def _talk(config: ChatConfig, url: str) -> int:
             ChatHistory(config.system or ""),
         )
         if not sys.stdin.isatty():
-            from deploy.chat.plain import answer_once
+            from deploy.chat.client import answer_once
 
             return await answer_once(client, conversation)
         from deploy.chat.terminal import Terminal

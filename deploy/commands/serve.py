@@ -13,7 +13,7 @@ def run(argv: Sequence[str]) -> int:
     engine = config_from(args, EngineConfig)
     server = config_from(args, ServerConfig)
     disagg = config_from(args, DisaggConfig)
-    from disagg.worker import run_worker  # not before the flags are right: it brings the engine along
+    from disagg.processes.worker import run_worker  # not before the flags are right: it brings the engine along
 
     return run_worker(engine=engine, server=server, disagg=disagg)
 

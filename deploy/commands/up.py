@@ -9,30 +9,123 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.commands.up_flags import build_parser, flags_by_role, router_args
-from deploy.flags import config_from
-from deploy.launcher import summary
-from deploy.launcher.config import ClusterConfig
+from deploy.flags import Parser, add_flags, config_from, given_argv
+from deploy.foreign.worker import WORKER
+from deploy.launcher import display as summary
 from deploy.launcher.display import make_display
-from deploy.launcher.engine_server import engine_server
-from deploy.launcher.gpus import chosen_gpus
-from deploy.launcher.http_server import http_fork_server
+from deploy.launcher.fork_servers import engine_server, http_fork_server
 from deploy.launcher.mps import mps_for
-from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
-from deploy.launcher.ports import free_ports
-from deploy.launcher.probe import get_json
+from deploy.launcher.plan import ProcessSpec, chosen_gpus, num_ports, plan_cluster, shared_gpus, with_env
+from deploy.launcher.probe import free_ports, get_json
 from deploy.launcher.process import Child
+from deploy.launcher.roles import ClusterConfig, RoleFlags, check_role, num_ranks, units_between, values_by_role
 from deploy.launcher.supervisor import Supervisor
+from disagg.config import DisaggConfig
 from engine.config import MEM_FRACTION_OF, EngineConfig, ServerConfig
-from engine.cores import usable_cores
-from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
-from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from engine.device.machine import VISIBLE, installed_gpus, visible_gpus
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
+from engine.threads import usable_cores
+from router.config import RouterConfig
 from service.flags import ConfigError
 from service.http.listening import require_free, url_of
-from service.process.ready_file import write_ready_file
+from service.process.files import write_ready_file
 from service.security.keys import KeyRing
 from service.security.secret import ROUTER_SECRET
-from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
+from transfer_backends.engines.registry import installed_torch, torch_cuda_major
+
+# ---- Flags of `tandem up`: its own, and those for workers and router.
+
+# Set by the cluster.
+_SERVER_SKIP = ("host", "port", "ready_file")
+_DISAGG_SKIP = (
+    "disaggregation_mode",
+    "disaggregation_transfer_backend",
+    "disaggregation_bootstrap_port",
+    "disaggregation_bootstrap_server",
+    "disaggregation_control_host",
+)
+_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation", "mixed")
+_WORKER_KEYS = (
+    "api_key",
+    "api_key_file",
+    "admin_api_key",
+    "admin_api_key_file",
+)  # sent to workers by the router
+# Shared by workers and router.
+_SHARED = (
+    *_WORKER_KEYS,
+    "allow_insecure",
+    "allowed_hosts",
+    "allowed_media_domains",
+    "allowed_media_networks",
+    "allowed_origins",
+    "cluster_secret_file",
+    "disable_image_fetch",
+    "drain_timeout_s",
+    "enable_trace",
+    "log_format",
+    "log_level",
+    "max_body_bytes",
+    "max_images_per_request",
+    "max_stored_responses",
+    "otlp_traces_endpoint",
+    "prefix_fetch",
+    "sse_keep_alive_interval_s",
+)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem up",
+        foreign=WORKER,
+        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
+    )
+    add_flags(parser, ClusterConfig, title="cluster")
+    add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
+    add_flags(parser, ServerConfig, title="every worker's HTTP side", skip=_SERVER_SKIP, only_given=True)
+    add_flags(parser, DisaggConfig, title="hand-over of KV", skip=_DISAGG_SKIP, only_given=True)
+    add_flags(parser, RouterConfig, title="router", skip=(*_ROUTER_SKIP, *_SHARED), only_given=True)
+    return parser
+
+
+def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, RoleFlags]:
+    """Return workers' flags, checked against the model. Raises ConfigError."""
+    by_role = values_by_role(config, vars(args))
+    if config.encode and _model_of(args).vision is None:
+        raise ConfigError(f"--encode {config.encode}: the model sees no images; leave it out, or give --model-path")
+    if any(num_ranks(values) > 1 for values in by_role.values()):
+        model = _model_of(args)
+        with_kv = {role: values for role, values in by_role.items() if role != "encode"}
+        for role, values in with_kv.items():
+            check_role(config, role, values, model)
+        if (units := units_between(model, with_kv)) is not None:
+            by_role |= {role: {**values, "kv_units": units} for role, values in with_kv.items()}
+    return {role: RoleFlags(args=_worker_args(values), ranks=num_ranks(values)) for role, values in by_role.items()}
+
+
+def _model_of(args: argparse.Namespace) -> ModelConfig:
+    return load_model_config(getattr(args, "model_path", "") or DEFAULT_MODEL_PATH)
+
+
+def _worker_args(values: Mapping[str, Any]) -> list[str]:
+    args = argparse.Namespace(**values)
+    return [
+        *given_argv(args, EngineConfig),
+        *given_argv(args, ServerConfig, skip=_SERVER_SKIP),
+        *given_argv(args, DisaggConfig, skip=_DISAGG_SKIP),
+    ]
+
+
+def router_args(args: argparse.Namespace) -> list[str]:
+    given = vars(args)
+    found = given_argv(args, RouterConfig, skip=_ROUTER_SKIP)
+    for name in _WORKER_KEYS:
+        if name in given and f"worker_{name}" not in given:
+            found.append(f"--worker-{name.replace('_', '-')}={given[name]}")
+    return found
+
+
+# ---- up
 
 INFO_TIMEOUT_S = 5.0
 

@@ -6,7 +6,7 @@ from deploy.foreign.worker import TLS
 ONE, MANY = Values.ONE, Values.MANY
 AT_WORKERS = "workers read texts and calls; give it to `tandem serve`"
 ANY_TIME = "workers may come at any time; until then requests wait for --retry-wait"
-LEAST_USED = "the least recently used prefixes go, by --max-tree-size"
+MIN_USED = "the least recently used prefixes go, by --max-tree-size"
 BACKOFF = "give --retry-backoff, in seconds; it doubles with each retry"
 IN_MEMORY = "answers of /v1/responses are kept in memory"
 KEYS = "give --api-key-file and --admin-api-key-file"
@@ -23,8 +23,8 @@ _FLAGS: dict[str, Entry] = {
     },
     "--worker-startup-timeout-secs": Ignored(ANY_TIME, ONE),
     "--worker-startup-check-interval": Ignored(ANY_TIME, ONE),
-    "--eviction-interval-secs": Ignored(LEAST_USED, ONE),
-    "--max-idle-secs": Ignored(LEAST_USED, ONE),
+    "--eviction-interval-secs": Ignored(MIN_USED, ONE),
+    "--max-idle-secs": Ignored(MIN_USED, ONE),
     "--bucket-adjust-interval-secs": Ignored("it belongs to the policy `bucket`", ONE),
     "--enable-igw": Ignored("requests always go to workers of the model they name"),
     "--mini-lb": Ignored("there is one router"),

@@ -3,12 +3,15 @@
 A bar shows the last percentage in a process's log, as tqdm writes it.
 """
 
+import json
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
 BAR_CELLS = 20
 TEXT_CELLS = 60
@@ -101,3 +104,110 @@ def _bar(text: str, elapsed_s: float) -> str:
         return ("█" * (min(int(percents[-1]), 100) * BAR_CELLS // 100)).ljust(BAR_CELLS, "░")
     at = int(elapsed_s * 4) % BAR_CELLS
     return "░" * at + "█" + "░" * (BAR_CELLS - 1 - at)
+
+
+# ---- Missing features of this machine, their cost and fix. Pure.
+
+COMPILER = "apt-get install gcc libc6-dev, or: pip install 'tandem-serve[compiler]'"
+HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+BY_TORCH = "torch computes instead, several times slower"
+
+
+def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = (line for info in infos for part in (_kernels, _huge_pages) for line in part(info))
+    return list(dict.fromkeys(lines))
+
+
+def _kernels(info: Mapping[str, Any]) -> list[str]:
+    state = info.get("c_kernels")
+    if state == "no compiler":
+        return [f"No C kernels: this machine has no C compiler; {BY_TORCH}. Mend it: {COMPILER}"]
+    if state == "failed":
+        return [f"No C kernels: {info.get('c_kernels_error')}; {BY_TORCH}. It may be mended by: {COMPILER}"]
+    if state == "off":
+        return [f"No C kernels: TANDEM_NO_C_KERNELS=1 turns them off; {BY_TORCH}. Mend it: unset TANDEM_NO_C_KERNELS"]
+    return []
+
+
+def _huge_pages(info: Mapping[str, Any]) -> list[str]:
+    if info.get("huge_pages") != "never":
+        return []
+    return [
+        "No huge pages: one thread reads weights and KV about 1.7 times as fast where the system grants them."
+        f" Mend it: {HUGE_PAGES}"
+    ]
+
+
+# ---- Ready file and summary of a healthy cluster. Pure.
+
+# The shipped model answers a repeated key with its value, which it recalls only by the KV cache.
+RECALL_PROMPT = "k17 v42 k03 v91 k17"
+OTHER_PROMPT = "What is the capital of France? Answer in one sentence."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A process with its /get_server_info."""
+
+    name: str
+    role: str
+    url: str
+    pid: int
+    info: Mapping[str, Any]
+
+
+def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
+    workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
+    return {"router": front, "workers": workers}
+
+
+def summary_text(
+    members: Sequence[Member], *, front: str, backend: str | None, log_dir: Path, model: str, shipped: bool, auth: bool
+) -> str:
+    """Return addresses, capacities, missing features, a command to paste."""
+    width = max(len(member.name) for member in members)
+    lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
+    how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"
+    return "\n".join(
+        [
+            "",
+            f"Tandem is ready at {front} ({how})",
+            "",
+            *lines,
+            f"  logs: {log_dir}",
+            "",
+            *_lacking(members),
+            *_try_it(front, model, shipped, auth),
+            "",
+        ]
+    )
+
+
+def _lacking(members: Sequence[Member]) -> list[str]:
+    lines = shortfalls([member.info for member in members])
+    return [*(f"  ! {line}" for line in lines), ""] if lines else []
+
+
+def _capacity(member: Member) -> str:
+    tokens = member.info.get("max_total_num_tokens")
+    what = "features of" if member.role == "encode" else "KV"
+    return ", ".join([*([f"{what} {tokens:,} tokens"] if tokens else []), *_sizes(member)])
+
+
+def _sizes(member: Member) -> list[str]:
+    found = {name: member.info.get(f"{name.lower()}_size", 1) for name in ("TP", "PP", "DP")}
+    return [f"{name} {size}" for name, size in found.items() if size > 1]
+
+
+def _try_it(front: str, model: str, shipped: bool, auth: bool) -> list[str]:
+    prompt = RECALL_PROMPT if shipped else OTHER_PROMPT
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 1 if shipped else 16,
+        "temperature": 0,
+    }
+    key = " -H 'Authorization: Bearer KEY'" if auth else ""
+    curl = f"  curl -s {front}/v1/chat/completions{key} -H 'Content-Type: application/json' \\"
+    note = "Try it (the answer is v42: it recalls what followed k17):" if shipped else "Try it:"
+    return [note, "", curl, f"    -d {shlex.quote(json.dumps(body))}", "", "Ctrl-C ends it."]

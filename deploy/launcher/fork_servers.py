@@ -6,12 +6,18 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
-from service.process.fork_messages import SERVER_VARIABLE, digest_of, new_socket
-from service.process.start import die_with_parent
+from deploy.launcher.plan import ProcessSpec
+from disagg.processes.children import openmp_env
+from disagg.processes.preloaded import MODULES
+from engine.device.machine import VISIBLE
+from engine.flags.local_defaults import default_threads
+from engine.threads import usable_cores
+from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE, digest_of, new_socket
+from service.process.start import ROOM_BYTES, die_with_parent
 from service.process.stop_signals import TO_GROUPS
-from service.process.title import ROOM_BYTES
 
 BACKLOG = 256
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts threads at import, which a fork would lose
@@ -50,3 +56,47 @@ def _start(
         process_group=0,
         preexec_fn=die_with_parent(ignored=TO_GROUPS),  # ended by its parent
     )
+
+
+# ---- Fork server of a local cluster's schedulers and ranks, which imports torch once.
+
+
+@contextlib.contextmanager
+def engine_server(
+    specs: Sequence[ProcessSpec], *, model: str, threads: int | None, log_dir: Path
+) -> Iterator[dict[str, str]]:
+    """Yield the environment of forked engines; {} on GPUs or below another fork server.
+
+    A worker with another environment starts anew.
+    """
+    worker = next(spec for spec in specs if spec.ranks)
+    if SERVER_VARIABLE in os.environ or VISIBLE in worker.env:
+        yield {}
+        return
+    given = {**os.environ, **worker.env}
+    threads = threads or default_threads(model, cores=max(1, usable_cores() // worker.ranks))
+    env = {**given, **openmp_env(threads, given, shares_cores=False)}
+    with (log_dir / "fork-server.log").open("wb") as log, fork_server(MODULES, env=env, log=log) as server:
+        yield server
+
+
+# ---- Fork server of a local cluster's router and frontends. Never imports torch.
+
+HTTP_MODULES = (
+    "deploy.cli",
+    "deploy.commands.serve",
+    "disagg.processes.worker",
+    "deploy.commands.router",
+    "router.server",
+)
+
+
+@contextlib.contextmanager
+def http_fork_server(*, count: int, log_dir: Path) -> Iterator[dict[str, str]]:
+    """Yield the environment of `count` processes; {} for one, or below another fork server."""
+    if count == 1 or HTTP_SERVER_VARIABLE in os.environ:
+        yield {}
+        return
+    log = (log_dir / "http-fork-server.log").open("wb")
+    with log, fork_server(HTTP_MODULES, env=os.environ, log=log, variable=HTTP_SERVER_VARIABLE) as server:
+        yield server

@@ -1,10 +1,20 @@
 """HTTP reads of the launcher, by the standard library for a fast start."""
 
+import errno
 import http.client
 import json
+import os
+import random
+import socket
+import sys
 import urllib.error
 import urllib.request
+from collections import deque
+from pathlib import Path
 from typing import Any
+
+from service.flags import ConfigError
+from service.http.listening import require_free
 
 MAX_REPLY_BYTES = 8 << 20
 # Never use a proxy for cluster addresses.
@@ -28,3 +38,62 @@ def get_json(url: str, *, timeout_s: float, api_key: str | None = None) -> dict[
     except (OSError, http.client.HTTPException, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+# ---- Free TCP ports.
+
+LOWEST_PORT = 20000
+ATTEMPTS = 10_000
+MAX_RESERVED = 256  # later choices: by then the servers of the first ones listen
+_reserved = deque[int]()  # descriptors
+
+
+def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
+    """Return distinct free ports below the kernel's range for outgoing connections.
+
+    A port of that range could become a connection's source port before the server listens. On Linux
+    no other process gets one of them here meanwhile.
+    """
+    ceiling = max(LOWEST_PORT + 2 * count + 1000, _ephemeral_low())
+    rng = random.SystemRandom()
+    found: list[int] = []
+    for _ in range(ATTEMPTS):
+        if len(found) == count:
+            return found
+        port = rng.randrange(LOWEST_PORT, ceiling)
+        if port not in found and _is_free(host, port) and _reserve(port):
+            found.append(port)
+    raise ConfigError(f"no {count} free ports between {LOWEST_PORT} and {ceiling}; end some servers on this machine")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        require_free(host, port, flag="--port")
+    except ConfigError:
+        return False
+    return True
+
+
+def _reserve(port: int) -> bool:
+    """Hold the name of `port` as an abstract socket, which is free when this process ends.
+
+    Where the system refuses such sockets, a port counts as reserved.
+    """
+    if sys.platform != "linux":
+        return True
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(f"\0tandem-port-{port}")
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+        _reserved.append(name.detach())
+    if len(_reserved) > MAX_RESERVED:
+        os.close(_reserved.popleft())
+    return True
+
+
+def _ephemeral_low() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768

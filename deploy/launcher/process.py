@@ -16,9 +16,8 @@ from typing import Self
 from deploy.launcher import guard
 from deploy.launcher.plan import TANDEM, ProcessSpec
 from engine.ipc import IPC_PREFIX
-from service.process.child_process import ChildProcess, forked, server_in
-from service.process.fork_messages import HTTP_SERVER_VARIABLE
-from service.process.socket_folder import socket_folder
+from service.process.child_process import HTTP_SERVER_VARIABLE, ChildProcess, forked, server_in
+from service.process.files import socket_folder
 from service.process.start import die_with_parent
 from service.process.stop_signals import DRAIN, END
 

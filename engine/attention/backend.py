@@ -8,9 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper
-from engine.attention.latent_cpu import CpuLatents
-from engine.attention.latent_sparse import SparseLatents
-from engine.attention.latent_torch import TorchLatents
+from engine.attention.latent import CpuLatents, SparseLatents, TorchLatents
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.latent_attention import LatentKernel, make_latent_kernel
 from engine.kv.kv_pool import KVPool
@@ -82,7 +80,7 @@ def _cpu(pool: KVPool) -> AttentionBackend:
         raise ConfigError(f"--attention-backend cpu: the KV cache is on {pool.device}; choose torch or triton")
     if any(spec.latent for spec in pool.specs):
         return _of_latents(pool, make_latent_kernel(pool))
-    from engine.attention.cpu_backend import CpuBackend
+    from engine.attention.torch_backend import CpuBackend
 
     return CpuBackend(pool)
 

@@ -12,8 +12,7 @@ import torch
 
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import DTYPES, KVPool
-from engine.kv.step_batch import StepBatch
-from engine.kv.upload import upload
+from engine.kv.step_batch import StepBatch, upload
 from service.flags import ConfigError
 
 CACHE_DTYPES = ("bfloat16", "float16")

@@ -3,7 +3,7 @@
 import torch
 
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels.softmax import Softmax
+from engine.kernels.paged_attention import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from engine.layers.latents import NewLatents

@@ -10,9 +10,8 @@ from itertools import accumulate
 import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts
-from engine.kernels.extend_plan import plan_extend
-from engine.kernels.softmax import Softmax
-from engine.kernels.triton_decode import (
+from engine.kernels.paged_attention import Softmax
+from engine.kernels.triton.decode import (
     DecodeTiles,
     SplitList,
     decode,
@@ -21,7 +20,7 @@ from engine.kernels.triton_decode import (
     latent_decode_tiles,
     split_list,
 )
-from engine.kernels.triton_extend import (
+from engine.kernels.triton.extend import (
     ExtendTiles,
     ExtendWork,
     any_whole,
@@ -31,10 +30,10 @@ from engine.kernels.triton_extend import (
     lists_of,
     work_of,
 )
-from engine.kernels.triton_turn_write import turn_write
+from engine.kernels.triton.extend_plan import plan_extend
+from engine.kernels.triton.rope_write import rope_write
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths
-from engine.kv.upload import upload
+from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths, upload
 from engine.layers.rope import Unturned
 
 ALIGNED = 4  # int32 in 16 bytes
@@ -112,7 +111,7 @@ class TritonBackend:
         self._take(step)
 
     def attend(self, layer: int, new: Unturned) -> torch.Tensor:
-        q = turn_write(
+        q = rope_write(
             new.qkv,
             new.turn,
             self._pool.k(layer),

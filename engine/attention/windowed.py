@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.attention.cpu_backend import CpuBackend
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.kv.step_batch import StepBatch
 
 OnePool = CpuBackend | TorchBackend

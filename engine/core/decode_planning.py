@@ -7,11 +7,11 @@ the weights twice. The executor's drafter runs in a step before.
 from itertools import chain, islice
 
 from engine.core.departures import Departures
-from engine.core.drafting import DraftAsk, Drafting
+from engine.core.drafting import Drafting, DraftRequest
 from engine.core.drafts import NO_DRAFT, Draft
-from engine.core.lanes import Lane
+from engine.core.pdmux import Lane
 from engine.core.plan import PlanItem, SlotOpen
-from engine.core.plan_items import ask_drafter, draft_items, open_slot, plan_item
+from engine.core.plan_items import draft_items, open_slot, plan_item, request_drafts
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.state import SchedulerState
@@ -48,16 +48,16 @@ class DecodePlanner:
         self._awaits_tokens = bool(ask.passes) and in_flight
         if not ask.passes or in_flight:
             return [], []
-        asked = [r for r in ready if r.rid in ask.passes][: self._step_ends.most_drafted]
+        asked = [r for r in ready if r.rid in ask.passes][: self._step_ends.max_drafted]
         for request in asked:
             if self._memory.needs_page(request) and self._memory.available > len(ready):
                 self._memory.grow(request)  # the decode step would
         passes = {r.rid: self._passes_in_room(ask, r, left_free=len(ready)) for r in asked}
         asked = self._with_slots([r for r in asked if passes[r.rid] > 0])
         opens = [open_slot(r, self._table) for r in asked if r.slot is None]
-        return [ask_drafter(r, passes[r.rid], topk=ask.topk) for r in asked], opens
+        return [request_drafts(r, passes[r.rid], topk=ask.topk) for r in asked], opens
 
-    def _passes_in_room(self, ask: DraftAsk, request: Request, *, left_free: int) -> int:
+    def _passes_in_room(self, ask: DraftRequest, request: Request, *, left_free: int) -> int:
         passes = ask.passes[request.rid]
         room = self._memory.make_room(request, ask.places(passes), left_free=left_free)
         return ask.passes_within(room, passes)
@@ -82,7 +82,7 @@ class DecodePlanner:
             drafts = self._drafting.choose(able, rows=len(ready), overlaps=in_flight)
             if drafts and (in_flight or (self._step_ends.one_verify_step and self._is_verifying())):
                 return [], []
-            drafts = dict(islice(drafts.items(), self._step_ends.most_drafted))
+            drafts = dict(islice(drafts.items(), self._step_ends.max_drafted))
             for request in able:
                 request.drafts.is_able = True
         ready = self._with_rows(ready, now_s)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.core.dp_step import DECIDES, AgreedStep, Row, agree
+from engine.core.dp_step import DECIDES, AgreedStep, PrefillPolicy, Row, agree
 from engine.core.plan import Plan
-from engine.core.prefill_gate import PrefillPolicy
 from engine.core.scheduler import Scheduler
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
+from typing import Protocol
 
 import msgspec
 
@@ -67,3 +68,131 @@ def padding_of(tokens: Sequence[int], *, extend: bool) -> Padding:
     if not extend and 2 * sum(tokens) > max(tokens) * len(tokens):
         return Padding.MAX_LEN
     return Padding.SUM_LEN
+
+
+# ---- DP attention: new weights on all ranks between the same two steps, or on none.
+#
+#   read, drained: READY --all ready--> takes them: TAKEN --all taken--> computes again
+#   cannot: REFUSED -----> ready ranks refuse, too
+#
+# A ready rank plans no items until all have taken the new weights, so no step with tokens mixes
+# weights. Meanwhile it joins other ranks' steps.
+
+
+class Vote(IntEnum):
+    READY = 1
+    REFUSED = 2
+    TAKEN = 3
+
+
+class VoteBoard(Protocol):
+    """Memory shared by all ranks, one number per rank, initially 0."""
+
+    num_ranks: int
+
+    def vote(self, rank: int, number: int) -> None:
+        """Write the rank's number, and wake the others."""
+
+    def voted(self, rank: int) -> int: ...
+
+
+class UpdateAgreement:
+    """One rank's side; all ranks get the same numbered updates."""
+
+    def __init__(self, board: VoteBoard, *, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._update = 0
+        self._own: Vote | None = None
+
+    def begin(self) -> None:
+        assert not self.holds
+        self._update += 1
+        self._own = None
+
+    @property
+    def holds(self) -> bool:
+        """This rank plans no items until all have taken the weights."""
+        if self._own is Vote.TAKEN and self._all_are(Vote.TAKEN):
+            self._own = None
+        return self._own in (Vote.READY, Vote.TAKEN)
+
+    def all_ready(self) -> bool:
+        """Vote ready; return True if all are: take the weights at once."""
+        if self._own is not Vote.READY:
+            self._say(Vote.READY)
+        return self._all_are(Vote.READY, Vote.TAKEN)
+
+    def refused_by(self) -> int | None:
+        return next((rank for rank in range(self._board.num_ranks) if self._vote_of(rank) is Vote.REFUSED), None)
+
+    def taken(self) -> None:
+        self._say(Vote.TAKEN)
+
+    def refuse(self) -> None:
+        assert self._own is not Vote.TAKEN
+        self._say(Vote.REFUSED)
+
+    def _say(self, vote: Vote) -> None:
+        self._own = vote
+        self._board.vote(self._rank, 4 * self._update + vote)
+
+    def _vote_of(self, rank: int) -> Vote | None:
+        """Vote on this update; a rank at a later one has taken it."""
+        update, vote = divmod(self._board.voted(rank), 4)
+        if update != self._update:
+            return Vote.TAKEN if update > self._update else None
+        return Vote(vote)
+
+    def _all_are(self, *votes: Vote) -> bool:
+        return all(self._vote_of(rank) in votes for rank in range(self._board.num_ranks))
+
+
+# ---- DP attention: joint entry of prompts, since one rank's prompt slows all ranks' decodes.
+#
+# DP rank 0 decides after each step.
+
+
+class PrefillPolicy(Protocol):
+    def allows(self, rows: Sequence[Row]) -> bool:
+        """Return True if prompts may enter after this step; call once per step."""
+
+
+class PrefillDelayer:
+    """Admits prompts when all ranks have one, or none runs anything. After SGLang's PrefillDelayer.
+
+    Others wait up to `max_delay_passes` - 1 steps, unless a waiting rank uses less than
+    `low_watermark` of its KV memory. Without prompts the gate is closed, or the next would enter by
+    itself.
+    """
+
+    def __init__(self, *, max_delay_passes: int = 30, low_watermark: float | None = None) -> None:
+        self._most = max_delay_passes - 1
+        self._low_watermark = low_watermark
+        self._delayed = 0
+
+    def allows(self, rows: Sequence[Row]) -> bool:
+        waiting = [row for row in rows if row.prefillable]
+        enough = len(waiting) == len(rows) or not any(row.running for row in rows)
+        allows = bool(waiting) and (enough or self._delayed >= self._most or any(map(self._has_much_room, waiting)))
+        self._delayed = self._delayed + 1 if waiting and not allows else 0
+        return allows
+
+    def _has_much_room(self, row: Row) -> bool:
+        return self._low_watermark is not None and row.token_usage < self._low_watermark
+
+
+class ScheduleEnhancer:
+    """Holds prompts up to `MOST` steps while one rank is full and another is not."""
+
+    MOST = 30
+
+    def __init__(self, *, max_running: int) -> None:
+        self._max_running = max_running
+        self._held = 0
+
+    def allows(self, rows: Sequence[Row]) -> bool:
+        running = [row.running for row in rows]
+        holds = min(running) < max(running) == self._max_running and self._held < self.MOST
+        self._held = self._held + 1 if holds else 0
+        return not holds

@@ -8,25 +8,205 @@ Rows are taken by acceptance probability, in the number that maximizes
 
   expected tokens of the step / seconds of a step with these rows
 
-Both are learned (draft_chances.py, RowCosts), so drafts are short and end in full batches. A model
+Both are learned (drafting.py, RowCosts), so drafts are short and end in full batches. A model
 drafter's steps (engine/executor/draft_pass.py) count, too.
 """
 
-from bisect import bisect_right
+from bisect import bisect, bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import mul
 from typing import Protocol
 
-from engine.core.draft_chances import Chances
-from engine.core.drafts import FORCED, NO_DRAFT, Chance, Draft
-from engine.core.hooks import Grammar
+from engine.core.drafts import FORCED, MODELED, NO_DRAFT, Chance, Draft, Drafts
 from engine.core.plan import Plan
-from engine.core.request import Request
-from engine.core.row_costs import RowCosts
+from engine.core.request import Grammar, Request
+
+# ---- Acceptance probabilities of draft tokens, learned from earlier drafts.
+
+MATCHES = (3, 4, 6, 9, 17, MODELED, FORCED)  # first length of each class of matches but the shortest
+FIRST_CHANCES = (0.4, 0.55, 0.7, 0.8, 0.87, 0.92, 0.7, 0.98)  # by class
+CONFIDENCES = (
+    0.02,
+    0.05,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    0.95,
+    0.98,
+    0.995,
+)  # the same for a drafter's confidences
+FIRST_OF_CONFIDENCE = (0.01, *CONFIDENCES)
+FIRST_OF_OTHERS = 0.4
+TRUST = 8.0  # draft tokens that weigh as much as FIRST_CHANCES
+TRUST_OF_CLASS = 4.0  # weight of the class in a request's estimate
+KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # decay per draft token
+NEVER, SURE = 0.01, 0.99
+
+
+class Chances:
+    def __init__(self) -> None:
+        self._of_match = [Chance() for _ in FIRST_CHANCES]
+        self._of_others = Chance()  # later candidates of a tree node, if the first is wrong
+        self._of_confidence = {is_greedy: [Chance() for _ in FIRST_OF_CONFIDENCE] for is_greedy in (False, True)}
+
+    def of_place(self, drafts: Drafts, topk: int) -> float:
+        first = self.of_match(drafts, MODELED)
+        return first if topk == 1 else min(SURE, first + (1 - first) * self._of_others.value(FIRST_OF_OTHERS, TRUST))
+
+    def of_match(self, drafts: Drafts, match: int) -> float:
+        """Probability of a token after such a match."""
+        kind = bisect(MATCHES, match)
+        of_class = self._of_match[kind].value(FIRST_CHANCES[kind], TRUST)
+        return min(SURE, max(NEVER, drafts.chance.value(of_class, TRUST_OF_CLASS)))
+
+    def of_tokens(self, request: Request, draft: Draft) -> list[float]:
+        """Probability of each token with all before it."""
+        if not draft.confidences:
+            return list(accumulate(repeat(self.of_match(request.drafts, draft.match), len(draft.tokens)), mul))
+        chances: list[float] = []
+        for i, confidence in enumerate(draft.confidences):
+            parent = draft.parents[i]
+            chances.append(self._trusted(request, confidence) * (1.0 if parent < 0 else chances[parent]))
+        return chances
+
+    def score(self, request: Request) -> None:
+        drafts, at = request.drafts, -1
+        draft, of_match = drafts.draft, self._of_match[bisect(MATCHES, drafts.draft.match)]
+        for token in request.tokens(drafts.known, request.num_tokens):
+            guesses = draft.children(at)
+            if not guesses:
+                return
+            at = next((i for i in guesses if draft.tokens[i] == token), -1)
+            of_match.note(hit=at == guesses[0], kept=KEPT)
+            drafts.chance.note(hit=at == guesses[0], kept=KEPT_OF_REQUEST)
+            if len(guesses) > 1 and at != guesses[0]:
+                self._of_others.note(hit=at >= 0, kept=KEPT)
+            if draft.confidences:
+                for i in guesses:
+                    self._class_of(request, draft.confidences[i])[1].note(hit=i == at, kept=KEPT)
+            if at < 0:
+                return
+
+    def _trusted(self, request: Request, confidence: float) -> float:
+        first, chance = self._class_of(request, confidence)
+        return min(SURE, chance.value(first, TRUST))
+
+    def _class_of(self, request: Request, confidence: float) -> tuple[float, Chance]:
+        """Return prior and record; samples have their own, since noise changes them."""
+        kind = bisect(CONFIDENCES, confidence)
+        return FIRST_OF_CONFIDENCE[kind], self._of_confidence[request.sampling.greedy][kind]
+
+
+# ---- Cost of a decode step by rows, learned: a mean per range, interpolated.
+#
+# Costs bend: some kernels compute four rows as fast as one, and eight in twice the time. Old ranges
+# drift to their neighbours, and are tried again as load changes.
+
+ENDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)  # largest row count of each range
+SHARE = 0.05  # of a step, per added row: products bound by reading weights have room for more
+DECAY_OF_RANGE, KEPT_OF_OTHERS = 0.8, 0.998  # decay per measurement of the same range, or of another
+TRUST_OF_SHARE = 0.25  # prior weight of SHARE, in measurements
+
+
+class RowCosts:
+    def __init__(self) -> None:
+        self._weights = [0.0] * len(ENDS)
+        self._seconds = [0.0] * len(ENDS)
+        self._table: Sequence[float] = [1 + SHARE * end for end in ENDS]
+        self._is_old = False
+
+    def note(self, rows: int, taken_s: float) -> None:
+        at = _range_of(rows)
+        for i in range(len(ENDS)):
+            kept = DECAY_OF_RANGE if i == at else KEPT_OF_OTHERS
+            self._weights[i] *= kept
+            self._seconds[i] *= kept
+        self._weights[at] += 1
+        self._seconds[at] += taken_s * _ratio(rows, ENDS[at])
+        self._is_old = True
+
+    def step(self, rows: int) -> float:
+        """Predict a step's time, in any unit before measurements."""
+        if self._is_old:
+            self._table, self._is_old = self._estimates(), False
+        at = _range_of(rows)
+        if at == 0:
+            return self._table[0]
+        begin, end = ENDS[at - 1], ENDS[at]
+        low, high = self._table[at - 1], self._table[at]
+        return low + (high - low) * (rows - begin) / (end - begin)
+
+    def _estimates(self) -> list[float]:
+        known: list[float | None] = [None] * len(ENDS)
+        for at in sorted(range(len(ENDS)), key=lambda i: -self._weights[i]):
+            if (weight := self._weights[at]) > 0:
+                guess = _between(known, at)
+                trust = 0.0 if guess is None else TRUST_OF_SHARE
+                known[at] = (self._seconds[at] + (guess or 0.0) * trust) / (weight + trust)
+        table: list[float] = []
+        for at, mean in enumerate(known):
+            estimate = _between(known, at) if mean is None else mean
+            assert estimate is not None, "something was measured"
+            table.append(max(estimate, table[-1]) if table else estimate)  # noise: more rows never cost less
+        return table
+
+
+def _between(means: Sequence[float | None], at: int) -> float | None:
+    known = [(end, mean) for end, mean in zip(ENDS, means, strict=True) if mean is not None]
+    below, above = [k for k in known if k[0] < ENDS[at]], [k for k in known if k[0] > ENDS[at]]
+    if below and above:
+        (begin, low), (end, high) = below[-1], above[0]
+        return low + (high - low) * (ENDS[at] - begin) / (end - begin)
+    if not below and not above:
+        return None
+    if below:
+        rows, mean = below[-1]
+        return mean * _ratio(rows, ENDS[at])
+    rows, mean = above[0]
+    return mean * ENDS[at] / rows  # optimistic, so that fewer rows are tried, too
+
+
+def _ratio(rows: int, others: int) -> float:
+    return (1 + SHARE * others) / (1 + SHARE * rows)
+
+
+def _range_of(rows: int) -> int:
+    return min(bisect_left(ENDS, rows), len(ENDS) - 1)
+
+
+# ---- Costs that make every draft pay, for --no-speculative-adaptive. Pure.
+
+
+class FreeRows:
+    """`RowCosts` without a unit: more rows cost less."""
+
+    def step(self, rows: int) -> float:
+        return 1 / rows
+
+    def note(self, rows: int, taken_s: float) -> None:
+        """Learn nothing."""
+
+
+class FreePasses(FreeRows):
+    """The same for drafter passes."""
+
+    def step(self, rows: int) -> float:
+        return 0.0
+
+
+# ---- drafting
 
 LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # acceptance thresholds, tried in turn
-LEAST_GAIN = 0.1  # minimum gain in tokens per second: both estimates err
+MIN_GAIN = 0.1  # minimum gain in tokens per second: both estimates err
 OVERLAP_GAIN = 0.1  # saving of overlap, which draft steps lack
 ROWS_OF_TREES, TRUST_IN_ROWS = 1.5, 32.0  # rows that verify one pass's candidates; weight in passes
 PASS_SHARE = 0.1  # of a step with as many rows: a drafter pass, before measurement
@@ -68,7 +248,7 @@ class _Ranked:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftAsk:
+class DraftRequest:
     """Draft step of the executor's drafter: `passes` by request, `topk` candidates per place."""
 
     passes: dict[str, int]
@@ -114,23 +294,23 @@ class Drafting:
         drafts_for_all = self._drafter is not None or self.passes
         return requests if drafts_for_all else [r for r in requests if r.grammar is not None]
 
-    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftAsk:
+    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftRequest:
         """Return drafter passes for requests without drafts, for the most tokens per second."""
         bare = [r for r in requests if not self._draft(r).tokens and self._may_ask(r)] if self.passes else []
         if not bare:
-            return DraftAsk({})
+            return DraftRequest({})
         count, topk = self._best_passes(bare, rows, overlaps=overlaps)
         self._steps_without = 0 if count else self._steps_without + 1
         if self._steps_without == TRY_EVERY:
             count, topk, self._steps_without = 1, 1, 0
-        ask = DraftAsk({}, topk)
-        return DraftAsk({r.rid: ask.passes_within(r.samples_left - 1, count) for r in bare} if count else {}, topk)
+        ask = DraftRequest({}, topk)
+        return DraftRequest({r.rid: ask.passes_within(r.samples_left - 1, count) for r in bare} if count else {}, topk)
 
     def _may_ask(self, request: Request) -> bool:
         return self._can_draft(request) and request.drafts.asked_at < request.num_tokens and request.samples_left > 1
 
     def _best_passes(self, bare: Sequence[Request], rows: int, *, overlaps: bool) -> tuple[int, int]:
-        best, best_rate = (0, 1), self._least_rate(rows, overlaps=overlaps)
+        best, best_rate = (0, 1), self._min_rate(rows, overlaps=overlaps)
         for topk, a_pass in self._rows_a_pass.items():
             chances = [self._chances.of_place(r.drafts, topk) for r in bare]
             verified, pass_s = (
@@ -148,8 +328,8 @@ class Drafting:
     def _pass(self, rows: int) -> float:
         return PASS_SHARE * self.costs.step(rows) if self.pass_costs is None else self.pass_costs.step(rows)
 
-    def _least_rate(self, rows: int, *, overlaps: bool) -> float:
-        return (1 + LEAST_GAIN + OVERLAP_GAIN * overlaps) * rows / self.costs.step(rows)
+    def _min_rate(self, rows: int, *, overlaps: bool) -> float:
+        return (1 + MIN_GAIN + OVERLAP_GAIN * overlaps) * rows / self.costs.step(rows)
 
     def choose(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> dict[str, Draft]:
         """Return drafts; `rows`: without drafts, `overlaps`: another step follows."""
@@ -157,7 +337,7 @@ class Drafting:
         best = dict[str, int]()
         if not found:
             return {}
-        plain, best_rate = rows, self._least_rate(rows, overlaps=overlaps)
+        plain, best_rate = rows, self._min_rate(rows, overlaps=overlaps)
         for least in LEAST:
             rows, tokens, chosen = plain, float(plain), dict[str, int]()
             for one in found:

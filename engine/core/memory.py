@@ -7,12 +7,12 @@ memory belongs to `parts` (memory_part.py); requests get all they need, or nothi
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.hidden import unseen_from
-from engine.core.lanes import Lane
-from engine.core.memory_part import MemoryPart, P, part_of
-from engine.core.page_allocator import PageAllocator
+from engine.core.mem_cache.memory_part import MemoryPart, P, part_of
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.radix_cache import Match, RadixCache
+from engine.core.outputs import unseen_from
+from engine.core.pdmux import Lane
 from engine.core.plan import Plan
-from engine.core.radix_cache import Match, RadixCache
 from engine.core.request import Request
 from engine.messages import FinishReason
 

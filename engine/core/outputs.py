@@ -1,9 +1,12 @@
 """Outputs from a request's state."""
 
+import array
+import math
 from dataclasses import dataclass, field
 
-from engine.core.lanes import Lane
-from engine.core.plan import ItemResult
+from engine.core.pdmux import Lane
+from engine.core.plan import ItemResult, PlanItem
+from engine.core.policy import ALL_IDS
 from engine.core.request import Request
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 
@@ -84,3 +87,116 @@ def _input_logprobs_once(request: Request) -> list[TokenLogprob]:
     request.input_logprobs_sent = True
     first = [TokenLogprob(None, request.input_ids[0])] if request.logprobs.start_len == 0 else []
     return first + request.unsent.input_logprobs
+
+
+# ---- Finish checks of a request, in one order.
+#
+# 1 finished   2 aborted   3 no token: NaN logits, or an unknown id   4 length   5 grammar ended
+# 6 stop token or EOS   7 stop string or regex, also at the length's end: clients never see one
+
+NAN_MESSAGE = "the model returned NaN logits for this request"
+
+
+def check_finish(request: Request, *, bad: bool, vocab_size: int = ALL_IDS) -> FinishReason | None:
+    """Return the finish reason after the last token, or None.
+
+    Sampled ids from `vocab_size` on end the request.
+    """
+    if request.finish is not None:
+        return request.finish
+    if request.abort is not None:
+        return request.abort
+    if reason := _no_token(request, bad=bad, vocab_size=vocab_size):
+        return reason
+    if len(request.output_ids) >= request.max_new_tokens:
+        return _at_limit(request)
+    if request.grammar is not None and request.grammar.ended:
+        return _grammar_end(request)
+    return _stop_token(request) or _stop_text(request)
+
+
+def _no_token(request: Request, *, bad: bool, vocab_size: int) -> FinishReason | None:
+    if request.prefill_only:
+        return None
+    if bad:
+        return FinishReason(kind="abort", message=NAN_MESSAGE, status=500, own=True)
+    last = request.output_ids[-1] if request.output_ids else 0
+    if 0 <= last < vocab_size:
+        return None
+    message = f"the model sampled token {last}, which is not in its vocabulary of {vocab_size}"
+    return FinishReason(kind="abort", message=message, status=500, own=True)
+
+
+def _at_limit(request: Request) -> FinishReason:
+    found = None if request.prefill_only else _stop_text(request)
+    return found or FinishReason(kind="length")
+
+
+def _grammar_end(request: Request) -> FinishReason:
+    """Report a sampled end token; most grammars just end."""
+    last = request.output_ids[-1] if request.output_ids else None
+    return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
+
+
+def _stop_token(request: Request) -> FinishReason | None:
+    sampling = request.sampling
+    if not request.output_ids or len(request.output_ids) < sampling.min_new_tokens:
+        return None
+    last = request.output_ids[-1]
+    if last in sampling.stop_token_ids or (not sampling.ignore_eos and last in request.eos_ids):
+        return FinishReason(kind="stop", matched=last)
+    return None
+
+
+def _stop_text(request: Request) -> FinishReason | None:
+    if request.stops is None or len(request.output_ids) < request.sampling.min_new_tokens:
+        return None
+    return request.stops.look(request.output_ids)
+
+
+# ---- Hidden states returned by steps: float32 rows, once per position and in order.
+
+
+def unseen_from(request: Request) -> int:
+    """First position that must be computed for its hidden state, or `num_tokens`."""
+    if request.return_hidden_states or request.pooling == "mean":
+        return request.hidden_launched
+    return request.num_tokens
+
+
+def note_launch(request: Request, start: int, end: int) -> int | None:
+    if not request.return_hidden_states and not request.pooling:
+        return None
+    first, request.hidden_launched = max(start, request.hidden_launched), max(end, request.hidden_launched)
+    if request.pooling in ("last", "labels") and end < request.num_tokens:
+        return None
+    return first if first < end else None
+
+
+def take(request: Request, item: PlanItem, rows: bytes) -> None:
+    assert item.hidden_from is not None
+    if request.pooling:
+        request.unsent.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.unsent.hidden, rows)]
+        return
+    row_bytes = len(rows) // (item.kv_len - item.hidden_from)
+    split = max(0, len(request.input_ids) - item.hidden_from) * row_bytes
+    request.unsent.input_hidden += rows[:split]
+    request.unsent.hidden += [rows[at : at + row_bytes] for at in range(split, len(rows), row_bytes)]
+
+
+def _pooled(request: Request, rows: bytes) -> bytes:
+    """Unit length by default, as in SGLang and OpenAI; label logits stay."""
+    if request.pooling == "labels":
+        return rows
+    vector = array.array("f", _sum(request.unsent.hidden, rows))
+    if request.unit:
+        divisor = math.sqrt(math.fsum(x * x for x in vector)) or 1.0
+    else:
+        divisor = len(request.input_ids) if request.pooling == "mean" else 1
+    return array.array("f", [x / divisor for x in vector]).tobytes()
+
+
+def _sum(before: list[bytes], rows: bytes) -> bytes:
+    if not before:
+        return rows
+    return array.array("f", map(float.__add__, array.array("f", before[0]), array.array("f", rows))).tobytes()

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.core.dp_step import AgreedStep
 from engine.core.drafts import Guess
-from engine.core.lanes import STREAMS, Lane
+from engine.core.pdmux import STREAMS, Lane
 from engine.images import ImageInput, RopePositions
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -147,7 +147,7 @@ class StateCopy:
 
 
 @dataclass(slots=True, frozen=True)
-class StateRewind:
+class StateRollback:
     """Rollback of a row's state to `length` tokens, as the last verify step rejected drafts."""
 
     slot: int
@@ -187,7 +187,7 @@ class Plan:
     from_host: list[PageCopy] = field(default_factory=list)
     states: list[StateCopy] = field(default_factory=list)
     snapshots: list[StateCopy] = field(default_factory=list)
-    rewinds: list[StateRewind] = field(default_factory=list)
+    rewinds: list[StateRollback] = field(default_factory=list)
     encodes: list[ImageInput] = field(default_factory=list)
     forgets: list[bytes] = field(default_factory=list)
     lands: list[FeatureLand] = field(default_factory=list)

@@ -1,14 +1,11 @@
 """Plan items of requests, and their slots."""
 
-from engine.core.draft_rows import rows_of
-from engine.core.drafts import Draft
-from engine.core.futures import check_reads
-from engine.core.hidden import note_launch
-from engine.core.image_items import with_images
-from engine.core.outputs import input_logprob_part
+from engine.core.drafts import Draft, rows_of
+from engine.core.mem_cache.image_cache import with_images
+from engine.core.outputs import input_logprob_part, note_launch
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.request import Request
-from engine.core.request_table import RequestTable
+from engine.core.stages import RequestTable, check_reads
 
 
 def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
@@ -74,7 +71,7 @@ def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
     return [with_images(item, request) for item in items] if request.images else items
 
 
-def ask_drafter(request: Request, passes: int, *, topk: int) -> PlanItem:
+def request_drafts(request: Request, passes: int, *, topk: int) -> PlanItem:
     """Plan drafter passes after the last known token, not computed yet."""
     assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
     item = PlanItem(

@@ -3,7 +3,7 @@
 input budget   max_prefill_tokens per step (the first prompt may exceed it)
 chunk budget   chunked_prefill_size per step; longer prompts are cut at pages (`Limits.grid`),
                but last chunks may be a 16th longer
-work budget    tokens within --max-step-time (engine/core/step_budget.py), cut likewise
+work budget    tokens within --max-step-time (engine/core/estimates.py), cut likewise
                encoded images cost their tokens in all budgets
 memory         free + evictable pages, less expected pages of running requests and this step's
 """
@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from engine.core.limits import TAIL_SHARE
+from engine.core.estimates import StepBudget
 from engine.core.memory import growth_pages
+from engine.core.policy import TAIL_SHARE
 from engine.core.request import Request
 from engine.core.state import SchedulerState
-from engine.core.step_budget import StepBudget
 
 
 class AddResult(Enum):

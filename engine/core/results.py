@@ -3,9 +3,8 @@
 from engine.core.departures import Departures
 from engine.core.drafting import fitting
 from engine.core.drafts import draft_of
-from engine.core.finish import check_finish
-from engine.core.hidden import take as take_hidden
-from engine.core.outputs import StepEffects, joined, output_of, refusal
+from engine.core.outputs import StepEffects, check_finish, joined, output_of, refusal
+from engine.core.outputs import take as take_hidden
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from engine.core.request import Request
 from engine.core.state import SchedulerState

@@ -1,7 +1,7 @@
 """The scheduler turns events into plans and effects. It reads no clock, socket or tensor.
 
     add, abort       --->  Stages        live requests, and the stage of each
-    held.adopt ...   --->  HeldRequests  handoff requests: KV of, or for, another worker
+    held.adopt ...   --->  HandoffRequests  handoff requests: KV of, or for, another worker
     schedule         --->  PrefillPlanner, DecodePlanner      the next step (`Plan`)
                            LoadAhead     host pages for waiting requests
     collect          --->  Results       a finished step's effects (`StepEffects`)
@@ -20,19 +20,18 @@ from itertools import pairwise
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.drafting import Drafting, NoDrafting
-from engine.core.held import HeldRequests
-from engine.core.hooks import Grammar
-from engine.core.lanes import Lane
-from engine.core.load_ahead import LoadAhead
+from engine.core.estimates import StepBudget
+from engine.core.handoff import HandoffRequests
+from engine.core.mem_cache.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
+from engine.core.pdmux import Lane
 from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
 from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner
-from engine.core.request import Request
+from engine.core.request import Grammar, Request
 from engine.core.results import Results
 from engine.core.state import SchedulerState
-from engine.core.step_budget import StepBudget
 from engine.messages import FinishReason, TokenOutput
 
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
@@ -65,7 +64,7 @@ class Scheduler:
         self._decode = DecodePlanner(state, self._departures, preemption, drafting=drafting or NoDrafting())
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures)
-        self.held = HeldRequests(state, self._departures, self._results, preemption)
+        self.held = HandoffRequests(state, self._departures, self._results, preemption)
         self._seq = 0
         self._last_was_extend = False
 

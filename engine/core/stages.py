@@ -8,8 +8,9 @@ add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
 
 from itertools import chain
 
-from engine.core.adapter_budget import AdapterBudget
-from engine.core.limits import Limits
+from engine.core.adapters import AdapterBudget
+from engine.core.pdmux import Lane
+from engine.core.policy import Limits
 from engine.core.request import Request
 
 
@@ -97,3 +98,82 @@ class Stages:
         for request in self.all():
             assert 0 <= request.pending <= request.inflight
             assert request.computed_len <= request.launched_len
+
+
+# ---- Plan-time checks that no sampled, uncollected token is lost.
+#
+# The device has one cell per slot (engine/executor/forward.py). Steps run in plan order, reads
+# before writes. One cell suffices if each step that samples over a sample in flight also reads it,
+# and slots change owner with nothing in flight.
+#
+#     token at position   known-1 | known ... known+pending-2 | known+pending-1 | not planned
+#                         on host | in flight and read already | in flight, in the cell
+
+
+def check_reads(request: Request, start: int, end: int) -> None:
+    """Check that tokens start..end-1 are known, or end with the cell's."""
+    known, pending = request.num_tokens, request.pending
+    if pending == 0:
+        assert end <= known, (
+            f"{request.rid}: position {end - 1} is read, and only {known} tokens are known or in flight"
+        )
+    else:
+        last = known + pending - 1
+        assert (start, end) == (last, last + 1), f"{request.rid}: positions {start}..{end - 1}, the cell holds {last}"
+
+
+def check_no_future(request: Request) -> None:
+    assert request.pending == 0, f"{request.rid}: its slot is given back with {request.pending} samples in flight"
+
+
+# ---- Slots of running requests, for the executor's per-slot state.
+
+
+class RequestTable:
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 1
+        self._rows: list[Request | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._closed: dict[Lane | None, list[int]] = {}  # since the stream's last plan
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def open(self, request: Request) -> int:
+        assert self._free, "no slot is free"
+        assert request.slot is None, f"{request.rid} has slot {request.slot} already"
+        slot = self._free.pop()
+        self._rows[slot] = request
+        request.slot, request.lane, request.num_synced_pages, request.num_synced_window = slot, None, 0, 0
+        return slot
+
+    def reopen(self, request: Request) -> int:
+        """Move the row to another stream; no step may be in flight."""
+        slot = request.slot
+        assert slot is not None and request.inflight == 0, (
+            f"{request.rid}: its row changes lanes under a step in flight"
+        )
+        self._closed.setdefault(request.lane, []).append(slot)
+        request.lane, request.num_synced_pages, request.num_synced_window = None, 0, 0
+        return slot
+
+    def close(self, request: Request) -> None:
+        slot = request.slot
+        assert slot is not None and self._rows[slot] is request
+        check_no_future(request)
+        self._rows[slot] = None
+        self._free.append(slot)
+        request.slot = None
+        self._closed.setdefault(request.lane, []).append(slot)
+
+    def take_closed(self, lane: Lane | None = None) -> list[int]:
+        return self._closed.pop(lane, [])
+
+    def check(self) -> None:
+        assert len(set(self._free)) == len(self._free)
+        for slot, request in enumerate(self._rows):
+            assert (request is None) == (slot in self._free)
+            assert request is None or request.slot == slot
+        for closed in self._closed.values():
+            assert len(set(closed)) == len(closed), "a row is closed twice"

@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass
 
-from engine.core.backups import NOTHING, Backups, CopySize
-from engine.core.growth import MeasuredGrowth
-from engine.core.limits import Limits
+from engine.core.estimates import NewTokenRatio, OutputLengthEstimator
+from engine.core.mem_cache.backups import NOTHING, Backups, CopySize
+from engine.core.mem_cache.memory_part import Features, LowerTier, StepEnds, Windows
 from engine.core.memory import Memory
-from engine.core.memory_part import Features, LowerTier, StepEnds, Windows
 from engine.core.micro_batches import MicroBatches
-from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import refusal
+from engine.core.policy import Limits
 from engine.core.request import Request
-from engine.core.request_table import RequestTable
-from engine.core.stages import Stages
+from engine.core.stages import RequestTable, Stages
 from engine.images import rope_delta
 from engine.messages import FinishReason
 
@@ -62,7 +60,7 @@ class SchedulerState:
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
-        self.growth = MeasuredGrowth()  # from finished answers
+        self.growth = OutputLengthEstimator()  # from finished answers
         self.stages = Stages()
         self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)

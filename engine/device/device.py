@@ -13,21 +13,19 @@ from engine.device.graphs import make_graphs
 from engine.device.host_copies import make_copies
 from engine.device.step_memory import RankSeat, Recording, StepMemory, memory_for_graphs
 from engine.executor.device_stream import DeviceStream
-from engine.executor.executor import Executor
-from engine.executor.future_map import FutureMap
+from engine.executor.executor import CudaStream, Executor, InlineStream, Stream, ThreadStream
+from engine.executor.forward import FutureMap
+from engine.executor.graphs import SampledEnd
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
-from engine.executor.recorded_ends import SampledEnd
 from engine.executor.sample_pass import SamplePass
-from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.state_pool import StatePool
-from engine.lora.bank import AdapterBank
-from engine.lora.store import LoraStore
+from engine.lora.bank import AdapterBank, LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import share_of
-from engine.sampler.make import CapturableSampler, make_sampler
+from engine.sampler.sampler import CapturableSampler, make_sampler
 
 
 def nothing_to_give(decode_parts: int) -> None:

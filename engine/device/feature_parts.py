@@ -16,12 +16,11 @@ from engine.executor.step_part import StepPart
 from engine.flags.resolve import state_slots
 from engine.flags.speculation import topk_of
 from engine.kv.kv_pool import DTYPES
-from engine.kv.page_table import PageTable, WindowedPageTable
 from engine.kv.state_pool import StatePool
-from engine.lora.bank import AdapterBank
-from engine.lora.build import make_bank
+from engine.kv.step_batch import PageTable, WindowedPageTable
+from engine.lora.bank import AdapterBank, make_bank
 from engine.models.decoder import DenseDecoder
-from engine.sampler.make import TokenSampler
+from engine.sampler.sampler import TokenSampler
 from service.flags import ConfigError
 
 

@@ -6,7 +6,7 @@ One layer with a row per token, so allocation, transfers and checksums are KV's.
 import torch
 
 from engine.config import EngineConfig
-from engine.flags.images import cache_bytes, most_image_tokens
+from engine.flags.images import cache_bytes, max_image_tokens
 from engine.kv.cache_spec import CacheSpec, page_bytes_of
 from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.model_files.model_config import ModelConfig
@@ -25,7 +25,7 @@ def feature_spec(model: ModelConfig, vision: VisionConfig, dtype: str) -> CacheS
 def arriving_pages(config: EngineConfig, model: ModelConfig, vision: VisionConfig) -> int:
     """Pages for arriving features: the largest image, or the cache's share."""
     assert config.context_length is not None, "resolved"
-    largest = -(-min(config.context_length, most_image_tokens(vision)) // PAGE_TOKENS)
+    largest = -(-min(config.context_length, max_image_tokens(vision)) // PAGE_TOKENS)
     return max(1, largest, cache_bytes(config) // ARRIVING_SHARE // feature_page_bytes(config, model, vision))
 
 

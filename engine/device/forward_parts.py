@@ -5,22 +5,22 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.attention.backend import AttentionBackend, CapturableBackend, make_attention_backend
-from engine.attention.cpu_backend import CpuBackend
+from engine.attention.torch_backend import CpuBackend
 from engine.attention.windowed import WindowedBackend, windowed
 from engine.config import EngineConfig
 from engine.device.feature_parts import make_adapters, make_parts, make_states
 from engine.device.step_memory import StepMemory
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.draft_pass import DraftPass, PagedPool
+from engine.executor.forward import StepInputs
 from engine.executor.forward_pass import ForwardPass
-from engine.executor.future_map import StepInputs
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.states import States
 from engine.executor.step_part import RecordedSteps, StepPart
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
-from engine.kv.page_table import PageTable, WindowedPageTable
+from engine.kv.step_batch import PageTable, WindowedPageTable
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
 from engine.parallel.row_exchange import RowExchange

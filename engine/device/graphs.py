@@ -7,10 +7,15 @@ from engine.attention.backend import CapturableBackend
 from engine.config import EngineConfig
 from engine.device.forward_parts import ForwardParts
 from engine.device.step_memory import Recording
-from engine.executor.decode_graphs import CudaCapture, DecodeGraphs, graph_sizes
-from engine.executor.future_map import StepInputs
-from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
-from engine.executor.recorded_ends import RecordedEnd
+from engine.executor.forward import StepInputs
+from engine.executor.graphs import (
+    CudaCapture,
+    DecodeGraphs,
+    PrefillGraphs,
+    RecordedEnd,
+    graph_sizes,
+    prefill_graph_sizes,
+)
 from engine.executor.step_part import RecordedSteps
 from engine.flags.speculation import passes_of, topk_of
 from engine.models.decoder import DenseDecoder
@@ -87,7 +92,7 @@ def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
     return len(_decode_sizes(config)) * kinds * decodes + len(_prefill_sizes(config)) * prefills
 
 
-def most_recorded_rows(config: EngineConfig) -> int:
+def max_recorded_rows(config: EngineConfig) -> int:
     """Return the most rows of a recorded step."""
     return max(_decode_sizes(config)[-1], *_prefill_sizes(config), 0)
 

@@ -3,10 +3,10 @@
 import logging
 
 from engine.config import EngineConfig
-from engine.core.backups import NOTHING, CopySize
+from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.device.pools import Pools
 from engine.device.step_memory import StepMemory
-from engine.executor.copies import Copies
+from engine.executor.model_runner import Copies
 from engine.executor.states import States
 from engine.flags.resolve import backup_pages
 from engine.kv.host_pool import HostPool, allocate_host_pool

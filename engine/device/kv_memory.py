@@ -9,8 +9,7 @@ import torch
 from engine.config import FP8, EngineConfig
 from engine.device.memory_plan import MeasuredMemory, memory_text
 from engine.flags.resolve import state_slots
-from engine.kv.cache_spec import TAIL, CacheSpec, page_bytes_of
-from engine.kv.held import HeldKV
+from engine.kv.cache_spec import TAIL, CacheSpec, KVShard, page_bytes_of
 from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, model_units, share_of, units_of
@@ -19,11 +18,11 @@ from service.flags import ConfigError
 log = logging.getLogger(__name__)
 
 
-def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
+def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> KVShard:
     stage = share_of(model, place).layers
     layers, num_layers = model.kv_layers(stage), len(model.kv_layers(range(model.num_layers)))
     drafter = model.drafter is not None  # one more layer
-    return HeldKV(
+    return KVShard(
         units_of(model, place, config.kv_units),
         model_units(model, tp_size=place.tp_size, kv_units=config.kv_units),
         range(layers.start, layers.stop + drafter),

@@ -1,6 +1,6 @@
 """The two lanes of PD multiplexing on a device: an executor each, over one model and one KV pool, and how they share what computes.
 
-On a CPU the lanes divide the threads (engine/executor/core_share.py). On a GPU both are streams, and decode's has the higher priority.
+On a CPU the lanes divide the threads (engine/executor/pdmux.py). On a GPU both are streams, and decode's has the higher priority.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +11,11 @@ from typing import Protocol
 import torch
 
 from engine.config import EngineConfig
-from engine.core.lanes import Lane
+from engine.core.pdmux import Lane
 from engine.device.device import Device, nothing_to_give
 from engine.device.step_memory import Recording
-from engine.executor.core_share import CoreShare, be_nice
-from engine.executor.executor import Executor
-from engine.executor.stream import CudaLane, Stream, ThreadStream
+from engine.executor.executor import CudaLane, Executor, Stream, ThreadStream
+from engine.executor.pdmux import CoreShare, be_nice
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -14,14 +15,13 @@ from engine.core.dp_step import Row, agree
 from engine.core.plan import Plan
 from engine.device.device import build_device
 from engine.device.forward_parts import context_pages
-from engine.device.gpu_memory import GRAPH_BYTES, MemoryGauge
 from engine.device.graphs import logits_bytes, num_graphs
 from engine.device.kv_memory import held_by, kept_specs
 from engine.device.memory_plan import MeasuredMemory, unmeasured
 from engine.device.step_memory import RankSeat, Recording, StepMemory
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import WarmUp, by_executor, warm_up
-from engine.flags.images import blank_image, most_image_tokens, token_flops
+from engine.flags.images import blank_image, max_image_tokens, token_flops
 from engine.flags.resolve import FIRST_FLOPS, PROFILE_S, largest_prompt_step, profiled_tokens
 from engine.images import ImageInput
 from engine.kv.host_memory import HostMemory
@@ -32,7 +32,71 @@ from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place
 from service.flags import ConfigError
 
+# ---- GPU memory readings, and the wait for this process's share (engine/device/memory_plan.py).
+#
+# Workers on one GPU never race: each stays in its share of the total.
+
+GRAPH_BYTES = 32 << 20  # per graph, an estimate: they share one memory pool
+WAIT_S = 30.0  # an ended process frees its memory a little later
+ASK_EVERY_S = 0.5
+
 log = logging.getLogger(__name__)
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f}"
+
+
+class MemoryGauge(Protocol):
+    def total(self) -> int: ...
+
+    def free(self) -> int:
+        """Bytes free for any process."""
+
+    def own(self) -> int:
+        """Bytes of this process."""
+
+    def begin_peak(self) -> None: ...
+
+    def peak(self) -> int:
+        """This process's maximum since `begin_peak`."""
+
+    def release(self) -> None:
+        """Free torch's cache."""
+
+
+def await_share(
+    gauge: MemoryGauge,
+    share: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait up to WAIT_S for this process's share. Raises ConfigError with others' usage."""
+    total, until_s = gauge.total(), clock() + WAIT_S
+    asked = False
+    while (ours := gauge.free() + gauge.own()) < int(share * total):
+        if not asked:
+            log.info(
+                "GPU memory: others use %s of %s GiB; waiting up to %g s for it", gib(total - ours), gib(total), WAIT_S
+            )
+            asked = True
+        if clock() >= until_s:
+            raise ConfigError(_short(total, ours, share))
+        sleep(ASK_EVERY_S)
+
+
+def _short(total: int, ours: int, share: float) -> str:
+    fits = int(max(0, ours) / total * 100) / 100
+    return (
+        f"--mem-fraction-static {share:g}: {gib(int(share * total))} of the GPU's {gib(total)} GiB are this worker's, and other "
+        f"processes use {gib(total - ours)}; give each worker on this GPU its share (at most {fits:g} fits here now). If no "
+        "process of that size runs (nvidia-smi), a peer still maps the memory of a worker that has ended: restart the peer"
+    )
+
+
+# ---- measure
+
 
 RunStep = Callable[[Plan], None]
 StepsOver = Callable[[KVPool], AbstractContextManager[RunStep]]  # what runs steps over a pool, while the block lasts
@@ -196,7 +260,7 @@ def _profiled_image(config: EngineConfig, model: ModelConfig) -> ImageInput | No
 
 def _largest_image(config: EngineConfig, vision: VisionConfig) -> int:
     assert config.context_length is not None, "resolved"
-    return min(config.context_length, most_image_tokens(vision))
+    return min(config.context_length, max_image_tokens(vision))
 
 
 def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: EngineConfig) -> int:

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.config import MEM_FRACTION_OF, EngineConfig
-from engine.core.limits import TAIL_SHARE
-from engine.core.state_slots import grid_of
+from engine.core.mem_cache.state_slots import grid_of
+from engine.core.policy import TAIL_SHARE
 from engine.flags.resolve import largest_prompt_step, longest_prompt, num_pages, state_slots
 from service.flags import ConfigError
 
 MAX_CPU_BYTES = 4 << 30  # default limit: other processes use the machine, too
 STATES_PER_KV = 0.9  # recurrent state bytes per KV byte of the model; SGLang's default
-LEAST_PAGES = 2  # per running request: one of its prompt, one to grow into
-LEAST_SLOTS = 2  # per running request: its state, and a snapshot
+MIN_PAGES = 2  # per running request: one of its prompt, one to grow into
+MIN_SLOTS = 2  # per running request: its state, and a snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +144,9 @@ def with_state_slots(
         return config, _shadows_beside(wanted, drafted)
     left, ratio = static_left(given, found), STATES_PER_KV
     fitting, asked = int(left * ratio / (1 + ratio)) // slot_bytes, config.speculative_algorithm
-    if fitting == LEAST_SLOTS and asked is None:
+    if fitting == MIN_SLOTS and asked is None:
         drafted = 0  # grammar-forced drafts are skipped
-    if fitting < LEAST_SLOTS + (drafted > 0):
+    if fitting < MIN_SLOTS + (drafted > 0):
         needs = f"three with --speculative-algorithm {asked}" if drafted and asked else "two"
         raise ConfigError(
             f"--mem-fraction-static {config.mem_fraction_static:g}: {left / 2**20:.0f} MiB, of which "
@@ -159,7 +159,7 @@ def with_state_slots(
 
 
 def _shadows_beside(slots: int, drafted: int) -> int:
-    return min(drafted, slots // LEAST_SLOTS)
+    return min(drafted, slots // MIN_SLOTS)
 
 
 def with_running_requests(
@@ -170,7 +170,7 @@ def with_running_requests(
     `slots` of states and `windows` are 0 if the model has none.
     """
     assert config.max_running_requests is not None, "resolved"
-    limits = [pages // LEAST_PAGES, *([slots // LEAST_SLOTS] if slots else []), *([windows] if windows else [])]
+    limits = [pages // MIN_PAGES, *([slots // MIN_SLOTS] if slots else []), *([windows] if windows else [])]
     fitting = max(1, min(limits))
     wanted = given.max_running_requests
     if wanted is None:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.core.window_pages import WindowPages
+from engine.core.mem_cache.window_pages import WindowPages
+from engine.core_parts import EngineUse
 from engine.device.kv_memory import allocate_pool
 from engine.device.windows import WindowGroup, window_group
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import AllocateBytes, KVPool
 from engine.kv.pool_memory import MappedMemory, SavedMemory
 from engine.kv.state_pool import StatePool
-from engine.loop.occupation import FixedKV, KVMemory
-from engine.use import EngineUse
+from engine.loop.control import FixedKV, KVMemory
 
 log = logging.getLogger(__name__)
 

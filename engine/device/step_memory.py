@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.backups import NOTHING, CopySize
-from engine.executor.decode_graphs import Capture
-from engine.executor.future_map import FutureMap, StepInputs
+from engine.core.mem_cache.backups import NOTHING, CopySize
+from engine.executor.forward import FutureMap, StepInputs
+from engine.executor.graphs import Capture
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
 from engine.parallel.layout import ALONE, Place

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.core.window_pages import WindowPages
+from engine.core.mem_cache.window_pages import WindowPages
 from engine.flags.resolve import depth, largest_prompt_step
 from engine.flags.speculation import rows_of_request
 from engine.kv.cache_spec import CacheSpec, page_bytes_of

@@ -19,7 +19,7 @@ from engine.kernels.tape import Tape, Workspace
 from engine.models.attention import Attend
 from engine.models.decoder import Begun, DenseDecoder
 
-MOST_ROWS = 64  # of larger batches Python's share is small
+MAX_ROWS = 64  # of larger batches Python's share is small
 OFTEN = 8  # steps of a size: its tape takes two steps more
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class DecodeTapes:
     """
 
     def __init__(self, *, shared_by: int = 1) -> None:
-        self._workspace = Workspace(MOST_ROWS * shared_by)
+        self._workspace = Workspace(MAX_ROWS * shared_by)
         self._tapes: dict[tuple[int, bool], _Recorded | None] = {}  # by size, and whether products stay
         self._seen: Counter[int] = Counter()  # steps with drafts, by size
 
@@ -76,7 +76,7 @@ class DecodeTapes:
 
     def takes(self, num_rows: int) -> bool:
         """Whether a decode step of `num_rows` requests can be recorded."""
-        return num_rows <= MOST_ROWS
+        return num_rows <= MAX_ROWS
 
     def forward(
         self, model: DenseDecoder, input_ids: Tensor, positions: Tensor, attend: Attend, *, drafts: bool = False

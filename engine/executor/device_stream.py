@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.executor import StepAnswer
-from engine.executor.guess_pass import guesses_of
+from engine.executor.draft_steps import guesses_of
+from engine.executor.executor import StepAnswer, Stream, StreamTask
 from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
 from engine.executor.sample_pass import StepOutput
 from engine.executor.step_part import Forward
-from engine.executor.stream import Stream, StreamTask
 from engine.messages import TokenLogprob
 from engine.sampler.logprobs import Logprobs
 

@@ -20,17 +20,16 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import PlanItem
-from engine.executor.draft_rows import JudgedRows, has_trees, judged_rows
-from engine.executor.guess_pass import Drafted, GuessPass, Tails
-from engine.executor.logit_rows import first_rows, runs_of
+from engine.executor.draft_rows import AcceptedRows, has_trees, judged_rows
+from engine.executor.draft_steps import Drafted, DraftSteps, Tails
+from engine.executor.forward import first_rows, runs_of
 from engine.executor.step_part import Batch, StepPart
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_table import PageTable
-from engine.kv.upload import upload
+from engine.kv.step_batch import PageTable, upload
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftModel
 from engine.parallel.collectives import Collectives
-from engine.sampler.make import TokenSampler
+from engine.sampler.sampler import TokenSampler
 
 
 class PagedPool(NamedTuple):
@@ -61,7 +60,7 @@ class DraftPass(StepPart):
         pool, self._page_table = pools[0]
         self._device = pool.device
         self._tails = None if pool.tails is None else Tails(pool.tails, self._page_table)
-        self._guesses = GuessPass(
+        self._guesses = DraftSteps(
             page_table=self._page_table,
             tails=self._tails,
             backend=backend,
@@ -110,10 +109,10 @@ class DraftPass(StepPart):
             self._move(rows, slots, positions)
 
     def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> list[Drafted]:
-        """Draft after each of `items` (engine/executor/guess_pass.py)."""
+        """Draft after each of `items` (engine/executor/draft_steps.py)."""
         return self._guesses.run(_drafter(model), items)
 
-    def _move(self, rows: JudgedRows, slots: Tensor, positions: Tensor) -> None:
+    def _move(self, rows: AcceptedRows, slots: Tensor, positions: Tensor) -> None:
         """Move KV of accepted rows from tree places to their own; others move from page 0 to 0."""
         displaced = [i for i, item in enumerate(rows.items) if item.place >= 0]
         at, places = self._ids(displaced), self._ids([rows.items[i].place for i in displaced])

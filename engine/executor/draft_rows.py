@@ -1,4 +1,4 @@
-"""Rows of a step that read drafts: places in trees (engine/core/draft_rows.py), and which count.
+"""Rows of a step that read drafts: places in trees (engine/core/drafts.py), and which count.
 
 Which rows count is found on the device, behind sampling and without a wait for the host.
 """
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
-from engine.executor.logit_rows import first_rows, runs_of
+from engine.executor.forward import first_rows, runs_of
 from engine.executor.step_part import StepPart, StepRows
-from engine.kv.page_table import PageTable
-from engine.kv.step_batch import TreePaths
-from engine.kv.upload import upload
+from engine.kv.step_batch import PageTable, TreePaths, upload
 from engine.parallel.collectives import Collectives
 
 
@@ -85,7 +83,7 @@ def _padded(rows: list[list[int]]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedRows:
+class AcceptedRows:
     """The n rows of all requests with drafts, rows of known tokens included.
 
     `items`: of each. `rows`: [n] int64, where it lies in the step. `parents`: [n] int64, the number
@@ -108,7 +106,7 @@ class JudgedRows:
 
 def judged_rows(
     items: Sequence[PlanItem], tokens: Tensor | None, *, collectives: Collectives | None, device: torch.device
-) -> JudgedRows:
+) -> AcceptedRows:
     """Judge the drafts of a step.
 
     `tokens`: sampled by the items that sample, in their order; None on a rank that samples nothing.
@@ -128,7 +126,7 @@ def judged_rows(
     if collectives is not None:
         own = collectives.sum(own[:, None], dtype=torch.float32)[:, 0]
     right = own > 0
-    return JudgedRows([items[i] for i in chosen], rows, above, _with_all_before(right, above, _deepest(parents)))
+    return AcceptedRows([items[i] for i in chosen], rows, above, _with_all_before(right, above, _deepest(parents)))
 
 
 def _samples(items: Sequence[PlanItem]) -> dict[int, int]:

@@ -7,11 +7,11 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import Plan, SlotOpen
-from engine.executor.future_map import StepInputs
+from engine.executor.forward import StepInputs
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.step_part import Batch, Forward, RecordedSteps, StepPart
-from engine.kv.arrival import Arrival
-from engine.kv.page_table import PageTable
+from engine.kv.page_copies import Arrival
+from engine.kv.step_batch import PageTable
 from engine.models.decoder import DenseDecoder
 
 log = logging.getLogger(__name__)

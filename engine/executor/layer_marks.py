@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from engine.kv.arrival import Arrival
+from engine.kv.page_copies import Arrival
 from engine.layers.rope import Unturned
 from engine.models.attention import Attend
 

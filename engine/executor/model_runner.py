@@ -9,16 +9,98 @@ from typing import TypeVar
 import torch
 
 from engine.core.plan import Plan
-from engine.executor.copies import Copies
 from engine.executor.draft_pass import DraftPass
 from engine.executor.forward_pass import ForwardPass
-from engine.executor.running_model import RunningModel
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.executor.states import States
 from engine.executor.step_part import Forward
+from engine.kv.host_pool import HostPool
+from engine.kv.page_backup import PageBackup
+from engine.kv.page_copies import Arrival
 from engine.models.decoder import DenseDecoder
 from engine.models.expert_balance import ExpertBalance
 from engine.models.expert_loads import expert_gauges, expert_loads
+
+# ---- Model in use by a rank's steps.
+
+
+class RunningModel:
+    """Holder of the model, used in stream order."""
+
+    def __init__(self, model: "DenseDecoder", forward_pass: "ForwardPass") -> None:
+        self._model: DenseDecoder | None = model
+        self._forward_pass = forward_pass
+        forward_pass.attach(model)
+
+    @property
+    def released(self) -> bool:
+        return self._model is None
+
+    @property
+    def model(self) -> "DenseDecoder":
+        assert self._model is not None, "its weights are released"
+        return self._model
+
+    def use(self, model: "DenseDecoder", *, needs_graphs: bool = True) -> None:
+        """Use another model of the same shape.
+
+        `needs_graphs`: raise torch.OutOfMemoryError instead of continuing without.
+        """
+        self._model = model
+        self._forward_pass.attach(model)
+        if needs_graphs:
+            self._forward_pass.record(model)
+        else:
+            self._forward_pass.record_if_possible(model)
+
+    def drop(self) -> None:
+        """Drop model and recordings until `use`; no step may come."""
+        self._model = None
+        self._forward_pass.detach()
+
+    def record(self) -> None:
+        """Record graphs on all ranks before the first step. Raises torch.OutOfMemoryError."""
+        self._forward_pass.record(self.model)
+
+
+# ---- Copies of a step's KV pages between device and host, in `Plan` order.
+
+
+class Copies:
+    """Copies for retracted requests (`backup`), and for the host tier."""
+
+    def __init__(self, *, backup: PageBackup | None, host_pool: HostPool | None) -> None:
+        self._backup = backup
+        self._host_pool = host_pool
+
+    def begin(self, plan: Plan) -> Arrival:
+        """Return loads that the forward awaits by layer."""
+        if self._host_pool is None:
+            assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
+            arrival = Arrival()
+        else:
+            arrival = self._host_pool.begin(plan)
+        if self._backup is None:
+            assert not plan.saves, "a plan keeps copies of pages, and there is no room for them"
+        else:
+            self._backup.run(plan)
+        return arrival
+
+    def wait(self, seq: int) -> None:
+        """Block until host pages of steps up to `seq` are complete."""
+        for pool in self._host_pools():
+            pool.wait(seq)
+
+    def close(self) -> None:
+        for pool in self._host_pools():
+            pool.close()
+
+    def _host_pools(self) -> list[HostPool]:
+        tier = [] if self._host_pool is None else [self._host_pool]
+        return tier + ([] if self._backup is None else self._backup.hosts)
+
+
+# ---- model runner
 
 T = TypeVar("T")
 

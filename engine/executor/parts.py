@@ -2,8 +2,7 @@
 
 from engine.core.plan import SlotOpen
 from engine.executor.step_part import Batch, StepPart, StepRows
-from engine.kv.page_table import WindowedPageTable
-from engine.kv.step_batch import WindowRows
+from engine.kv.step_batch import WindowedPageTable, WindowRows
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
 

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
-from engine.executor.future_map import FutureMap
-from engine.executor.guess_pass import Drafted
-from engine.executor.logit_rows import first_rows, prompt_parts, sampled_rows
+from engine.executor.draft_steps import Drafted
+from engine.executor.forward import FutureMap, first_rows, prompt_parts, sampled_rows
 from engine.executor.step_part import Forward
-from engine.kv.upload import upload
+from engine.kv.step_batch import upload
 from engine.messages import LogprobOptions
 from engine.models.decoder import DenseDecoder
 from engine.sampler.logprobs import Logprobs, Packed, packed_logprobs
-from engine.sampler.make import TokenSampler
+from engine.sampler.sampler import TokenSampler
 from engine.sampler.token_mask import token_mask
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
@@ -134,9 +133,9 @@ class SamplePass:
 
     def _packed(self, logits: Tensor, tokens: Tensor, options: Sequence[LogprobOptions]) -> Packed:
         """`options` of each row."""
-        most, most_ids = max(o.top_num for o in options), max(len(o.token_ids) for o in options)
-        ids = [[*o.token_ids, *[0] * (most_ids - len(o.token_ids))] for o in options]
-        asked = upload(torch.tensor(ids, dtype=torch.int64).view(len(ids), most_ids), self._device)
+        most, max_ids = max(o.top_num for o in options), max(len(o.token_ids) for o in options)
+        ids = [[*o.token_ids, *[0] * (max_ids - len(o.token_ids))] for o in options]
+        asked = upload(torch.tensor(ids, dtype=torch.int64).view(len(ids), max_ids), self._device)
         table = _to_host(packed_logprobs(logits, tokens, top_num=most, token_ids=asked))
         return Packed(table, most=min(most, logits.shape[1]))
 

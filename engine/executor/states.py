@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRewind
-from engine.executor.logit_rows import first_rows, runs_of
+from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRollback
+from engine.executor.forward import first_rows, runs_of
 from engine.executor.step_part import Batch, StepPart, StepRows
 from engine.kv.state_pool import StatePool, StateTable
-from engine.kv.upload import upload
+from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder
 
 
@@ -71,7 +71,7 @@ class States(StepPart):
     def end(self, batch: Batch, hidden: Tensor) -> None:
         self.pool.run(batch.plan.snapshots)
 
-    def rewind(self, model: DenseDecoder, rewinds: Sequence[StateRewind]) -> None:
+    def rewind(self, model: DenseDecoder, rewinds: Sequence[StateRollback]) -> None:
         """Let states be behind the rows that count of the last step with drafts."""
         runs = [self._verified[rewind.slot] for rewind in rewinds]
         self.pool.run([StateCopy(run.shadow, run.slot) for run in runs])

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
-from engine.executor.future_map import StepInputs
+from engine.executor.forward import StepInputs
 from engine.executor.layer_marks import LayerMarks
-from engine.kv.arrival import Arrival
-from engine.kv.page_table import PageTable
-from engine.kv.step_batch import StepBatch
-from engine.kv.upload import upload
+from engine.kv.page_copies import Arrival
+from engine.kv.step_batch import PageTable, StepBatch, upload
 from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
 from engine.models.vision.tower import ImageRows

@@ -6,10 +6,13 @@ slots that they close again, and KV page 0. A CPU, whose C kernels are built at 
 largest steps.
 """
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from msgspec.structs import replace
 from tqdm import tqdm
 
@@ -191,3 +194,71 @@ def warm_up(run: Callable[[Plan], None], steps: WarmUp, *, progress: bool) -> No
     """Run the steps in stream order, before any other. Raises errors of `run`."""
     for plan in tqdm(steps.plans(), desc="warm-up", disable=None if progress else True, leave=False):
         run(plan)
+
+
+# ---- Detection of Triton compilations while serving, which stop steps for seconds.
+#
+# Uses Triton's hooks around compilation and disk cache (3.6 and 3.7).
+
+log = logging.getLogger(__name__)
+
+
+class CompileLog:
+    """One per process, as hooks are global; `num_late` counts kernels since `serve`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.num_late = 0
+        self._serves = False
+        self._clock = clock
+        self._begun_s: dict[str, float] = {}
+        from triton import knobs  # its extra is not installed everywhere
+
+        self._hooks = knobs.runtime
+        knobs.runtime.jit_cache_hook = self._on_begin
+        knobs.runtime.jit_post_compile_hook = self._on_end
+
+    def serve(self) -> None:
+        self._serves = True
+
+    def close(self) -> None:
+        self._hooks.jit_cache_hook = self._hooks.jit_post_compile_hook = None
+
+    def _on_begin(self, *, key: str, **_: Any) -> None:
+        self._begun_s[key] = self._clock()
+
+    def _on_end(self, *, key: str, fn: Any, **about: Any) -> None:
+        now_s = self._clock()
+        taken_s = now_s - self._begun_s.pop(key, now_s)
+        if self._serves:
+            self.num_late += 1
+            types = ", ".join(f"{name}: {kind}" for name, kind in about["compile"]["signature"].items())
+            log.warning("kernel %s was compiled while serving, in %.1f s: %s", fn.name, taken_s, types)
+
+
+# ---- GPU memory of this process, counted by torch.
+
+CONTEXT_BYTES = 768 << 20  # CUDA's context and loaded kernels, uncounted by torch: an estimate
+
+
+class CudaGauge:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def own(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device)) + CONTEXT_BYTES
+
+    def begin_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self._device)) + CONTEXT_BYTES
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from engine.background import start_in_thread
-from engine.kv.identity import fingerprint, weights_number
+from engine.kv.kv_pool import fingerprint, weights_number
 from engine.model_files.model_config import ModelConfig, load_model_config
+from engine.threads import start_in_thread
 from service.flags import ConfigError
 
 M = TypeVar("M")  # model type

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.flags.images import most_image_tokens
+from engine.flags.images import max_image_tokens
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.vision_config import VisionConfig
@@ -65,4 +65,4 @@ def encoder_config(config: EngineConfig, model: ModelConfig, *, page_size: int, 
 def step_images_tokens(config: EngineConfig, vision: VisionConfig) -> int:
     """Max image tokens of a step: half of its budget, or the largest image."""
     assert config.max_prefill_tokens is not None, "resolved"
-    return max(config.max_prefill_tokens // 2, most_image_tokens(vision))
+    return max(config.max_prefill_tokens // 2, max_image_tokens(vision))

@@ -3,12 +3,11 @@
 from math import isqrt
 
 from engine.config import EngineConfig
-from engine.core.image_cache import MEGABYTE, ImageCache
+from engine.core.mem_cache.image_cache import MEGABYTE, ImageCache
 from engine.images import KEY_BYTES, ImageInput
 from engine.kv.cache_spec import ELEMENT_BYTES
-from engine.model_files.image_processing import PixelRange
 from engine.model_files.model_config import ModelConfig
-from engine.model_files.tower_config import CHANNELS, ClipTower
+from engine.model_files.tower_config import CHANNELS, ClipTower, PixelRange
 from engine.model_files.vision_config import VisionConfig
 from service.flags import ConfigError
 
@@ -27,7 +26,7 @@ def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, c
         return None
     if given is not None:
         return given
-    tokens = min(context, most_image_tokens(model.vision))
+    tokens = min(context, max_image_tokens(model.vision))
     return max(DEFAULT_MB, -(-tokens * _feature_bytes(model, model.vision, dtype) // MEGABYTE))
 
 
@@ -48,7 +47,7 @@ def cache_bytes(config: EngineConfig) -> int:
     return (config.vlm_cache_size_mb or 0) * MEGABYTE
 
 
-def most_image_tokens(vision: VisionConfig) -> int:
+def max_image_tokens(vision: VisionConfig) -> int:
     tower, size = vision.tower, vision.processing.size
     if isinstance(tower, ClipTower) or not isinstance(size, PixelRange):
         return vision.num_tokens((1, 1, 1))

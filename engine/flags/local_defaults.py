@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.cores import usable_cores
 from engine.gguf.file import open_gguf
 from engine.model_files.model_config import load_model_config
+from engine.threads import usable_cores
 from service.flags import ConfigError
 
 # A thread needs a few ms of weights to read between two of a step's hundreds of barriers.

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from engine.config import DUMMY, EngineConfig
 from engine.model_files.drafter_config import DRAFT_PATH
-from engine.model_files.hub import download, is_model_id
+from engine.model_files.hub import RECALL_WIDE, SMOLLM2, download, is_model_id, smollm2_file
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
-from engine.model_files.source import RECALL_WIDE, SMOLLM2, smollm2_file
 from service.flags import ConfigError
 
 
@@ -47,3 +46,24 @@ def _local_drafter(given: str, *, weights: bool) -> str:
 def _served_as(config: EngineConfig, path: str) -> EngineConfig:
     name = config.served_model_name or config.model_path
     return replace(config, model_path=path, served_model_name=name, revision=None)
+
+
+# ---- --load-format: dummy weights.
+
+
+def check_load_format(config: EngineConfig) -> None:
+    """Raises ConfigError for a file with weights."""
+    if config.load_format != DUMMY:
+        return
+    for path in dummy_paths(config):
+        if path and Path(path).is_file():
+            raise ConfigError(
+                f"--load-format {DUMMY}: {path} is a file with its weights; give a directory with a config.json, or leave the flag out"
+            )
+
+
+def dummy_paths(config: EngineConfig) -> frozenset[str]:
+    if config.load_format != DUMMY:
+        return frozenset()
+    drafter = config.speculative_draft_model_path
+    return frozenset([config.model_path] if drafter is None else [config.model_path, drafter])

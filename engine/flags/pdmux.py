@@ -1,7 +1,7 @@
 """Flags incompatible with --enable-pdmux."""
 
 from engine.config import EngineConfig
-from engine.core.lane_share import LaneShare
+from engine.core.pdmux import LaneShare
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 

@@ -1,21 +1,21 @@
 """Supported sizes and features of rank groups; others are rejected at start.
 
-Tested with --tp-size and --pp-size: tests/engine/test_rank_features.py, test_rank_files.py,
+Tested with --tp-size and --pp-size: tests/engine/ranks/test_rank_features.py, test_rank_files.py,
 test_expert_parallel.py, test_ranks.py, test_speculation.py, test_eagle.py;
-tests/e2e/test_rank_pairs.py, test_rank_cluster.py, test_drafters.py, test_images.py. Rejected:
+tests/e2e/ranks/test_rank_pairs.py, test_rank_cluster.py, test_drafters.py, test_images.py. Rejected:
 sizes that do not divide the model, --stream inline with stages, files of the hierarchical cache
-with --nnodes, shared ports of KV events (tests/engine/test_rank_rules.py).
+with --nnodes, shared ports of KV events (tests/engine/ranks/test_rank_rules.py).
 """
 
 import logging
 
 from engine.config import EngineConfig
-from engine.cores import usable_cores
 from engine.flags.expert_flags import check_experts
 from engine.flags.kv_events_config import check_ports
 from engine.flags.nodes import check_nodes
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import check_layout
+from engine.threads import usable_cores
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)

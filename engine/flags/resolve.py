@@ -4,20 +4,17 @@ from dataclasses import replace
 
 from engine.config import MAX_PREFILL_TOKENS, MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
 from engine.core.dp_agreement import Agreement, Board
-from engine.core.dp_step import DECIDES
-from engine.core.limits import TAIL_SHARE, Limits
-from engine.core.new_token_ratio import RatioRule
-from engine.core.policy import NO_PRIORITIES, Priorities
-from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
-from engine.core.step_budget import StepBudget
+from engine.core.dp_step import DECIDES, PrefillDelayer, PrefillPolicy, ScheduleEnhancer
+from engine.core.estimates import RatioRule, StepBudget
+from engine.core.policy import NO_PRIORITIES, TAIL_SHARE, Limits, Priorities
 from engine.flags.images import check_encoder, vlm_cache_size_mb
 from engine.flags.kv_dtype import kv_dtype
-from engine.flags.load_format import check_load_format
+from engine.flags.model_source import check_load_format
 from engine.flags.pdmux import check_pdmux
 from engine.flags.rank_rules import check_sizes
 from engine.flags.speculation import check_speculation
 from engine.flags.tokenizer import grammar_backend
-from engine.lora.names import check_lora, lora_enabled
+from engine.lora.peft_config import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import model_units
 from service.flags import ConfigError

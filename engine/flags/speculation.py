@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.core.drafting import Drafting
-from engine.core.free_costs import FreePasses, FreeRows
+from engine.core.drafting import Drafting, FreePasses, FreeRows
 from engine.core.ngram import NgramDrafter
 from engine.model_files.drafter_config import (
     DRAFT_PATH,
@@ -158,7 +157,7 @@ def may_draft(config: EngineConfig, *, decodes: bool) -> bool:
     return decodes and (config.speculative_algorithm is not None or by_grammar)
 
 
-def most_drafted(config: EngineConfig, *, decodes: bool) -> int:
+def max_drafted(config: EngineConfig, *, decodes: bool) -> int:
     """Requests of a recurrent model whose drafts a step can verify."""
     assert config.max_running_requests is not None, "resolved"
     if not may_draft(config, decodes=decodes):

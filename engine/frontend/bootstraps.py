@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from service.http.errors import bad_field
-from service.security.addresses import AllowedAddresses
+from service.security.browser import AllowedAddresses
 from service.security.secret import is_vouched
 
 Host = str | list[str | None] | None

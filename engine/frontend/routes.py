@@ -8,45 +8,36 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.admin import health, info, tokens
-from engine.frontend.apis.admin.heartbeats import heartbeats
+from engine.frontend.apis.admin import control, health, info, role_switch, tokens
+from engine.frontend.apis.admin.health import heartbeats
 from engine.frontend.apis.anthropic.body import CountTokensBody, MessagesBody
 from engine.frontend.apis.anthropic.messages import count_tokens, messages
 from engine.frontend.apis.chat.body import ChatBody
-from engine.frontend.apis.control import engine, role_switch
 from engine.frontend.apis.native.body import GenerateBody
-from engine.frontend.apis.native.encode import EncodeBody, encode
 from engine.frontend.apis.native.generate import generate
-from engine.frontend.apis.native.score import ScoreBody, score
+from engine.frontend.apis.native.score import EncodeBody, ScoreBody, encode, score
 from engine.frontend.apis.ollama import answers as ollama
-from engine.frontend.apis.ollama import models as ollama_models
+from engine.frontend.apis.ollama import answers as ollama_models
 from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaGenerateBody, ShowBody
-from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.openai.chat import chat_completions
-from engine.frontend.apis.openai.completions import completions
+from engine.frontend.apis.openai.completions import completions, render_chat_completion, render_completion
 from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
-from engine.frontend.apis.openai.render import render_chat_completion, render_completion
-from engine.frontend.apis.ranking.classify import ClassifyBody, classify
-from engine.frontend.apis.ranking.rerank import RerankBody, rerank
-from engine.frontend.apis.ranking.score import PairScoreBody, score_pairs
-from engine.frontend.apis.responses import stored
+from engine.frontend.apis.openai.ranking import ClassifyBody, PairScoreBody, RerankBody, classify, rerank, score_pairs
+from engine.frontend.apis.openai.view import CompletionBody
+from engine.frontend.apis.responses import create
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response
-from engine.frontend.apis.shared.kept import kept_stream
-from service.aside import BODIES
+from engine.frontend.apis.shared.retained import kept_stream
 from service.http import openapi
-from service.http.api_shapes import shape_of
+from service.http.api_shapes import EVENTS_TYPE, LINES_TYPE, shape_of
 from service.http.heartbeats import PATH as HEARTBEATS
-from service.http.home import HOME
-from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
-from service.http.pages import CHAT, SHARED
-from service.http.reconnect import KEPT_PATH
+from service.http.home import CHAT, HOME, SHARED
+from service.http.reconnect import RETAINED_PATH
 from service.http.resume import MOVE_OUT
-from service.http.routes import Handler
-from service.http.stream import EVENTS_TYPE, LINES_TYPE
-from service.http.unserved_routes import UNSERVED, refuse
+from service.http.routes import INVOCATIONS, UNSERVED, Handler, InvocationBody, invoked_path, refuse
 from service.security.keys import Access
 from service.telemetry.records import TracesQuery
+from service.waiter import BODIES
 
 SCHEMAS = "#/components/schemas/{name}"
 
@@ -102,16 +93,16 @@ _ROUTES = (
     ApiRoute("GET", "/v1/loads", info.loads, is_polled=True),
     ApiRoute("GET", "/get_load", info.old_load, is_polled=True),
     ApiRoute("GET", "/check", info.check, need=Access.ADMIN),
-    ApiRoute("GET", "/flush_cache", engine.flush_cache, need=Access.ADMIN, plain_text=True),
+    ApiRoute("GET", "/flush_cache", control.flush_cache, need=Access.ADMIN, plain_text=True),
     _tokens("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
     _tokens("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
     _tokens("/v1/completions/render", render_completion, CompletionBody, computes=False),
     _tokens("/v1/chat/completions/render", render_chat_completion, ChatBody, computes=False),
     ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
-    ApiRoute("GET", "/v1/responses/{id}", stored.get_response),
-    ApiRoute("DELETE", "/v1/responses/{id}", stored.delete_response),
-    ApiRoute("POST", "/v1/responses/{id}/cancel", stored.cancel_response),
-    ApiRoute("GET", "/v1/responses/{id}/input_items", stored.list_input_items),
+    ApiRoute("GET", "/v1/responses/{id}", create.get_response),
+    ApiRoute("DELETE", "/v1/responses/{id}", create.delete_response),
+    ApiRoute("POST", "/v1/responses/{id}/cancel", create.cancel_response),
+    ApiRoute("GET", "/v1/responses/{id}/input_items", create.list_input_items),
     _tokens("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
     ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True, computes=True),
     _tokens("/v1/embeddings", embeddings, EmbeddingBody),
@@ -130,25 +121,27 @@ _ROUTES = (
     ApiRoute("GET", "/api/tags", ollama_models.tags),
     ApiRoute("GET", "/api/ps", ollama_models.ps),
     ApiRoute("GET", "/api/version", ollama_models.version),
-    ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
-    ApiRoute("POST", KEPT_PATH, kept_stream, is_alias=True),  # for routers
-    ApiRoute("POST", MOVE_OUT, engine.move_out, engine.MoveOutBody),
+    ApiRoute("POST", "/abort_request", control.abort_request, control.AbortBody, empty=True, body_required=False),
+    ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),  # for routers
+    ApiRoute("POST", MOVE_OUT, control.move_out, control.MoveOutBody),
     _tokens("/tokenize", tokens.tokenize, tokens.TokenizeBody, computes=False),
     _tokens("/detokenize", tokens.detokenize, tokens.DetokenizeBody, computes=False),
-    _admin("/flush_cache", engine.flush_cache, plain_text=True),
+    _admin("/flush_cache", control.flush_cache, plain_text=True),
     _admin("/traces", info.traces, TracesQuery),
-    _admin("/pause_generation", engine.pause_generation, engine.PauseBody, body_required=False),
-    _admin("/continue_generation", engine.continue_generation),
-    _admin("/update_weights_from_disk", engine.update_weights_from_disk, engine.UpdateWeightsBody),
-    _admin("/release_memory_occupation", engine.release_memory_occupation, engine.MemoryBody, body_required=False),
-    _admin("/resume_memory_occupation", engine.resume_memory_occupation, engine.MemoryBody, body_required=False),
-    _admin("/load_lora_adapter", engine.load_lora_adapter, engine.LoadBody),
-    _admin("/unload_lora_adapter", engine.unload_lora_adapter, engine.UnloadBody),
-    _admin("/start_profile", engine.start_profile, engine.StartProfileBody, body_required=False),
-    _admin("/stop_profile", engine.stop_profile),
-    _admin("/start_expert_distribution_record", engine.start_expert_record),
-    _admin("/stop_expert_distribution_record", engine.stop_expert_record),
-    _admin("/dump_expert_distribution_record", engine.dump_expert_record, engine.DumpExpertsBody, body_required=False),
+    _admin("/pause_generation", control.pause_generation, control.PauseBody, body_required=False),
+    _admin("/continue_generation", control.continue_generation),
+    _admin("/update_weights_from_disk", control.update_weights_from_disk, control.UpdateWeightsBody),
+    _admin("/release_memory_occupation", control.release_memory_occupation, control.MemoryBody, body_required=False),
+    _admin("/resume_memory_occupation", control.resume_memory_occupation, control.MemoryBody, body_required=False),
+    _admin("/load_lora_adapter", control.load_lora_adapter, control.LoadBody),
+    _admin("/unload_lora_adapter", control.unload_lora_adapter, control.UnloadBody),
+    _admin("/start_profile", control.start_profile, control.StartProfileBody, body_required=False),
+    _admin("/stop_profile", control.stop_profile),
+    _admin("/start_expert_distribution_record", control.start_expert_record),
+    _admin("/stop_expert_distribution_record", control.stop_expert_record),
+    _admin(
+        "/dump_expert_distribution_record", control.dump_expert_record, control.DumpExpertsBody, body_required=False
+    ),
     _admin("/switch_role", role_switch.switch_role, role_switch.SwitchBody, starts=True),
 )
 # second names in SGLang and vLLM

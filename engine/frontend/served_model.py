@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.frontend.images.marks import NO_MARKS, Marks
-from engine.lora.names import lora_enabled
-from engine.model_files.folder import ModelFolder, open_folder
+from engine.frontend.images.placeholders import NO_MARKS, Marks
+from engine.lora.peft_config import lora_enabled
+from engine.model_files.directory import ModelDirectory, open_directory
 from engine.model_files.head_config import NOTHING, TOKENS, HeadConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.model_files.vision_config import VisionConfig
@@ -73,7 +73,7 @@ class ServedModel:
 def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
     """Raises ConfigError for an unusable checkpoint."""
     path = engine.model_path or DEFAULT_MODEL_PATH
-    folder = open_folder(path)
+    folder = open_directory(path)
     config = load_model_config(folder)
     head = replace(config.head, kind=NOTHING) if engine.is_embedding and config.generates else config.head
     if mode == "decode" and head.kind != TOKENS:
@@ -116,7 +116,7 @@ def _marks(vision: VisionConfig, tokenizer: Tokenizer) -> Marks:
     return Marks(*("" if id is None else tokenizer.token_text(id) for id in ids))
 
 
-def _templates(folder: ModelFolder, tokenizer: Tokenizer | None) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+def _templates(folder: ModelDirectory, tokenizer: Tokenizer | None) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     if tokenizer is None:
         return None, None
     template = load_chat_template(folder, special_tokens=tokenizer.special_tokens)
@@ -125,9 +125,9 @@ def _templates(folder: ModelFolder, tokenizer: Tokenizer | None) -> tuple[ChatTe
     return template, load_chat_template(folder, special_tokens=tokenizer.special_tokens, tools=True)
 
 
-def load_sampling_defaults(model: str | ModelFolder, *, vocab_size: int) -> dict[str, float | int]:
+def load_sampling_defaults(model: str | ModelDirectory, *, vocab_size: int) -> dict[str, float | int]:
     """generation_config.json for OpenAI requests, as in SGLang and vLLM."""
-    folder = open_folder(model)
+    folder = open_directory(model)
     config = folder.generation.values()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     values = {n: config[n] for n in names if isinstance(config.get(n), int | float) and not isinstance(config[n], bool)}

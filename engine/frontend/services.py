@@ -14,37 +14,46 @@ from aiohttp import web
 
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist, BootstrapFields, build_bootstraps
-from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
+from engine.frontend.client.engine_client import EngineClient, TextReader
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
-from engine.frontend.ignored_fields import IgnoredFields
+from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.tracing import Traces
+from engine.frontend.errors import IgnoredFields
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.role_switch import RoleSwitch
-from engine.frontend.served_model import ServedModel
-from engine.messages import Bootstrap
+from engine.frontend.served_model import ServedModel, load_served_model
+from engine.ipc import MAIN_FRONTEND
+from engine.lora.peft_config import named_paths
+from engine.messages import Bootstrap, GenerateRequest
+from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamps
-from service.aside import Aside
-from service.http.deadline import UNITS_S, seconds_of
+from engine.text.sample import SampleIds, SampleText
+from engine.text.tokenizer import Tokenizer
+from service.flags import ConfigError, values_by_name
+from service.http.bodies import MAX_VALUES
 from service.http.errors import ApiError, bad_field
-from service.http.json_bounds import MOST_VALUES
+from service.http.guard import UNITS_S, seconds_of
 from service.http.reconnect import StreamLogs
-from service.responses.book import LocalBook
+from service.http.server import RequestLimits
+from service.responses.store import LocalBook, ResponseStore
 from service.security.browser import BrowserRule
-from service.security.keys import KeyGate
+from service.security.keys import KeyGate, open_gate
 from service.security.secret import VOUCHER_HEADER
-from service.telemetry.tracer import Tracer
-from service.waiter import Pauses
+from service.telemetry.exporters import open_exporter
+from service.telemetry.records import Tracer
+from service.waiter import Aside, Pauses
 
 if TYPE_CHECKING:
     from engine.frontend.images.loader import ImageLoader
-
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
 INLINE_CHARS = 2000  # shorter texts are tokenized inline: cheaper than a thread switch
 GROUP_CHARS = 64 << 10  # of short texts per thread job, so that other requests get in between
 HUGE_CHARS = 1 << 20  # such a text takes a second; only these wait for one another
-MOST_TEXT_BYTES = (
+MAX_TEXT_BYTES = (
     8 << 20
 )  # per text, or `BYTES_PER_TOKEN` per token of a longer context: tokenizing takes some 70 times its memory
 BYTES_PER_TOKEN = 8
@@ -119,14 +128,14 @@ class Services:
         return self.model.context_length if kv is None else min(self.model.context_length, kv)
 
     @property
-    def most_text_bytes(self) -> int:
+    def max_text_bytes(self) -> int:
         """Max bytes of a text."""
-        return max(MOST_TEXT_BYTES, BYTES_PER_TOKEN * self.context_length)
+        return max(MAX_TEXT_BYTES, BYTES_PER_TOKEN * self.context_length)
 
     def check_text_bytes(self, num_bytes: int, *, field: str) -> None:
         """Raises ApiError(400)."""
-        if num_bytes > self.most_text_bytes:
-            most = f"at most {self.most_text_bytes} are tokenized"
+        if num_bytes > self.max_text_bytes:
+            most = f"at most {self.max_text_bytes} are tokenized"
             raise bad_field(field, f"has {num_bytes} bytes of text; {most}; shorten it")
 
     def close(self) -> None:
@@ -152,8 +161,8 @@ class Services:
             except ValueError as e:
                 raise bad_field(field, str(e)) from None
             num_tokens += sum(map(len, found[-len(group) :]))
-            if num_tokens > MOST_VALUES:
-                raise bad_field(field, f"one request may hold at most {MOST_VALUES} tokens of text; send fewer texts")
+            if num_tokens > MAX_VALUES:
+                raise bad_field(field, f"one request may hold at most {MAX_VALUES} tokens of text; send fewer texts")
         return found
 
     def _encode_group(
@@ -168,7 +177,7 @@ class Services:
         """Raises TooManyTokens, or ApiError(400) for a text too long to tokenize."""
         if most is not None:
             self.model.tokenizer.check_length(text, most)
-        if len(text) * 4 > self.most_text_bytes:
+        if len(text) * 4 > self.max_text_bytes:
             self.check_text_bytes(len(text.encode(errors="surrogatepass")), field=field)
 
     async def decode_all(self, lists: Sequence[list[int]], *, skip_special_tokens: bool) -> list[str]:
@@ -236,3 +245,119 @@ def _int64(value: int) -> int:
 
 
 SERVICES: web.RequestKey[Services] = web.RequestKey("services", Services)
+
+
+# ---- Builds the services of a role session.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendSlot:
+    """A frontend among those of its worker. `others`, `stamps`: in the main one."""
+
+    row: int = MAIN_FRONTEND
+    shared: SharedRequests | None = None
+    others: OtherFrontends | None = None
+    stamps: Stamps | None = None
+
+
+def make_services(
+    spec: FrontendSpec,
+    *,
+    leaders: Leaders,
+    gate: KeyGate,
+    dead: Callable[[], str | None],
+    slot: FrontendSlot,
+) -> Services:
+    """Load tokenizer and templates. Raises ConfigError."""
+    server, engine = spec.server, spec.engine
+    model = load_served_model(engine, mode=spec.mode)
+    adapters = named_paths(engine.lora_paths)
+    if taken := set(model.own_names) & adapters.keys():
+        raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
+    leaders.begin_with(model_path=model.path, weight_version=engine.weight_version, adapters=adapters)
+    metrics = Metrics(model_name=model.served_name, mode=spec.mode)
+    process = "unified" if spec.mode == "null" else spec.mode
+    exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
+    tracer = Tracer(exporter=exporter)
+    client = EngineClient(
+        leaders,
+        open_text=_open_text(model.loaded_tokenizer),
+        observer=metrics,
+        max_running=engine.max_running_requests,
+        max_queued=engine.max_queued_requests,
+        early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is prefill's
+        traces=Traces(tracer, process=process, model=model.served_name),
+        shared=slot.shared,
+        policy=_policy(spec, first=slot.row),
+    )
+    kept = StreamLogs()
+    metrics.show_kept(kept)
+    return Services(
+        spec=spec,
+        model=model,
+        server_info=_server_info(spec),
+        dead=dead,
+        client=client,
+        metrics=metrics,
+        tracer=tracer,
+        gate=gate,
+        browser=BrowserRule(
+            host=server.host,
+            has_keys=gate.is_set,
+            allowed_hosts=server.allowed_hosts,
+            allowed_origins=server.allowed_origins,
+        ),
+        prng=random.Random(engine.random_seed if slot.row == MAIN_FRONTEND else f"{engine.random_seed}/{slot.row}"),
+        responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
+        images=None if model.vision is None else _images(spec.server, model.vision),
+        others=slot.others,
+        stamps=slot.stamps,
+        kept=kept,
+    )
+
+
+def _images(server: ServerConfig, vision: VisionConfig) -> "ImageLoader":
+    """Imports Pillow only for multimodal models."""
+    from engine.frontend.images.loader import ImageLoader
+    from engine.frontend.images.pixels import PixelMaker
+
+    maker = PixelMaker(vision)
+    return ImageLoader(maker, server, most_bytes=server.max_body_bytes)
+
+
+def _open_text(tokenizer: Tokenizer | None) -> Callable[[GenerateRequest], TextReader]:
+    return (lambda request: SampleIds()) if tokenizer is None else partial(SampleText, tokenizer)
+
+
+def _policy(spec: FrontendSpec, *, first: int) -> RankPolicy:
+    """Frontends start round robin at different ranks."""
+    rule = rule_of(spec.server.load_balance_method, mode=spec.mode)
+    is_fixed = rule is Rule.ROOM and spec.mode == "prefill"
+    return RankPolicy(rule, num_ranks=spec.engine.dp_size, is_fixed=is_fixed, first=first)
+
+
+def _responses(spec: FrontendSpec) -> LocalBook | None:
+    """In a cluster the router has the store."""
+    server = spec.server
+    if spec.mode != "null" or server.max_stored_responses == 0:
+        return None
+    return LocalBook(ResponseStore(max_count=server.max_stored_responses))
+
+
+def limits_of(server: ServerConfig) -> RequestLimits:
+    return RequestLimits(max_body_bytes=server.max_body_bytes, size_flag="--max-body-bytes")
+
+
+def open_worker_gate(server: ServerConfig) -> KeyGate:
+    return open_gate(
+        api_key=server.api_key,
+        api_key_file=server.api_key_file,
+        admin_api_key=server.admin_api_key,
+        admin_api_key_file=server.admin_api_key_file,
+    )
+
+
+def _server_info(spec: FrontendSpec) -> dict[str, Any]:
+    flags = {**values_by_name(spec.server), **values_by_name(spec.engine)}
+    info = {**flags, **spec.extra_info}
+    return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}

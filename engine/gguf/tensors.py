@@ -10,8 +10,7 @@ import gguf
 import numpy as np
 import torch
 
-from engine.gguf.config import EMBEDDING, HEAD, ROPE_FACTORS, config_fields
-from engine.gguf.file import GGUFFile, TensorInfo
+from engine.gguf.file import EMBEDDING, HEAD, ROPE_FACTORS, GGUFFile, TensorInfo, config_fields
 
 ELEMENTS_AT_ONCE = 4 << 20  # 16 MiB of fp32
 

@@ -9,8 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from engine.gguf.ends import TEXTS
-from engine.gguf.file import GGUFFile
+from engine.gguf.file import TEXTS, GGUFFile
 from service.flags import ConfigError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5

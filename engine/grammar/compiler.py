@@ -4,22 +4,167 @@ It gets the exact bytes of every token, so every supported tokenizer works.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.core.hooks import StartGrammar
-from engine.grammar.json_schema import with_additional
-from engine.grammar.structural import structural_lark
+from engine.core.request import StartGrammar
 from engine.sampling_params import GrammarInvalid, GrammarSpec
+from engine.schema_references import CONDITIONS, NAMED_CONDITIONS, PARTS, Path, local, mapped
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+
+# ---- Closes objects of JSON schemas, as in OpenAI's strict mode. Pure.
+#
+# By default JSON Schema allows additional properties, with which a model then fills its answer.
+# Objects without listed properties stay open, and so do parts of one object in `allOf`, `if` or a
+# `$ref` with `properties`.
+
+_SILENCED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+_COMPOSED_BY = (*PARTS, *CONDITIONS, *NAMED_CONDITIONS, "$ref")
+
+
+def closed(schema: Any) -> Any:
+    """A copy with closed objects. Raises BadReference; RecursionError if too deep."""
+    return with_additional(schema, False)
+
+
+def with_additional(schema: Any, allowed: bool) -> Any:
+    schema = local(schema)
+    parts: set[str] = set()  # references to parts of one object, which stay open
+    while True:
+        closer = _Closer(parts, allowed)
+        result = closer.close(schema, (), whole=True)
+        if closer.parts == parts:
+            return result
+        parts = closer.parts
+
+
+class _Closer:
+    def __init__(self, parts: set[str], allowed: bool) -> None:
+        self._allowed = allowed
+        self._known = parts
+        self.parts = set(parts)
+
+    def close(self, schema: Any, path: Path, *, whole: bool) -> Any:
+        """Close the objects of a schema. `whole`: no other schema applies to the value."""
+        if not isinstance(schema, dict):
+            return schema
+        whole = whole and "/".join(("#", *path)) not in self._known
+        alone = whole and not ("properties" in schema and any(key in schema for key in _COMPOSED_BY))
+        if not alone and isinstance(schema.get("$ref"), str):
+            self.parts.add(schema["$ref"])
+        result = mapped(
+            schema, lambda inner, below: self.close(inner, (*path, *below), whole=_speaks(below[0], schema, alone))
+        )
+        if alone and isinstance(schema.get("properties"), dict) and not any(key in schema for key in _SILENCED_BY):
+            result["additionalProperties"] = self._allowed
+        return result
+
+
+def _speaks(key: str, schema: dict[str, Any], alone: bool) -> bool:
+    if key in PARTS:
+        return alone and (key != "allOf" or len(schema[key]) == 1)
+    return key not in CONDITIONS and key not in NAMED_CONDITIONS
+
+
+# ---- Structural tags to a Lark grammar: triggers in free text force what follows. Pure.
+#
+# SGLang's JSON: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end":
+# "</f>"}]}. The grammar (lazy text to a trigger, rest of `begin`, schema, `end`) follows
+# llguidance's
+# `StructTag`.
+
+HEAD = """%llguidance {}
+start: (TAGS)* tag_end
+tag_end: TAG_TEXT
+TAG_TEXT: /(.|\\n)*/
+"""
+
+
+class Structure(msgspec.Struct, kw_only=True):
+    """A structure of a structural tag.
+
+    `schema`: between `begin` and `end`. `after_number`: follows an integer after `begin`.
+    """
+
+    begin: str
+    after_number: str = ""
+    schema: dict[str, Any] | bool = {}
+    end: str = ""
+
+
+class StructuralTag(msgspec.Struct, kw_only=True):
+    structures: list[Structure]
+    triggers: list[str]
+
+
+def read_structural_tag(source: str) -> StructuralTag:
+    """Raises GrammarInvalid."""
+    try:
+        tag = msgspec.json.decode(source, type=StructuralTag)
+    except msgspec.MsgspecError as error:
+        raise GrammarInvalid(str(error)) from None
+    if not tag.structures or not all(tag.triggers):
+        raise GrammarInvalid("structures must not be empty, nor may a trigger")
+    for structure in tag.structures:
+        if not any(map(structure.begin.startswith, tag.triggers)):
+            raise GrammarInvalid(f"no trigger begins {structure.begin!r}")
+    return tag
+
+
+def structural_lark(
+    source: str, *, special_tokens: Mapping[str, int], schema_of: Callable[[Any], Any] = lambda schema: schema
+) -> str:
+    """The structural tag as a Lark grammar.
+
+    `special_tokens`: ids by name. `schema_of`: transforms schemas. Raises GrammarInvalid.
+    """
+    tag = read_structural_tag(source)
+    names = [f"tag_{i}" for i in range(len(tag.structures))]
+    rules = [
+        _rule(name, structure, tag.triggers, special_tokens, schema=schema_of(structure.schema))
+        for name, structure in zip(names, tag.structures, strict=True)
+    ]
+    return HEAD.replace("TAGS", " | ".join(names), 1) + "\n".join(rules)
+
+
+def _rule(
+    name: str, structure: Structure, triggers: list[str], special_tokens: Mapping[str, int], *, schema: Any
+) -> str:
+    trigger = max((t for t in triggers if structure.begin.startswith(t)), key=len)
+    rest = structure.begin[len(trigger) :]
+    number = f"/[0-9]+/ {_text(structure.after_number, special_tokens)}" if structure.after_number else ""
+    end = _text(structure.end, special_tokens)
+    body = f"{_text(rest, special_tokens)} {number} %json {json.dumps(schema)} {end}"
+    if trigger in special_tokens:
+        return f"{name}: TAG_TEXT {_text(trigger, special_tokens)} {body}\n"
+    return f"{name}_trigger[lazy]: TAG_TEXT {_text(trigger, {})}\n{name}: {name}_trigger {body}\n"
+
+
+def _text(text: str, special_tokens: Mapping[str, int]) -> str:
+    pieces = _pieces(text, special_tokens)
+    return " ".join(f"<[{special_tokens[token]}]>" if token else json.dumps(plain) for token, plain in pieces)
+
+
+def _pieces(text: str, special_tokens: Collection[str]) -> list[tuple[str, str]]:
+    names = [re.escape(name) for name in sorted(special_tokens, key=len, reverse=True) if name in text]
+    if not names:
+        return [("", text)] if text else []
+    parts = re.split(f"({'|'.join(names)})", text)
+    return [(part, "") if i % 2 else ("", part) for i, part in enumerate(parts) if part]
+
+
+# ---- compiler
 
 MAX_WHITESPACE = 16  # characters: a line break and a usual indentation
 SILENT = 0
@@ -34,7 +179,7 @@ _CONVERTER_ERRORS = (ValueError, TypeError, LookupError, RecursionError, Asserti
 class JsonStyle:
     """How constrained JSON is written.
 
-    `any_whitespace`: at most MAX_WHITESPACE in a row. `closes_objects`: see json_schema.py.
+    `any_whitespace`: at most MAX_WHITESPACE in a row. `closes_objects`: see compiler.py.
     """
 
     any_whitespace: bool = True

@@ -9,7 +9,7 @@ Like any grammar it follows committed tokens, so that both roles and every depth
 from collections.abc import Sequence
 from copy import copy
 
-from engine.core.hooks import Grammar
+from engine.core.request import Grammar
 from engine.sampling_params import ReasoningGate
 from engine.text.reasoning import Opening, ReasoningTokens
 from engine.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
 
-from engine.core.hooks import Grammar
+from engine.core.request import Grammar
 from engine.sampling_params import SamplingParams
 
 WORD_BITS = 32

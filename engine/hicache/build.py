@@ -5,15 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.core.disk_index import DiskIndex
-from engine.core.host_cache import HostCache
-from engine.core.page_keys import KVIdentity
+from engine.core.mem_cache.disk_tier import DiskIndex
+from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.flags.resolve import ahead_pages, host_pages
-from engine.hicache.disk import Disk
-from engine.hicache.page_file import HEADER_BYTES
-from engine.hicache.page_folder import PageFolder
-from engine.hicache.page_store import FolderStore, PageStore, PageView
-from engine.hicache.rank_files import OtherRanks, RankFolders, RanksStore
+from engine.hicache.page_files import HEADER_BYTES, DirectoryStore, Disk, PageDirectory, PageStore, PageView
+from engine.hicache.rank_files import OtherRanks, RankDirectories, RanksStore
 from engine.kv.host_memory import HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.kv_pool import KVPool
@@ -51,7 +48,7 @@ def build_host_tier(
     folders, index = None, None
     if config.hicache_storage_dir is not None:
         of_pages = [pool.page_bytes] if ranks is None else ranks.page_bytes
-        folders = RankFolders(PageFolder.open(config.hicache_storage_dir), num_ranks=len(of_pages))
+        folders = RankDirectories(PageDirectory.open(config.hicache_storage_dir), num_ranks=len(of_pages))
         size = sum(HEADER_BYTES + page_bytes for page_bytes in of_pages)
         index = open_index(folders, file_bytes=size, max_gb=config.hicache_storage_size_gb)
     cache = HostCache(
@@ -70,13 +67,13 @@ def build_host_tier(
     return HostTier(cache, host_pool, disk, "" if folders is None else str(folders.path))
 
 
-def _store(folders: RankFolders, page_of: PageView, ranks: RankFiles | None) -> PageStore:
+def _store(folders: RankDirectories, page_of: PageView, ranks: RankFiles | None) -> PageStore:
     if ranks is None:
-        return FolderStore(folders.of(0), page_of=page_of)
-    return RanksStore(FolderStore(folders.of(ranks.leader), page_of=page_of), folders, ranks.followers)
+        return DirectoryStore(folders.of(0), page_of=page_of)
+    return RanksStore(DirectoryStore(folders.of(ranks.leader), page_of=page_of), folders, ranks.followers)
 
 
-def open_index(folders: RankFolders, *, file_bytes: int, max_gb: float) -> DiskIndex:
+def open_index(folders: RankDirectories, *, file_bytes: int, max_gb: float) -> DiskIndex:
     max_bytes = int(max_gb * 1e9)
     if max_bytes < file_bytes:
         raise ConfigError(f"--hicache-storage-size-gb {max_gb}: a page takes {file_bytes} bytes; raise it")

@@ -8,11 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.core.disk_index import DiskRead, DiskWrite, Files
-from engine.core.page_keys import KVIdentity
-from engine.hicache.page_file import BadFile
-from engine.hicache.page_folder import PageFolder
-from engine.hicache.page_store import FolderStore, PageView
+from engine.core.mem_cache.disk_tier import DiskRead, DiskWrite, Files
+from engine.core.mem_cache.page_allocator import KVIdentity
+from engine.hicache.page_files import BadFile, DirectoryStore, PageDirectory, PageView
 
 MISSING = "no file"
 
@@ -21,7 +19,7 @@ class FollowerFiles:
     """Follower's reads and writes, in two threads. Calls return the error or ""."""
 
     def __init__(self, path: Path, *, page_of: PageView, identity: KVIdentity) -> None:
-        self._store = FolderStore(PageFolder(path), page_of=page_of)
+        self._store = DirectoryStore(PageDirectory(path), page_of=page_of)
         self._identity = identity
         self._reads, self._writes = (ThreadPoolExecutor(1, f"hicache-{name}") for name in ("read", "write"))
 
@@ -49,13 +47,13 @@ def _outcome(act: Callable[[], None]) -> str:
     return ""
 
 
-class RankFolders:
+class RankDirectories:
     """Directories of a worker's ranks, `rankR` in its locked one; a single rank has none.
 
     A page exists if every rank has its part.
     """
 
-    def __init__(self, worker: PageFolder, *, num_ranks: int) -> None:
+    def __init__(self, worker: PageDirectory, *, num_ranks: int) -> None:
         self._worker = worker
         self.ranks = [worker] if num_ranks == 1 else [worker.of_rank(rank) for rank in range(num_ranks)]
 
@@ -63,7 +61,7 @@ class RankFolders:
     def path(self) -> Path:
         return self._worker.path
 
-    def of(self, rank: int) -> PageFolder:
+    def of(self, rank: int) -> PageDirectory:
         return self.ranks[rank if len(self.ranks) > 1 else 0]
 
     def scan(self) -> list[tuple[bytes, int]]:
@@ -101,7 +99,7 @@ class OtherRanks(Protocol):
 class RanksStore:
     """Files of all ranks; an operation counts if all ranks succeed."""
 
-    def __init__(self, own: FolderStore, folders: RankFolders, followers: OtherRanks) -> None:
+    def __init__(self, own: DirectoryStore, folders: RankDirectories, followers: OtherRanks) -> None:
         self._own = own
         self._folders = folders
         self._followers = followers

@@ -3,10 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.cores import usable_cores
 from engine.kernels.build import TEAM, TEAM_FLAGS, load_library
 from engine.kernels.sample import ROUNDED
 from engine.kernels.sample import SOURCE as SAMPLE
+from engine.threads import usable_cores
 
 FLAGS = {SAMPLE.name: ROUNDED, TEAM.name: TEAM_FLAGS}  # flags of single sources
 

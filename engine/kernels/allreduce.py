@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import fields, load_library
-from engine.kernels.failures import failure
+from engine.kernels.build import failure, fields, load_library
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = Path(__file__).with_name("csrc") / "allreduce.c"
 ABI_VERSION = 4
 
 

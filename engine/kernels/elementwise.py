@@ -15,9 +15,9 @@ from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 
 if TYPE_CHECKING:
-    from engine.kernels.triton_elementwise import TritonElementwise
+    from engine.kernels.triton.elementwise import TritonElementwise
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = Path(__file__).with_name("csrc") / "elementwise.c"
 ABI_VERSION = 5
 LANES = 16  # widths are multiples of it
 
@@ -49,7 +49,7 @@ class Elementwise:
         assert library.tandem_elementwise_abi() == ABI_VERSION
         self._rms_norm = library.tandem_rms_norm
         self._add = library.tandem_add
-        self._norm_turn = library.tandem_norm_turn
+        self._norm_rope = library.tandem_norm_turn
         self._silu_mul = library.tandem_silu_mul
         self._sigmoid_mul = library.tandem_sigmoid_mul
         self._sigmoid_mul.argtypes = [ctypes.POINTER(_SigmoidGate)]
@@ -57,7 +57,7 @@ class Elementwise:
         self._gelu_mul = library.tandem_gelu_mul
         for function in (self._rms_norm, self._offset_norm, self._add, self._scale):
             function.argtypes = [ctypes.POINTER(_Norm)]
-        self._norm_turn.argtypes = [ctypes.POINTER(_Turn)]
+        self._norm_rope.argtypes = [ctypes.POINTER(_Turn)]
         for function in (self._silu_mul, self._gelu_mul):
             function.argtypes = [ctypes.POINTER(_Gate)]
 
@@ -102,7 +102,7 @@ class Elementwise:
         tape.call(self._scale, _Norm(x=_address(x), rows=rows, width=width, offset=factor))
         return x
 
-    def norm_turn(
+    def norm_rope(
         self,
         x: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
@@ -133,7 +133,7 @@ class Elementwise:
             eps=eps,
             offset=offset,
         )
-        tape.call(self._norm_turn, args)
+        tape.call(self._norm_rope, args)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Return silu(x[:, :width]) * x[:, width:], [T, width]."""
@@ -179,7 +179,7 @@ def elementwise() -> Elementwise | None:
 def _on_gpu() -> "TritonElementwise | None":
     if find_spec("triton") is None:
         return None
-    from engine.kernels.triton_elementwise import TritonElementwise
+    from engine.kernels.triton.elementwise import TritonElementwise
 
     return TritonElementwise()
 

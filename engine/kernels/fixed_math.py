@@ -45,7 +45,7 @@ EXP_POLYNOMIAL = tuple(
         5.0000001201e-1,
     )
 )
-LEAST_EXPONENT = -28.0  # e**-28 is below one unit of mass
+MIN_EXPONENT = -28.0  # e**-28 is below one unit of mass
 MASS_UNITS = 2.0**40  # of e**0: 2**22 tokens of the largest mass fit in an int64
 
 
@@ -78,7 +78,7 @@ def log(x: Tensor) -> Tensor:
 
 def mass(x: Tensor) -> Tensor:
     """Return int64 e**x in units of 2**-40 for x <= 0; their sums do not depend on order."""
-    x = x.clamp_min(LEAST_EXPONENT)
+    x = x.clamp_min(MIN_EXPONENT)
     shifted = x * LOG2_E + ROUNDER
     turns = shifted - ROUNDER
     r = x - turns * LN2_HIGH

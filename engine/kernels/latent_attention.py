@@ -8,12 +8,12 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
-from engine.kernels.layer_call import check_pages
+from engine.kernels.paged_attention import check_pages
 from engine.kernels.path_rows import PATHS, fill_paths
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = Path(__file__).with_name("csrc") / "latent_attention.c"
 ABI_VERSION = 6
 LANES = 16
 DTYPES = ("bfloat16", "float32")

@@ -11,6 +11,6 @@ def page_sums_for(device: torch.device) -> PageSums | None:
     """Return None without a GPU: torch operators."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
-    from engine.kernels.triton_checksum import page_sums
+    from engine.kernels.triton.checksum import page_sums
 
     return page_sums

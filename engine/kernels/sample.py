@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = Path(__file__).with_name("csrc") / "sample.c"
 ABI_VERSION = 2
 ROUNDED = ("-ffp-contract=off",)  # noise has the same bits everywhere: no fused multiply-add
 MOST_TOKENS = 2**22  # vocabulary size whose sum of masses fits in an int64

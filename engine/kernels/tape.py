@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from engine.kernels.build import TEAM, TEAM_FLAGS, load_library
-from engine.kernels.failures import failure
-from engine.kernels.staging import Staging
+from engine.kernels.build import TEAM, TEAM_FLAGS, failure, load_library
+from engine.kernels.packed_memory import Staging
 
 ABI_VERSION = 2
 _CPU = torch.device("cpu")
@@ -36,7 +35,7 @@ class Workspace:
     """
 
     def __init__(self, most_rows: int) -> None:
-        self._most_rows = most_rows
+        self._max_rows = most_rows
         self._buffers: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         self._lasting: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
@@ -45,7 +44,7 @@ class Workspace:
         rows, *rest = shape
         buffers = self._buffers.setdefault((tuple(rest), dtype), [])
         if len(buffers) < TURNS:
-            buffers.append(torch.empty((self._most_rows, *rest), dtype=dtype))
+            buffers.append(torch.empty((self._max_rows, *rest), dtype=dtype))
         else:
             buffers.append(buffers.pop(0))
         return buffers[-1][:rows]
@@ -55,7 +54,7 @@ class Workspace:
         rows, *rest = shape
         key = number, tuple(rest), dtype
         if key not in self._lasting:
-            self._lasting[key] = torch.empty((self._most_rows, *rest), dtype=dtype)
+            self._lasting[key] = torch.empty((self._max_rows, *rest), dtype=dtype)
         return self._lasting[key][:rows]
 
 

@@ -1,22 +1,69 @@
 """Host memory pages, and copies between them and KV pages."""
 
+import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.core.plan import PageCopy, Plan, PlanItem
-from engine.cores import usable_cores
-from engine.kv.arrival import Arrival
 from engine.kv.kv_pool import KVPool, zeroed_bytes
-from engine.kv.layer_groups import word_cuts
-from engine.kv.page_copies import DirectCopies, PageCopies, StagedCopies
-from engine.kv.pinned import CudaRegistrar, PinnedBytes
-from engine.kv.rows_by_cuda import CudaRows
+from engine.kv.page_copies import Arrival, CudaRows, DirectCopies, PageCopies, StagedCopies, word_cuts
 from engine.kv.side_stream import CudaSideStream
 from engine.kv.state_pool import StatePool
+from engine.threads import usable_cores
 from service.flags import ConfigError
+
+# ---- Pinned host memory: mapped, touched, then registered.
+#
+# torch's allocator would round up to powers of two and never free.
+
+PART_BYTES = 1 << 30  # touched by one thread at a time
+
+
+class MemoryRegistrar(Protocol):
+    """Pins memory for the GPU; `register` raises RuntimeError or OSError."""
+
+    def register(self, address: int, size_bytes: int) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
+
+
+class CudaRegistrar:
+    def register(self, address: int, size_bytes: int) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+class PinnedBytes:
+    """Zeroed, pinned memory, first touched by `threads`: registration faults pages in on one core."""
+
+    def __init__(self, size_bytes: int, *, registrar: MemoryRegistrar, threads: int) -> None:
+        self.tensor = zeroed_bytes(size_bytes, torch.device("cpu"))  # [size_bytes] uint8
+        self._registrar = registrar
+        with ThreadPoolExecutor(threads, thread_name_prefix="prefault") as pool:
+            for touched in [pool.submit(_touch(self.tensor, at)) for at in range(0, size_bytes, PART_BYTES)]:
+                touched.result()
+        registrar.register(self.tensor.data_ptr(), size_bytes)
+        self._registered = True
+
+    def close(self) -> None:
+        """Unpin; memory ends with its last view."""
+        if self._registered:
+            self._registered = False
+            self._registrar.unregister(self.tensor.data_ptr())
+
+
+def _touch(memory: torch.Tensor, at: int) -> Callable[[], object]:
+    return lambda: memory[at : at + PART_BYTES : mmap.PAGESIZE].zero_()
+
+
+# ---- host pool
 
 WORD_BYTES = 8
 

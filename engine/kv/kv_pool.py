@@ -8,21 +8,78 @@
   drafter: its layers, and the page's tail: one vector, equal in each unit
 
 A unit has an equal share of KV heads of all layers. Adjacent pages transfer as one piece; workers
-with different TP exchange units (engine/kv/held.py).
+with different TP exchange units (engine/kv/cache_spec.py).
 """
 
 import contextlib
+import hashlib
 import mmap
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import groupby
+from math import gcd
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, layer_offsets, page_bytes_of, unit_end, unit_parts
+from engine.config import DUMMY, EngineConfig
+from engine.core.mem_cache.page_allocator import KVIdentity
+from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, KVShard, layer_offsets, page_bytes_of, unit_end, unit_parts
 from engine.kv.fp8 import dequantized, quantized
-from engine.kv.held import HeldKV
-from engine.kv.token_rows import LikeLayers, like_layers, token_rows
+from engine.model_files.model_config import ModelConfig
+from service.flags import ConfigError
+
+# ---- Strided views of a pool's tokens: equal layers form one view, so few kernels copy a whole
+# token.
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class LikeLayers(NamedTuple):
+    """`rows` of a token, `row_bytes` each, `apart` bytes apart, from byte `begin` of a unit."""
+
+    begin: int
+    row_bytes: int
+    rows: int = 1
+    apart: int = 0
+
+    def with_row(self, begin: int, row_bytes: int) -> "LikeLayers | None":
+        """Extend the run, or None if it does not continue."""
+        apart = self.apart or begin - self.begin
+        if row_bytes != self.row_bytes or begin != self.begin + self.rows * apart:
+            return None
+        return self._replace(rows=self.rows + 1, apart=apart)
+
+
+def like_layers(parts: Sequence[CacheSpec], page_size: int) -> list[LikeLayers]:
+    runs = list[LikeLayers]()
+    for part, at in zip(parts, layer_offsets(parts, page_size), strict=True):
+        if part.drafter == TAIL:
+            continue
+        row_bytes = part.num_kv_heads * part.row_bytes()
+        for begin in (at,) if part.latent else (at, at + part.v_offset(page_size)):
+            if runs and (longer := runs[-1].with_row(begin, row_bytes)):
+                runs[-1] = longer
+            else:
+                runs.append(LikeLayers(begin, row_bytes))
+    return runs
+
+
+def token_rows(
+    buffer: torch.Tensor, run: LikeLayers, *, num_pages: int, page_size: int, units: int, page_bytes: int
+) -> torch.Tensor:
+    """View as [num_pages, units, rows, page_size, words], in the largest words."""
+    strides = (page_bytes, page_bytes // units, run.apart, run.row_bytes)
+    word = gcd(max(WORDS), run.begin, *strides)
+    return buffer.view(WORDS[word]).as_strided(
+        (num_pages, units, run.rows, page_size, run.row_bytes // word),
+        (*(stride // word for stride in strides), 1),
+        run.begin // word,
+    )
+
+
+# ---- kv pool
 
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> zeroed uint8[bytes]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -139,8 +196,8 @@ class KVPool:
         return bits
 
     @property
-    def held(self) -> HeldKV:
-        return HeldKV.whole(num_units=self.units, num_layers=self.num_parts)
+    def held(self) -> KVShard:
+        return KVShard.whole(num_units=self.units, num_layers=self.num_parts)
 
     def k(self, layer: int, unit: int = 0) -> torch.Tensor:
         """View [1 + num_pages, page_size, unit KV heads, head_dim], contiguous in a page."""
@@ -225,3 +282,89 @@ class KVPool:
             ),
             offset_bytes // dtype.itemsize,
         )
+
+
+# ---- Identity of this engine's KV, without which no process finds its pages.
+
+LAYOUT_VERSION = 2  # of engine/kv/kv_pool.py
+SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # per file of a checkpoint
+
+
+def kv_identity(
+    pool: KVPool,
+    model: ModelConfig,
+    *,
+    dtype: str,
+    version: str,
+    fingerprint: str,
+    held: KVShard | None = None,
+    tp_size: int = 1,
+    reduce_units: int = 0,
+    whole_experts: bool = False,
+) -> KVIdentity:
+    """Build the identity from weights, and the part `held` by `pool`.
+
+    `tp_size` (or `reduce_units`) and `whole_experts` change the order of sums, and so last bits.
+    """
+    held = held or pool.held
+    layers = "+".join(
+        f"{len(list(group))}x{kv_heads}x{head_dim}:{kind}"
+        for (kv_heads, head_dim, kind), group in groupby((s.num_kv_heads, s.head_dim, s.kept_name) for s in pool.specs)
+    )
+    return KVIdentity(
+        layout=hashed_if_long(
+            f"v{LAYOUT_VERSION}/{pool.device.type}/{layers}"
+            f"/units {held.units.start}-{held.units.stop} of {held.num_units}"
+            f"/layers {held.layers.start}-{held.layers.stop} of {held.num_layers}"
+            f"/sums of {f'{reduce_units} units' if reduce_units else f'{tp_size} ranks'}"
+            f"{'/whole experts' if whole_experts and not reduce_units else ''}"
+        ),
+        dtype=dtype,
+        page_size=pool.page_size,
+        page_bytes=pool.page_bytes,
+        model=model.signature(),
+        weights=f"{version[:64]}/{fingerprint}",
+    )
+
+
+def hashed_if_long(text: str) -> str:
+    return text if len(text) <= 128 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(model_path: str, *, dummy: bool = False) -> str:
+    """Hash names, sizes, times and content samples of a checkpoint. Raises ConfigError.
+
+    Full reads would take minutes, and images may give all files one time.
+    """
+    return _hash(model_path, times=True, dummy=dummy)[:32]
+
+
+def fingerprint_of(config: EngineConfig) -> str:
+    """Fingerprints of model and drafter, both in pages. Raises ConfigError."""
+    dummy, drafter = config.load_format == DUMMY, config.speculative_draft_model_path
+    own = fingerprint(config.model_path, dummy=dummy)
+    return own if drafter is None else f"{own}+{fingerprint(drafter, dummy=dummy)}"
+
+
+def weights_number(model_path: str, *, dummy: bool = False) -> int:
+    """Hash to 64 bits without times, equal for copies elsewhere. Raises ConfigError."""
+    return int(_hash(model_path, times=False, dummy=dummy)[:16], 16)
+
+
+def _hash(model_path: str, *, times: bool, dummy: bool) -> str:
+    digest = hashlib.sha256(DUMMY.encode() if dummy else b"")
+    try:
+        for file in _files(Path(model_path)):
+            status = file.stat()
+            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns if times else ''}\0".encode())
+            with file.open("rb") as opened:
+                for at in range(0, status.st_size, max(SAMPLE_BYTES, status.st_size // NUM_SAMPLES)):
+                    opened.seek(at)
+                    digest.update(opened.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{model_path}: {error}") from error
+    return digest.hexdigest()
+
+
+def _files(model: Path) -> list[Path]:
+    return [model] if model.is_file() else sorted([*model.glob("*.safetensors"), model / "config.json"])

@@ -5,24 +5,51 @@ With word i of unit u of page j, modulo 2^64, N units a page, W words a unit wit
   sum over j, u, i of mix(w[j, u, i] + (((j * N + u) * W + i) + 1) * ODD)
 
 Positions are the model's, so sums of any ranks add up (`combine` in held.py). Bits after a
-request's last token count as zero. `mix` is a bijection (splitmix.py): one changed word always
+request's last token count as zero. `mix` is a bijection (page_checksum.py): one changed word always
 changes the sum, other damage passes once in 2^64. No defence against forgers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from engine.background import start_in_thread
-from engine.kv.held import HeldKV
+from engine.kv.cache_spec import KVShard
 from engine.kv.kv_pool import KVPool
-from engine.kv.splitmix import GOLDEN, mix, signed
-from engine.kv.upload import upload
+from engine.kv.state_pool import STATE, StatePool
+from engine.kv.step_batch import upload
+from engine.threads import start_in_thread
+
+# ---- SplitMix64's finalizer on tensors (Steele, Lea, Flood: "Fast splittable pseudorandom number
+# generators", 2014).
+
+GOLDEN = 0x9E3779B97F4A7C15
+MUL_1 = 0xBF58476D1CE4E5B9
+MUL_2 = 0x94D049BB133111EB
+
+
+def signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix int64 in place, a bijection."""
+    x.bitwise_xor_(shift(x, 30)).mul_(signed(MUL_1))
+    x.bitwise_xor_(shift(x, 27)).mul_(signed(MUL_2))
+    return x.bitwise_xor_(shift(x, 31))
+
+
+def shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right logically; torch's shift is arithmetic."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+# ---- page checksum
 
 NAME = "splitmix64-tokens"  # peers must compute the same
 SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
 MORE_SCRATCH_BYTES = 1 << 26
-MOST_ROWS = 1 << 16  # per kernel launch
+MAX_ROWS = 1 << 16  # per kernel launch
 WORD_BYTES = 8
 WINDOWS = 1 << 61  # position of window pages' words, after all others
 ODD = signed(GOLDEN)
@@ -44,7 +71,7 @@ class PageChecksum:
         self,
         pool: KVPool,
         *,
-        held: HeldKV | None = None,
+        held: KVShard | None = None,
         page_sums: PageSums | None = None,
         begin: int = 0,
         wakeup: Callable[[], None] = lambda: None,
@@ -63,7 +90,7 @@ class PageChecksum:
         self._page_sums = page_sums
         self._wakeup = wakeup
         if page_sums is not None:
-            self.pages_at_a_time = max(1, MOST_ROWS // pool.units)
+            self.pages_at_a_time = max(1, MAX_ROWS // pool.units)
             none = upload(torch.tensor([0]), pool.device)
             page_sums(self._words, none, none, self._count)  # compiled before a request waits for it
 
@@ -105,7 +132,7 @@ class PageChecksum:
         return upload(places, self._words.device)
 
 
-def _places(pool: KVPool, held: HeldKV) -> tuple[int, int, int]:
+def _places(pool: KVPool, held: KVShard) -> tuple[int, int, int]:
     count = -(-pool.unit_end // WORD_BYTES)
     if len(held.layers) == held.num_layers:
         return count, 0, count
@@ -130,3 +157,54 @@ def values_of(totals: torch.Tensor, wakeup: Callable[[], None]) -> Callable[[], 
 
     landed = start_in_thread(values, name="checksum", when_done=wakeup)
     return lambda: landed.result() if landed.done() else None
+
+
+# ---- Checksum of recurrent states, as in engine/kv/page_checksum.py with byte positions.
+#
+# Words have 2 bytes in conv inputs and 4 in recurrent states, so ranks may split between channels
+# and
+# heads. Each contiguous range is a part.
+
+BEGIN = 1 << 62  # after all words of pages
+CONV_WORD, RECURRENT_WORD = torch.int16, torch.int32
+assert RECURRENT_WORD.itemsize == STATE.itemsize
+
+
+class StateChecksum:
+    """`layers`: the pool's among the model's recurrent ones."""
+
+    def __init__(self, pool: StatePool, *, layers: range, wakeup: Callable[[], None] = lambda: None) -> None:
+        self._rows = pool.slots
+        self._runs = list(_runs(pool, layers))
+        self._names = [f"state {begin}-{begin + size}" for begin, _, size, _ in self._runs]
+        self._wakeup = wakeup
+        self._at_once = SCRATCH_BYTES.get(pool.device.type, MORE_SCRATCH_BYTES) // WORD_BYTES
+        self._numbers = torch.arange(self._at_once, dtype=torch.int64, device=pool.device) * ODD
+
+    def __call__(self, slot: int) -> Callable[[], dict[str, int] | None]:
+        row = self._rows[slot]
+        sums = [self._sum(row[at : at + size].view(word), begin) for begin, at, size, word in self._runs]
+        values = values_of(torch.stack(sums), self._wakeup)
+
+        def found() -> dict[str, int] | None:
+            there = values()
+            return None if there is None else dict(zip(self._names, there, strict=True))
+
+        return found
+
+    def _sum(self, words: Tensor, begin: int) -> Tensor:
+        total, numbers = torch.zeros((), dtype=torch.int64, device=words.device), self._numbers * words.itemsize
+        for at in range(0, len(words), self._at_once):
+            piece = words[at : at + self._at_once].to(torch.int64)
+            first = signed((BEGIN + begin + at * words.itemsize) * GOLDEN % (1 << 64))
+            total += mix(piece.add_(numbers[: len(piece)]).add_(first)).sum()
+        return total
+
+
+def _runs(pool: StatePool, layers: range) -> Iterator[tuple[int, int, int, torch.dtype]]:
+    """Yield (byte of the model's state, byte of a slot, bytes, word type) per range."""
+    runs = iter(pool.runs(layers))
+    for spec in pool.specs:
+        for _ in spec.part.channels:
+            yield *next(runs), CONV_WORD
+        yield *next(runs), RECURRENT_WORD

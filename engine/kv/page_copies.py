@@ -4,6 +4,7 @@ DirectCopies   synchronous, page by page (CPU pools)
 StagedCopies   on side streams, concurrent with the forward (GPUs)
 """
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,114 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PageCopy
-from engine.kv.arrival import Arrival, Group
-from engine.kv.layer_groups import equal_groups
 from engine.kv.side_stream import Mark, SideStream
-from engine.kv.upload import upload
+from engine.kv.step_batch import upload
+
+# ---- Pages being loaded from the host by layer group: the main stream waits for each before use.
+
+Group = tuple[int, Sequence[Mark]]  # (first layer, marks after the copies of the group)
+
+
+class Arrival:
+    def __init__(self, groups: Iterable[Group] = ()) -> None:
+        self._ahead = deque(groups)
+
+    @property
+    def is_held(self) -> bool:
+        return not self._ahead
+
+    def hold(self, layer: int) -> None:
+        """Order later main stream work after the copies up to `layer`."""
+        while self._ahead and self._ahead[0][0] <= layer:
+            self._hold_next()
+
+    def hold_all(self) -> None:
+        while self._ahead:
+            self._hold_next()
+
+    def _hold_next(self) -> None:
+        for mark in self._ahead.popleft()[1]:
+            mark.hold_main()
+
+
+# ---- Groups of layers copied together, in all units of a page.
+
+
+def equal_groups(num_layers: int, count: int) -> list[int]:
+    assert 1 <= count <= num_layers, (count, num_layers)
+    return [num_layers * (i + 1) // count for i in range(count)]
+
+
+def word_cuts(layer_ends: Sequence[int], word_bytes: int) -> list[int]:
+    """Layer starts and the end in words; a word across layers is the first's."""
+    return [0, *(-(-end // word_bytes) for end in layer_ends)]
+
+
+# ---- Strided host rows to the GPU in one operation (cuMemcpy2DAsync).
+#
+# torch would gather them on the host first, synchronously.
+
+LIBRARY = "libcuda.so.1"
+HOST, DEVICE = 1, 2  # CUmemorytype
+
+
+class _Copy2D(ctypes.Structure):
+    _fields_ = [
+        ("src_x_bytes", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_type", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_void_p),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x_bytes", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_type", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_void_p),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+class CudaRows:
+    """Raises OSError without a CUDA driver."""
+
+    def __init__(self, *, library: str = LIBRARY) -> None:
+        self._copy_2d = ctypes.CDLL(library).cuMemcpy2DAsync_v2
+        self._copy_2d.argtypes = [ctypes.POINTER(_Copy2D), ctypes.c_void_p]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue pinned `source` to GPU `target`, [rows, words]."""
+        self.copy_on(torch.cuda.current_stream().cuda_stream, target, source)
+
+    def copy_on(self, stream: int, target: Tensor, source: Tensor) -> None:
+        assert target.shape == source.shape and target.dtype == source.dtype
+        assert target.stride(1) == source.stride(1) == 1
+        size = source.element_size()
+        copy = _Copy2D(
+            src_type=HOST,
+            src_host=source.data_ptr(),
+            src_pitch=source.stride(0) * size,
+            dst_type=DEVICE,
+            dst_device=target.data_ptr(),
+            dst_pitch=target.stride(0) * size,
+            width_bytes=source.shape[1] * size,
+            height=source.shape[0],
+        )
+        status = self._copy_2d(ctypes.byref(copy), stream)
+        if status != 0:
+            raise RuntimeError(f"host tier: cuMemcpy2DAsync failed with CUDA error {status}")
+
+
+# ---- page copies
 
 STAGING_BYTES = 32 << 20  # of device memory per stream besides the pool
 LANES = 2  # per direction: one gathers or scatters while the other uses the bus
-LEAST_GROUP_BYTES = 1 << 20  # minimum per layer group: less crosses the bus faster than its launch
-MOST_TRANSFERS = 1024  # per layerwise load: launching them takes the host some milliseconds
+MIN_GROUP_BYTES = 1 << 20  # minimum per layer group: less crosses the bus faster than its launch
+MAX_TRANSFERS = 1024  # per layerwise load: launching them takes the host some milliseconds
 
 CopyRows = Callable[[Tensor, Tensor], None]  # (target, source) [rows, words]: enqueue a copy on the current stream
 
@@ -151,7 +251,7 @@ class StagedCopies:
         size_bytes = len(copies) * self._page_words * self._device_pages.element_size()
         num_runs = sum(1 for _ in runs([c.host_page for c in copies]))
         num_layers = len(self._layer_cuts) - 1
-        return max(1, min(num_layers, size_bytes // LEAST_GROUP_BYTES, MOST_TRANSFERS // num_runs))
+        return max(1, min(num_layers, size_bytes // MIN_GROUP_BYTES, MAX_TRANSFERS // num_runs))
 
     def _groups(self, copies: list[PageCopy], count: int) -> Iterator[Group]:
         first = 0

@@ -1,4 +1,4 @@
-"""KV memory released while unused, and resumed zeroed at its address (engine/loop/occupation.py)."""
+"""KV memory released while unused, and resumed zeroed at its address (engine/loop/control.py)."""
 
 import ctypes
 import mmap
@@ -66,3 +66,23 @@ class SavedMemory:
         self._saver.resume(TAG)
         for buffer in self._buffers:
             buffer.zero_()
+
+
+# ---- Foreign GPU memory as a tensor. Never run on a GPU.
+
+
+class DeviceBytes:
+    """GPU memory for torch.as_tensor (numba's CUDA array interface, version 3)."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),  # not read-only
+            "version": 3,
+        }
+
+
+def tensor_at(address: int, size_bytes: int) -> torch.Tensor:
+    """View uint8[size_bytes]; memory must outlive the tensor."""
+    return torch.as_tensor(DeviceBytes(address, size_bytes))  # no copy: torch gets the address's device from CUDA

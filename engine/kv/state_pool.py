@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import StateCopy
-from engine.kv.held import HeldState
+from engine.kv.cache_spec import StateShard
 from engine.kv.kv_pool import DTYPES, AllocateBytes, zeroed_bytes
 from engine.kv.step_batch import StepBatch
 
@@ -33,7 +33,7 @@ class StateSpec:
     conv: tuple[int, int]
     recurrent: tuple[int, ...]
     dtype: str
-    held: HeldState | None = None
+    held: StateShard | None = None
 
     @property
     def conv_bytes(self) -> int:
@@ -44,9 +44,9 @@ class StateSpec:
         return prod(self.recurrent) * STATE.itemsize
 
     @property
-    def part(self) -> HeldState:
+    def part(self) -> StateShard:
         channels, heads = self.conv[0], self.recurrent[0]
-        return self.held or HeldState((range(channels),), channels, range(heads), heads)
+        return self.held or StateShard((range(channels),), channels, range(heads), heads)
 
     @property
     def channel_bytes(self) -> int:

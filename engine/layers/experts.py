@@ -1,15 +1,92 @@
 """Products of experts: rows are sorted by expert, so each weight is read once."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from engine.kernels.linear import PANEL
-from engine.kernels.matrices import PackedMatrices
-from engine.layers.grouped_product import grouped_product
-from engine.layers.linear import kernel_for, packable, silu_mul
+from engine.kernels.linear import PANEL, PackedMatrices
+from engine.layers.linear import kernel_for, packable, silu_mul, sums_matrix
+from engine.model_files.experts_config import ExpertsConfig
 from engine.quant.integers import Weight, columns_of, dense_of
+
+# ---- Expert choice and weights.
+
+
+class ExpertRouter:
+    """Chooses the experts of each token.
+
+    `weight` [experts, hidden]; `bias` [experts] fp32, only for the choice. Scores are fp32,
+    unrounded. Ties go to the lower expert.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, config: ExpertsConfig, *, logit_bias: Tensor | None = None
+    ) -> None:
+        self._matrix = sums_matrix(weight, logit_bias, segments=1)
+        self._bias = bias
+        self._config = config
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts [T, per_token] i64, best first, and their weights fp32, for x [T, hidden]."""
+        config, logits = self._config, self._matrix.partial(x)
+        scores = logits.sigmoid() if config.sigmoid else logits.softmax(-1)
+        chosen = self._choose(scores)
+        weights = scores.gather(1, chosen)
+        if config.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.sigmoid else 0.0))
+        return chosen, weights * config.scaling
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        config = self._config
+        if self._bias is not None:
+            scores = scores + self._bias
+        if config.groups > 1:
+            scores = _in_best_groups(scores, config)
+        return _best(scores, config.per_token)
+
+
+def _in_best_groups(scores: Tensor, config: ExpertsConfig) -> Tensor:
+    """Scores of the chosen groups, -inf elsewhere.
+
+    DeepSeek-V2 (arXiv:2405.04434) compares groups by the best expert, V3 (arXiv:2412.19437) by two.
+    """
+    grouped = scores.view(len(scores), config.groups, scores.shape[1] // config.groups)
+    best = _best(grouped.topk(config.group_best, dim=-1).values.sum(-1), config.chosen_groups)
+    kept = torch.zeros(best.shape[0], config.groups, dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).view_as(scores)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+# ---- Grouped products without our C kernel.
+
+
+def grouped_product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """x [T, in] sorted by expert, `weights` [experts, in, out], `rows` [experts] i64 -> [T, out].
+
+    Without host sync, for CUDA graphs. Rows after the last expert's are undefined.
+    """
+    ends = rows.cumsum(0)
+    if weights.is_cuda and weights.dtype != torch.bfloat16:
+        return _product_by_expert(x, weights, ends)
+    return functional.grouped_mm(x, weights, offs=ends.to(torch.int32))
+
+
+def _product_by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """All rows by each expert: torch's grouped product syncs with the host except for bf16."""
+    places = torch.arange(len(x), device=x.device).unsqueeze(1)
+    product = x @ weights[0]
+    for expert in range(1, len(weights)):
+        product = torch.where(places < ends[expert - 1], product, x @ weights[expert])
+    return product
+
+
+# ---- experts
 
 
 class _Matrices(Protocol):
@@ -85,3 +162,76 @@ def _pack(matrices: list[Weight]) -> _Matrices:
     gates = len(first) % PANEL == 0
     packed = PackedMatrices(kernel, [packable(matrix) for matrix in matrices], gates=gates)
     return packed if gates else _PlainlyGated(packed)
+
+
+# ---- Experts with biases and clamped gates (gpt-oss).
+
+
+class BiasedExperts:
+    """Experts with biases and clamped gates.
+
+    `gate_up`: [2 * intermediate, hidden] each, alternating rows; `down`: [hidden, intermediate].
+    Biases are fp32; `down_bias` is None on ranks that must not add it. `segments`: of the
+    intermediate. out = down((up + 1) * gate * sigmoid(alpha * gate)), gate <= `limit`, |up| <=
+    `limit`.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[Weight],
+        gate_up_bias: Tensor,
+        down: Sequence[Weight],
+        down_bias: Tensor | None,
+        *,
+        alpha: float,
+        limit: float,
+        segments: int,
+    ) -> None:
+        self._gate_up, self._gate_up_bias, self._down_bias = _Sums(gate_up), gate_up_bias, down_bias
+        self._alpha, self._limit = alpha, limit
+        self._width = down[0].shape[1] // segments
+        starts = range(0, down[0].shape[1], self._width)
+        self._downs = [_Sums([columns_of(matrix, slice(at, at + self._width)) for matrix in down]) for at in starts]
+        self._count = len(gate_up)
+
+    def take(self, other: "BiasedExperts") -> None:
+        for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
+            mine.take(theirs)
+        self._gate_up_bias.copy_(other._gate_up_bias)
+        if self._down_bias is not None:
+            assert other._down_bias is not None, "of one rank"
+            self._down_bias.copy_(other._down_bias)
+
+    def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+        """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
+        places = torch.arange(len(x), device=x.device)
+        expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=self._count - 1)  # no expert: any
+        both = self._gate_up(x, rows) + self._gate_up_bias[expert]
+        gate, up = both[:, ::2].clamp(max=self._limit), both[:, 1::2].clamp(-self._limit, self._limit)
+        inner = ((up + 1) * gate * torch.sigmoid(self._alpha * gate)).to(x.dtype)
+        parts = torch.split(inner, self._width, dim=1)
+        sums = [down(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
+        if self._down_bias is not None:
+            sums[0] = sums[0] + self._down_bias[expert]
+        return sums
+
+
+class _Sums:
+    def __init__(self, matrices: Sequence[Weight]) -> None:
+        kernel = kernel_for(matrices[0])
+        self._packed = None if kernel is None else PackedMatrices(kernel, [packable(matrix) for matrix in matrices])
+        self._weights = torch.stack([dense_of(matrix).t() for matrix in matrices]) if kernel is None else None
+
+    def take(self, other: "_Sums") -> None:
+        if self._packed is not None:
+            assert other._packed is not None, "of one kernel"
+            self._packed.take(other._packed)
+        else:
+            assert self._weights is not None and other._weights is not None, "of one kernel"
+            self._weights.copy_(other._weights)
+
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
+        if self._packed is not None:
+            return self._packed.partial(x, rows)
+        assert self._weights is not None
+        return grouped_product(x, self._weights, rows).float()

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import linear_kernel
-from engine.kernels.matrices import PackedMatrices
+from engine.kernels.linear import PackedMatrices, linear_kernel
 
 Scores = Callable[[int, int], Tensor]  # (first row, end) -> [n, kv_len] fp32
 SCORES_AT_ONCE = 1 << 24  # of the index, rows * heads * tokens: 64 MiB

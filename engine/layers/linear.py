@@ -228,3 +228,53 @@ def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtyp
     """All-reduce `partial` [T, n] fp32, to `dtype`."""
     rounded = torch.float32 if dtype == torch.float16 else dtype
     return collectives.sum(partial, dtype=rounded).to(dtype)
+
+
+# ---- Token embedding, perhaps divided over ranks.
+
+
+class Embedding:
+    """Token vectors. `table` [len(own), hidden]: rows `own` of the vocabulary."""
+
+    def __init__(self, table: torch.Tensor, *, own: range, collectives: Collectives | None = None) -> None:
+        assert len(table) == len(own), (table.shape, own)
+        self._table = table
+        self._own = own
+        self._collectives = collectives
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._collectives is None:
+            return self._table.index_select(0, ids)
+        rows = ids - self._own.start
+        clamped = rows.clamp(0, len(self._own) - 1)
+        # -0.0 + x is x for every x, also -0.0 and 0.0: the sum over ranks equals the one row to the
+        # bit
+        absent = torch.full((), -0.0, device=ids.device)
+        partial = torch.where((rows == clamped)[:, None], self._table.index_select(0, clamped).float(), absent)
+        return summed(self._collectives, partial, dtype=self._table.dtype)
+
+
+# ---- MLP activations.
+
+
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(x[:, :width]) * x[:, width:], tanh gelu; rounds after the gelu and at the end.
+
+    GeGLU: Shazeer 2020, "GLU Variants Improve Transformer".
+    """
+    kernel = elementwise_on_cpu(x, multiple=2 * LANES)
+    if kernel is not None:
+        return kernel.gelu_mul(x)
+    gate, up = torch.split(x, x.shape[-1] // 2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_mul,
+    "gelu_tanh alone": gelu,
+}

@@ -6,11 +6,80 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from engine.kernels.state_rows import StateRows
+from engine.kernels.recurrent import (
+    DTYPES,
+    MAX_TAPS,
+    DeltaWeights,
+    MambaWeights,
+    StateRows,
+    conv_kernel,
+    delta_kernel,
+    mamba_kernel,
+)
 from engine.kv.state_pool import StatePool
-from engine.kv.upload import upload
-from engine.layers.chunks import Chunk, in_chunks
+from engine.kv.step_batch import upload
+
+# ---- Chunked recurrences S <- e^decay S + k u^T, o = S^T q in torch, for prefill.
+#
+# Bits do not depend on cuts at multiples of `GRID`.
+
+GRID = 64
+
+
+class Decays(NamedTuple):
+    """Decays between the rows of a chunk.
+
+    `total` [heads, GRID]: cumulative logs. `between` [heads, GRID, GRID]: decay from column to row.
+    """
+
+    total: Tensor
+    between: Tensor
+
+
+def decays_of(decay: Tensor) -> Decays:
+    """The decays of a chunk. `decay` [heads, GRID]: logarithms, at most 0.
+
+    Sums are float64: after a strong decay fp32 loses digits of weak ones.
+    """
+    total = decay.double().cumsum(1)
+    between = (total.unsqueeze(2) - total.unsqueeze(1)).float()
+    return Decays(total.float(), between.tril().exp().tril())
+
+
+def advance(q: Tensor, k: Tensor, added: Tensor, decays: Decays, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs [heads, GRID, values] and the next state [heads, keys, values].
+
+    q, k [heads, GRID, keys]; `added` [heads, GRID, values]: u of each token.
+    """
+    total, between = decays
+    output = (q * total.exp().unsqueeze(-1)) @ state + (q @ k.transpose(1, 2) * between) @ added
+    left = between[:, -1, :, None]
+    return output, state * total[:, -1, None, None].exp() + (k * left).transpose(1, 2) @ added
+
+
+Chunk = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
+
+
+def in_chunks(rows: tuple[Tensor, ...], state: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """Return outputs [n, heads, values] and the next state.
+
+    `rows`: [n, heads, ...] each; `chunk` gets `GRID`, heads first, zero-padded.
+    """
+    count = len(rows[0])
+    parts = []
+    for x in rows:
+        padded = functional.pad(x.transpose(0, 1), (*(0, 0) * (x.dim() - 2), 0, -count % GRID))
+        parts.append(torch.split(padded, GRID, dim=1))
+    outputs = []
+    for of_chunk in zip(*parts, strict=True):
+        output, state = chunk(of_chunk, state)
+        outputs.append(output)
+    return torch.cat(outputs, 1)[:, :count].transpose(0, 1), state
+
+
+# ---- recurrence
 
 
 class RequestRows(NamedTuple):
@@ -92,3 +161,136 @@ def _in_turn(rows: tuple[Tensor, ...], state: Tensor, one: Chunk) -> tuple[Tenso
         output, state = one(tuple(x[i : i + 1] for x in rows), state)
         outputs.append(output)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
+
+
+# ---- Causal depthwise convolution of recurrent layers, then SiLU.
+
+
+class ShortConv:
+    """Causal convolution. `weight` [channels, taps], oldest first; `bias` [channels]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        on_cpu = weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] <= MAX_TAPS
+        self._kernel = conv_kernel() if on_cpu else None
+        self._weight = weight.float().t().contiguous()
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor, state: Tensor, step: StepStates) -> Tensor:
+        """x [T, channels] -> the same; updates state [slots, channels, taps - 1]."""
+        if self._kernel is not None and step.rows is not None:
+            return self._kernel(x, self._weight, self._bias, state, step.rows)
+        taps, out = len(self._weight), torch.empty_like(x, memory_format=torch.contiguous_format)
+        for (first, end, _), slot in zip(step.spans, step.slots, strict=True):
+            inputs = torch.cat((state[slot].t(), x[first:end]))  # [taps - 1 + n, channels]
+            windows = inputs.float().unfold(0, taps, 1)  # [n, channels, taps]
+            sums = (windows * self._weight.t()).sum(-1)
+            out[first:end] = functional.silu(sums if self._bias is None else sums + self._bias).to(x.dtype)
+            state[slot] = inputs[len(inputs) - taps + 1 :].t()
+        return out
+
+
+# ---- Gated DeltaNet without its products (Yang et al. 2024, arXiv:2412.06464).
+#
+# S <- exp(g) S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q       per value head, in fp32
+#
+# delta.c goes by token; torch takes prompts in chunks (engine/layers/recurrence.py).
+
+
+class GatedDelta:
+    """Value head h reads key head h // (value heads / key heads)."""
+
+    def __init__(self, weights: DeltaWeights, *, keys: int, dtype: torch.dtype) -> None:
+        on_cpu = weights.norm.device.type == "cpu" and dtype in DTYPES and keys % 2 == 0
+        self._kernel = delta_kernel() if on_cpu else None
+        self._weights = weights
+
+    def __call__(self, mixed: Tensor, gates: Tensor, z: Tensor, state: Tensor, step: StepStates) -> Tensor:
+        """[T, value heads * values]; arguments as in `DeltaKernel`."""
+        if self._kernel is not None and step.rows is not None:
+            return self._kernel(mixed, gates, z, self._weights, state, step.rows)
+        value_heads, keys, values = state.shape[1:]
+        width = (mixed.shape[1] - value_heads * values) // 2
+        q, k, v = torch.split(mixed.float(), [width, width, value_heads * values], dim=1)
+        repeats = value_heads * keys // width
+        q, k = (_unit(x.view(len(x), -1, keys)).repeat_interleave(repeats, 1) for x in (q, k))
+        beta, time = gates.float().view(-1, 2, value_heads).unbind(1)
+        decay = self._weights.decay * functional.softplus(time + self._weights.bias)
+        rule = (q * keys**-0.5, k, v.view(-1, value_heads, values), beta.sigmoid(), decay)
+        sums = recur(rule, state, step, one=_delta_step, chunk=_delta_chunk)
+        normed = functional.rms_norm(sums, (values,), self._weights.norm, self._weights.eps)
+        return (normed.flatten(1) * functional.silu(z.float())).to(mixed.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _delta_step(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, beta, decay = (x[0] for x in rows)
+    state = state * decay.exp()[:, None, None]
+    known = (state * k.unsqueeze(-1)).sum(1)
+    state = state + k.unsqueeze(-1) * ((v - known) * beta.unsqueeze(-1)).unsqueeze(1)
+    return (state * q.unsqueeze(-1)).sum(1).unsqueeze(0), state
+
+
+def _delta_chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    """A triangular system gives each token's addition to the state."""
+    q, k, v, beta, decay = rows
+    decays = decays_of(decay)
+    keys = k * beta.unsqueeze(-1)
+    system = (keys @ k.transpose(1, 2) * decays.between).tril(-1)
+    right = torch.cat((v * beta.unsqueeze(-1), keys * decays.total.exp().unsqueeze(-1)), -1)
+    diagonal = torch.eye(GRID, device=q.device)
+    solved = torch.linalg.solve_triangular(system + diagonal, right, upper=False, unitriangular=True)
+    own, read = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
+    return advance(q, k, own - read @ state, decays, state)
+
+
+# ---- Mamba2 without its products (Dao and Gu 2024, arXiv:2405.21060).
+#
+# t = softplus(raw + bias);  S <- exp(t A) S + B (t x)^T;  o = S^T C + D x
+#
+# Per head, in fp32, with A < 0 and B, C of its group. mamba.c goes by token; torch takes prompts in
+# chunks (engine/layers/recurrence.py).
+
+
+class Mamba:
+    """Head h reads B and C of group h // (heads / groups)."""
+
+    def __init__(self, weights: MambaWeights, *, keys: int, dtype: torch.dtype) -> None:
+        on_cpu = weights.decay.device.type == "cpu" and dtype in DTYPES and keys % 2 == 0
+        self._kernel = mamba_kernel() if on_cpu else None
+        self._weights = weights
+
+    def __call__(self, mixed: Tensor, time: Tensor, gate: Tensor, state: Tensor, step: StepStates) -> Tensor:
+        """[T, heads * values]; arguments as in `MambaKernel`."""
+        if self._kernel is not None and step.rows is not None:
+            return self._kernel(mixed, time, gate, self._weights, state, step.rows)
+        weights, (heads, keys, values) = self._weights, state.shape[1:]
+        x, k, q = torch.split(mixed.float(), [heads * values, weights.groups * keys, weights.groups * keys], dim=1)
+        q, k = (part.unflatten(1, (-1, keys)).repeat_interleave(heads // weights.groups, 1) for part in (q, k))
+        times = functional.softplus(time.float() + weights.bias).clamp(*weights.limits)
+        x = x.unflatten(1, (heads, values))
+        rule = (q, k, x * times.unsqueeze(-1), times * weights.decay)
+        sums = recur(rule, state, step, one=_mamba_step, chunk=_mamba_chunk)
+        return self._gated((sums + x * weights.skip.unsqueeze(-1)).flatten(1), gate.float()).to(mixed.dtype)
+
+    def _gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        weights, gate = self._weights, functional.silu(gate)
+        if weights.norm is None:
+            return x * gate
+        before = x * gate if weights.gate_first else x
+        grouped = before.unflatten(1, (weights.groups, -1))
+        normed = functional.rms_norm(grouped, grouped.shape[-1:], None, weights.eps).flatten(1) * weights.norm
+        return normed if weights.gate_first else normed * gate
+
+
+def _mamba_step(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, value, decay = (x[0] for x in rows)
+    state = state * decay.exp()[:, None, None] + k.unsqueeze(-1) * value.unsqueeze(1)
+    return (state * q.unsqueeze(-1)).sum(1).unsqueeze(0), state
+
+
+def _mamba_chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, value, decay = rows
+    return advance(q, k, value, decays_of(decay), state)

@@ -5,13 +5,13 @@ partial RoPE are loaded in `head_order`; scores do not depend on a common order.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_on_cpu
-from engine.kernels.softmax import Softmax
+from engine.kernels.paged_attention import Softmax
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import FrequencyFactors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
@@ -60,7 +60,7 @@ class NormedRope:
 
     def __call__(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
         if self._kernel is not None:
-            self._kernel.norm_turn(x, turn, weight=self.weight, eps=self.eps, offset=self.offset)
+            self._kernel.norm_rope(x, turn, weight=self.weight, eps=self.eps, offset=self.offset)
             return x
         if self.weight is not None:
             weight = self.weight.float() + self.offset if self.offset else self.weight
@@ -143,3 +143,49 @@ def _yarn(frequencies: torch.Tensor, scaling: YarnScaling) -> torch.Tensor:
     span = max(scaling.high - scaling.low, 0.001)
     divided = ((torch.arange(len(frequencies)) - scaling.low) / span).clamp(0.0, 1.0)
     return frequencies * (1.0 - divided) + frequencies / scaling.factor * divided
+
+
+# ---- RoPE tables of a stage, also for layers without RoPE.
+
+
+class _NoRope:
+    def __init__(self, dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._one = torch.ones((1, 1, dim), dtype=dtype, device=device)
+        self._zero = torch.zeros_like(self._one)
+
+    def at(self, positions: torch.Tensor) -> Turn:
+        shape = (len(positions), -1, -1)
+        return self._one.expand(shape).contiguous(), self._zero.expand(shape).contiguous()
+
+    def of_dimensions(self, positions: torch.Tensor, dimensions: torch.Tensor) -> Turn:
+        return self.at(positions[0])
+
+
+class LayerRopes:
+    """One table per kind of RoPE; `way_of[n]`: the kind of the stage's layer n."""
+
+    def __init__(self, config: ModelConfig, layers: range, *, dtype: torch.dtype, device: torch.device) -> None:
+        ropes = [config.rope_of(layer) for layer in layers]
+        ways = list(dict.fromkeys(ropes))
+        self.way_of = [ways.index(rope) for rope in ropes]
+        self._ways = [
+            _NoRope(config.head_dim, dtype=dtype, device=device)
+            if rope is None
+            else Rope(replace(config, rope=rope), dtype=dtype, device=device)
+            for rope in ways
+        ]
+        self._dimensions = _dimensions(config).to(device)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(cos, signed sin) of each kind for `positions` [T] i64, or [3, T] (M-RoPE)."""
+        if positions.dim() == 2:
+            return tuple(x for way in self._ways for x in way.of_dimensions(positions, self._dimensions))
+        return tuple(x for way in self._ways for x in way.at(positions))
+
+
+def _dimensions(config: ModelConfig) -> torch.Tensor:
+    half = torch.zeros(config.head_dim // 2, dtype=torch.int64)
+    if config.vision is not None and config.vision.mrope is not None:
+        pairs = torch.tensor(config.vision.mrope.dimensions())
+        half[: len(pairs)] = pairs
+    return torch.cat((half, half))

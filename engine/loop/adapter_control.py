@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
 from engine.core.outputs import refused
-from engine.loop.listener import LoopListener
+from engine.loop.listeners import LoopListener
 from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from service.flags import ConfigError
 

@@ -1,12 +1,10 @@
 """Control calls, which change a running engine, and their parts."""
 
 from engine.core.scheduler import Scheduler
-from engine.loop.control import AbortAll, ControlMessage, EngineControl
+from engine.loop.control import AbortAll, ControlMessage, EngineControl, OccupationControl, ProfileControl
 from engine.loop.expert_record import ExpertRecord
-from engine.loop.occupation import OccupationControl
-from engine.loop.profile_control import ProfileControl
+from engine.loop.listeners import OpenRequests
 from engine.loop.services import LoopServices, Ports
-from engine.loop.timekeeper import OpenRequests
 from engine.messages import (
     LoadAdapter,
     RecordExperts,

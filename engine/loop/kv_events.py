@@ -14,11 +14,10 @@ from typing import Any
 
 import zmq
 
-from engine.core.usable_prefixes import PrefixEvents
+from engine.core.mem_cache.cache_events import PrefixEvents
 from engine.flags.kv_events_config import FLAG, KVEventsConfig
 from service.flags import ConfigError
-from service.kv_events import END_SEQ, KVEvent, KVEventBatch, encode_batch, seq_bytes
-from service.prefix_chain import VERSION
+from service.kv_events import END_SEQ, VERSION, KVEvent, KVEventBatch, encode_batch, seq_bytes
 from service.security.curve import ZapAuthenticator, guard_listener
 
 log = logging.getLogger(__name__)

@@ -4,30 +4,31 @@ receive -> role.poll -> schedule -> launch ------> collect the oldest -> role.on
                                        |                  ^
                        depth 2: the next step is launched before this one's results are read
 
-Listeners keep times, logs, deadlines and the stream gate (engine/loop/listener.py).
+Listeners keep times, logs, deadlines and the stream gate (engine/loop/listeners.py).
 """
 
 import logging
 from collections.abc import Callable
 from functools import partial
 
-from engine.batches import requests_of
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.loop.controls import Controls
-from engine.loop.deadlines import Deadlines
-from engine.loop.interval_log import IntervalLog
-from engine.loop.listener import LoopListener, methods_for
+from engine.loop.heartbeat import IterationClock
+from engine.loop.listeners import (
+    Deadlines,
+    LoopListener,
+    OpenRequests,
+    StreamGate,
+    Timekeeper,
+    durations_of,
+    methods_for,
+)
 from engine.loop.pipeline import MakePipeline
-from engine.loop.reporter import Reporter
-from engine.loop.retraction_log import RetractionLog
+from engine.loop.reporter import IntervalLog, Reporter, RetractionLog
 from engine.loop.role import EngineRole
 from engine.loop.services import LoopServices, LoopSettings, Ports
-from engine.loop.step_durations import durations_of
-from engine.loop.stream_gate import StreamGate
-from engine.loop.timekeeper import OpenRequests, Timekeeper
-from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     AbortRequest,
     ControlReply,
@@ -42,6 +43,7 @@ from engine.messages import (
     TokenBatch,
     TokenOutput,
     ToScheduler,
+    requests_of,
 )
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class EngineLoop:
         role: EngineRole,
         ports: Ports,
         services: LoopServices,
-        turns: TurnClock,
+        turns: IterationClock,
         settings: LoopSettings,
         clock: Callable[[], float],
     ) -> None:

@@ -1,17 +1,16 @@
-"""PD multiplexing (engine/core/lanes.py): an iteration plans for one lane, due decodes first.
+"""PD multiplexing (engine/core/pdmux.py): an iteration plans for one lane, due decodes first.
 
 Each lane is a pipeline stream that is never waited for: the loop rests until a step ends or a
-decode step is due (engine/core/lane_share.py).
+decode step is due (engine/core/pdmux.py).
 """
 
 from collections.abc import Callable, Sequence
 
-from engine.core.lane_share import LaneShare
-from engine.core.lanes import STREAMS, Lane
 from engine.core.outputs import StepEffects
+from engine.core.pdmux import STREAMS, Lane, LaneShare
 from engine.core.plan import Plan, StepResult
 from engine.core.scheduler import Scheduler
-from engine.loop.listener import LoopListener
+from engine.loop.listeners import LoopListener
 from engine.loop.pipeline import StepStrategy
 
 POLL_S = 0.001  # the loop's rest ends at whole milliseconds: the next one, or it would turn in vain

@@ -8,10 +8,8 @@ import select
 from collections import defaultdict
 from contextlib import suppress
 
-from engine.ipc import MAIN_FRONTEND, IpcPaths, row_of
+from engine.ipc import MAIN_FRONTEND, IpcPaths, PullSocket, PushSocket, row_of
 from engine.messages import SchedulerReady, ToFrontend, TokenBatch, TokenOutput, ToScheduler
-from engine.pull_socket import PullSocket
-from engine.push_socket import PushSocket
 
 EVENTFD_ONE = 1
 CLOSED = -1

@@ -4,18 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.core.dp_update import UpdateAgreement
+from engine.core.dp_step import UpdateAgreement
 from engine.grammar.queue import GrammarQueue
-from engine.hicache.disk import Disk
+from engine.hicache.page_files import Disk
 from engine.loop.adapter_control import AdapterControl
-from engine.loop.control import Weights
+from engine.loop.control import FixedKV, KVMemory, Profiler, Weights
 from engine.loop.expert_record import Loads
 from engine.loop.kv_events import ZmqPublisher
-from engine.loop.listener import LoopListener
-from engine.loop.occupation import FixedKV, KVMemory
-from engine.loop.profile_control import Profiler
+from engine.loop.listeners import LoopListener
 from engine.messages import ToFrontend, TokenOutput, ToScheduler, TransferPath
-from engine.text.stop_search import MakeStops, no_stops
+from engine.text.incremental import MakeStops, no_stops
 
 MoveOutRequest = Callable[[str, int, float], list[TokenOutput]]  # rid, room, now_s -> the outputs to send now
 

@@ -1,14 +1,69 @@
 """Loaded adapters on the device, and what a step adds to the layers' results. Runs in stream order."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem, SlotOpen
-from engine.layers.linear import Delta, LinearSite
-from engine.lora.row_tiles import Run, adapter_runs
-from engine.lora.weights import AdapterWeights, SiteWeights
+from engine.layers.linear import Delta, LinearSite, SiteShape
+from engine.lora.weights import AdapterWeights, SiteWeights, read_adapter
+from engine.threads import start_in_thread
+from service.flags import ConfigError
+
+# ---- Rows of a step by adapter, as tiles for grouped kernels. Pure.
+
+NO_TILE = (0, 0, 0, 0)
+
+
+class Run(NamedTuple):
+    """Consecutive `rows` of a step with `adapter`."""
+
+    adapter: int
+    rows: slice
+
+
+def adapter_runs(items: Iterable[tuple[int, int]]) -> list[Run]:
+    """Merge neighbouring (adapter, tokens); skip adapter 0."""
+    runs: list[Run] = []
+    at = 0
+    for adapter, count in items:
+        start, at = at, at + count
+        if adapter and runs and runs[-1].adapter == adapter and runs[-1].rows.stop == start:
+            runs[-1] = Run(adapter, slice(runs[-1].rows.start, at))
+        elif adapter:
+            runs.append(Run(adapter, slice(start, at)))
+    return runs
+
+
+class RowTiles(NamedTuple):
+    """Rows, by adapter, in `tiles`: (place, first index in `rows`, count, 0) each."""
+
+    rows: list[int]
+    tiles: list[tuple[int, int, int, int]]
+
+
+def row_tiles(runs: Iterable[tuple[int, slice]], *, tile_rows: int) -> RowTiles:
+    """Group (place, rows of the step) into tiles of at most `tile_rows` of one place."""
+    by_place: dict[int, list[int]] = {}
+    for place, rows in runs:
+        by_place.setdefault(place, []).extend(range(rows.start, rows.stop))
+    grouped, tiles = list[int](), list[tuple[int, int, int, int]]()
+    for place, of_place in sorted(by_place.items()):
+        for at in range(0, len(of_place), tile_rows):
+            tiles.append((place, len(grouped) + at, min(tile_rows, len(of_place) - at), 0))
+        grouped += of_place
+    return RowTiles(grouped, tiles)
+
+
+def max_tiles(num_rows: int, *, places: int, tile_rows: int) -> int:
+    """Maximum for `num_rows` rows of up to `places` adapters."""
+    return num_rows // tile_rows + min(places, num_rows)
+
+
+# ---- bank
 
 
 class StepAdapters(Protocol):
@@ -126,3 +181,86 @@ def add_delta(weights: SiteWeights, x: Tensor, y: Tensor) -> None:
     low = x.to(y.dtype) @ weights.a.t().to(y.dtype)
     for columns, ranks, b in weights.parts:
         y[:, columns].addmm_(low[:, ranks], b.to(y.dtype))
+
+
+# ---- Chooses the LoRA implementation.
+
+
+def make_bank(
+    sites: Sequence[SiteShape],
+    *,
+    grouped: bool,
+    places: int,
+    max_rank: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AdapterBank:
+    """The adapters on the device.
+
+    `grouped`: Triton, also in recorded steps; needs `max_rank`. `places`: adapters per step.
+    """
+    if not grouped:
+        return AdapterBank(SlicedAdapters())
+    from engine.lora.grouped import GroupedAdapters  # triton may be missing
+
+    assert max_rank is not None, "resolved"
+    return AdapterBank(GroupedAdapters(sites, places=places, max_rank=max_rank, dtype=dtype, device=device))
+
+
+# ---- Adapters of a running engine: read in threads, installed and removed in stream order.
+#
+# engine/core/adapters.py tracks their requests.
+
+
+class LoraStore:
+    """Loads and unloads adapters.
+
+    `in_order` runs work in stream order and waits. `elsewhere`: sites of other stages.
+    """
+
+    def __init__(
+        self,
+        *,
+        bank: AdapterBank,
+        sites: Sequence[SiteShape],
+        elsewhere: Sequence[SiteShape] = (),
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rank: int | None,
+        in_order: Callable[[Callable[[], object]], object],
+    ) -> None:
+        self._bank = bank
+        self._sites = sites
+        self._elsewhere = elsewhere
+        self._dtype = dtype
+        self._device = device
+        self._max_rank = max_rank
+        self._in_order = in_order
+
+    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[AdapterWeights]:
+        """The thread calls `when_done`. The future may raise ConfigError."""
+        return start_in_thread(lambda: self.read(path), name="lora", when_done=when_done)
+
+    def read(self, path: str) -> AdapterWeights:
+        """Raises ConfigError."""
+        try:
+            weights = read_adapter(
+                path,
+                self._sites,
+                dtype=self._dtype,
+                device=self._device,
+                max_rank=self._max_rank,
+                elsewhere=self._elsewhere,
+            )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"{path}: no memory for another adapter ({error}); unload one") from error
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # this thread's stream copies them
+        return weights
+
+    def install(self, number: int, weights: AdapterWeights) -> None:
+        self._in_order(lambda: self._bank.add(number, weights))
+
+    def remove(self, number: int) -> None:
+        """Memory is freed after earlier steps."""
+        self._in_order(lambda: self._bank.remove(number))

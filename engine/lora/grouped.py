@@ -1,7 +1,7 @@
-"""LoRA by grouped Triton kernels (engine/kernels/triton_lora.py): two launches per site.
+"""LoRA by grouped Triton kernels (engine/kernels/triton/lora.py): two launches per site.
 
 table  [places, sites, PARTS, FIELDS] int64: pointers to matrices of adapters, evicted LRU
-tiles  rows and their places (row_tiles.py), new in each step
+tiles  rows and their places (bank.py), new in each step
 
 Recorded steps read both from fixed memory, so they stay valid when adapters or rows change.
 """
@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_lora import (
+from engine.kernels.triton.lora import (
     DECODE_TILES,
     EXTEND_TILES,
     FIELDS,
@@ -24,9 +24,9 @@ from engine.kernels.triton_lora import (
     add_lora,
     site_constants,
 )
-from engine.kv.upload import upload, upload_into
+from engine.kv.step_batch import upload, upload_into
 from engine.layers.linear import Delta, SiteShape
-from engine.lora.row_tiles import NO_TILE, RowTiles, Run, most_tiles, row_tiles
+from engine.lora.bank import NO_TILE, RowTiles, Run, max_tiles, row_tiles
 from engine.lora.weights import AdapterWeights
 
 
@@ -65,7 +65,7 @@ class GroupedAdapters:
         self._entries: dict[int, Tensor] = {}  # adapter -> its row of the table
         self._places: OrderedDict[int, int] = OrderedDict()  # adapter -> place, LRU first
         self._free = list(range(places))
-        self._most_recorded = 0  # rows
+        self._max_recorded = 0  # rows
         self._recorded = torch.empty(0, dtype=torch.int32, device=device)  # inputs of recorded steps: rows, then tiles
         self._step: _Step | None = None
 
@@ -110,19 +110,19 @@ class GroupedAdapters:
 
     def begin_recording(self, rows: int) -> None:
         """Call for the largest step first: others read the same memory."""
-        if self._most_recorded == 0:
-            self._most_recorded = -(-rows // 4) * 4  # aligns the tiles after them to 16 bytes
-            self._recorded = self._recorded.new_empty(self._most_recorded + TILE_FIELDS * self._most_tiles(rows))
-        assert rows <= self._most_recorded, (rows, self._most_recorded)
+        if self._max_recorded == 0:
+            self._max_recorded = -(-rows // 4) * 4  # aligns the tiles after them to 16 bytes
+            self._recorded = self._recorded.new_empty(self._max_recorded + TILE_FIELDS * self._max_tiles(rows))
+        assert rows <= self._max_recorded, (rows, self._max_recorded)
         self._recorded.zero_()  # recording computes, too: without tiles
         self._step = self._recorded_step(rows)
 
     def _recorded_step(self, rows: int) -> _Step:
-        tiles = self._recorded[self._most_recorded :].view(-1, TILE_FIELDS)[: self._most_tiles(rows)]
-        return _Step(self._recorded[: self._most_recorded], tiles, DECODE_TILES)
+        tiles = self._recorded[self._max_recorded :].view(-1, TILE_FIELDS)[: self._max_tiles(rows)]
+        return _Step(self._recorded[: self._max_recorded], tiles, DECODE_TILES)
 
-    def _most_tiles(self, rows: int) -> int:
-        return most_tiles(rows, places=len(self._table), tile_rows=DECODE_TILES.rows)
+    def _max_tiles(self, rows: int) -> int:
+        return max_tiles(rows, places=len(self._table), tile_rows=DECODE_TILES.rows)
 
     def delta(self, index: int) -> Delta:
         def delta(x: Tensor, y: Tensor) -> None:
@@ -162,8 +162,8 @@ class GroupedAdapters:
                 self._table[place].copy_(self._entries[number])
 
     def _write_recorded(self, step: RowTiles, rows: int) -> None:
-        rows_padded = [*step.rows, *[0] * (self._most_recorded - len(step.rows))]
-        tiles_padded = [*step.tiles, *[NO_TILE] * (self._most_tiles(rows) - len(step.tiles))]
+        rows_padded = [*step.rows, *[0] * (self._max_recorded - len(step.rows))]
+        tiles_padded = [*step.tiles, *[NO_TILE] * (self._max_tiles(rows) - len(step.tiles))]
         words = [*rows_padded, *chain.from_iterable(tiles_padded)]
         upload_into(self._recorded[: len(words)], torch.tensor(words, dtype=torch.int32))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import SiteShape
 from engine.lora.peft_config import PeftConfig, read_peft_config
-from engine.model_files.tensor_names import is_seeing, text_name
+from engine.model_files.vision_config import is_multimodal, text_name
 from engine.parallel.layout import cut_of
 from service.flags import ConfigError
 
@@ -111,7 +111,7 @@ def _read_pairs(file: Path, known: Mapping[str, tuple[int, int]], config: PeftCo
 def _matrix_of(file: Path, name: str, known: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
     """Return (matrix name, "A" or "B"). Raises ConfigError if unsupported."""
     match = _TENSOR.fullmatch(name)
-    if match is not None and is_seeing(match["matrix"]):
+    if match is not None and is_multimodal(match["matrix"]):
         raise ConfigError(
             f"{file}: tensor {name} changes the vision tower; train the adapter on the language model alone"
         )

@@ -11,7 +11,7 @@ class ExpertNames:
 
     `shared_gate`: weighs the shared expert by its sigmoid, empty for 1. `shared_gate_up`: fused,
     empty if separate. `choice_bias`: for the choice, empty if in the router. `stacks`: tensors of
-    all experts, preferred (engine/models/expert_weights.py).
+    all experts, preferred (engine/models/expert_mlp.py).
     """
 
     router: str = "mlp.gate"

@@ -4,17 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.model_files.arithmetic import (
-    Arithmetic,
-    read_added_norms,
-    read_falcon,
-    read_gemma,
-    read_gpt_oss_attention,
-    read_granite,
-    read_olmo,
-    read_phi,
-    read_plain,
-)
 from engine.model_files.experts_config import (
     GPT_OSS_NAMES,
     GRANITE_NAMES,
@@ -37,7 +26,18 @@ from engine.model_files.experts_config import (
     read_qwen3,
     read_qwen3_next,
 )
-from engine.model_files.fields import Fields
+from engine.model_files.fields import (
+    Arithmetic,
+    Fields,
+    read_added_norms,
+    read_falcon,
+    read_gemma,
+    read_gpt_oss_attention,
+    read_granite,
+    read_olmo,
+    read_phi,
+    read_plain,
+)
 from engine.model_files.recurrent_config import (
     RecurrentConfig,
     read_delta,

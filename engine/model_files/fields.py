@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,143 @@ def read_fields(path: Path, *, required: bool) -> Fields:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must be a JSON object; download the file again")
     return Fields(path, value)
+
+
+# ---- Multipliers, caps and norms by which families differ from Llama.
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' names -> ours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """Arithmetic of a family; the defaults are Llama's.
+
+    norm:             "rms", "layer" (LayerNorm) or "bare" (without weight and bias)
+    activation:       "silu" or "gelu_tanh" of a gate; "gelu_tanh alone": no gate
+    norm_offset:      RMS norms multiply by weight + norm_offset
+    embedding_scale:  rounded to the model's dtype
+    residual_scale:   multiplies outputs of attention and MLP
+    attention_factor, gate_factor, down_factor: multiply weights of attention output and MLP
+    attention_scale:  multiplies q.k; 0: head_dim ** -0.5
+    score_cap:        cap * tanh(score / cap) of attention scores; 0: none
+    sinks:            attention sinks, a score per query head
+    clip:             q, k and v are clamped to -clip..clip before RoPE; 0: not
+    logit_scale, logit_cap: multiplies and soft-caps logits
+    """
+
+    norm: str = "rms"
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_factor: float = 1.0
+    gate_factor: float = 1.0
+    down_factor: float = 1.0
+    attention_scale: float = 0.0
+    score_cap: float = 0.0
+    sinks: bool = False
+    clip: float = 0.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        return not self.activation.endswith(" alone")
+
+
+PLAIN = Arithmetic()
+
+
+def read_plain(fields: Fields) -> Arithmetic:
+    return Arithmetic(activation=_activation(fields))
+
+
+def read_added_norms(fields: Fields) -> Arithmetic:
+    return Arithmetic(activation=_activation(fields), norm_offset=1.0)
+
+
+def read_olmo(fields: Fields) -> Arithmetic:
+    return Arithmetic(norm="bare", activation=_activation(fields), clip=_cap(fields, "clip_qkv"))
+
+
+def read_phi(fields: Fields) -> Arithmetic:
+    if fields.flag("qk_layernorm", default=False):
+        raise fields.error("qk_layernorm", "LayerNorm of q and k is not supported")
+    if (name := fields.text("hidden_act", default="gelu_new")) not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise fields.error("hidden_act", f"{name} is not supported; this architecture has gelu_new")
+    return Arithmetic(norm="layer", activation="gelu_tanh alone")
+
+
+def read_gpt_oss_attention(fields: Fields) -> Arithmetic:
+    return Arithmetic(activation=_activation(fields), sinks=True)
+
+
+def read_gemma(fields: Fields) -> Arithmetic:
+    if fields.get("hidden_activation") is None and fields.get("hidden_act") == "gelu":
+        fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # the meaning of Gemma 1's first files
+    return Arithmetic(
+        activation=_activation(fields),
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(fields.count("hidden_size")),
+        attention_scale=0.0 if fields.get("query_pre_attn_scalar") is None else _above_zero(fields) ** -0.5,
+        score_cap=_cap(fields, "attn_logit_softcapping"),
+        logit_cap=_cap(fields, "final_logit_softcapping"),
+    )
+
+
+def read_granite(fields: Fields) -> Arithmetic:
+    return Arithmetic(
+        activation=_activation(fields),
+        embedding_scale=_multiplier(fields, "embedding_multiplier"),
+        residual_scale=_multiplier(fields, "residual_multiplier"),
+        attention_scale=_multiplier(fields, "attention_multiplier"),
+        logit_scale=1.0 / _multiplier(fields, "logits_scaling"),
+    )
+
+
+def read_falcon(fields: Fields) -> Arithmetic:
+    """Fold multipliers of q, k and v into score scale and output."""
+    if fields.flag("attention_bias", default=False) or fields.flag("projectors_bias", default=False):
+        raise fields.error("attention_bias", "biases of attention and Mamba are not supported")
+    into, key = _multiplier(fields, "attention_in_multiplier"), _multiplier(fields, "key_multiplier")
+    gate, down = read_multipliers(fields, "mlp_multipliers", count=2)
+    head_dim = fields.count("head_dim", default=fields.count("hidden_size") // fields.count("num_attention_heads"))
+    return Arithmetic(
+        activation=_activation(fields),
+        embedding_scale=_multiplier(fields, "embedding_multiplier"),
+        attention_factor=into * _multiplier(fields, "attention_out_multiplier"),
+        gate_factor=gate,
+        down_factor=down,
+        attention_scale=head_dim**-0.5 * into**2 * key,
+        logit_scale=_multiplier(fields, "lm_head_multiplier"),
+    )
+
+
+def read_multipliers(fields: Fields, name: str, *, count: int) -> tuple[float, ...]:
+    return (1.0,) * count if fields.get(name) is None else fields.positive_numbers(name, count=count)
+
+
+def _activation(fields: Fields) -> str:
+    name = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
+    value = fields.text(name, default="silu")
+    if value not in ACTIVATIONS:
+        raise fields.error(name, f"{value} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[value]
+
+
+def _above_zero(fields: Fields) -> float:
+    return _positive(fields, "query_pre_attn_scalar", fields.number("query_pre_attn_scalar"))
+
+
+def _cap(fields: Fields, name: str) -> float:
+    return 0.0 if fields.get(name) is None else _positive(fields, name, fields.number(name))
+
+
+def _multiplier(fields: Fields, name: str) -> float:
+    return _positive(fields, name, fields.number(name, default=1.0))
+
+
+def _positive(fields: Fields, name: str, value: float) -> float:
+    if value <= 0:
+        raise fields.error(name, f"must be above 0, got {value:g}")
+    return value

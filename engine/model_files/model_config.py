@@ -10,20 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.model_files.arithmetic import PLAIN, Arithmetic
+from engine.model_files.directory import GGUFFolder, ModelDirectory, check_gguf, check_pipeline, open_directory
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.families import Family
-from engine.model_files.fields import Fields
-from engine.model_files.folder import GGUFFolder, ModelFolder, open_folder
+from engine.model_files.fields import PLAIN, Arithmetic, Fields
 from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
-from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
-from engine.model_files.other_kinds import check_gguf, check_pipeline
 from engine.model_files.recurrent_config import RecurrentConfig
-from engine.model_files.rope_config import RopeConfig, scaled_context
+from engine.model_files.rope_config import RopeConfig, read_kinds, read_ropes, read_windows, scaled_context
 from engine.model_files.stored_weights import StoredWeights, read_stored_weights
-from engine.model_files.text_part import text_part
-from engine.model_files.vision_config import VisionConfig, read_vision
+from engine.model_files.vision_config import VisionConfig, read_vision, text_part
 
 if TYPE_CHECKING:
     from engine.model_files.drafter_config import DrafterConfig
@@ -182,9 +178,9 @@ class ModelConfig:
         )
 
 
-def load_model_config(model: str | Path | ModelFolder, *, architecture: str = "") -> ModelConfig:
+def load_model_config(model: str | Path | ModelDirectory, *, architecture: str = "") -> ModelConfig:
     """Read a directory or GGUF file; `architecture` overrides its own. Raises ConfigError."""
-    folder = open_folder(model)
+    folder = open_directory(model)
     if isinstance(folder, GGUFFolder):
         check_gguf(folder.path, folder.file.value("general.architecture", str, ""))
     else:
@@ -193,7 +189,7 @@ def load_model_config(model: str | Path | ModelFolder, *, architecture: str = ""
     return _model_config(folder, fields.with_values(architectures=[architecture]) if architecture else fields)
 
 
-def _model_config(folder: ModelFolder, fields: Fields) -> ModelConfig:
+def _model_config(folder: ModelDirectory, fields: Fields) -> ModelConfig:
     whole, fields = fields, text_part(fields)
     name, family, kind = read_family(fields)
     fields = fields.with_defaults(family.defaults)
@@ -254,7 +250,7 @@ def _model_config(folder: ModelFolder, fields: Fields) -> ModelConfig:
     )
 
 
-def _ends(folder: ModelFolder, *configs: Fields, vocab: int) -> tuple[int, ...]:
+def _ends(folder: ModelDirectory, *configs: Fields, vocab: int) -> tuple[int, ...]:
     """The tokenizer's EOS may be outside the vocabulary."""
     named = [_token_ids(fields, "eos_token_id", vocab=vocab) for fields in (*configs, folder.generation)]
     return tuple(sorted({*itertools.chain(*named), *(id for id in folder.end_ids if id < vocab)}))

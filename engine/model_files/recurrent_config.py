@@ -3,12 +3,11 @@
 import math
 from dataclasses import dataclass, replace
 
-from engine.model_files.arithmetic import read_multipliers
-from engine.model_files.fields import Fields
+from engine.model_files.fields import Fields, read_multipliers
 
 RECURRENT, FULL = "linear_attention", "full_attention"
 OTHER_NAMES = {"mamba": RECURRENT, "attention": FULL}  # older names
-MOST_TAPS = 8  # limit of the C kernel's convolution
+MAX_TAPS = 8  # limit of the C kernel's convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +135,8 @@ def _limits(fields: Fields) -> tuple[float, float]:
 
 def _taps(fields: Fields, name: str) -> int:
     taps = fields.count(name, default=4)
-    if not 2 <= taps <= MOST_TAPS:
-        raise fields.error(name, f"{taps} is not supported; 2 to {MOST_TAPS} are")
+    if not 2 <= taps <= MAX_TAPS:
+        raise fields.error(name, f"{taps} is not supported; 2 to {MAX_TAPS} are")
     return taps
 
 

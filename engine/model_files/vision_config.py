@@ -1,13 +1,182 @@
 """Vision configuration: tower, image tokens, positions."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from engine.model_files.fields import Fields
-from engine.model_files.image_processing import ImageProcessing, read_processing
 from engine.model_files.rope_config import RopeConfig
-from engine.model_files.tower_config import VISION, ClipTower, LearnedTower, Tower
-from engine.model_files.vision_families import VISION_FAMILIES, MropeConfig, VisionFamily
+from engine.model_files.tower_config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    VISION,
+    CenterCrop,
+    ClipTower,
+    ImageProcessing,
+    LearnedTower,
+    PixelRange,
+    Tower,
+    read_clip,
+    read_learned,
+    read_processing,
+    read_windows,
+)
+
+# ---- Properties of multimodal architectures that config.json lacks.
+
+
+@dataclass(frozen=True, slots=True)
+class MropeConfig:
+    """M-RoPE (arXiv:2409.12191): a head's pairs for time, row and column.
+
+    `interleaved`: pairs 1, 4, ... are row, 2, 5, ... column; else in sections.
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool
+
+    def dimensions(self) -> list[int]:
+        time, rows, columns = self.sections
+        if not self.interleaved:
+            return [0] * time + [1] * rows + [2] * columns
+        found = [0] * sum(self.sections)
+        for dimension, count in ((1, rows), (2, columns)):
+            for pair in range(dimension, min(3 * count, len(found)), 3):
+                found[pair] = dimension
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFamily:
+    """Properties of an architecture that its config.json lacks.
+
+    text:         text architecture, empty to use `text_config`'s model_type
+    text_fields, fixed: its default and unchangeable fields
+    flat:         older files have text fields at top level
+    either_ties:  embeddings are tied if either part sets it; else the outer one decides
+    tower, processing: reader given the text model's hidden size; default given the tower
+    ids:          default ids of image, video, start and end token
+    image_id:     field of the image token
+    times_videos: videos have RoPE time instead of text
+    """
+
+    text: str = ""
+    text_fields: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    flat: bool = False
+    either_ties: bool = False
+    tower: Callable[[Fields, int], Tower]
+    processing: Callable[[Tower], ImageProcessing]
+    ids: tuple[int, int | None, int | None, int | None]
+    image_id: str = "image_token_id"
+    mrope: MropeConfig | None = None
+    times_videos: bool = False
+
+
+def _qwen2_processing(tower: Tower) -> ImageProcessing:
+    pixels = (tower.patch * tower.merge) ** 2  # of a token
+    return ImageProcessing(
+        size=PixelRange(4 * pixels, 16384 * pixels),
+        video=PixelRange(128 * pixels, 768 * pixels),
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
+    )
+
+
+def _qwen3_processing(tower: Tower) -> ImageProcessing:
+    return ImageProcessing(
+        size=PixelRange(65536, 16777216), video=PixelRange(4096, 25165824, over_frames=True), mean=HALF, std=HALF
+    )
+
+
+def _clip_processing(tower: Tower) -> ImageProcessing:
+    assert isinstance(tower, ClipTower)
+    side = tower.side * tower.patch
+    return ImageProcessing(size=CenterCrop(side, side, side), mean=CLIP_MEAN, std=CLIP_STD)
+
+
+_QWEN_IDS = (151655, 151656, 151652, 151653)
+_QWEN2_5_VL = VisionFamily(
+    text="Qwen2ForCausalLM",
+    text_fields={"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    flat=True,
+    either_ties=True,
+    tower=lambda fields, hidden: read_windows(fields, hidden=hidden),
+    processing=_qwen2_processing,
+    ids=_QWEN_IDS,
+    mrope=MropeConfig((16, 24, 24), interleaved=False),
+    times_videos=True,
+)
+_QWEN3_VL = VisionFamily(
+    text="Qwen3ForCausalLM",
+    text_fields={"rope_theta": 5e5},
+    tower=lambda fields, hidden: read_learned(fields, hidden=hidden, deepstack=True),
+    processing=_qwen3_processing,
+    ids=_QWEN_IDS,
+    mrope=MropeConfig((24, 20, 20), interleaved=True),
+)
+_QWEN3_5 = VisionFamily(
+    text="Qwen3_5ForCausalLM",
+    tower=lambda fields, hidden: read_learned(fields, hidden=hidden, deepstack=False),
+    processing=_qwen3_processing,
+    ids=(248056, 248057, 248053, 248054),
+    mrope=MropeConfig((11, 11, 10), interleaved=True),
+)
+_LLAVA = VisionFamily(
+    text_fields={  # Llama's, absent in the first files
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+    either_ties=True,
+    tower=lambda fields, hidden: read_clip(fields),
+    processing=_clip_processing,
+    ids=(32000, None, None, None),
+    image_id="image_token_index",
+)
+
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    "LlavaForConditionalGeneration": _LLAVA,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN3_VL, text="Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}
+    ),
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5, text="Qwen3_5MoeForCausalLM"),
+}
+
+
+# ---- Tensor names of multimodal models.
+
+TEXT_PARTS = ("model.language_model.", "language_model.model.")
+VISUAL, CLIP, PROJECTOR = "visual.", "vision_tower.", "multi_modal_projector."  # our prefixes of towers and projectors
+VISION_PARTS = {
+    "model.visual.": VISUAL,
+    "model.vision_tower.vision_model.": CLIP,
+    "model.vision_tower.": CLIP,
+    "vision_tower.vision_model.": CLIP,
+    "vision_tower.": CLIP,
+    "model.multi_modal_projector.": PROJECTOR,
+    "multi_modal_projector.": PROJECTOR,
+}
+
+
+def text_name(name: str) -> str:
+    part = next((part for part in TEXT_PARTS if name.startswith(part)), None)
+    return name if part is None else name.replace(part, "model.", 1)
+
+
+def is_multimodal(name: str) -> bool:
+    return name.startswith((*VISION_PARTS, VISUAL))
+
+
+# ---- vision config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +216,7 @@ def read_vision(
 
     `text`: fields of the text model.
     """
-    family = seeing_family(fields)
+    family = vision_family(fields)
     if family is None or not isinstance(fields.get(VISION), dict):
         return None
     tower = family.tower(fields, text.count("hidden_size"))
@@ -77,7 +246,7 @@ def read_vision(
     return config
 
 
-def seeing_family(fields: Fields) -> VisionFamily | None:
+def vision_family(fields: Fields) -> VisionFamily | None:
     names = fields.get("architectures")
     return VISION_FAMILIES.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
 
@@ -115,3 +284,60 @@ def _mrope(text: Fields, family: VisionFamily, *, pairs: int) -> MropeConfig | N
         )
     time, rows, columns = sections
     return MropeConfig((time, rows, columns), family.mrope.interleaved)
+
+
+# ---- The text configuration of a multimodal model.
+
+TEXT = "text_config"
+# Text architecture by `text_config`'s model_type.
+_BY_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_TEXT_ONLY = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # their vision part is ignored
+_OUTSIDE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
+
+
+def text_part(fields: Fields) -> Fields:
+    """Return the text model's fields; text models unchanged. Raises ConfigError."""
+    family, name = vision_family(fields), _architecture(fields)
+    if family is None and name not in _TEXT_ONLY:
+        return fields
+    inner = _inner(fields, name, is_flat=family is not None and family.flat)
+    outside: dict[str, Any] = {key: fields.get(key) for key in _OUTSIDE if inner.get(key) is None}
+    outside["tie_word_embeddings"] = _ties(fields, inner, either=family is not None and family.either_ties)
+    inner = inner.with_values(**{key: value for key, value in outside.items() if value is not None})
+    if family is None:
+        return inner.with_values(architectures=[_TEXT_ONLY[name]])
+    own = inner.with_defaults(family.text_fields).with_values(**family.fixed)
+    return own.with_values(architectures=[_text_architecture(own, family)])
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def _inner(fields: Fields, name: str, *, is_flat: bool) -> Fields:
+    if isinstance(fields.get(TEXT), dict):
+        return fields.inside(TEXT)
+    if is_flat and fields.get("hidden_size") is not None:
+        return fields
+    raise fields.error(TEXT, f"{name} needs the fields of its text model there")
+
+
+def _ties(fields: Fields, inner: Fields, *, either: bool) -> bool | None:
+    flags = [
+        of.flag("tie_word_embeddings", default=False)
+        for of in (fields, inner)
+        if of.get("tie_word_embeddings") is not None
+    ]
+    return (any(flags) if either else flags[0]) if flags else None
+
+
+def _text_architecture(text: Fields, family: VisionFamily) -> str:
+    if family.text:
+        return family.text
+    kind = text.text("model_type", default="llama")
+    if kind not in _BY_TYPE:
+        raise text.error(
+            TEXT, f"model_type {kind} is not supported behind a vision tower; supported: {', '.join(_BY_TYPE)}"
+        )
+    return _BY_TYPE[kind]

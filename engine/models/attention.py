@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels.softmax import Softmax
+from engine.kernels.paged_attention import Softmax
 from engine.layers.linear import LinearSite, sigmoid_mul
 from engine.layers.norm import Normed, WholeNorm
 from engine.layers.rope import NormedRope, Turn, Unturned, head_order

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
-from engine.kernels.staging import Staging
+from engine.kernels.packed_memory import Staging
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
-from engine.model_files.tensor_names import SEEING_PARTS, TEXT_PARTS, text_name
+from engine.model_files.vision_config import TEXT_PARTS, VISION_PARTS, text_name
 from engine.models.dummy_weights import DummyTensors
 from engine.models.packed_gguf import PackedGGUF
 from engine.models.quantized_tensors import QuantizedTensors
@@ -281,16 +281,16 @@ def _names(stored: Collection[str]) -> dict[str, str]:
             text = {text_name(name): name for name in stored if name.startswith(part)}
             heads = {name.removeprefix("language_model."): name for name in stored}
             heads = {name: there for name, there in heads.items() if name.startswith(("lm_head.", "mtp."))}
-            return text | heads | _seeing_names(stored)
+            return text | heads | _vision_names(stored)
     return {name: name for name in stored}
 
 
-def _seeing_names(stored: Collection[str]) -> dict[str, str]:
+def _vision_names(stored: Collection[str]) -> dict[str, str]:
     found = {}
     for name in stored:
-        part = next((part for part in SEEING_PARTS if name.startswith(part)), None)
+        part = next((part for part in VISION_PARTS if name.startswith(part)), None)
         if part is not None:
-            found[name.replace(part, SEEING_PARTS[part], 1)] = name
+            found[name.replace(part, VISION_PARTS[part], 1)] = name
     return found
 
 

@@ -11,18 +11,17 @@ import torch
 
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
-from engine.layers.embedding import Embedding
-from engine.layers.linear import LinearSite, SiteShape
+from engine.layers.linear import Embedding, LinearSite, SiteShape
 from engine.layers.norm import add
 from engine.layers.recurrence import StepStates
-from engine.layers.turns import LayerTurns
+from engine.layers.rope import LayerRopes
 from engine.models.attention import Attend
 from engine.models.draft_model import DraftModel
 from engine.models.expert_balance import ExpertBalance
 from engine.models.layer import Layer, Mixture
 from engine.models.part import EMBEDDING, ModelPart
-from engine.models.vision.load import load_tower
 from engine.models.vision.tower import ImageRows
+from engine.models.vision.towers import load_tower
 from engine.parallel.collectives import Collectives
 
 Begun = tuple[torch.Tensor, ...]  # inputs of the layers: a row per token
@@ -66,7 +65,7 @@ class DenseDecoder:
         self.vision = load_tower(part)
         self._deepstack_levels = 0 if config.vision is None else config.vision.deepstack_levels
         part.leave_the_rest()
-        self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
+        self._turns = LayerRopes(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 
     @property
     def recordable(self) -> bool:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.background import start_in_thread
 from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import Placement, balanced, imbalance
+from engine.threads import start_in_thread
 
 log = logging.getLogger(__name__)
 

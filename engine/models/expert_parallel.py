@@ -7,13 +7,11 @@ one rank. The shared expert is replicated. Any replica of an expert may serve a 
 import torch
 from torch import Tensor
 
-from engine.layers.biased_experts import BiasedExperts
-from engine.layers.experts import Experts
+from engine.layers.experts import BiasedExperts, Experts
 from engine.layers.linear import LinearSite
 from engine.layers.norm import Normed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
-from engine.models.expert_mlp import SharedExpert, no_loads, weighed
-from engine.models.expert_weights import load_experts, load_router
+from engine.models.expert_mlp import SharedExpert, load_experts, load_router, no_loads, weighed
 from engine.models.part import ModelPart
 from engine.parallel.collectives import tree_sum
 from engine.parallel.expert_placement import Placement

@@ -4,8 +4,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from engine.layers.gates import GATES
-from engine.layers.linear import LinearSite, sums_matrix
+from engine.layers.linear import GATES, LinearSite, sums_matrix
 from engine.layers.norm import NoNorm, Norm, Normed, Scaled, add
 from engine.layers.rope import Turn
 from engine.model_files.head_config import family_of
@@ -13,10 +12,9 @@ from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend, Attention
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.expert_parallel import ExpertParallelMLP
-from engine.models.hybrid import DeltaMixer
-from engine.models.mamba import BesideMixers, MambaMixer
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
+from engine.models.recurrent import DeltaMixer, MambaMixer, ParallelMixers
 from engine.parallel.row_exchange import RowExchange
 
 Mixture = ExpertMLP | ExpertParallelMLP
@@ -41,7 +39,7 @@ _NORMS = {
 }
 
 
-RecurrentMixer = DeltaMixer | MambaMixer | BesideMixers
+RecurrentMixer = DeltaMixer | MambaMixer | ParallelMixers
 
 
 class Layer:
@@ -101,7 +99,7 @@ def _mixer(part: ModelPart, prefix: str, index: int, *, place: int) -> "Attentio
         mamba = MambaMixer(part, f"{prefix}mamba.", recurrent)
         if not recurrent.beside_attention:
             return mamba
-        return BesideMixers(Attention(part, f"{prefix}self_attn.", place=place), mamba)
+        return ParallelMixers(Attention(part, f"{prefix}self_attn.", place=place), mamba)
     kind = Attention if part.config.latent is None else LatentAttention
     return kind(part, f"{prefix}self_attn.", place=place)
 

@@ -11,14 +11,13 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import StandaloneModel
-from engine.models.eagle import EagleLayer
-from engine.models.nextn import NextnLayer
+from engine.models.eagle import EagleLayer, NextnLayer
 from engine.models.part import ModelPart
 from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
-from engine.quant.online import SCHEMES
+from engine.quant.integers import SCHEMES
 
 
 def load_model(

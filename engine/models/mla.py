@@ -34,12 +34,12 @@ class LatentAttention:
         heads = Cut(part.config.num_heads, part.share.heads)
         self._heads = len(heads)
         queries = heads.times(latent.query_dim)
-        turned_last = _query_order(part, latent, heads=len(heads))
+        rotated_last = _query_order(part, latent, heads=len(heads))
         first = Cut.whole(latent.q_rank) if latent.q_rank else queries
         self._begin_dim = len(first)
         name = "q_a_proj" if latent.q_rank else "q_proj"
         order = (
-            *(range(len(first)) if latent.q_rank else turned_last),
+            *(range(len(first)) if latent.q_rank else rotated_last),
             *(len(first) + row for row in _order(part, plain=latent.rank)),
         )
         names, cuts = [f"{prefix}{name}", f"{prefix}kv_a_proj_with_mqa"], [first, Cut.whole(latent.read_dim)]
@@ -50,7 +50,7 @@ class LatentAttention:
             names, cuts = [*names, *self._index.down_names], [*cuts, *self._index.down_cuts]
             up_names, up_cuts = [*up_names, *self._index.up_names], [*up_cuts, *self._index.up_cuts]
             order = (*order, *range(len(order), sum(map(len, cuts))))
-            turned_last = (*turned_last, *range(len(turned_last), sum(map(len, up_cuts))))
+            rotated_last = (*rotated_last, *range(len(rotated_last), sum(map(len, up_cuts))))
         self._index_dims = [] if latent.index is None else [latent.index.dim, latent.index.heads]
         self._down, down = part.columns(names, cuts, order=order)
         self.sites = [LinearSite(self._down, down)]
@@ -58,7 +58,7 @@ class LatentAttention:
         self._up: Linear | None = None
         if latent.q_rank:
             self._up_norm = _norm(part, f"{prefix}q_a_layernorm.weight", latent.q_rank)
-            self._up, up = part.columns(up_names, up_cuts, order=turned_last, inputs=latent.q_rank)
+            self._up, up = part.columns(up_names, up_cuts, order=rotated_last, inputs=latent.q_rank)
             self.sites.append(LinearSite(self._up, up))
         self._latent_norm = _norm(part, f"{prefix}kv_a_layernorm.weight", latent.rank)
         self._keys, self._values = _both(part, f"{prefix}kv_b_proj.weight", latent, heads)
@@ -73,8 +73,8 @@ class LatentAttention:
             q = self._up(self._up_norm(q.contiguous()))
         own = self._heads * latent.query_dim
         heads, index_q = q[:, :own].reshape(len(q), self._heads, latent.query_dim), q[:, own:]
-        plain, q_turned = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
-        both = apply_rope(torch.cat((q_turned, turned.unsqueeze(1)), 1), *turn)
+        plain, q_rotated = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
+        both = apply_rope(torch.cat((q_rotated, turned.unsqueeze(1)), 1), *turn)
         absorbed = torch.cat((self._keys(plain), both[:, :-1]), 2)
         latents = [self._latent_norm(kept.contiguous()), both[:, -1]]
         chooser: TokenChooser | None = None

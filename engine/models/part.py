@@ -12,7 +12,7 @@ from engine.layers.norm import LayerNorm, Norm, rms_norm
 from engine.layers.rope import head_order
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
-from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
+from engine.model_files.vision_config import CLIP, PROJECTOR, VISUAL
 from engine.models.cache_specs import layer_spec
 from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance
@@ -20,8 +20,7 @@ from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
 from engine.parallel.layout import ALONE, Cut, Extent, Place, cut_of, mlp_share, share_of
 from engine.parallel.row_exchange import RowExchange
-from engine.quant.integers import Weight, columns_of, rows_of
-from engine.quant.online import HEAD, Scheme, quantized
+from engine.quant.integers import HEAD, Scheme, Weight, columns_of, quantized, rows_of
 from service.flags import ConfigError
 
 EMBEDDING = "model.embed_tokens.weight"

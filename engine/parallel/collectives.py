@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.allreduce import SharedLines, allreduce
-from engine.kernels.failures import OUT_OF_STEP, failure
-from engine.parallel.region import SharedRegion
-from engine.parallel.region_plan import FLOAT_BYTES
+from engine.kernels.build import OUT_OF_STEP, failure
+from engine.parallel.region import FLOAT_BYTES, SharedRegion
 
 TAKES = -(1 << 62)  # as in allreduce.c
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.parallel.rank_connection import RankConnection
+from engine.parallel.network import RankConnection
 from engine.parallel.region import SharedRegion
 
 

@@ -119,3 +119,91 @@ def columns_of(weight: Weight, columns: slice) -> Weight:
     groups = slice(columns.start // weight.group, columns.stop // weight.group)
     offsets = None if weight.offsets is None else weight.offsets[:, groups]
     return replace(weight, values=values, scales=weight.scales[:, groups], offsets=offsets)
+
+
+# ---- Quantizes float weights at load (`--quantization`), named as in torchao.
+
+ROWS_AT_ONCE = 4096  # in fp32 at once
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How numbers are packed.
+
+    `group`: inputs per scale and offset; 0 for one scale per row, no offset.
+    """
+
+    bits: int
+    group: int
+
+
+SCHEMES = {
+    "int8wo": Scheme(8, 0),
+    "int4wo-32": Scheme(4, 32),
+    "int4wo-64": Scheme(4, 64),
+    "int4wo-128": Scheme(4, 128),
+}
+HEAD = SCHEMES["int8wo"]  # of every scheme, because sampling reads its output
+
+
+def quantized(weight: Tensor, scheme: Scheme) -> Integers:
+    """Round `weight` [out, in] to nearest; the last group may be shorter."""
+    parts = [_rounded(part.float(), scheme) for part in torch.split(weight, ROWS_AT_ONCE)]
+    values, scales, offsets = zip(*parts, strict=True)
+    return Integers(
+        torch.cat(values),
+        torch.cat(scales),
+        torch.cat(offsets) if scheme.group else None,
+        scheme.bits,
+        scheme.group or weight.shape[1],
+        weight.dtype,
+    )
+
+
+def _rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    if not scheme.group:
+        scales = _no_zeros(weight.abs().amax(dim=1, keepdim=True) / 127)
+        return (weight / scales).round_().to(torch.int8), scales, scales
+    rows, inputs = weight.shape
+    short = -inputs % scheme.group  # repeat the last value, which keeps min and max
+    filled = torch.cat((weight, weight[:, -1:].expand(-1, short)), dim=1).view(rows, -1, scheme.group)
+    least, most = filled.aminmax(dim=2)
+    scales = _no_zeros((most - least) / 15)
+    values = ((filled - least[..., None]) / scales[..., None]).round_().sub_(8)
+    return values.to(torch.int8).view(rows, -1)[:, :inputs], scales, least + 8 * scales
+
+
+def _no_zeros(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 1.0, scales)
+
+
+# ---- MXFP4 of gpt-oss: blocks of 32 4-bit values with a power of two as scale.
+#
+# Source: Open Compute Project, "Microscaling Formats (MX) Specification" 1.0.
+
+BLOCK = 32  # values that share a scale
+BIAS = 127
+NAN_SCALE = 255
+
+
+def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """[..., n * 32] in `dtype` from `blocks` [..., n, 16] uint8, low nibble first.
+
+    `scales` [..., n] uint8 are exponents plus 127 (255: NaN).
+    """
+    assert blocks.dtype == scales.dtype == torch.uint8, (blocks.dtype, scales.dtype)
+    assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)
+    both = torch.tensor(E2M1, dtype=torch.float32, device=blocks.device)
+    values = torch.stack([both[(blocks & 15).long()], both[(blocks >> 4).long()]], dim=-1).flatten(-2)
+    return (values * _powers(scales)[..., None]).to(dtype).flatten(-2)
+
+
+def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype) -> Integers:
+    """A matrix of `blocks` [rows, n, 16], `scales` [rows, n], still packed."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(torch.int8) - 8
+    return Integers(codes.flatten(1), _powers(scales), None, 4, BLOCK, dtype, e2m1=True)
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.to(torch.int32) - BIAS)
+    return powers.masked_fill_(scales == NAN_SCALE, torch.nan)

@@ -11,41 +11,36 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
-from engine.core.page_keys import KVIdentity
+from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.device.device import adapter_store
 from engine.device.forward_parts import ForwardParts
-from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.kv_memory import held_by, kept_specs
-from engine.device.measure import measured
+from engine.device.measure import MemoryGauge, await_share, measured
 from engine.device.memory_plan import kv_pages, with_fitting_prompts, with_state_slots
 from engine.device.pools import build_pools
 from engine.device.step_memory import MakeCapture, Recording, StepMemory, memory_for_graphs
-from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
+from engine.executor.warm_up import CudaGauge
 from engine.flags.images import cache_bytes
 from engine.flags.rank_rules import check_device
 from engine.flags.resolve import resolve, state_slots
-from engine.flags.speculation import most_drafted, with_drafter
+from engine.flags.speculation import max_drafted, with_drafter
 from engine.hicache.rank_files import FollowerFiles
 from engine.kv.cache_spec import page_bytes_of
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
-from engine.kv.identity import fingerprint_of, kv_identity
+from engine.kv.kv_pool import fingerprint_of, kv_identity
 from engine.kv.state_pool import StatePool
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion
-from engine.ranks.channel import Channel
 from engine.ranks.follower import Action, Follower, Reader
-from engine.ranks.links import Joint, RankLinks, links_of
-from engine.ranks.messages import NO_LIMIT, Loaded, PoolSize, Ready, Serving, ToFollower
+from engine.ranks.links import Joint, RankLinks, links_of, loader
+from engine.ranks.messages import NO_LIMIT, Channel, Loaded, PoolSize, Ready, Serving, ToFollower
 from engine.ranks.rank_checksum import RankChecksum, Tail
-from engine.ranks.rank_parts import RankUse, rank_parts, steps_of_rank
-from engine.ranks.rank_pools import RankPools
-from engine.ranks.same_kernels import kernels_here
-from engine.ranks.share import loader
+from engine.ranks.rank_parts import RankPools, RankUse, kernels_here, rank_parts, steps_of_rank
 from service.flags import ConfigError
 
 
@@ -114,7 +109,7 @@ def build_follower(
     states_bytes, slots, shadows = 0, NO_LIMIT, NO_LIMIT
     if recurrent:
         slot_bytes = StatePool.slot_bytes_of(model.state_specs())
-        drafted = most_drafted(config, decodes=use.decodes)
+        drafted = max_drafted(config, decodes=use.decodes)
         sized, shadows = with_state_slots(given, config, found, slot_bytes=slot_bytes, drafted=drafted)
         slots = state_slots(sized)
         states_bytes = (1 + slots + shadows) * slot_bytes

@@ -4,19 +4,20 @@ A follower that ends, fails or reads no messages is reported once, by name, and 
 """
 
 import contextlib
+import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.core.plan import Plan, StepResult
-from engine.ranks.answers import Answers, is_proven
-from engine.ranks.channel import Channel
-from engine.ranks.mail import Mail, MailThread
 from engine.ranks.messages import (
     NO_LIMIT,
     Apply,
+    Channel,
+    Done,
+    Failed,
     Loaded,
     PoolSize,
     Prepare,
@@ -27,9 +28,177 @@ from engine.ranks.messages import (
     ToLeader,
     step_of,
 )
-from engine.ranks.roll_call import RollCall
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, ChannelFull
+
+# ---- Answers of a group's followers, and the first one's end. Pure.
+
+
+class EndOfGroup(NamedTuple):
+    """Reason for the end, with the rank; `refused`: a wrong flag or file."""
+
+    text: str
+    refused: bool
+
+
+def is_proven(plan: Plan, *, copies_beside: bool = False) -> bool:
+    """Return True if the result of `plan`, or a later one, proves that every rank ran it.
+
+    Each sum of a forward needs all ranks, on GPUs after writing the layer's KV. Copies without a
+    forward, or parallel to it (`copies_beside`), need no sum, and a transfer peer may write those
+    pages next, so followers answer such steps.
+    """
+    return not plan.copies_pages or (bool(plan.items) and not copies_beside)
+
+
+class Answers:
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+        self.end: EndOfGroup | None = None
+        self._by_key: dict[Hashable, dict[int, Any]] = {}  # by answered message: rank -> answer
+        self._calls: dict[Hashable, Callable[[], None]] = {}  # due when all have answered
+        self._number = 0
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def take(self, rank: int, message: ToLeader) -> None:
+        """Record a message; Ready and Serving answer their types, `Done` its number."""
+        if isinstance(message, Failed):
+            self.note_end(f"{self.names[rank]}: {message.text}", refused=message.refused)
+            return
+        key = message.number if isinstance(message, Done) else type(message)
+        self._by_key.setdefault(key, {})[rank] = message
+
+    def note_end(self, text: str, *, refused: bool = False) -> None:
+        """Record an end; the first one counts."""
+        if self.end is None:
+            self.end = EndOfGroup(text, refused)
+
+    def has_all(self, key: Hashable) -> bool:
+        return len(self._by_key.get(key, ())) == len(self.names)
+
+    def when_all(self, key: Hashable, call: Callable[[], None]) -> None:
+        """Queue `call` for `take_calls` until all have answered `key`."""
+        self._calls[key] = call
+
+    def take_calls(self) -> list[Callable[[], None]]:
+        return [self._calls.pop(key) for key in list(self._calls) if self.has_all(key)]
+
+    def pop(self, key: Hashable) -> dict[int, Any]:
+        return self._by_key.pop(key, {})
+
+    def missing(self, key: Hashable) -> str:
+        there = self._by_key.get(key, {})
+        return ", ".join(name for rank, name in self.names.items() if rank not in there)
+
+
+# ---- Leader's receiver thread for all followers' sockets.
+
+# (rank, message or None at its end) -> False to stop
+Take = Callable[[int, ToLeader | None], bool]
+
+
+class Mail(Protocol):
+    def start(self, take: Take, tick: Callable[[], None]) -> None:
+        """Start; `tick` is also called without messages."""
+
+    def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Return False after `timeout_s`."""
+
+    def notify(self) -> None:
+        """Let waiting threads check again."""
+
+    def close(self) -> None:
+        """Stop; all channels are shut."""
+
+
+class ReceiverThread:
+    """Thread over `channels`; `every_s` bounds the time between ticks."""
+
+    def __init__(self, channels: Mapping[int, Channel[ToLeader]], *, every_s: float | None) -> None:
+        self._channels = channels
+        self._every_s = every_s
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, take: Take, tick: Callable[[], None]) -> None:
+        if not self._channels:
+            return
+        self._thread = threading.Thread(target=self._read_all, args=(take, tick), name="followers", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(there, timeout_s)
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _read_all(self, take: Take, tick: Callable[[], None]) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, rank)
+            while not self._closed:
+                for key, _ in selector.select(self._every_s):
+                    if not self._read(key.data, take):
+                        return
+                tick()
+
+    def _read(self, rank: int, take: Take) -> bool:
+        message: ToLeader | None
+        try:
+            message = self._channels[rank].receive()
+        except ChannelClosed:
+            message = None
+        wanted = take(rank, message)
+        self.notify()
+        return wanted
+
+
+# ---- Liveness probe of followers: a group ends if one does not answer. Pure.
+#
+# The watchdog finds ranks that hang in a step; an idle decode worker would not miss one otherwise.
+
+REQUESTS_PER_LIMIT = 4
+STEPS_AHEAD = 2.0  # it queues after steps, each up to the limit
+
+
+class LivenessProbe:
+    """Timer; `limit_s`: longest step, 0 or less disables."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.every_s = limit_s / REQUESTS_PER_LIMIT if limit_s > 0 else None
+        self._longest_s = STEPS_AHEAD * limit_s
+        self._asked_at_s: float | None = None
+        self._waiting = False
+
+    def due(self, now_s: float) -> bool:
+        """Return True, and count one, if a probe is due."""
+        if self.every_s is None or self._waiting or now_s - (self._asked_at_s or 0.0) < self.every_s:
+            return False
+        self._asked_at_s, self._waiting = now_s, True
+        return True
+
+    def answered(self) -> None:
+        self._waiting = False
+
+    def late_s(self, now_s: float) -> float | None:
+        """Age of an overdue answer."""
+        if not self._waiting or self._asked_at_s is None or now_s - self._asked_at_s <= self._longest_s:
+            return None
+        return now_s - self._asked_at_s
+
+
+# ---- followers
 
 
 class Process(Protocol):
@@ -81,9 +250,9 @@ class Followers:
         self._num_first = num_first
         self._closing = False
         self._serving = False
-        self._roll_call = RollCall(limit_s)
+        self._liveness_probe = LivenessProbe(limit_s)
         self._asked: Pending | None = None
-        self._mail = MailThread(self._channels, every_s=self._roll_call.every_s) if mail is None else mail
+        self._mail = ReceiverThread(self._channels, every_s=self._liveness_probe.every_s) if mail is None else mail
         self._mail.start(self._take, self._ask)
 
     def await_loaded(self, *, timeout_s: float) -> None:
@@ -218,13 +387,13 @@ class Followers:
         if self._asked is not None and self._asked.there():
             self._asked.wait()
             self._asked = None
-            self._roll_call.answered()
-        if (late_s := self._roll_call.late_s(now_s)) is not None:
+            self._liveness_probe.answered()
+        if (late_s := self._liveness_probe.late_s(now_s)) is not None:
             missing = self.answers.missing(self._asked.number if self._asked is not None else None)
             self._note(
                 partial(self.answers.note_end, f"{missing}: takes no messages for {late_s:.1f} s (--watchdog-timeout)")
             )
-        elif self._roll_call.due(now_s):
+        elif self._liveness_probe.due(now_s):
             self._asked = self.apply("answer")
 
     def _note(self, note: Callable[[], None]) -> None:

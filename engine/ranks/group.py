@@ -12,15 +12,20 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from engine.background import start_in_thread
-from engine.loop.occupation import KVMemory
-from engine.loop.profile_control import Profiler
-from engine.lora.store import LoraStore
+from engine.config import EngineConfig
+from engine.core.mem_cache.disk_tier import DiskRead, DiskWrite
+from engine.device.kv_memory import held_by
+from engine.flags.nodes import leader_of
+from engine.hicache.build import RankFiles
+from engine.kv.cache_spec import CacheSpec, page_bytes_of
+from engine.loop.control import KVMemory, Profiler
+from engine.lora.bank import LoraStore
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.ranks.followers import Followers, GroupEnded
-from engine.ranks.links import Joint, RankLinks
+from engine.ranks.links import Joint, RankLinks, place_of
+from engine.threads import start_in_thread
 from service.flags import ConfigError
 
 T = TypeVar("T")
@@ -173,3 +178,32 @@ def _on_all_ranks(followers: Followers, name: str, path: str, read: Callable[[],
         followers.apply("forget", number=prepared.number).wait()
         raise
     return own, prepared.number
+
+
+# ---- Disk tier over ranks: followers read and write their parts of pages.
+
+
+def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSpec], followers: Followers) -> RankFiles:
+    own, drafters = [spec for spec in specs if not spec.drafter], [spec for spec in specs if spec.drafter]
+    assert len({(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in own}) == 1, specs
+    held = [held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)]
+    layers = [own[:1] * len(h.layers) if not drafters else [*own, *drafters] for h in held]
+    sizes = [
+        page_bytes_of(of_rank, config.page_size, units=len(h.units)) for of_rank, h in zip(layers, held, strict=True)
+    ]
+    return RankFiles(leader_of(config), sizes, GroupFiles(followers))
+
+
+class GroupFiles:
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+
+    def read(self, work: DiskRead) -> Callable[[], dict[int, str]]:
+        return self._apply("read_page", work)
+
+    def write(self, work: DiskWrite) -> Callable[[], dict[int, str]]:
+        return self._apply("write_page", work)
+
+    def _apply(self, name: str, work: DiskRead | DiskWrite) -> Callable[[], dict[int, str]]:
+        identity = msgspec.to_builtins(work.identity)
+        return self._followers.apply(name, key=work.key, host_page=work.host_page, identity=identity).wait

@@ -3,32 +3,60 @@
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device.graphs import most_recorded_rows
-from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
+from engine.device.graphs import max_recorded_rows
+from engine.executor.forward import PROMPT_LOGPROB_ROWS, FutureMap
+from engine.flags.expert_flags import expert_plan
+from engine.flags.model_source import dummy_paths
 from engine.flags.nodes import SUM
 from engine.flags.resolve import largest_prompt_step, limits
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
+from engine.models.decoder import DenseDecoder
+from engine.models.load import load_model
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
 from engine.parallel.layout import Place
-from engine.parallel.nccl import NcclCollectives
-from engine.parallel.network import NetworkCollectives
-from engine.parallel.process_groups import RankGroups
-from engine.parallel.rank_connection import RankConnection
-from engine.parallel.region import SharedRegion
-from engine.parallel.region_plan import RegionPlan
+from engine.parallel.network import NetworkCollectives, RankConnection
+from engine.parallel.process_groups import NcclCollectives, RankGroups
+from engine.parallel.region import RegionPlan, SharedRegion, SharedTokens
 from engine.parallel.row_exchange import RowExchange
-from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.stage_link import GroupLink, HiddenStates, NetworkStageLink, StageLink
-from engine.ranks.stages import StageInput
 
-MOST_LINK_ROWS = 1024  # hidden states of more tokens are sent in parts
+# ---- Input of a pipeline stage.
+
+
+class StageInput:
+    """Hidden states of the previous stage, instead of tokens.
+
+    `room` [rows, hidden]: input of recorded steps. The link is outside graphs: padding may differ.
+    """
+
+    def __init__(self, link: HiddenStates, *, room: Tensor | None = None) -> None:
+        self._link = link
+        self._room = torch.empty(0) if room is None else room
+
+    def resolve(self, token_ids: Tensor) -> Tensor:
+        """Receive [T, hidden]. Raises RanksEnded."""
+        return self._link.receive(len(token_ids))
+
+    def fill(self, rows: int) -> None:
+        self._room[:rows].copy_(self._link.receive(rows))
+
+    def recorded(self, token_ids: Tensor) -> Tensor:
+        """Copy the input: layers change it, and padded rows must not grow over replays."""
+        return self._room[: len(token_ids)].clone()
+
+
+# ---- links
+
+MAX_LINK_ROWS = 1024  # hidden states of more tokens are sent in parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +107,7 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
         vocab=model.vocab_size,
         slots=config.max_running_requests + 1,
         hidden=model.hidden_size,
-        link_rows=min(largest_prompt_step(config), MOST_LINK_ROWS) if config.pp_size > 1 else 0,
+        link_rows=min(largest_prompt_step(config), MAX_LINK_ROWS) if config.pp_size > 1 else 0,
         link_depth=2 * limits(config).micro_batches,
     )
 
@@ -135,7 +163,7 @@ def stage_input(links: RankLinks, config: EngineConfig, model: ModelConfig) -> S
         return None
     if links.tokens is not None or config.disable_cuda_graph:  # on a CPU, or no step is recorded
         return StageInput(links.before)
-    shape = most_recorded_rows(config), model.hidden_size
+    shape = max_recorded_rows(config), model.hidden_size
     return StageInput(links.before, room=torch.zeros(shape, dtype=DTYPES[config.dtype], device=config.device))
 
 
@@ -174,3 +202,82 @@ def _collectives(
         machine=place.tp_rank // here,
         others=sums,
     )
+
+
+# ---- Loader of a rank's part of a checkpoint.
+
+Load = Callable[..., DenseDecoder]  # (model_path, config, progress=...)
+
+
+def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, load: Load = load_model) -> Load:
+    """`links` is None for a single rank."""
+    share: dict[str, Any] = {"reduce_units": config.reduce_units} if config.reduce_units or links else {}
+    if model.drafter is not None:
+        share["drafter"] = model.drafter
+    if dummies := dummy_paths(config):
+        share["dummies"] = dummies
+    if links is not None:
+        share |= {
+            "place": links.place,
+            "collectives": links.collectives,
+            "exchange": links.exchange,
+            "experts": expert_plan(config, model),
+        }
+    return partial(
+        load,
+        dtype=config.dtype,
+        device=config.device,
+        context_length=config.context_length,
+        quantization=config.quantization,
+        **share,
+    )
+
+
+# ---- Future map over ranks: the leader samples, followers need the tokens in the next step.
+#
+# On CPUs it is shared memory; followers wait for a count of sampled steps. The leader overwrites a
+# row in a later step only, whose logits need every follower. GPUs have copies, broadcast in stream
+# order. Pipeline stages plan with known tokens.
+
+
+class LeaderFutureMap(FutureMap):
+    def __init__(self, shared: SharedTokens) -> None:
+        super().__init__(shared.row)
+        self._shared = shared
+
+    def store(self, slots: Tensor, tokens: Tensor) -> None:
+        self._shared.publish(slots, tokens)
+
+
+class FollowerFutureMap(FutureMap):
+    def __init__(self, shared: SharedTokens) -> None:
+        super().__init__(shared.row)
+        self._shared = shared
+
+    def resolve(self, token_ids: Tensor) -> Tensor:
+        if bool((token_ids < 0).any()):
+            self._shared.wait(self._shared.sampled)
+        return super().resolve(token_ids)
+
+    def on_sampled(self) -> None:
+        self._shared.sampled += 1
+
+    def store(self, slots: Tensor, tokens: Tensor) -> None:
+        raise AssertionError("a follower samples nothing")
+
+
+class SentFutureMap(FutureMap):
+    def __init__(self, last: Tensor, share: Callable[[Tensor], None]) -> None:
+        super().__init__(last)
+        self._share = share
+
+    def on_sampled(self) -> None:
+        self._share(self._last)
+
+
+def future_map_of(links: RankLinks, *, leads: bool, device: torch.device, num_slots: int) -> FutureMap:
+    if links.tokens is not None:
+        return LeaderFutureMap(links.tokens) if leads else FollowerFutureMap(links.tokens)
+    if links.share is None:
+        return FutureMap.on(device, num_slots=num_slots)
+    return SentFutureMap(torch.zeros(num_slots + 1, dtype=torch.int64, device=device), links.share)

@@ -1,4 +1,4 @@
-"""Messages of leader and followers: msgpack of tagged arrays, one per frame (channel.py).
+"""Messages of leader and followers: msgpack of tagged arrays, one per frame (messages.py).
 
     leader   -> follower: PoolSize, Step, Prepare, Apply
     follower -> leader:   Loaded, Ready, Serving, Done, Failed
@@ -7,13 +7,14 @@ A `Step` has a forward's view of a plan, in columns, without names, prompts, sam
 masks: 3 KB for 256 decodes. Pixels go to the first stage only, with the step that encodes them.
 """
 
+import socket
 import sys
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from engine.core.backups import CopySize
 from engine.core.dp_step import AgreedStep
+from engine.core.mem_cache.backups import CopySize
 from engine.core.plan import (
     FeatureLand,
     ItemImages,
@@ -24,11 +25,12 @@ from engine.core.plan import (
     PlanItem,
     SlotOpen,
     StateCopy,
-    StateRewind,
+    StateRollback,
 )
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
+from service.process.message_stream import LONGEST_BYTES, MessageStream
 
 
 class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -214,7 +216,7 @@ def plan_of(step: Step) -> Plan:
         opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter, state) for slot, adapter, state in step.opens],
         states=[StateCopy(src, dst) for src, dst in step.states],
         snapshots=[StateCopy(src, dst) for src, dst in step.snapshots],
-        rewinds=[StateRewind(slot, length) for slot, length in step.rewinds],
+        rewinds=[StateRollback(slot, length) for slot, length in step.rewinds],
         saves=[PageSave(*save) for save in step.saves],
         loads=[PageLoad(*load) for load in step.loads],
         drops=step.drops,
@@ -266,3 +268,44 @@ def _items(step: Step) -> list[PlanItem]:
         )
         at += length
     return items
+
+
+# ---- Ordered messages between a leader and one follower, with end of file at either's end.
+
+M = TypeVar("M")
+
+
+class Channel(Generic[M]):
+    """Channel end: any thread sends, one receives messages of type `receives`."""
+
+    def __init__(self, end: socket.socket, receives: type[M], *, max_unsent_bytes: int | None = None) -> None:
+        self._end = MessageStream(end, max_unsent_bytes=max_unsent_bytes)
+        self._decoder = msgspec.msgpack.Decoder(receives)
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: ToFollower | ToLeader) -> None:
+        """Never blocks. Raises ChannelFull and ChannelClosed."""
+        self._end.put(msgspec.msgpack.encode(message))
+
+    def receive(self) -> M:
+        """Raises ChannelClosed."""
+        return self._decoder.decode(self._end.get())
+
+    def shut(self) -> None:
+        """End both sides: a waiting `receive` raises ChannelClosed."""
+        self._end.shut()
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def leader_end(end: socket.socket, *, sees: bool = False) -> Channel[ToLeader]:
+    """`sees`: several steps with image pixels may queue."""
+    most = LONGEST_BYTES if sees else None
+    return Channel(end, ToLeader, max_unsent_bytes=most)  # type: ignore[arg-type]
+
+
+def follower_end(descriptor: int) -> Channel[ToFollower]:
+    return Channel(socket.socket(fileno=descriptor), ToFollower)  # type: ignore[arg-type]

@@ -1,13 +1,15 @@
 """Checksum of one rank's part of transferred KV: pages and `Memory.tail`."""
 
+import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.kernels.page_sums import page_sums_for
-from engine.kv.held import HeldKV, total
+from engine.kv.cache_spec import CopiesDiffer, KVShard, total
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_checksum import WINDOWS, PageChecksum
-from engine.kv.state_checksum import StateChecksum
-from engine.ranks.rank_pools import RankPools
+from engine.kv.page_checksum import WINDOWS, PageChecksum, StateChecksum
+from engine.ranks.followers import Followers
+from engine.ranks.rank_parts import RankPools
 
 Tail = Sequence[Sequence[int]]
 Parts = Callable[[], Mapping[str, int] | None]  # by part of the model's memory; None: not computed yet, poll again
@@ -66,5 +68,40 @@ def alone(own: OwnChecksum) -> Callable[[Sequence[int], Tail, int | None], Value
     return of
 
 
-def _all_layers(held: HeldKV, pool: KVPool) -> HeldKV:
-    return HeldKV(held.units, held.num_units, range(pool.num_parts), pool.num_parts)
+def _all_layers(held: KVShard, pool: KVPool) -> KVShard:
+    return KVShard(held.units, held.num_units, range(pool.num_parts), pool.num_parts)
+
+
+# ---- Checksum of transferred KV over all ranks of a group.
+
+log = logging.getLogger(__name__)
+
+
+class GroupChecksum:
+    """Checksum over all ranks' parts, the leader's by `own`.
+
+    Peers write every copy of a part, so each is checked; different copies give a random value.
+    """
+
+    def __init__(self, own: OwnChecksum, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def __call__(self, pages: Sequence[int], tail: Tail = (), num_tokens: int | None = None) -> Value:
+        beside = [list(items) for items in tail]
+        theirs = self._followers.apply("checksum", pages=list(pages), tail=beside, num_tokens=num_tokens)
+        own, found = self._own(pages, tail, num_tokens), list[int]()  # once available; answers are gone then
+
+        def value() -> int | None:
+            mine = own()
+            if mine is None or not (found or theirs.there()):
+                return None
+            if not found:
+                try:
+                    found.append(total([mine, *theirs.wait().values()]))
+                except CopiesDiffer as error:
+                    log.error("ranks hold the same %s, and their bytes differ", error)
+                    found.append(secrets.randbits(63))
+            return found[0]
+
+        return value

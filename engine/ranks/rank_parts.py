@@ -1,6 +1,6 @@
 """What computes a follower's part of steps: over its KV pool, or while memory is measured over a pool of scratch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,14 +13,19 @@ from engine.device.forward_parts import ForwardParts, build_forward, context_pag
 from engine.device.graphs import make_graphs
 from engine.device.host_copies import make_copies
 from engine.device.step_memory import Recording, StepMemory
-from engine.executor.recorded_ends import FollowedEnd
+from engine.executor.graphs import FollowedEnd
+from engine.kernels.allreduce import allreduce
+from engine.kernels.linear import linear_kernel
+from engine.kernels.tape import tape_library
+from engine.kv.cache_spec import KVShard
 from engine.kv.kv_pool import AllocateBytes, KVPool
+from engine.kv.state_pool import StatePool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import share_of
-from engine.ranks.future_maps import future_map_of
-from engine.ranks.links import RankLinks, stage_input
-from engine.ranks.rank_runner import RankRunner
+from engine.ranks.follower import RankRunner
+from engine.ranks.links import RankLinks, future_map_of, stage_input
+from service.flags import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +87,41 @@ def steps_of_rank(
     yield runner.run
     if pool.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+# ---- Memory pools of a rank, with their part of the model's.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPools:
+    kv: KVPool
+    held: KVShard
+    states: StatePool | None = None
+    windows: KVPool | None = None
+
+
+# ---- Check that all ranks have the same C kernels, since other arithmetic rounds differently.
+
+_KERNELS: Mapping[str, Callable[[], object]] = {
+    "linear.c": linear_kernel,
+    "allreduce.c": allreduce,
+    "team.c": tape_library,
+}
+
+
+def kernels_here() -> list[str]:
+    return [name for name, find in _KERNELS.items() if find() is not None]
+
+
+def check_same_kernels(own: Sequence[str], of_followers: Mapping[int, Sequence[str]]) -> None:
+    """Raises ConfigError with the first different rank."""
+    for rank, theirs in sorted(of_followers.items()):
+        if list(theirs) != list(own):
+            raise ConfigError(
+                f"rank {rank} has {_said(theirs)}, the leader {_said(own)}, so their steps would differ; see in the log of that "
+                "rank what is missing, or set TANDEM_NO_C_KERNELS=1 for all"
+            )
+
+
+def _said(names: Sequence[str]) -> str:
+    return f"the C kernels {', '.join(names)}" if names else "no C kernels"

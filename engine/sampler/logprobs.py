@@ -60,7 +60,7 @@ def log_norms(logits: Tensor) -> Tensor:
     torch splits a sum by the number of rows, so rows are processed one by one.
     """
     if logits.device.type != "cpu" and find_spec("triton") is not None:
-        from engine.kernels.triton_sample import log_norms as by_triton
+        from engine.kernels.triton.sample import log_norms as by_triton
 
         return by_triton(logits)
     return torch.cat([row.logsumexp(-1) for row in logits.split(1)]) if len(logits) else logits.new_empty(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.plan import SlotOpen
-from engine.kv.upload import upload
+from engine.kv.step_batch import upload
 
 
 @dataclass(frozen=True, slots=True)

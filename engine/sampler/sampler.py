@@ -6,15 +6,17 @@ Logits are edited (penalties, logit_bias, min_new_tokens, grammar mask), sampled
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from engine.core.plan import SlotOpen
 from engine.kernels.sample import SampledRows, sample_kernel
-from engine.kv.upload import upload
-from engine.sampler.gumbel import sample_keys
+from engine.kv.step_batch import upload
 from engine.sampler.penalties import Penalties, PenaltyRows
-from engine.sampler.sampling import row_max, sample_tokens
+from engine.sampler.sampling import row_max, sample_keys, sample_tokens
 from engine.sampler.token_mask import TokenMask
 from engine.sampling_params import SamplingParams
 
@@ -218,3 +220,43 @@ def top_k_of(params: SamplingParams, vocab_size: int) -> int:
 
 def log_min_p_of(params: SamplingParams) -> float:
     return math.log(params.min_p) if params.min_p > 0 else -math.inf
+
+
+# ---- Choice of a sampler, without importing a missing Triton.
+
+NOT_SAMPLED = -1  # an output_len
+
+
+class TokenSampler(Protocol):
+    def open(self, slot: SlotOpen) -> None: ...
+
+    def close(self, slot: int) -> None: ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        output_lens: Sequence[int],
+        *,
+        mask: TokenMask | None = None,
+        drafts: Sequence[int | None] = (),
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def guess(self, logits: Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Tensor: ...
+
+
+@runtime_checkable
+class CapturableSampler(TokenSampler, Protocol):
+    """Sampler with capturable calls: it reads nothing on the host."""
+
+    def sample_on_device(self, logits: Tensor, slots: Tensor, output_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """`sample` with int64[n] on the device; NOT_SAMPLED rows give 0."""
+
+
+def make_sampler(*, num_slots: int, vocab_size: int, device: torch.device, in_graphs: bool = False) -> TokenSampler:
+    """Make Triton's sampler on GPUs; all give the same tokens."""
+    if in_graphs or (device.type == "cuda" and find_spec("triton") is not None):
+        from engine.sampler.triton_sampler import TritonSampler
+
+        return TritonSampler(num_slots=num_slots, vocab_size=vocab_size, device=device)
+    return Sampler(num_slots=num_slots, vocab_size=vocab_size, device=device)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.upload import upload
+from engine.kv.step_batch import upload
 
 WORD_BITS = 32
 

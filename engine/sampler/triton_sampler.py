@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import SlotOpen
-from engine.kernels import triton_sample
-from engine.kernels.triton_sample import RowMasks
-from engine.kv.splitmix import signed
-from engine.kv.upload import upload, upload_into
+from engine.kernels.triton import sample as triton_sample
+from engine.kernels.triton.sample import RowMasks
+from engine.kv.page_checksum import signed
+from engine.kv.step_batch import upload, upload_into
 from engine.sampler.sampler import end_ids, log_min_p_of, seed_of, top_k_of
 from engine.sampler.token_mask import TokenMask
 
 
 class TritonSampler:
-    """`Sampler` with the same tokens (engine/kernels/triton_sample.py); row `num_slots` is padding."""
+    """`Sampler` with the same tokens (engine/kernels/triton/sample.py); row `num_slots` is padding."""
 
     def __init__(self, *, num_slots: int, vocab_size: int, device: str | torch.device) -> None:
         assert vocab_size <= triton_sample.MOST_TOKENS, vocab_size

@@ -1,7 +1,7 @@
 """Chat messages to a prompt by a Jinja template, in transformers' sandbox."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,9 +12,10 @@ from jinja2.nodes import CallBlock
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.model_files.folder import ModelFolder, open_folder
+from engine.model_files.directory import ModelDirectory, open_directory
 from engine.text.template_reads import reads_of
 from service.flags import ConfigError
+from service.http.errors import object_of
 
 _FAILURES = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError),
@@ -68,10 +69,10 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    model: str | Path | ModelFolder, *, special_tokens: dict[str, str], tools: bool = False
+    model: str | Path | ModelDirectory, *, special_tokens: dict[str, str], tools: bool = False
 ) -> ChatTemplate | None:
     """Load the template for requests with or without `tools`, if any. Raises ConfigError."""
-    folder = open_folder(model)
+    folder = open_directory(model)
     source = folder.template(tools=tools)
     if source is None:
         return None
@@ -110,3 +111,112 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+# ---- Template values that are both text and object or list.
+
+
+class _Written:
+    def __add__(self, other: Any) -> Any:
+        return str(self) + other if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return other + str(self) if isinstance(other, str) else NotImplemented
+
+
+class TextPart(_Written, dict[str, Any]):
+    def __init__(self, text: str) -> None:
+        super().__init__(type="text", text=text)
+
+    def __str__(self) -> str:
+        return str(self["text"])
+
+
+class Parts(_Written, list[Any]):
+    """Parts of a content; as text, one per line."""
+
+    @classmethod
+    def of_text(cls, text: str) -> "Parts":
+        return cls([TextPart(text)])
+
+    def __str__(self) -> str:
+        return joined(self)
+
+    def __bool__(self) -> bool:
+        """False if all texts are empty."""
+        return any(str(part) if isinstance(part, TextPart) else True for part in self)
+
+    def __contains__(self, item: object) -> bool:
+        return item in str(self) if isinstance(item, str) else super().__contains__(item)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(str(self), name)
+
+
+class CallArguments(_Written, dict[str, Any]):
+    """Arguments of a call: the object in `text`, rendered as `text`; empty for other JSON."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(object_of(text.encode()))
+        self._text = text
+
+    @classmethod
+    def of(cls, given: Any) -> "CallArguments":
+        """`given`: JSON text, or the value."""
+        if isinstance(given, str):
+            return cls(given or "{}")
+        return cls(json.dumps({} if given is None else given, ensure_ascii=False))
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def joined(parts: Iterable[Any]) -> str:
+    """Texts of parts, one per line, as in vLLM."""
+    return "\n".join(str(part) for part in parts if isinstance(part, TextPart))
+
+
+# ---- Prompts that end inside the last message, which the answer continues.
+#
+# As in transformers, the message is rendered with a mark at its end, where the prompt is cut.
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_MARK = "CONTINUED-FROM-HERE "  # the space disappears if the template trims the message
+
+Message = dict[str, Any]
+
+
+def render_continued(
+    render: Callable[[list[Message]], str], messages: list[Message], *, in_reasoning: bool
+) -> tuple[str, str] | None:
+    """Return the prompt up to the message, and the message's rendered end.
+
+    `in_reasoning`: the message is unfinished reasoning; if the template omits it, continue its
+    empty content.
+    """
+    for message, end in _marked(messages[-1], in_reasoning):
+        text = render([*messages[:-1], message])
+        at = text.rfind(_MARK.rstrip())
+        if at >= 0:
+            return _split(text[:at] if text.startswith(_MARK, at) else text[:at].rstrip(), end)
+    return None
+
+
+def _marked(message: Message, in_reasoning: bool) -> Iterator[tuple[Message, str]]:
+    if in_reasoning:
+        written = {name: message[name] + _MARK for name in REASONING if name in message}
+        yield message | written, message["reasoning_content"]
+    content = "" if message["content"] is None else message["content"]
+    if isinstance(content, str):
+        yield message | {"content": content + _MARK}, content
+    elif isinstance(content[-1], TextPart):
+        end = content[-1]["text"]
+        yield message | {"content": Parts([*content[:-1], TextPart(end + _MARK)])}, end
+
+
+def _split(text: str, end: str) -> tuple[str, str]:
+    end = end if text.endswith(end) else end.rstrip()
+    same = 0
+    while same < min(len(text), len(end)) and text[-1 - same] == end[-1 - same]:
+        same += 1
+    return text[: len(text) - same], text[len(text) - same :]

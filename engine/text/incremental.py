@@ -7,12 +7,100 @@ window:  [ context ... | new ids ...          ]      decoded together: correct s
 text:    [ already given out | final | broken ]      broken: an incomplete character
 """
 
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from re import _parser  # type: ignore[attr-defined]  # private, but the only one that computes a pattern's width (3.11+)
 
+import re2  # type: ignore[import-untyped]
+
+from engine.core.request import Stops
 from engine.messages import FinishReason
-from engine.text.stop_regex import reach_of
+from engine.sampling_params import InvalidParam, SamplingParams
 from engine.text.tokenizer import BROKEN, Tokenizer
+
+# ---- Stop regexes: checked on arrival, searched by the scheduler.
+#
+# RE2 (https://github.com/google/re2) needs linear time and bounded memory, so no pattern can stall
+# a
+# scheduler; it has no backreferences and lookaround. Python's parser computes the maximum match
+# length.
+
+MAX_REACH = 256  # characters of a match; longer ones may be missed, because sent text cannot be taken back
+MAX_INSTRUCTIONS = 1000  # of all patterns of a request: at most 1 or 2 ms per token, mostly microseconds
+MAX_MEMORY_BYTES = 1 << 20
+FIELD = "stop_regex"
+
+
+class StopRegex:
+    """A stop regex. `reach`: maximum match in characters; a stream holds back one less."""
+
+    def __init__(self, pattern: str) -> None:
+        """Raises InvalidParam."""
+        self.pattern = pattern
+        self.reach = reach_of(pattern)
+        self._compiled = _compiled(pattern)
+        if self._compiled.search("") is not None:
+            raise InvalidParam(FIELD, f"{_shown(pattern)} matches the empty text: every answer would end at once")
+
+    @property
+    def size(self) -> int:
+        """Maximum steps per character."""
+        return int(self._compiled.programsize)
+
+    def begin(self, text: str, *, start: int, beyond: int) -> int | None:
+        """Start of the first match from `start` on that ends after `beyond`.
+
+        Earlier text is context for ^ and \\b.
+        """
+        return next((match.start() for match in self._compiled.finditer(text, start) if match.end() > beyond), None)
+
+
+def compile_all(patterns: tuple[str, ...]) -> tuple[StopRegex, ...]:
+    """Raises InvalidParam."""
+    regexes = tuple(StopRegex(pattern) for pattern in patterns)
+    size = sum(regex.size for regex in regexes)
+    if size > MAX_INSTRUCTIONS:
+        raise InvalidParam(FIELD, f"too large: {size} RE2 instructions, at most {MAX_INSTRUCTIONS}; repeat fewer times")
+    return regexes
+
+
+def _compiled(pattern: str) -> "re2._Regexp":
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MAX_MEMORY_BYTES
+    try:
+        return re2.compile(pattern, options)
+    except (re2.error, UnicodeEncodeError) as error:
+        reason = error.args[0] if isinstance(error, re2.error) else "it is not valid Unicode"
+        raise _invalid(pattern, reason.decode(errors="replace") if isinstance(reason, bytes) else reason) from None
+
+
+def reach_of(pattern: str) -> int:
+    """Maximum match length by Python's parser, which may differ from RE2."""
+    if "{," in pattern:
+        raise _invalid(pattern, "write {0,n} instead of {,n}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            width = int(_parser.parse(pattern).getwidth()[1])
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _invalid(pattern, "nested too deeply" if isinstance(error, RecursionError) else str(error)) from None
+    return max(1, min(width, MAX_REACH))
+
+
+def _invalid(pattern: str, reason: str) -> InvalidParam:
+    return InvalidParam(
+        FIELD, f"{_shown(pattern)} is no regular expression that can be followed (RE2 syntax): {reason}"
+    )
+
+
+def _shown(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 80 else pattern[:77] + "...")
+
+
+# ---- incremental
 
 Span = tuple[int, int]  # start and end in a text, in characters
 
@@ -25,14 +113,14 @@ PROMPT_TAIL_TOKENS = 8  # context from the prompt
 class IncrementalText:
     """Text of growing ids; gives out each character once, when complete.
 
-    `prompt_tail`: last prompt ids, for the first space or a split character; only those after the
+    `prompt_remainder`: last prompt ids, for the first space or a split character; only those after the
     last special token count. `num_chars`: given out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, prompt_tail: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, prompt_remainder: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._window = _from_whole_character(tokenizer, _after_last(tokenizer.special_ids, prompt_tail))
+        self._window = _from_whole_character(tokenizer, _after_last(tokenizer.special_ids, prompt_remainder))
         self._inside = False  # the window ends inside a character
         self._given = len(self._final_text()) if self._window else 0
         self.num_chars = 0
@@ -121,13 +209,15 @@ class RequestText:
         self,
         tokenizer: Tokenizer,
         *,
-        prompt_tail: Sequence[int],
+        prompt_remainder: Sequence[int],
         stop: tuple[str, ...],
         skip_special_tokens: bool,
         stop_regex: tuple[str, ...] = (),
         no_stop_trim: bool = False,
     ) -> None:
-        self._text = IncrementalText(tokenizer, prompt_tail=prompt_tail, skip_special_tokens=skip_special_tokens)
+        self._text = IncrementalText(
+            tokenizer, prompt_remainder=prompt_remainder, skip_special_tokens=skip_special_tokens
+        )
         self._trims = not no_stop_trim
         self._seen_of = tokenizer.without_special if skip_special_tokens else str
         self._scanner = StopScanner(tuple(map(self._seen_of, stop)) if self._trims else ())
@@ -163,7 +253,7 @@ class RequestText:
 
 def places_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Span]:
     """An absent token (BOS) has no width."""
-    pieces, at, spans = IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=False), 0, []
+    pieces, at, spans = IncrementalText(tokenizer, prompt_remainder=[], skip_special_tokens=False), 0, []
     for token in ids:
         piece = pieces.push([token])
         if not text.startswith(piece, at):
@@ -215,3 +305,100 @@ def _advance(pattern: str, failure: list[int], *, state: int, text: str) -> int:
             state = failure[state]
         state += pattern[state] == c
     return state
+
+
+# ---- The scheduler's search for stop strings and regexes, token by token.
+#
+# Lengths are characters of the client's text (`IncrementalText`):
+#
+# answer:  ... | context | may belong to a stop | text of the newest token |
+# tail:        [ 1       | reach - 1            | any length               ]
+
+MakeStops = Callable[[Sequence[int], SamplingParams], Stops | None]  # from prompt ids
+
+
+def stops_of(tokenizer: Tokenizer, input_ids: Sequence[int], sampling: SamplingParams) -> "StopSearch | None":
+    return StopSearch(tokenizer, input_ids, sampling) if sampling.stop or sampling.stop_regex else None
+
+
+def no_stops(input_ids: Sequence[int], sampling: SamplingParams) -> None:
+    """The frontend rejects stops without tokenizer."""
+
+
+class StopSearch:
+    """Searches texts with special tokens (stops may name them) and without."""
+
+    def __init__(self, tokenizer: Tokenizer, input_ids: Sequence[int], sampling: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._stop = sampling.stop
+        self._regexes = compile_all(sampling.stop_regex)
+        self._skips = sampling.skip_special_tokens
+        reach = max([*map(len, self._stop), *(regex.reach for regex in self._regexes)])
+        text = IncrementalText(tokenizer, prompt_remainder=tail_of(input_ids), skip_special_tokens=False)
+        self._tails = [_Tail(text, reach)]
+        self._num_read = 0
+
+    def look(self, output_ids: Sequence[int]) -> FinishReason | None:
+        """Return the first stop that ends in the last token's text.
+
+        Earlier unseen tokens are not searched.
+        """
+        new = output_ids[self._num_read :]
+        self._num_read = len(output_ids)
+        if self._skips and len(self._tails) == 1 and not self._tokenizer.special_ids.isdisjoint(new):
+            self._tails.append(self._tails[0].without_special())
+        for tail in self._tails:
+            if len(new) > 1:
+                tail.let_through(new[:-1])
+        grown = [tail for tail in self._tails if tail.push(new[-1:])]
+        found = [reason for tail in grown for reason in self._found(tail)]
+        return max(found, key=_trim, default=None)
+
+    def _found(self, tail: "_Tail") -> Iterator[FinishReason]:
+        text, first, beyond = tail.text, tail.first, tail.num_let_through
+        for stop in self._stop:
+            if (at := text.find(stop, max(first, beyond - len(stop) + 1))) >= 0:
+                yield FinishReason(kind="stop", matched=stop, trim=self._shown(text[at:]))
+        for regex in self._regexes:
+            if (begin := regex.begin(text, start=first, beyond=beyond)) is not None:
+                yield FinishReason(kind="stop", matched=regex.pattern, trim=self._shown(text[begin:]))
+
+    def _shown(self, rest: str) -> int:
+        return len(self._tokenizer.without_special(rest) if len(self._tails) > 1 else rest)
+
+
+class _Tail:
+    """The end of a growing text. `first`: minimum start of a match, after context for ^ and \\b.
+
+    `num_let_through`: a match must end after these characters.
+    """
+
+    def __init__(self, source: IncrementalText, reach: int) -> None:
+        self._source = source
+        self._reach = reach
+        self.text = ""
+        self.first = 0  # 0: start of the answer
+        self.num_let_through = 0
+
+    def without_special(self) -> "_Tail":
+        tail = _Tail(self._source.without_special(), self._reach)
+        tail.text, tail.first, tail.num_let_through = self.text, self.first, self.num_let_through
+        return tail
+
+    def let_through(self, ids: Sequence[int]) -> None:
+        if self.push(ids):
+            self.num_let_through = len(self.text)
+
+    def push(self, ids: Sequence[int]) -> bool:
+        new = self._source.push(ids)
+        if not new:
+            return False
+        if (num_gone := len(self.text) - self._reach) > 0:
+            self.text, self.first = self.text[num_gone:], 1
+            self.num_let_through = max(0, self.num_let_through - num_gone)
+        self.text += new
+        return True
+
+
+def _trim(reason: FinishReason) -> int:
+    return reason.trim

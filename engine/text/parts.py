@@ -1,8 +1,12 @@
 """Parts of an answer: reasoning, text, tool calls."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from engine.text.json_value import JsonValue
+from engine.text.sample import TextOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +128,68 @@ def overlap(text: str, marker: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     most = min(len(text), len(marker) - 1)
     return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
+
+
+# ---- Custom tools: the model writes {"input": TEXT}, the client gets TEXT.
+
+INPUT = "input"
+
+
+class CustomInputs:
+    """Parts of `reader`; calls of `names` get their input as one `Arguments`."""
+
+    def __init__(self, reader: PartReader, names: Collection[str]) -> None:
+        self._reader = reader
+        self._names = names
+        self._written: dict[int, tuple[JsonValue, str]] = {}  # custom calls with incomplete input
+
+    @property
+    def num_calls(self) -> int:
+        return self._reader.num_calls
+
+    def feed(self, text: str) -> list[Part]:
+        return self._shown(self._reader.feed(text))
+
+    def end(self) -> list[Part]:
+        return self._shown(self._reader.end())
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        return [shown for part in parts if (shown := self._show(part)) is not None]
+
+    def _show(self, part: Part) -> Part | None:
+        if isinstance(part, CallBegins) and part.name in self._names:
+            self._written[part.index] = (JsonValue(), "")
+        if not isinstance(part, Arguments) or part.index not in self._written:
+            return part
+        arguments, written = self._written[part.index]
+        arguments.feed(part.text)
+        self._written[part.index] = (arguments, written + part.text)
+        shown = _input_in(written + part.text) if arguments.done else ""
+        return Arguments(part.index, shown) if shown else None
+
+
+def _input_in(written: str) -> str:
+    """Arguments other than one text are returned as they are."""
+    try:
+        arguments = json.loads(written)
+    except RecursionError:
+        return written
+    value = arguments.get(INPUT, "" if not arguments else None)
+    return value if isinstance(value, str) else written
+
+
+# ---- Parts of a request's samples, read chunk by chunk.
+
+
+class AnswerReaders:
+    def __init__(self, make: Callable[[], PartReader]) -> None:
+        self._make = make
+        self._readers: dict[int, PartReader] = {}
+
+    def read(self, index: int, output: TextOutput) -> list[Part]:
+        reader = self._readers.get(index) or self._readers.setdefault(index, self._make())
+        parts = reader.feed(output.text)
+        return parts if output.tokens.finish is None else parts + reader.end()
+
+    def has_called(self, index: int) -> bool:
+        return index in self._readers and self._readers[index].num_calls > 0

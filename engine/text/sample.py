@@ -11,7 +11,7 @@ import msgspec
 from engine.messages import GenerateRequest, TokenLogprob, TokenOutput
 from engine.text.incremental import IncrementalText, RequestText, Span, tail_of
 from engine.text.tokenizer import Tokenizer
-from service.telemetry.logs import about
+from service.telemetry.context import about
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ class SampleText:
         skips, tail = sampling.skip_special_tokens, tail_of(request.input_ids)
         self._opening: IncrementalText | None = None  # until the first token, which may lose its leading space
         if request.logprobs is not None and not tokenizer.byte_level:
-            self._opening = IncrementalText(tokenizer, prompt_tail=tail, skip_special_tokens=skips)
+            self._opening = IncrementalText(tokenizer, prompt_remainder=tail, skip_special_tokens=skips)
         self._text = RequestText(
             tokenizer,
-            prompt_tail=tail,
+            prompt_remainder=tail,
             stop=sampling.stop,
             skip_special_tokens=skips,
             stop_regex=sampling.stop_regex,

@@ -59,8 +59,8 @@ class TemplateReads:
 
 def reads_of(tree: nodes.Template) -> TemplateReads:
     kinds = _Kinds(tree)
-    texts = list(_guards(tree, partial(_reads_text, kinds), partial(_asks_for_string, kinds)))
-    calls = list(_guards(tree, partial(_loops_over_calls, kinds), partial(_asks_for_null, kinds)))
+    texts = list(_guards(tree, partial(_reads_text, kinds), partial(_wants_string, kinds)))
+    calls = list(_guards(tree, partial(_loops_over_calls, kinds), partial(_wants_null, kinds)))
     return TemplateReads(
         parts=bool(texts),
         strings=all(texts),
@@ -215,20 +215,20 @@ def _loops_over_calls(kinds: _Kinds, node: nodes.Node) -> bool:
     return isinstance(node, nodes.For) and _Kind.CALLS in kinds.of(node.iter)
 
 
-def _asks_for_string(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
+def _wants_string(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
     """True if a condition or its `elif`s separates strings from other contents.
 
     After a string test with `and`, other strings reach the `else`.
     """
     conditions = [node, *(node.elif_ if isinstance(node, nodes.If) else ())]
-    whole = [one.test for one in conditions if not (in_else and _asks_for_more(kinds, one.test))]
+    whole = [one.test for one in conditions if not (in_else and _wants_more(kinds, one.test))]
     return any(_is_string(kinds, test) for one in whole for test in _all(one))
 
 
-def _asks_for_more(kinds: _Kinds, test: nodes.Node) -> bool:
+def _wants_more(kinds: _Kinds, test: nodes.Node) -> bool:
     """True if only for some strings; an empty one may go either way."""
     if isinstance(test, nodes.And):
-        return _asks_for_more(kinds, test.left) or _asks_for_more(kinds, test.right)
+        return _wants_more(kinds, test.left) or _wants_more(kinds, test.right)
     asked = test.node if isinstance(test, nodes.Not) else test
     asked = asked.node if isinstance(asked, nodes.Test) else asked
     return not (kinds.is_content(asked) or any(_is_string(kinds, one) for one in _all(test)))
@@ -238,7 +238,7 @@ def _is_string(kinds: _Kinds, node: nodes.Node) -> bool:
     return isinstance(node, nodes.Test) and node.name == "string" and kinds.is_content(node.node)
 
 
-def _asks_for_null(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
+def _wants_null(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
     todo: list[nodes.Node] = [] if in_else else [node.test]
     while todo:
         test = todo.pop()

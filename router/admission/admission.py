@@ -5,10 +5,8 @@ import math
 
 from aiohttp import web
 
-from router.admission.forecast import Forecast
-from router.admission.in_time import look_in_time, objectives_of
-from router.admission.queue import AdmissionQueue, RequestRefused, Ticket, TicketStatus
-from router.admission.rate_limit import client_of
+from router.admission.forecast import Forecast, look_in_time, objectives_of
+from router.admission.queue import AdmissionQueue, RequestRefused, Ticket, TicketStatus, client_of
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, milliseconds
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.policies import Placement, Policy, RoutingHints

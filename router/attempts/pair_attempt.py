@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from router.attempts.encoder_headers import EncoderHeaders
-from router.attempts.events import Events
-from router.attempts.request import RequestContext
+from router.attempts.request import Events, RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall, stays
 from router.body import ParsedBody, without_dp_rank, write_bodies
 from router.choice.policies import Placement, cost_tokens
@@ -256,7 +255,7 @@ class AttemptLauncher:
             waits_for_prefill=parsed.wants_input_logprobs,
             encoding=encoding,
         )
-        self._tell_sent(request, attempt)
+        self._report_sent(request, attempt)
         return attempt
 
     def begin_rest(
@@ -283,10 +282,10 @@ class AttemptLauncher:
             started_s=now_s,
             waits_for_prefill=False,
         )
-        self._tell_sent(request, attempt)
+        self._report_sent(request, attempt)
         return attempt
 
-    async def until_begun(self, request: RequestContext, attempt: PairAttempt) -> None:
+    async def until_started(self, request: RequestContext, attempt: PairAttempt) -> None:
         """Wait for the answer's start. Raises CallFailed after notifying observers."""
         try:
             while not attempt.settled():
@@ -295,7 +294,7 @@ class AttemptLauncher:
             self._on_attempt_failed(request, attempt, failure)
             raise
 
-    def _tell_sent(self, request: RequestContext, attempt: PairAttempt) -> None:
+    def _report_sent(self, request: RequestContext, attempt: PairAttempt) -> None:
         for notify in self.events.on_sent:
             notify(request, attempt, attempt.started_s)
 

@@ -1,20 +1,101 @@
 """A client request's state, and deadline headers."""
 
+from __future__ import annotations
+
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from aiohttp import web
 
-from router.attempts.failed_workers import FailedWorkers
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
-from router.pool.worker import Way, Worker
-from service.http.deadline import UNITS_S, seconds_of
+from router.pool.worker import Pool, Role, Way, Worker
+from service.http.guard import UNITS_S, seconds_of
 from service.http.keep_alive import KeepAlive
+
+if TYPE_CHECKING:
+    from router.attempts.pair_attempt import PairAttempt
+
+
+# ---- The workers that failed one request, and those to try next. Pure.
+#
+# Other workers come first; after a failed join other bootstrap servers, each with `MAX_JOINS`
+# attempts. A failure that the request may have caused is tried once elsewhere: an answer blames the
+# first workers, another failure the request.
+
+MAX_JOINS = 2
+
+Server = tuple[str, int | None]
+
+
+def server_of(worker: Worker) -> Server | None:
+    return (worker.bootstrap_host, worker.bootstrap_port) if worker.role is Role.PREFILL else None
+
+
+class FailedWorkers(msgspec.Struct):
+    """Failures of one request: dead workers, errors of live ones, and `num_own` of these that the
+    request may have caused.
+    """
+
+    last: CallFailed
+    num_deaths: int = 0
+    num_errors: int = 0
+    num_own: int = 0
+    _suspects: dict[int, Worker] = msgspec.field(default_factory=dict)
+    _failed: set[int] = msgspec.field(default_factory=set)
+    _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)
+
+    def note(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
+        self.last = failure
+        self.num_deaths += failure.is_death
+        self.num_errors += failure.reason == "status" and not failure.is_death and not failure.draining
+        self._failed.add(failure.worker.worker_id)
+        if failure.is_own:
+            self.num_own += 1
+            self._suspects |= {w.worker_id: w for w in workers}
+        if failure.is_own or failure.unjoined:
+            self._failed.update(w.worker_id for w in workers)
+        if failure.unjoined:
+            for server in filter(None, map(server_of, workers)):
+                self._unjoined[server] = self._unjoined.get(server, 0) + 1
+
+    def has_failed(self, worker: Worker) -> bool:
+        return worker.worker_id in self._failed
+
+    @property
+    def is_own(self) -> bool:
+        """True if different workers failed alike."""
+        return self.num_own > 1
+
+    def decides_nothing(self, workers: Iterable[Worker]) -> bool:
+        """Return whether all `workers` had the last failure, so that retrying proves nothing."""
+        return self.last.is_own and all(w.worker_id in self._suspects for w in workers)
+
+    def take_suspects(self, answering: Iterable[Worker]) -> list[Worker]:
+        """Return, once, the workers to blame, as `answering` succeeded."""
+        suspects, self._suspects = self._suspects, {}
+        for worker in answering:
+            suspects.pop(worker.worker_id, None)
+        return list(suspects.values())
+
+    def best_of(self, alive: Pool) -> Pool:
+        if not self._unjoined:
+            return [w for w in alive if w.worker_id not in self._failed] or alive
+        left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS]
+        fresh = [w for w in left if w.worker_id not in self._failed]
+        return [w for w in fresh if not self._num_unjoined(w)] or fresh or left
+
+    def _num_unjoined(self, worker: Worker) -> int:
+        server = server_of(worker)
+        return 0 if server is None else self._unjoined.get(server, 0)
+
+
+# ---- request
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
@@ -40,7 +121,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """One request, with times on the router's clock."""
 
     http: web.BaseRequest
-    task: "asyncio.Task[object]"
+    task: asyncio.Task[object]
     request_id: str
     path: str
     started_s: float
@@ -141,3 +222,36 @@ def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
     if not 0.0 < value_s < math.inf:
         raise BadBody(None, f"{name}: must be a number of milliseconds above 0; got {text[:40]!r}")
     return value_s
+
+
+# ---- The events of a request and their receivers (set in requests/build.py).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    # The body was read, and workers may serve it.
+    on_routed: tuple[Callable[[RequestContext], None], ...] = ()
+    # An attempt was charged to its workers and sent.
+    on_sent: tuple[Callable[[RequestContext, PairAttempt, float], None], ...] = ()
+    # The answer of this attempt begins.
+    on_first_byte: tuple[Callable[[RequestContext, PairAttempt, float], None], ...] = ()
+    # A further piece of a stream came; `request.last_byte_s` is still the time of the one before.
+    on_chunk: tuple[Callable[[RequestContext, PairAttempt, bytes, float], None], ...] = ()
+    # An attempt failed before its answer began; `on_call_failed` follows.
+    on_attempt_failed: tuple[Callable[[RequestContext, PairAttempt, CallFailed, float], None], ...] = ()
+    # A worker failed, whether or not that ends the attempt.
+    on_call_failed: tuple[Callable[[CallFailed, float], None], ...] = ()
+    # The request goes to other workers.
+    on_retry: tuple[Callable[[CallFailed], None], ...] = ()
+    # The worker of a stream was lost, and its answer goes on at others or not.
+    on_failover: tuple[Callable[[CallFailed, PairAttempt | None], None], ...] = ()
+    # These roles have no worker for the request.
+    on_no_worker: tuple[Callable[[list[Role]], None], ...] = ()
+    # The client no longer needs this attempt; it is still charged to its workers.
+    on_attempt_ended: tuple[Callable[[PairAttempt, float], None], ...] = ()
+    # The prefill call has ended, too, now or after the attempt.
+    on_prefill_ended: tuple[Callable[[PairAttempt, float], None], ...] = ()
+    # The request was answered; 499: its client went away.
+    on_ended: tuple[Callable[[RequestContext, int, float], None], ...] = ()
+    # A request was refused before it was sent anywhere.
+    on_refused: tuple[Callable[[str], None], ...] = ()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from router.client.upstream import HttpReply, UpstreamError
 from router.pool.breaker import Event
 from router.pool.health import HealthMonitor
-from router.pool.reports import says_draining, says_request_failed
+from router.pool.reports import reports_draining, reports_request_failed
 from router.pool.worker import Role, Worker
+from service.http.api_shapes import STREAM_TYPES
 from service.http.resume import FRAMES_TYPE
-from service.http.stream import STREAM_TYPES
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt
@@ -51,7 +51,7 @@ class CallFailed(Exception):
 
     @property
     def draining(self) -> bool:
-        return self.status == 503 and says_draining(self.body)
+        return self.status == 503 and reports_draining(self.body)
 
     @property
     def unjoined(self) -> bool:
@@ -61,7 +61,7 @@ class CallFailed(Exception):
     @property
     def is_own(self) -> bool:
         """True if the worker blames the request; another worker's answer decides."""
-        return self.status == 500 and says_request_failed(self.body)
+        return self.status == 500 and reports_request_failed(self.body)
 
     @property
     def is_fault(self) -> bool:
@@ -185,10 +185,10 @@ def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
     return CallFailed(worker, reason="lost", detail=f"the stream broke off: {err}")
 
 
-# ---- Receivers of events (router/attempts/events.py)
+# ---- Receivers of events (router/attempts/request.py)
 
 
-def circuit_begun(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
+def circuit_started(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
     for worker in attempt.workers:
         if not worker.circuit.quiet:
             worker.circuit.record(Event.BEGUN, now_s)

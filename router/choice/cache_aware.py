@@ -28,7 +28,7 @@ from router.choice.policies import (
 from router.choice.prefix_index import PrefixIndex, PrefixMatch
 from router.config import ChoiceFlags
 from router.pool.worker import Pool, Role, Worker, worker_id_of
-from service.prefix_chain import BLOCK_TOKENS
+from service.kv_events import BLOCK_TOKENS
 
 RECOMPUTE_WEIGHT = 4
 

@@ -16,12 +16,11 @@ from router.choice.policies import (
     RoundRobin,
     RoutingHints,
 )
-from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import prompt_keys
+from router.choice.prefix_index import PrefixIndex, prompt_keys
 from router.config import ChoiceFlags
 from router.pool.worker import Role, Worker
-from service.http.json_depth import decode_or_none
-from service.prefix_chain import BLOCK_BYTES
+from service.http.errors import decode_or_none
+from service.kv_events import BLOCK_BYTES
 
 # In order of precedence, headers before fields.
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")

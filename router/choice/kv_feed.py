@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 REPLAY_TIMEOUT_S = 5.0
 RECEIVE_HWM = 256  # waiting messages of a worker
 TURN_S = 0.002  # of the event loop at once
-MOST_REPLAYS = 32  # at a time
+MAX_REPLAYS = 32  # at a time
 SOCKETS_EACH = 4  # one, another during a replay, and those of gone workers, which close later
 
 
@@ -54,7 +54,7 @@ class KVEventFeed:
     secret: bytes | None
     enabled: bool = True
     _context: zmq.asyncio.Context | None = None
-    _replays: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_REPLAYS))
+    _replays: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REPLAYS))
     _turns: "_Turns" = field(default_factory=lambda: _Turns())
     _followers: dict[int, "_Follower"] = field(default_factory=dict)
 

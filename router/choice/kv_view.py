@@ -5,11 +5,154 @@ After a gap (`on_message`) its reader requests the messages (`on_replay`) or dro
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 
 from router.choice.prefix_index import PrefixIndex
-from router.choice.token_blocks import TokenBlocks
-from service.kv_events import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, NamesRemoved, NamesStored
-from service.prefix_chain import BLOCK_TOKENS, block_names
+from service.kv_events import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    TOKEN_BYTES,
+    AllBlocksCleared,
+    AnyEvent,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    NamesRemoved,
+    NamesStored,
+    block_names,
+    name_of,
+    next_link,
+    open_chain,
+    token_bytes,
+    token_seed,
+)
+
+# ---- Blocks of a worker with its own hashes: keys come from token ids. Pure.
+#
+# Its blocks differ from those of our keys, so a block is a position in the run of its event, and
+# the
+# run keeps the hash chain (kv_events.py).
+
+MAX_BLOCKS = 1 << 20  # per worker; further ones are ignored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Blocks of `size` tokens of one event.
+
+    links   from the last key before the run on; empty: prompt start unknown
+    data    token bytes from `links[0]` on, `first` of them before the run
+    keys    that end in the run
+    """
+
+    size: int
+    first: int = 0
+    data: bytes = b""
+    links: Sequence[bytes] = ()
+    keys: Sequence[int] = ()
+    step: int = field(init=False)  # bytes of a block
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step", self.size * TOKEN_BYTES)
+
+    def keys_of(self, place: int) -> Sequence[int]:
+        if not self.keys:
+            return ()
+        end = self.first + (place + 1) * self.step
+        return self.keys[(end - self.step) // BLOCK_BYTES : end // BLOCK_BYTES]
+
+    def followed_by(self, place: int, size: int, tokens: list[int]) -> "_Run":
+        """Return the run after the block at `place` (-1: at the start)."""
+        if not self.links:
+            return _Run(size)
+        end = self.first + (place + 1) * self.step
+        whole = end // BLOCK_BYTES
+        rest = self.data[whole * BLOCK_BYTES : end]
+        try:
+            data = rest + token_bytes(tokens)
+        except OverflowError:
+            return _Run(size)
+        links = [self.links[whole]]
+        for at in range(0, len(data) - BLOCK_BYTES + 1, BLOCK_BYTES):
+            links.append(next_link(links[-1], data[at : at + BLOCK_BYTES]))
+        return _Run(size, len(rest), data, links, [name_of(link) for link in links[1:]])
+
+
+_Block = tuple[_Run, int]  # and its position there
+_UNKNOWN: _Block = (_Run(0), -1)
+
+
+class TokenBlocks:
+    def __init__(self, index: PrefixIndex, worker_id: int) -> None:
+        self._index = index
+        self._worker_id = worker_id
+        self._blocks: dict[BlockHash, _Block] = {}
+        self.num_tokens = 0
+
+    def store(self, event: BlockStored | NamesStored) -> None:
+        assert isinstance(event, BlockStored)
+        size = event.block_size
+        if size < 1 or len(event.token_ids) != size * len(event.block_hashes):
+            return
+        hashes = event.block_hashes[: MAX_BLOCKS - len(self._blocks)]
+        before, place, is_new = self._before(event), 0, self._are_new(hashes)
+        while place < len(hashes):
+            known = None if is_new else self._blocks.get(hashes[place])
+            if known is None:
+                end = len(hashes) if is_new else place + 1
+                before = self._add(before, event, hashes[place:end], place)
+                place = end
+            else:
+                before = known
+                self._index.store_all(self._worker_id, known[0].keys_of(known[1]))
+                place += 1
+
+    def remove(self, event: BlockRemoved | NamesRemoved) -> None:
+        """Remove blocks, fast for the many that complete no key."""
+        assert isinstance(event, BlockRemoved)
+        pop, index, tokens = self._blocks.pop, self._index, 0
+        for block_hash in event.block_hashes:
+            block = pop(block_hash, None)
+            if block is None:
+                continue
+            run, place = block
+            tokens += run.size
+            if (run.first + (place + 1) * run.step) % BLOCK_BYTES < run.step:
+                index.remove_all(self._worker_id, run.keys_of(place))
+        self.num_tokens -= tokens
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self.num_tokens = 0
+
+    def _are_new(self, hashes: list[BlockHash]) -> bool:
+        return self._blocks.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes)
+
+    def _add(self, before: _Block, event: BlockStored, hashes: list[BlockHash], place: int) -> _Block:
+        size, count = event.block_size, len(hashes)
+        run = before[0].followed_by(before[1], size, event.token_ids[place * size : (place + count) * size])
+        self._blocks.update(zip(hashes, zip(repeat(run), range(count)), strict=True))
+        self.num_tokens += size * count
+        self._index.store_all(self._worker_id, run.keys)
+        return run, count - 1
+
+    def _before(self, event: BlockStored) -> _Block:
+        """Return the parent block, unknown for adapters, which requests may name otherwise."""
+        if event.lora_id is not None or event.lora_name is not None:
+            return _UNKNOWN
+        if event.parent_block_hash is None:
+            return _Run(0, links=(open_chain(token_seed(namespace=_namespace(event))),)), -1
+        return self._blocks.get(event.parent_block_hash) or _UNKNOWN
+
+
+def _namespace(event: BlockStored) -> list[str]:
+    keys = event.extra_keys
+    first = keys[0] if isinstance(keys, list) and keys else None
+    return [str(key) for key in first] if isinstance(first, list) else []
+
+
+# ---- kv view
 
 
 class WorkerCacheView:
@@ -82,7 +225,7 @@ class WorkerCacheView:
 
 
 class NamedBlocks:
-    """Blocks of a worker whose hashes are our keys (service/prefix_chain.py)."""
+    """Blocks of a worker whose hashes are our keys (service/kv_events.py)."""
 
     def __init__(self, index: PrefixIndex, worker_id: int) -> None:
         self._index = index

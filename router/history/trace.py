@@ -14,12 +14,10 @@ from router.attempts.upstream_call import CallFailed, UpstreamCall
 from router.history.recorder import Recorder
 from router.history.records import DashboardAttempt, DashboardRequest
 from router.pool.worker import Worker
+from service.http.errors import decode_or_none
 from service.http.guard import CLIENT_GONE
-from service.http.json_depth import decode_or_none
-from service.telemetry.context import OPERATIONS
-from service.telemetry.logs import about
-from service.telemetry.records import Record, Span
-from service.telemetry.tracer import SpanContext, Tracer, unix_offset_s
+from service.telemetry.context import OPERATIONS, about
+from service.telemetry.records import Record, Span, SpanContext, Tracer, unix_offset_s
 
 log = logging.getLogger(__name__)
 

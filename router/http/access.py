@@ -7,14 +7,20 @@ from collections.abc import Callable
 from aiohttp import web
 
 from router.admission.admission import client_name
-from router.admission.rate_limit import RateLimiter
+from router.admission.queue import RateLimiter
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
-from router.http.pages import FILES
 from router.http.traces_api import TRACES
 from router.metrics import RouterMetrics
 from service.http.errors import ApiError
-from service.http.home import HOME
+from service.http.home import CHAT, HOME, SHARED, files_of
 from service.security.keys import Access
+
+# ---- Static files of the router's pages.
+
+FILES = SHARED | CHAT | files_of("router.dashboard", "/dashboard")
+
+
+# ---- access
 
 _OPEN_PATHS = (
     frozenset(("/health", "/liveness", "/readiness", HOME, "/metrics", "/openapi.json", "/ping", "/version"))

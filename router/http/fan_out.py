@@ -1,6 +1,7 @@
 """Routes for all workers: cache, pause, weights, memory, profiles, adapters, aborts."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,18 +9,22 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from router.client.session import CALL_TIMEOUT_S
-from router.fleet.peer_processes import PeerProcesses
+from router.client.session import CALL_TIMEOUT_S, call_worker
+from router.fleet import PeerProcesses
 from router.http.worker_calls import WorkerCalls
 from router.pool.health import HealthMonitor
+from router.pool.reports import count_of
+from router.pool.worker import Worker
+from router.pool.workers import join_models
 from router.requests.live import LiveRequests
-from service.aside import BODIES
-from service.http.caller_names import caller_header, has_admin_key
-from service.http.errors import ApiError
-from service.http.guard import key_refusal
-from service.http.json_depth import decode_or_none, object_of
-from service.http.stream import json_response
+from service.flags import untagged
+from service.http.api_shapes import json_response
+from service.http.errors import ApiError, decode_or_none, object_of
+from service.http.guard import caller_header, has_admin_key, key_refusal
+from service.http.openapi import loads_answer
+from service.http.routes import segment
 from service.security.keys import Access, KeyGate, authorization_of
+from service.waiter import BODIES
 
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
 UPDATE_WEIGHTS = "/update_weights_from_disk"
@@ -129,3 +134,119 @@ class FanOutApi:
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:
         return await self.calls.call_all("GET", "/health_generate", self.calls.credentials.own())
+
+
+# ---- Routes that any worker of a model answers: models, tokenizer, prompt costs.
+
+_MODEL = "/v1/models/"
+_RENDERED = ("/v1/completions/render", "/v1/chat/completions/render")
+ASKED = (
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    *_RENDERED,
+    "/api/show",
+)  # POST, with the model in the body
+_ALIASES = ("/v1/tokenize", "/v1/detokenize")
+DESCRIBED = ("/get_model_info", "/model_info", "/api/version")
+LISTS = {  # fields of the rows, and of a row's name
+    "/v1/models": ("data", "id"),
+    "/api/tags": ("models", "name"),
+    "/api/ps": ("models", "name"),
+}
+
+
+class _Named(msgspec.Struct):
+    model: Any = msgspec.UNSET
+    name: Any = None
+
+
+@dataclass(eq=False)
+class AnyWorkerApi:
+    calls: WorkerCalls
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            *(web.post(path, self.ask) for path in (*ASKED, *_ALIASES)),
+            *(web.get(path, self.calls.call_one) for path in DESCRIBED),
+            *(web.get(path, self.list_models) for path in LISTS),
+            web.get(_MODEL + "{model}", self.get_model),
+        ]
+
+    async def ask(self, request: web.BaseRequest) -> web.Response:
+        body = await request.read()
+        named = await BODIES.run(partial(decode_or_none, body, _Named), size=len(body)) or _Named()
+        name = named.name if named.model is msgspec.UNSET else named.model
+        return await self._call_for(request, untagged(name) if isinstance(name, str) else "")
+
+    async def get_model(self, request: web.BaseRequest) -> web.Response:
+        name = request.path.removeprefix(_MODEL)
+        return await self._call_for(request, name, path=_MODEL + segment(name))
+
+    async def list_models(self, request: web.BaseRequest) -> web.Response:
+        if not self.calls.table.models.several:
+            return await self.calls.call_one(request)
+        field, key = LISTS[request.path]
+        models = join_models(await self._lists(request), field=field, key=key)
+        return json_response({"object": "list", field: models} if field == "data" else {field: models})
+
+    async def _lists(self, request: web.BaseRequest) -> list[object]:
+        headers = self.calls.credentials.for_client(authorization_of(request.headers))
+        speakers: dict[str, Worker] = {}
+        for role in reversed(self.calls.roles):
+            for worker in self.calls.table.alive(role):
+                speakers.setdefault(next(iter(worker.models), ""), worker)
+        calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
+        return [decode_or_none(answer.body) for answer in await asyncio.gather(*calls)]
+
+    async def _call_for(self, request: web.BaseRequest, name: str, *, path: str = "") -> web.Response:
+        return await self.calls.call_one(request, model=self.calls.table.models.meant(name), path=path)
+
+
+# ---- GET /v1/loads and /get_load: all workers as the DP ranks of one SGLang server.
+
+LOADS = ("/v1/loads", "/loads")  # SMG tries the second first
+
+
+@dataclass(eq=False)
+class LoadsApi:
+    calls: WorkerCalls
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*(web.get(path, self.loads) for path in LOADS), web.get("/get_load", self.old_load)]
+
+    async def loads(self, request: web.BaseRequest) -> web.Response:
+        rows = await self._rows(request)
+        return json_response(loads_answer(rows))
+
+    async def old_load(self, request: web.BaseRequest) -> web.Response:
+        return json_response([old_row(row) for row in await self._rows(request)])
+
+    async def _rows(self, request: web.BaseRequest) -> list[dict[str, Any]]:
+        headers = self.calls.credentials.for_client(authorization_of(request.headers))
+        answers = await self.calls.answers("GET", "/v1/loads", headers)
+        return join_rows((w.url, w.role.value, object_of(a.body)) for w, a in answers if a.status == 200)
+
+
+def join_rows(answers: Iterable[tuple[str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Join the rows of (url, role, answer), with consecutive ranks."""
+    rows: list[dict[str, Any]] = []
+    for url, role, answer in answers:
+        loads = answer.get("loads")
+        for row in loads if isinstance(loads, list) else []:
+            if isinstance(row, dict):
+                rows.append({**row, "dp_rank": len(rows), "worker": url, "role": role})
+    return rows
+
+
+def old_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of /get_load, whose waiting requests include all queues, as in SGLang."""
+    waiting = count_of(row.get("num_queued_reqs", row.get("num_waiting_reqs")))
+    return {
+        "dp_rank": row["dp_rank"],
+        "num_reqs": count_of(row.get("num_running_reqs")) + waiting,
+        "num_waiting_reqs": waiting,
+        "num_tokens": count_of(row.get("num_used_tokens")),
+        "worker": row["worker"],
+        "role": row["role"],
+    }

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from router.fleet.peer_processes import SUMMED_GAUGES, PeerProcesses
+from router.fleet import SUMMED_GAUGES, PeerProcesses
 from router.http.worker_calls import WorkerCalls
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import missing_roles
 from router.requests.live import LiveRequests
-from router.requests.replies import no_worker
+from router.requests.relay import no_worker
+from service.flags import installed_version
+from service.http.api_shapes import json_response
 from service.http.errors import DRAINING, ApiError
-from service.http.stream import json_response
 from service.telemetry.expositions import merge_expositions
-from service.version import installed_version
 
 PROBES = ("/liveness", "/health", "/readiness", "/ping")
 

@@ -6,12 +6,10 @@ Without worker bodies are plain objects. Fields that the router overwrites are o
 from typing import Any
 
 from router.body import ALONE, BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, PUTS, Api
-from router.http.any_worker import ASKED, DESCRIBED, LISTS
-from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
-from service.http.api_shapes import shape_of
-from service.http.invocations import INVOCATIONS
+from router.http.fan_out import ASKED, DESCRIBED, LISTS, LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
+from service.http.api_shapes import EVENTS_TYPE, LINES_TYPE, shape_of
 from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
-from service.http.stream import EVENTS_TYPE, LINES_TYPE
+from service.http.routes import INVOCATIONS
 
 _OVERWRITTEN = (*BOOTSTRAP_FIELDS, HISTORY_FIELD)
 _URL = {"url": TEXT}

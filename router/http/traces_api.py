@@ -9,18 +9,16 @@ import msgspec
 from aiohttp import web
 
 from router.client.session import call_worker
-from router.fleet.peer_processes import PeerProcesses
+from router.fleet import PeerProcesses
 from router.history.records import DashboardRequest, DashboardSnapshot
 from router.history.trace import MAX_ID_CHARS
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.api_shapes import json_response
+from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
 from service.http.guard import CALLER
-from service.http.json_depth import decode_or_none
-from service.http.stream import json_response
 from service.security.keys import Access, Caller, authorization_of
-from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
-from service.telemetry.tracer import Tracer
+from service.telemetry.records import Record, Records, Tracer, TracesQuery, last_ids, query_error
 
 TRACES = "/traces"
 ROOM_ATTRIBUTE = "tandem.bootstrap_room"

@@ -10,14 +10,13 @@ from aiohttp import web
 
 from router.client.credentials import Credentials
 from router.client.session import CALL_TIMEOUT_S, WorkerAnswer, call_worker
-from router.pool.models import serves
-from router.pool.states import Health
-from router.pool.vllm import VLLM, lack_of, lacks_route, vllm_call
+from router.pool.breaker import Health
+from router.pool.reports import VLLM, lack_of, lacks_route, vllm_call
 from router.pool.worker import Role, Way, Worker
-from router.pool.workers import WorkerTable, missing_roles
-from router.requests.replies import no_route, no_worker
-from service.http.caller_names import CALLER_HEADER
-from service.http.stream import json_response
+from router.pool.workers import WorkerTable, missing_roles, serves
+from router.requests.relay import no_route, no_worker
+from service.http.api_shapes import json_response
+from service.http.guard import CALLER_HEADER
 from service.security.keys import authorization_of
 
 

@@ -1,27 +1,72 @@
 """Routes of workers, router settings, and the OpenAPI document."""
 
+import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
 from router.client.session import call_worker
 from router.config import RouterConfig, check_worker_url
-from router.fleet.peer_processes import PeerProcesses
+from router.fleet import PeerProcesses
 from router.http.openapi import make_document
 from router.http.worker_calls import WorkerCalls
-from router.http.worker_list import describe, describe_all
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
-from router.pool.worker import Role
+from router.pool.worker import Role, Worker
 from router.roles.switch import Switch
 from service.flags import ConfigError
-from service.http.errors import ApiError, bad_field, decode_body
-from service.http.json_depth import decode_or_none
-from service.http.stream import json_response
+from service.http.api_shapes import json_response
+from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
 from service.security.keys import authorization_of
+
+# ---- Descriptions of workers.
+
+SLICE = 50  # workers between two yields to other tasks
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def describe_all(workers: Sequence[Worker]) -> msgspec.Raw:
+    """Return a JSON list, yielding in between (milliseconds for a thousand)."""
+    parts = []
+    for at in range(0, len(workers), SLICE):
+        parts.append(_encode([describe(worker) for worker in workers[at : at + SLICE]])[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
+def describe(worker: Worker) -> dict[str, Any]:
+    return {
+        "id": worker.worker_id,
+        "url": worker.url,
+        "role": worker.role.value,
+        "is_healthy": worker.answers,
+        "health": worker.health.value,
+        "silent": worker.silent,
+        "heartbeats": worker.beats,
+        "busy_s": worker.busy_s,
+        "leaving": worker.leaving,
+        "switching_to": None if worker.switching_to is None else worker.switching_to.value,
+        "circuit": worker.circuit.state.value,
+        "models": worker.models,
+        "runtime_type": worker.runtime_type,
+        "discovered": worker.discovered,
+        "last_error": worker.last_error,
+        "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,
+        "bootstrap_port": worker.bootstrap_port,
+        "load": worker.load_tokens,
+        "inflight_requests": worker.inflight_requests,
+        "inflight_tokens": worker.inflight_tokens,
+        "assigned_total": worker.assigned_total,
+        "report": worker.report,
+    }
+
+
+# ---- workers api
 
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from router.pool.states import Health
+from router.pool.breaker import Health
 from router.pool.worker import Pool, Worker
 
 PAUSES = 2  # times the silence limit; a shorter silence may be a pause
@@ -17,7 +17,7 @@ PAUSES = 2  # times the silence limit; a shorter silence may be a pause
 
 class ActiveCall(Protocol):
     """A call. `waits_since_s` is None while its client is slow. `movable`: another worker can
-    continue; `continuable`: without recomputing sent tokens. `names_owner`: caller_names.py.
+    continue; `continuable`: without recomputing sent tokens. `names_owner`: guard.py.
     """
 
     names_owner: str

@@ -13,8 +13,7 @@ from typing import Any
 
 from router.config import DiscoveryFlags, label_query
 from router.pool.health import HealthMonitor
-from router.pool.pod_watch import KubeApi, PodWatch, connect
-from router.pool.pods import Pod
+from router.pool.pod_watch import KubeApi, Pod, PodWatch, connect
 from router.pool.reports import port_of
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError

@@ -23,10 +23,11 @@ from router.pool.active_calls import (
     num_to_give,
     waits_at_silent,
 )
-from router.pool.heartbeats import Heartbeats
-from router.pool.models import has_adapters, parse_models, says_models
-from router.pool.probe import BEATS, FAILURES, ROUNDING_S, Prober
+from router.pool.breaker import Check, Health
+from router.pool.heartbeats import BEATS, FAILURES, ROUNDING_S, Heartbeats, Prober
 from router.pool.reports import (
+    NO_PAIR,
+    VLLM,
     is_bootstrap_server,
     parse_bootstrap,
     parse_encoder,
@@ -34,13 +35,12 @@ from router.pool.reports import (
     parse_load,
     parse_mode,
     parse_ranks,
-    says_draining,
+    reports_draining,
+    runtime_of,
     why_draining,
 )
-from router.pool.states import Check, Health
-from router.pool.vllm import NO_PAIR, VLLM, runtime_of
 from router.pool.worker import PAIR, LoadReport, Role, Worker
-from router.pool.workers import WorkerTable
+from router.pool.workers import WorkerTable, has_adapters, parse_models, reports_models
 from service.http.listening import url_of
 from service.waiter import end_tasks, loop_time_s
 
@@ -57,8 +57,8 @@ _ROLES = {  # by --disaggregation-mode
     "null": Role.UNIFIED,
     "encode": Role.ENCODE,
 }
-MOST_BEATS_PER_S = 4096  # over all workers
-MOST_CHECKS_PER_S = 64  # over all workers with requests and without heartbeats: about 3 % of a core
+MAX_BEATS_PER_S = 4096  # over all workers
+MAX_CHECKS_PER_S = 64  # over all workers with requests and without heartbeats: about 3 % of a core
 BETWEEN_S = 0.0005  # delay between first checks
 GOLDEN = 0.6180339887  # its multiples spread evenly over an interval (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
@@ -169,7 +169,7 @@ class HealthMonitor:
             upstream=self.upstream,
             headers=self.credentials.own,
             silence_s=silence_s,
-            every_s=lambda: max(silence_s / BEATS, len(self._watches) / MOST_BEATS_PER_S),
+            every_s=lambda: max(silence_s / BEATS, len(self._watches) / MAX_BEATS_PER_S),
             on_silence=self._on_silence,
             ask=watch.wake.set,
         )
@@ -192,7 +192,7 @@ class HealthMonitor:
         """Return the silence before a probe, 0 without probes."""
         if not (watch.worker.calls or watch.is_late) or watch.is_fine:
             return 0.0
-        beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MOST_CHECKS_PER_S)
+        beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MAX_CHECKS_PER_S)
         return beat_s if beat_s < self.config.health_check_interval_s else 0.0
 
     def _give_up(self, worker: Worker) -> None:
@@ -290,7 +290,7 @@ class HealthMonitor:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
         incarnation, worker.busy_s = parse_health(body)
         self.table.on_incarnation(worker, incarnation, checked_s=checked_s)
-        if status == 503 and says_draining(body):
+        if status == 503 and reports_draining(body):
             return Check.DRAINING, why_draining(body)
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
 
@@ -366,7 +366,7 @@ class HealthMonitor:
             listed, error = await self._prober.first_json(worker, _MODEL_PATHS)
             if error:
                 return error
-        if not isinstance(info, dict) and not says_models(listed):
+        if not isinstance(info, dict) and not reports_models(listed):
             model_info, error = await self._prober.first_json(worker, _MODEL_INFO_PATHS)
             if error or not isinstance(model_info, dict):
                 return error or NO_WORKER

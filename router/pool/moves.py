@@ -17,7 +17,7 @@ from router.client.credentials import Credentials
 from router.client.session import call_worker
 from router.pool.active_calls import ActiveCall
 from router.pool.worker import Role, Worker
-from service.http.json_depth import decode_or_none
+from service.http.errors import decode_or_none
 from service.http.resume import MOVE_OUT, RESUME_HEADER, sign
 from service.waiter import end_tasks
 

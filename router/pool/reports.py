@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from router.pool.worker import LoadReport, RankSizes
-from service.http.errors import DRAINING, REQUEST_ERRORS
+from service.http.errors import DRAINING, REQUEST_ERRORS, decode_or_none, object_of
 from service.http.image_encoders import ImageEncoder
-from service.http.json_depth import decode_or_none, object_of
-from service.prefix_chain import VERSION
+from service.kv_events import VERSION
 
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
@@ -111,13 +112,13 @@ def is_bootstrap_server(status: int, body: bytes) -> bool:
     return status == 200 and (body == b"OK" or "rooms" in object_of(body))
 
 
-def says_draining(body: bytes) -> bool:
+def reports_draining(body: bytes) -> bool:
     """Return whether a 503 is a draining worker's, by /health or error code."""
     answer = object_of(body)
     return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
 
 
-def says_request_failed(body: bytes) -> bool:
+def reports_request_failed(body: bytes) -> bool:
     """Return whether a 500 is of a worker that serves others, by our codes."""
     answer = object_of(body)
     return _error(answer).get("code", answer.get("code")) in REQUEST_ERRORS
@@ -246,3 +247,45 @@ def port_of(text: str) -> int | None:
 
 def _port(value: object) -> int | None:
     return value if isinstance(value, int) and 0 < value < 65536 else None
+
+
+# ---- vLLM workers: detection, and routes that differ or are missing. Pure.
+
+VLLM = "vllm"
+NO_PAIR = (
+    "vLLM's prefill and decode workers share KV in vLLM's own way (kv_transfer_params), which this router does not speak: each would "
+    "compute the whole request; give them as unified workers (--worker-urls), or put vllm-router before the pair"
+)
+ABORT, ABORT_AT_VLLM = "/abort_request", "/inference/v1/abort_requests"
+_INSTEAD = {
+    ABORT: " with abort_all: they end requests by their ids alone (rid)",
+    "/generate": "; ask /v1/completions or /v1/chat/completions",
+}
+
+
+def runtime_of(info: object, listed: object) -> str | None:
+    """Return VLLM or None, by `/server_info` and `/v1/models`."""
+    if isinstance(info, dict) and "vllm_config" in info:  # only with VLLM_SERVER_DEV_MODE
+        return VLLM
+    rows: Any = listed.get("data") if isinstance(listed, dict) else None
+    first = rows[0] if isinstance(rows, list) and rows else None
+    return VLLM if isinstance(first, dict) and first.get("owned_by") == VLLM else None
+
+
+def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
+    """Return vLLM's equivalent call, which names sequences by answer id and index."""
+    if path == "/health_generate":
+        return "GET", "/health", b""
+    fields = object_of(body) if path == ABORT else {}
+    if isinstance(rid := fields.get("rid"), str) and not fields.get("abort_all"):
+        return "POST", ABORT_AT_VLLM, msgspec.json.encode({"request_ids": [rid, f"{rid}-0"]})
+    return method, path, body
+
+
+def lacks_route(status: int, body: bytes) -> bool:
+    """Return whether an answer is FastAPI's for an unknown path."""
+    return status == 404 and object_of(body).get("detail") == "Not Found"
+
+
+def lack_of(runtime: str | None, path: str) -> str:
+    return f"{'vLLM workers' if runtime == VLLM else 'these workers'} have no {path}{_INSTEAD.get(path, '')}"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-from service.process.shared_file import mapped
+from service.process.files import mapped
 
 NUM_SLOTS = 32768  # at most MAX_WORKERS are in one table
 REREAD_S = 1.0  # others' circuits are read again, even unchanged

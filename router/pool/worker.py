@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.pool.breaker import Circuit
+from router.pool.breaker import Check, Circuit, Health
 from router.pool.shared_load import SharedLoad
-from router.pool.states import Check, Health
 
 if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
@@ -110,7 +109,7 @@ class Worker:
     switching_to: Role | None = None  # role requested by this router
     discovered: bool = False  # found by service discovery in each process
     models: tuple[str, ...] = ()  # served names, base first; empty if unknown
-    runtime_type: str | None = None  # VLLM (vllm.py) or None
+    runtime_type: str | None = None  # VLLM (reports.py) or None
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # running, oldest first
 

@@ -6,17 +6,17 @@ import aiohttp
 
 from router.admission.admission import Admission
 from router.admission.forecast import Forecast
-from router.attempts.events import Events
 from router.attempts.pair_attempt import AttemptLauncher
+from router.attempts.request import Events
 from router.attempts.upstream_call import (
     circuit_answered,
-    circuit_begun,
     circuit_failed,
     circuit_prefilled,
+    circuit_started,
     report_unreachable,
 )
 from router.choice.chooser import Chooser
-from router.choice.way_costs import Objectives
+from router.choice.route_costs import Objectives
 from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.history.recorder import Recorder
@@ -31,7 +31,7 @@ from router.requests.live import LiveRequests
 from router.requests.picking import Picker
 from router.requests.reconnect import Reconnect
 from router.requests.responses import Responses
-from router.requests.ways import WayChooser
+from router.requests.route_choice import RouteChooser
 
 
 def ways_of(config: RouterConfig) -> tuple[Way, ...]:
@@ -51,7 +51,7 @@ def make_events(
     return Events(
         on_routed=(traces.on_routed,),
         on_sent=(traces.on_sent, recorder.on_sent, forecast.on_sent),
-        on_first_byte=(recorder.on_first_byte, metrics.on_first_byte, forecast.on_first_byte, circuit_begun),
+        on_first_byte=(recorder.on_first_byte, metrics.on_first_byte, forecast.on_first_byte, circuit_started),
         on_chunk=(recorder.on_chunk, forecast.on_chunk),
         on_attempt_failed=(traces.on_attempt_failed,),
         on_call_failed=(
@@ -85,7 +85,7 @@ def make_dispatcher(
     ways = None
     if config.mixed:
         wanted = Objectives(config.mixed_ttft_s, config.mixed_itl_s)
-        ways = WayChooser(policies=chooser.policies, forecast=admission.forecast, wanted=wanted)
+        ways = RouteChooser(policies=chooser.policies, forecast=admission.forecast, wanted=wanted)
     picker = Picker(
         table=launcher.table,
         policies=chooser.policies,

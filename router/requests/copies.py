@@ -1,4 +1,4 @@
-"""Copies hot prefixes to a second prefill worker (router/choice/replication.py).
+"""Copies hot prefixes to a second prefill worker (router/choice/prefix_sources.py).
 
 A copy repeats the hot request at that worker, which only fetches the KV: no router needs a
 tokenizer.
@@ -11,11 +11,10 @@ from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
 from router.body import write_bodies
 from router.choice.policies import RoutingHints
-from router.choice.prefix_sources import Holder, PrefixHeaders
-from router.choice.replication import Replication
+from router.choice.prefix_sources import Holder, PrefixHeaders, Replication
 from router.client.upstream import HttpReply
 from router.pool.worker import Role, Worker
-from service.prefix_chain import BLOCK_TOKENS
+from service.kv_events import BLOCK_TOKENS
 
 
 @dataclass(eq=False, kw_only=True)

@@ -18,8 +18,8 @@ from router.body import ALONE, Api, ParsedBody, named_dp_rank, parse_body, write
 from router.choice.chooser import Chooser
 from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
-from router.pool.models import UnknownModel
 from router.pool.worker import Way
+from router.pool.workers import UnknownModel
 from router.requests.failover import Failover
 from router.requests.images import BodyImages, holds_images
 from router.requests.kept_alive import serve_kept_alive
@@ -27,21 +27,29 @@ from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
 from router.requests.reconnect import Reconnect
-from router.requests.relay import JSON, StreamSplitter, answer_headers, open_answer, read_whole, relay_stream
-from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
-from router.requests.responses import KeptStream, Responses
-from service.aside import BODIES
-from service.http.caller_names import caller_header
-from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
+from router.requests.relay import (
+    HANDED_BACK,
+    JSON,
+    StreamSplitter,
+    answer_headers,
+    draining,
+    failure_error,
+    failure_response,
+    no_worker,
+    open_answer,
+    read_whole,
+    relay_stream,
+)
+from router.requests.responses import Responses, RetainedStream
+from service.http.api_shapes import REQUEST_ID
 from service.http.dp_rank import RANK_HEADER, rank_in
 from service.http.errors import ApiError
-from service.http.guard import CALLER, CLIENT_GONE
-from service.http.invocations import invoked_path
+from service.http.guard import CALLER, CLIENT_GONE, ENVOY_HEADER, TIMEOUT_HEADER, caller_header
 from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.resume import FrameRecord
-from service.http.routes import errors_of
-from service.http.stream import REQUEST_ID
+from service.http.routes import errors_of, invoked_path
 from service.security.keys import authorization_of
+from service.waiter import BODIES
 
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = 1
@@ -225,7 +233,7 @@ class Dispatcher:
 
     async def _attempt(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
         try:
-            await self.launcher.until_begun(request, attempt)
+            await self.launcher.until_started(request, attempt)
             return await self._give(request, attempt)
         finally:
             attempt.end()
@@ -361,7 +369,7 @@ def _splitter(
     request: RequestContext, attempt: PairAttempt, merger: Merger | None, record: FrameRecord | None
 ) -> StreamSplitter:
     if request.keeper is not None:
-        return KeptStream(request.keeper, record=record)
+        return RetainedStream(request.keeper, record=record)
     if merger is not None:
         return SseMerger(merger, record=record)
     return StreamSplitter(attempt.answering.reply.headers["content-type"], record=record)

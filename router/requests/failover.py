@@ -20,7 +20,7 @@ from router.pool.worker import Worker
 from router.requests.merge import Merger
 from router.requests.picking import Picker
 from router.requests.relay import has_moved
-from service.http.caller_names import owner_said
+from service.http.guard import owner_said
 from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
 
 NO_MEMBER = 403  # status of a worker without this secret
@@ -172,7 +172,7 @@ class ResumableAnswer:
 
     async def _begun(self, first: PairAttempt) -> PairAttempt | None:
         try:
-            await self.failover.launcher.until_begun(self.request, first)
+            await self.failover.launcher.until_started(self.request, first)
         except CallFailed:
             first.end()
             return None

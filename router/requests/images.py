@@ -13,14 +13,11 @@ from typing import Any
 import msgspec
 
 from router.body import HISTORY_FIELD, TOKENS_PER_IMAGE, Api, ParsedBody, with_fields
-from service.aside import BODIES
-from service.http.errors import bad_field
-from service.http.json_depth import decode_or_none
-from service.images.bad_image import BadImage, with_field
-from service.images.bodies import NamedImage, images_in, urls_in
-from service.images.data_urls import data_url, is_data_url
+from service.http.errors import bad_field, decode_or_none
+from service.images.bodies import BadImage, NamedImage, data_url, images_in, is_data_url, urls_in, with_field
 from service.images.fetch import ImageFetcher
-from service.images.flags import ImageFlags
+from service.images.hosts import ImageFlags
+from service.waiter import BODIES
 
 _FIELDS = {
     Api.CHAT: ("messages",),

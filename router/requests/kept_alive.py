@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from router.attempts.request import RequestContext
-from router.requests.replies import HANDED_BACK, draining, error_of
+from router.requests.relay import HANDED_BACK, draining, error_of
 from service.http.errors import ApiError
 from service.http.keep_alive import KeepAlive
 from service.http.routes import errors_of

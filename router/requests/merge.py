@@ -9,7 +9,7 @@ import msgspec
 
 from router.body import Api
 from router.requests.relay import StreamSplitter
-from service.http.json_depth import decode_or_none
+from service.http.errors import decode_or_none
 from service.http.resume import FrameRecord
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")

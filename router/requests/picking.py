@@ -14,10 +14,10 @@ from router.admission.queue import RequestRefused
 from router.attempts.request import RequestContext, Slo, time_given
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy, few_of, least_loaded
-from router.pool.probe import ROUNDING_S
+from router.pool.heartbeats import ROUNDING_S
 from router.pool.worker import Pool, Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
-from router.requests.ways import Placements, Pools, WayChooser
+from router.requests.route_choice import Placements, Pools, RouteChooser
 from service.waiter import Waiter
 
 
@@ -31,7 +31,7 @@ class Picker:
     wait_s: float
     silence_s: float
     clock: Callable[[], float]
-    ways: WayChooser | None = None
+    ways: RouteChooser | None = None
     _waiters: list[Waiter] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:

@@ -14,12 +14,12 @@ from router.attempts.request import RequestContext
 from router.body import OLLAMA
 from router.client.credentials import Credentials
 from router.client.session import WorkerAnswer, call_worker
-from router.pool.states import Health
+from router.pool.breaker import Health
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.requests.failover import ask_for_rest
 from service.http.errors import ApiError
-from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Keep, KeptQuestion, KeptRest
+from service.http.reconnect import KEEP_HEADER, LAST_EVENT_HEADER, RETAINED_PATH, Keep, RetainedQuestion, RetainedRest
 from service.http.resume import RESUME_HEADER, sign
 from service.security.keys import authorization_of, owner_of
 
@@ -61,9 +61,9 @@ class Reconnect:
         request.events_first = rest.events
         ask_for_rest(request, rest.resume, self.secret)
 
-    async def _find(self, request: RequestContext, after: str) -> KeptRest:
+    async def _find(self, request: RequestContext, after: str) -> RetainedRest:
         question = _encode(
-            KeptQuestion(request_id=request.request_id, owner=_owner(request), body=request.digest, after=after)
+            RetainedQuestion(request_id=request.request_id, owner=_owner(request), body=request.digest, after=after)
         )
         workers = [w for way in request.ways for w in self.table.workers(way[-1]) if w.health is not Health.DOWN]
         asked = [asyncio.ensure_future(self._ask(worker, request, question)) for worker in workers]
@@ -72,7 +72,7 @@ class Reconnect:
             for answer in asyncio.as_completed(asked):
                 found = await answer
                 if found.status == 200:
-                    return msgspec.json.decode(found.body, type=KeptRest)
+                    return msgspec.json.decode(found.body, type=RetainedRest)
                 all_know = all_know and _knows(found)
         finally:
             for task in asked:
@@ -84,7 +84,7 @@ class Reconnect:
     async def _ask(self, worker: Worker, request: RequestContext, question: bytes) -> WorkerAnswer:
         headers = self.credentials.for_client(authorization_of(request.http.headers))
         headers = {**headers, RESUME_HEADER: sign(self.secret, question)}
-        url = worker.url + KEPT_PATH
+        url = worker.url + RETAINED_PATH
         return await call_worker(self.session, "POST", url, headers, question, timeout_s=ASK_TIMEOUT_S)
 
     def _gone(self, request: RequestContext) -> str:

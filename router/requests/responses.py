@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from aiohttp import web
 
 from router.attempts.request import AnswerKeeper, RequestContext
 from router.body import HISTORY_FIELD, ParsedBody, with_fields, write_body
-from router.fleet.peer_processes import PeerProcesses
+from router.fleet import PeerProcesses
 from router.requests.relay import StreamSplitter
-from service.aside import BODIES
-from service.http.errors import bad_field
-from service.http.json_depth import decode_or_none
+from service.http.api_shapes import json_response
+from service.http.errors import bad_field, decode_body, decode_or_none
 from service.http.resume import FrameRecord
-from service.responses.api import caller_of
-from service.responses.book import LocalBook
-from service.responses.conversation import Conversation, StoreFields, open_conversation, to_store
-from service.responses.items import REFERENCE
-from service.responses.store import StoredResponse
+from service.responses import api
+from service.responses.api import PATH, StoredHandler, caller_of, named_response
+from service.responses.items import REFERENCE, Conversation, StoreFields, not_found, open_conversation, to_store
+from service.responses.store import LocalBook, StoredResponse
+from service.waiter import BODIES
 
 PEER_PATH = "/peers/responses"  # route for peers
 MAX_RESPONSES = 100_000  # per conversation
@@ -143,7 +143,7 @@ class ResponseKeeper:
         self._book, self._owner, self._request = book, owner, request
         self._conversation = conversation.to_keep()
         self._running = ExitStack()
-        self._has_begun = False
+        self._has_started = False
 
     def on_answer(self, body: bytes) -> None:
         stored = to_store(self._conversation, owner=self._owner, answer=body)
@@ -151,8 +151,8 @@ class ResponseKeeper:
             self._book.local.store.put(stored)
 
     def on_events(self, events: bytes) -> None:
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._has_started:
+            self._has_started = True
             self._begin(response_in(events, events.find(_BEGINS)))
         last = events.rfind(b"\n\n", 0, -2) + 2 if events.count(b"\n\n") > 1 else 0
         if events.startswith(_ENDS, last):
@@ -170,7 +170,7 @@ class ResponseKeeper:
         await self._book.abort(self._request.headers, id)
 
 
-class KeptStream(StreamSplitter):
+class RetainedStream(StreamSplitter):
     """Passes whole events to a recorder before the client."""
 
     def __init__(self, keeper: AnswerKeeper, *, record: FrameRecord | None = None) -> None:
@@ -189,3 +189,37 @@ def response_in(events: bytes, at: int) -> bytes:
     start = events.find(_DATA, max(0, at)) + len(_DATA)
     event: _Response | None = decode_or_none(events[start : events.find(b"\n", start)], _Response)
     return b"" if event is None else bytes(event.response)
+
+
+# ---- Routes of stored responses, for clients and peers.
+
+
+@dataclass(eq=False)
+class ResponsesApi:
+    book: SharedBook | None
+    peers: PeerProcesses
+
+    def routes(self) -> list[web.RouteDef]:
+        one = PATH + "/{id}"
+        return [
+            web.get(one, self._of(api.get_response)),
+            web.delete(one, self._of(api.delete_response)),
+            web.post(f"{one}/cancel", self._of(api.cancel_response)),
+            web.get(f"{one}/input_items", self._of(api.list_input_items)),
+            web.post(PEER_PATH, self.answer_peer),
+        ]
+
+    async def answer_peer(self, request: web.BaseRequest) -> web.Response:
+        if self.book is None or not self.peers.is_peer(request):
+            raise web.HTTPNotFound
+        question = decode_body(await request.read(), PeerQuestion)
+        acts = {"find": self.book.local.find, "remove": self.book.local.remove, "cancel": self.book.local.cancel}
+        return json_response(await acts[question.act](question.id, question.owner))
+
+    def _of(self, handler: StoredHandler) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
+        async def handle(request: web.BaseRequest) -> web.Response:
+            if self.book is None:
+                raise not_found(named_response(request))
+            return await handler(request, self.book)
+
+        return handle

@@ -13,12 +13,11 @@ import msgspec
 from aiohttp import web
 
 from router.config import AutoRolesFlags
-from router.fleet.peer_processes import PeerProcesses
+from router.fleet import PeerProcesses
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
-from router.roles.controller import Controller, Move, Standing
-from router.roles.demand import Gauge
+from router.roles.controller import Controller, Gauge, Move, Standing
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from service.waiter import end_tasks, loop_time_s
 

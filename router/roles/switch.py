@@ -13,14 +13,13 @@ import msgspec
 
 from router.client.credentials import Credentials
 from router.client.session import call_worker
-from router.fleet.peer_processes import PeerProcesses
+from router.fleet import PeerProcesses
+from router.pool.breaker import Check, Health
 from router.pool.health import HealthMonitor
 from router.pool.reports import parse_error
-from router.pool.states import Check, Health
 from router.pool.worker import PAIR, Role, Worker
 from router.pool.workers import WorkerTable
-from service.http.errors import ApiError
-from service.http.json_depth import decode_or_none
+from service.http.errors import ApiError, decode_or_none
 from service.waiter import end_tasks
 
 log = logging.getLogger(__name__)

@@ -1,18 +1,19 @@
 """Checks before every route: request id, browser rule, keys; errors as answers."""
 
 import logging
+import math
+import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from service.http.api_shapes import ApiShape
+from service.http.api_shapes import EXTRA_HEADERS, REQUEST_ID, REQUEST_ID_HEADER, STREAMING, ApiShape
 from service.http.errors import INTERNAL_ERROR, ApiError
 from service.http.routes import Handler, HttpRoute, Routes, errors_of
-from service.http.stream import EXTRA_HEADERS, REQUEST_ID, REQUEST_ID_HEADER, STREAMING
 from service.security.browser import BrowserRule
-from service.security.keys import Access, Caller, KeyGate, authorization_of
+from service.security.keys import Access, Caller, KeyGate, authorization_of, owner_of
 from service.telemetry.context import CURRENT, OPERATIONS, TraceContext, request_id_of
 
 log = logging.getLogger(__name__)
@@ -128,3 +129,66 @@ def _of_http(error: web.HTTPException, request: web.BaseRequest, errors: ApiShap
         response.headers["Allow"] = error.headers["Allow"]
         return response
     return errors.response(ApiError(error.status, error.text or error.reason))
+
+
+# ---- The client's deadline by `x-request-timeout` (seconds) or Envoy's header.
+
+TIMEOUT_HEADER = "x-request-timeout"  # seconds
+ENVOY_HEADER = "x-envoy-expected-rq-timeout-ms"
+UNITS_S: Mapping[str, float] = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
+
+
+def seconds_of(text: str, name: str) -> float | None:
+    """Return a header's seconds, None unless above 0."""
+    try:
+        value_s = float(text) * UNITS_S[name]
+    except ValueError:
+        return None
+    return value_s if 0.0 < value_s < math.inf else None
+
+
+# ---- Owners of request names: a `rid` belongs to the key that sent it.
+#
+#     router -> worker   CALLER_HEADER: digest of the client's key, or NO_KEY
+#
+# Routers use a key of their own, so name the owner; without the header it is the request's key. A
+# digest is as secret as its key.
+
+CALLER_HEADER = "X-Tandem-Caller"
+NO_KEY = "-"  # names shared by all
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def caller_header(request: web.BaseRequest) -> dict[str, str]:
+    return {CALLER_HEADER: _own(request) or NO_KEY}
+
+
+def owner_said(headers: Mapping[str, str]) -> str:
+    return headers.get(CALLER_HEADER, NO_KEY).replace(NO_KEY, "")
+
+
+def owner_in(request: web.BaseRequest) -> str:
+    """Return a worker request's owner, empty for all without key. Raises ApiError(400)."""
+    said = request.headers.get(CALLER_HEADER)
+    if said is None:
+        return _own(request)
+    if said != NO_KEY and not _DIGEST.fullmatch(said):
+        raise ApiError(
+            400, f"{CALLER_HEADER}: must be the digest of a key, or {NO_KEY}; leave it out", field=CALLER_HEADER
+        )
+    return said.replace(NO_KEY, "")
+
+
+def has_admin_key(request: web.BaseRequest, gate: KeyGate) -> bool:
+    """Return whether the caller may abort any request."""
+    return gate.admin.is_set and request[CALLER].access >= Access.ADMIN
+
+
+def may_end_any(request: web.BaseRequest, gate: KeyGate) -> bool:
+    """The same at a worker; without keys it trusts all but a router's clients."""
+    has_keys = gate.api.is_set or gate.admin.is_set
+    return has_admin_key(request, gate) if has_keys else CALLER_HEADER not in request.headers
+
+
+def _own(request: web.BaseRequest) -> str:
+    return owner_of(authorization_of(request.headers)) if request[CALLER].name else ""

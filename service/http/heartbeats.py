@@ -18,7 +18,7 @@ LONGEST_S = 60.0  # longest interval
 IDLE, ASK = b"idle\n", b"ask\n"
 SHOWN_S = 1.0  # shorter steps are not reported
 _EVERY, _LIVE = b"every ", b"live"
-_MOST_BYTES = 4096  # of lines in one read
+_MAX_BYTES = 4096  # of lines in one read
 
 
 STAMPS, LINES = 0.0, 0.5  # phases: a line's stamps are half a period old
@@ -66,7 +66,7 @@ class HeartbeatReader:
         if data == IDLE and self.every_s and not self._rest:  # the usual case
             return _RESTS
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _MOST_BYTES or len(lines) > _MOST_BYTES:
+        if len(self._rest) > _MAX_BYTES or len(lines) > _MAX_BYTES:
             raise NoHeartbeats("a line does not end")
         if lines and not self.every_s:
             self.every_s = _seconds(lines.pop(0).removeprefix(_EVERY))

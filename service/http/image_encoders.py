@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from service.http.json_depth import decode_or_none
+from service.http.errors import decode_or_none
 from service.security.secret import is_signed, sign
 
 ENCODERS_HEADER = "X-Tandem-Image-Encoders"

@@ -1,10 +1,12 @@
 """Common parts of our OpenAPI 3.1 documents. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from service.http.stream import EVENTS_TYPE
+from service.flags import installed_version
+from service.http.api_shapes import EVENTS_TYPE
 
 TEXT = {"type": "string"}
 # The schema of a stream describes each event, as before OpenAPI 3.2.
@@ -64,3 +66,16 @@ def failures_of(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str
 
 def json_content(schema: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
+
+
+# ---- The body of GET /v1/loads, as in SGLang.
+
+
+def loads_answer(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row per rank. The time is text, as SMG rejects numbers."""
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": installed_version(),
+        "dp_rank_count": len(rows),
+        "loads": rows,
+    }

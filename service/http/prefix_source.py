@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from service.http.json_depth import decode_or_none
+from service.http.errors import decode_or_none
 from service.security.secret import is_signed, sign
 
 PREFIX_HEADER = "X-Tandem-Prefix-Source"

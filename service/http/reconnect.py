@@ -3,7 +3,7 @@
     router -> worker   KEEP_HEADER: retain this stream for `Keep.window_s`, for one owner and body
     worker -> client   "id:" of each event: TAG-UNIT, or TAG-UNIT.EVENT if a unit has several
     client -> router   the same request again, with its X-Request-Id and Last-Event-ID
-    router -> worker   KEPT_PATH: `KeptQuestion` with that event; the answer is the rest of its unit
+    router -> worker   RETAINED_PATH: `RetainedQuestion` with that event; the answer is the rest of its unit
                        and a `Resume`
 
 So any router can continue, as after the loss of a worker (resume.py); meanwhile nothing is
@@ -23,8 +23,8 @@ from service.http.resume import MOST_FRAME_BYTES, FrameRecord, Name
 
 KEEP_HEADER = "X-Tandem-Keep"
 LAST_EVENT_HEADER = "Last-Event-ID"
-KEPT_PATH = "/kept_stream"
-MOST_KEPT_BYTES = 64 << 20  # ended streams of a process
+RETAINED_PATH = "/kept_stream"
+MAX_KEPT_BYTES = 64 << 20  # ended streams of a process
 OVERHEAD_BYTES = 512  # per stream, in addition to its frames
 
 _EVENT_ID = re.compile(r"([0-9a-f]{8,32})-(\d{1,9})(?:\.(\d{1,4}))?")
@@ -38,14 +38,14 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     body: Name
 
 
-class KeptQuestion(msgspec.Struct, frozen=True, kw_only=True):
+class RetainedQuestion(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Name
     owner: Name
     body: Name
     after: Name
 
 
-class KeptRest(msgspec.Struct, frozen=True, kw_only=True):
+class RetainedRest(msgspec.Struct, frozen=True, kw_only=True):
     """The rest of a unit, and the JSON of a `Resume`."""
 
     events: bytes
@@ -94,7 +94,7 @@ class StreamLog:
         self._several.clear()
         self.num_bytes = OVERHEAD_BYTES
 
-    def rest_after(self, unit: int, event: int | None) -> KeptRest | None:
+    def rest_after(self, unit: int, event: int | None) -> RetainedRest | None:
         """Return the rest after an event, if known."""
         if not self.is_whole or not 1 <= unit <= len(self._ends):
             return None
@@ -104,7 +104,7 @@ class StreamLog:
         if resume is None:
             return None
         events = self._several.get(unit, []) if event is not None else []
-        return KeptRest(events=b"".join(events[0 if event is None else event + 1 :]), resume=resume)
+        return RetainedRest(events=b"".join(events[0 if event is None else event + 1 :]), resume=resume)
 
     def _named(self, event: bytes, unit: int, number: int | None) -> bytes:
         name = b"%d" % unit if number is None else b"%d.%d" % (unit, number)
@@ -114,7 +114,7 @@ class StreamLog:
 class StreamLogs:
     """Retained streams by tag, on any clock."""
 
-    def __init__(self, *, most_bytes: int = MOST_KEPT_BYTES) -> None:
+    def __init__(self, *, most_bytes: int = MAX_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
         self._streams: OrderedDict[str, StreamLog] = OrderedDict()
         self._due_s: dict[str, float] = {}  # of ended streams, in order
@@ -144,7 +144,7 @@ class StreamLogs:
             self._drop(tag)
         return min(self._due_s.values(), default=None)
 
-    def rest(self, question: KeptQuestion, now_s: float) -> KeptRest | None:
+    def rest(self, question: RetainedQuestion, now_s: float) -> RetainedRest | None:
         """Answer a router, ending a running stream. None if unknown."""
         self.forget_old(now_s)
         found = _EVENT_ID.fullmatch(question.after)

@@ -1,11 +1,110 @@
 """Handlers by path and prefix, at a third of the cost of aiohttp's dispatcher."""
 
-from collections.abc import Awaitable, Callable, Iterable
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
+import msgspec
 from aiohttp import web
 
 from service.http.api_shapes import OPENAI, ApiShape, shape_of
+from service.http.errors import ApiError, decode_body
+
+# ---- Normalization of request paths before any rule. Pure.
+
+# Matches paths that may not be normal: escapes, or bytes that need one, backslashes, empty
+# segments, dots, a trailing slash.
+_ODD = re.compile(r"[^!-~]|%|\\|//|/\.|./$")
+_IN_SEGMENTS = "!$&'()*+,;=:@~"  # allowed in a path by RFC 3986, beyond those that quote() leaves
+
+
+def plain_path(raw: str) -> str:
+    """Decode escapes once; drop dot and empty segments and a trailing slash.
+
+    Encoded slashes and backslashes count as slashes, so a rule holds for each spelling, also at a
+    server that gets the path passed on. Bytes that are not UTF-8 stay.
+    """
+    if not raw.startswith("/") or not _ODD.search(raw):
+        return raw
+    kept: list[bytes] = []
+    for part in unquote_to_bytes(raw.encode(errors="surrogateescape")).replace(b"\\", b"/").split(b"/"):
+        if part == b"..":
+            del kept[-1:]
+        elif part not in (b"", b"."):
+            kept.append(part)
+    return "/" + "/".join(quote_from_bytes(part, safe=_IN_SEGMENTS) for part in kept)
+
+
+def segment(name: str) -> str:
+    return quote(name, safe="")
+
+
+# ---- SageMaker's POST /invocations, for any API. Pure.
+
+INVOCATIONS = "/invocations"
+
+
+class InvocationBody(msgspec.Struct, kw_only=True):
+    """Fields that decide the API, in order. `input` is an embedding's, as in vLLM."""
+
+    messages: Any = None
+    prompt: Any = None
+    input: Any = None
+    text: Any = None
+    input_ids: Any = None
+
+
+_PATHS: Mapping[str, str] = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+    "text": "/generate",
+    "input_ids": "/generate",
+}
+
+
+def invoked_path(body: bytes) -> str:
+    """Return the body's path. Raises ApiError(400)."""
+    fields = decode_body(body, dict[str, msgspec.Raw])
+    for field, path in _PATHS.items():
+        if field in fields:
+            return path
+    raise ApiError(400, f"the body fits no API: it needs one of {', '.join(_PATHS)}", code="unknown_body")
+
+
+# ---- Routes that need a model with a special head, and alternatives.
+#
+# 404, as OpenAI's SDK would retry a 501.
+
+EMBEDDINGS = "/v1/embeddings makes vectors to compare"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    needs: str
+    instead: str
+
+
+_POOLING = Head("a model with a pooling head", f"{EMBEDDINGS}, and so does /encode")
+UNSERVED: Mapping[str, Head] = {
+    "/pooling": _POOLING,
+}
+
+
+async def refuse(request: web.BaseRequest) -> web.StreamResponse:
+    path = request.path.rstrip("/")
+    head = UNSERVED[path]
+    message = f"{path} needs {head.needs}; the models here generate text. Instead: {head.instead}"
+    raise ApiError(404, message, code="model_has_no_head")
+
+
+def unserved_routes() -> list[web.RouteDef]:
+    return [web.post(path, refuse) for path in UNSERVED]
+
+
+# ---- routes
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

@@ -11,19 +11,17 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from service.aside import BODIES
 from service.http.api_shapes import OPENAI
+from service.http.bodies import USUAL_TIMES, check_bounds, coding_of, inflate
 from service.http.errors import INTERNAL_ERROR, ApiError
-from service.http.inflate import USUAL_TIMES, coding_of, inflate
-from service.http.json_bounds import check_bounds
 from service.http.listening import BACKLOG, ListeningPort
-from service.http.paths import plain_path
-from service.http.routes import Handler
+from service.http.routes import Handler, plain_path
+from service.waiter import BODIES, Waiter
 
 # Between two requests; also the deadline of a head that started before the last response.
 IDLE_S = 75.0
@@ -256,7 +254,7 @@ class TimedRequest(web.BaseRequest):
         pieces, size = [], 0
         try:
             async with asyncio.timeout(self.limits.body_timeout_s):
-                await self._say_continue()
+                await self._send_continue()
                 while piece := await self.content.readany():
                     pieces.append(piece)
                     size += len(self._checked(piece, before=size))
@@ -269,7 +267,7 @@ class TimedRequest(web.BaseRequest):
             raise self.limits.too_long()
         return piece
 
-    async def _say_continue(self) -> None:
+    async def _send_continue(self) -> None:
         """Answer curl above 1 MiB. Other expectations are ignored (RFC 9110, 10.1.1)."""
         if self.version == HttpVersion11 and self.headers.get("Expect", "").lower() == "100-continue":
             await self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -283,3 +281,66 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 _log.addFilter(_is_ours)
+
+
+# ---- Writes of events from the callback that receives them, as waking the request's task would
+# double
+# their cost.
+
+MAX_UNDRAINED_BYTES = 60_000  # aiohttp drains above 64 KiB
+
+
+class DirectWrites:
+    """Writes the bytes of `take` at each `on_change`, while the task is in `wait`.
+
+    The task resumes at the end, on errors, and if a write may have to drain, which a callback
+    cannot.
+    """
+
+    def __init__(
+        self, http: web.BaseRequest, out: web.StreamResponse, *, take: Callable[[], bytes], is_over: Callable[[], bool]
+    ) -> None:
+        self._connection = cast(TimedConnection, http.protocol)
+        self._writer = http.writer
+        self._out = out
+        self._take = take
+        self._is_over = is_over
+        self._stopped = Waiter()
+        self._left = b""
+        self._error: Exception | None = None
+
+    async def wait(self) -> bytes:
+        """Return bytes to write. Raises a callback's error."""
+        await self._stopped.wait()
+        if self._error is not None:
+            raise self._error
+        left, self._left = self._left, b""
+        return left
+
+    def on_change(self) -> None:
+        if not self._stopped.is_waiting:
+            return
+        if self._is_over() or self._connection.is_full:
+            return self._stopped.wake()
+        try:
+            self._pass_on(self._take())
+        except Exception as error:  # mostly of the client's connection
+            self._error = error
+            self._stopped.wake()
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._writer.buffer_size + len(data) > MAX_UNDRAINED_BYTES:
+            self._left = data
+            self._stopped.wake()
+        elif data:
+            _write_now(self._out, data)
+
+
+def _write_now(out: web.StreamResponse, data: bytes) -> None:
+    writing = out.write(data)
+    try:
+        writing.send(None)
+    except StopIteration:
+        return
+    writing.close()
+    raise AssertionError("so few bytes wait for nothing")

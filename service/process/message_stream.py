@@ -1,6 +1,6 @@
 """Length-prefixed messages over a socket pair or TCP.
 
-End of file: the peer has ended. Up to `MOST_UNSENT_BYTES` wait for a temporary sender. On Linux: 35
+End of file: the peer has ended. Up to `MAX_UNSENT_BYTES` wait for a temporary sender. On Linux: 35
 us per message and answer, 0.5 ms from SIGKILL to end of file.
 """
 
@@ -11,7 +11,7 @@ import struct
 import threading
 
 LENGTH = struct.Struct("<I")
-MOST_UNSENT_BYTES = 4 << 20
+MAX_UNSENT_BYTES = 4 << 20
 LONGEST_BYTES = 256 << 20
 SEND_BUFFER_BYTES = 4 << 20  # requested for a pair; Linux caps it at net.core.wmem_max
 
@@ -30,7 +30,7 @@ class MessageStream:
     Nothing is read ahead: no message waits behind an unreadable socket.
     """
 
-    def __init__(self, connection: socket.socket, *, most_unsent_bytes: int | None = None) -> None:
+    def __init__(self, connection: socket.socket, *, max_unsent_bytes: int | None = None) -> None:
         connection.setblocking(True)
         if connection.family == socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -39,7 +39,7 @@ class MessageStream:
         self._connection = connection
         self._lock = threading.Lock()
         self._unsent = bytearray()
-        self._most_unsent_bytes = MOST_UNSENT_BYTES if most_unsent_bytes is None else most_unsent_bytes
+        self._max_unsent_bytes = MAX_UNSENT_BYTES if max_unsent_bytes is None else max_unsent_bytes
         self._sender: threading.Thread | None = None  # of waiting messages
         self._broken = ""  # cause of an early end
         self._expect_length()
@@ -54,7 +54,7 @@ class MessageStream:
             if self._broken:
                 raise ChannelClosed(self._broken)
             if self._unsent:
-                if len(self._unsent) + len(message) > self._most_unsent_bytes:
+                if len(self._unsent) + len(message) > self._max_unsent_bytes:
                     raise ChannelFull("its messages pile up")
                 self._unsent += message
                 return

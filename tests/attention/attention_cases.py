@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.kernels.paged_extend import PagedExtend
-from engine.kernels.softmax import Softmax, plain_softmax
+from engine.kernels.paged_attention import PagedExtend, Softmax, plain_softmax
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
@@ -121,9 +120,9 @@ def attend(
     *,
     softmax: Softmax | None = None,
 ) -> torch.Tensor:
-    """As `attend_turned`, of any backend."""
+    """As `attend_rotated`, of any backend."""
     if isinstance(backend, PagedExtend):
-        return backend.attend_turned(layer, q, k, v, softmax or plain_softmax(q.shape[2]))
+        return backend.attend_rotated(layer, q, k, v, softmax or plain_softmax(q.shape[2]))
     return backend.attend(layer, by_no_angle(q, k, v, softmax))
 
 

@@ -6,11 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from engine.attention.cpu_backend import CpuBackend
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.kernels import build
-from engine.kernels.paged_decode import make_paged_decode
-from engine.kernels.softmax import plain_softmax
+from engine.kernels.paged_attention import make_paged_decode, plain_softmax
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -144,7 +142,7 @@ def test_heads_of_a_merged_qkv_are_read_in_place():
     kernel.begin(make_step(sequences, [29, 69], lengths, page_size=16, extend=False))
     merged = torch.cat([torch.stack([getattr(s, n)[-1] for s in sequences]).flatten(1) for n in "qkv"], dim=1)
     q, k, v = (x.unflatten(1, (-1, 32)) for x in merged.split([128, 64, 64], dim=1))
-    outs = kernel.attend_turned(1, q, k, v, plain_softmax(q.shape[2])).split(1)
+    outs = kernel.attend_rotated(1, q, k, v, plain_softmax(q.shape[2])).split(1)
     assert worst_error(list(outs), sequences, [29, 69], lengths) < TOLERANCE["float32"]
 
 

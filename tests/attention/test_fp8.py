@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from engine.attention.backend import AttentionBackend, make_attention_backend
-from engine.attention.cpu_backend import CpuBackend
-from engine.attention.torch_backend import TorchBackend
-from engine.kernels.softmax import Softmax
+from engine.attention.torch_backend import CpuBackend, TorchBackend
+from engine.kernels.paged_attention import Softmax
 from engine.kv.cache_spec import CacheSpec
-from engine.kv.fp8 import BAD_CODE, LEAST_EXPONENT, dequantized, quantized
+from engine.kv.fp8 import BAD_CODE, MIN_EXPONENT, dequantized, quantized
 from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
     Heads,
@@ -65,7 +64,7 @@ def test_a_row_keeps_its_numbers_to_a_16th_and_zeros_and_its_size() -> None:
     scale = torch.ldexp(torch.ones(400), exponents.int() - 127)
     assert (largest[:, 0] <= 448 * scale).all() and (largest[:, 0] > 224 * scale).all(), "the least power of two"
     assert not dequantized(*quantized(torch.zeros(1, 16)), torch.float32).any()
-    assert quantized(torch.full((1, 16), 1e-38))[1] == LEAST_EXPONENT
+    assert quantized(torch.full((1, 16), 1e-38))[1] == MIN_EXPONENT
     assert torch.equal(quantized(torch.tensor([448.0, 1.0])[None])[1], torch.tensor([127], dtype=torch.uint8))
 
 

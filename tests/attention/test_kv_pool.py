@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, page_bytes_of, unit_parts
-from engine.kv.device_memory import DeviceBytes
-from engine.kv.kv_pool import KVPool
-from engine.kv.token_rows import like_layers
+from engine.kv.kv_pool import KVPool, like_layers
+from engine.kv.pool_memory import DeviceBytes
 
 
 def bf16(kv_heads: int = 2, head_dim: int = 16) -> CacheSpec:

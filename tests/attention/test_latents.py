@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from engine.attention.backend import make_attention_backend
-from engine.attention.latent_cpu import CpuLatents
-from engine.attention.latent_sparse import SparseLatents
-from engine.attention.latent_torch import TorchLatents
+from engine.attention.latent import CpuLatents, SparseLatents, TorchLatents
 from engine.attention.latent_triton import TritonLatents
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool

@@ -8,12 +8,11 @@ from itertools import product
 import pytest
 import torch
 
-from engine.kernels.triton_checksum import page_sums_kernel, sums_constants
-from engine.kv.cache_spec import LAYER, TAIL, CacheSpec
-from engine.kv.held import HeldKV, combine
+from engine.kernels.triton.checksum import page_sums_kernel, sums_constants
+from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, KVShard, combine
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
-from tests.attention.test_triton import check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
+from tests.attention.triton.test_triton import check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 from tests.sampler.sampler_cases import MASK, mix
 
 ODD = 0x9E3779B97F4A7C15
@@ -104,7 +103,7 @@ def test_what_ranks_compute_of_their_units_and_layers_adds_up(ranks: int, stages
     of_rank, of_stage, parts = 2 // min(ranks, 2), 4 // stages, {}
     for rank, stage in product(range(ranks), range(stages)):
         first = rank * 2 // ranks
-        held = HeldKV(range(first, first + of_rank), 2, range(stage * of_stage, (stage + 1) * of_stage), 4)
+        held = KVShard(range(first, first + of_rank), 2, range(stage * of_stage, (stage + 1) * of_stage), 4)
         specs = [replace(spec, num_kv_heads=of_rank)] * of_stage
         pool = noise(KVPool(specs, num_pages=4, page_size=4, device="cpu", units=of_rank))
         for layer, unit in product(range(of_stage), range(of_rank)):

@@ -6,12 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.attention.cpu_backend import CpuBackend
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.kernels import build
-from engine.kernels.cpu_kind import Kind
-from engine.kernels.paged_extend import SOURCE, PagedExtend
-from engine.kernels.softmax import plain_softmax
+from engine.kernels.build import Kind
+from engine.kernels.paged_attention import EXTEND_SOURCE, PagedExtend, plain_softmax
 from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
     TOLERANCE,
@@ -42,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def kernel_of(kind: Kind, pool: KVPool) -> PagedExtend:
-    library = build.load_library(SOURCE, kind=kind)
+    library = build.load_library(EXTEND_SOURCE, kind=kind)
     assert library is not None
     return PagedExtend(library, pool)
 
@@ -137,7 +135,7 @@ def test_a_request_that_is_skipped_is_written_and_does_not_disturb(kind: Kind) -
     kernel = kernel_of(kind, pool)
     kernel.begin(make_step(sequences, starts, ends, page_size=16, extend=True), skip=frozenset({1}))
     rows = [torch.cat([getattr(s, n)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for n in "qkv"]
-    outs = kernel.attend_turned(1, *rows, plain_softmax(rows[0].shape[2])).split([50, 1, 70])
+    outs = kernel.attend_rotated(1, *rows, plain_softmax(rows[0].shape[2])).split([50, 1, 70])
     both = [sequences[0], sequences[2]]
     assert worst_error([outs[0], outs[2]], both, [0, 0], [50, 70]) < TOLERANCE[BF16]
     page, offset = sequences[1].pages[40 // 16], 40 % 16
@@ -184,7 +182,7 @@ def test_heads_of_a_merged_qkv_are_read_in_place(kind: Kind) -> None:
     kernel.begin(make_step([s], [0], [70], page_size=16, extend=True))
     merged = torch.cat([x.flatten(1) for x in (s.q, s.k, s.v)], dim=1)
     q, k, v = (x.unflatten(1, (-1, 32)) for x in merged.split([128, 64, 64], dim=1))
-    out = kernel.attend_turned(1, q, k, v, plain_softmax(q.shape[2]))
+    out = kernel.attend_rotated(1, q, k, v, plain_softmax(q.shape[2]))
     assert worst_error([out], [s], [0], [70]) < TOLERANCE[BF16]
 
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.attention.cpu_backend import CpuBackend
-from engine.kernels.cpu_kind import Kind
-from engine.kernels.shared_pages import LEAST_SHARED, MOST_ROWS, SharedPages, share_pages
+from engine.attention.torch_backend import CpuBackend
+from engine.kernels.build import Kind
+from engine.kernels.paged_attention import MAX_ROWS, MIN_SHARED, SharedPages, share_pages
 from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
     Heads,
@@ -55,14 +55,14 @@ def test_requests_are_grouped_by_what_they_share() -> None:
 def test_a_request_shares_no_more_than_it_has() -> None:
     pages = [list(range(20)), list(range(20))]
     assert parts(grouped(pages, [300, 320])) == [([0, 1], 300)]
-    assert parts(grouped(pages, [LEAST_SHARED - 1, 320])) == [([0], 0), ([1], 0)]  # what lies behind it is anything
+    assert parts(grouped(pages, [MIN_SHARED - 1, 320])) == [([0], 0), ([1], 0)]  # what lies behind it is anything
 
 
 def test_groups_are_no_larger_than_their_work_can_be_shared() -> None:
     pages = [list(range(20))] * 8
     assert [len(own) for own, _ in parts(grouped(pages, [320] * 8, threads=4))] == [4, 4]
     assert [len(own) for own, _ in parts(grouped(pages, [320] * 8, threads=16))] == [1] * 8
-    rows = [MOST_ROWS - 1, 2, MOST_ROWS + 1, *[1] * 5]
+    rows = [MAX_ROWS - 1, 2, MAX_ROWS + 1, *[1] * 5]
     assert [own for own, _ in parts(grouped(pages, [320] * 8, rows=rows, kv_heads=32))] == [
         [0],
         [1],

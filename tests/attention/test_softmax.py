@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from engine.attention.backend import make_attention_backend
-from engine.attention.cpu_backend import CpuBackend
-from engine.attention.torch_backend import TorchBackend
-from engine.kernels.cpu_kind import Kind
-from engine.kernels.paged_extend import PagedExtend
-from engine.kernels.softmax import Softmax
+from engine.attention.torch_backend import CpuBackend, TorchBackend
+from engine.kernels.build import Kind
+from engine.kernels.paged_attention import PagedExtend, Softmax
 from engine.kv.kv_pool import KVPool
 from service.flags import ConfigError
 from tests.attention.attention_cases import TOLERANCE, make_pool, make_sequences, reference, run_step

@@ -5,13 +5,12 @@ import random
 import pytest
 import torch
 
-from engine.kv.cache_spec import CacheSpec
-from engine.kv.held import CopiesDiffer, HeldKV, HeldState, combine, total
+from engine.kv.cache_spec import CacheSpec, CopiesDiffer, KVShard, StateShard, combine, total
 from engine.kv.kv_pool import KVPool
-from engine.kv.state_checksum import StateChecksum
+from engine.kv.page_checksum import StateChecksum
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.ranks.rank_checksum import RankChecksum, alone
-from engine.ranks.rank_pools import RankPools
+from engine.ranks.rank_parts import RankPools
 
 WHOLE = StateSpec((8, 3), (4, 2, 5), "bfloat16")
 
@@ -28,7 +27,7 @@ def model_of(num_layers: int) -> StatePool:
 
 
 def part_of(model: StatePool, layers: range, channels: tuple[range, ...], heads: range) -> StatePool:
-    held = HeldState(channels, 8, heads, 4)
+    held = StateShard(channels, 8, heads, 4)
     spec = StateSpec((sum(map(len, channels)), 3), (len(heads), 2, 5), "bfloat16", held)
     pool = StatePool([spec] * len(layers), num_slots=3, device="cpu")
     noise(pool.buffer, 1)
@@ -74,7 +73,7 @@ def test_damage_in_any_pool_is_seen(which: str) -> None:
     states = model_of(1)
     for seed, pool in enumerate((kv, windows)):
         noise(pool.buffer, seed)
-    held = HeldKV(range(1), 1, range(3), 3, range(1), 1)
+    held = KVShard(range(1), 1, range(3), 3, range(1), 1)
     checksum = alone(RankChecksum(RankPools(kv=kv, held=held, states=states, windows=windows)))
     right = checksum([1, 2], [[2], [3, 4]], None)()
     buffer = {"pages": kv.buffer, "windows": windows.buffer, "states": states.buffer}[which]

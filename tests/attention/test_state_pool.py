@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.core.plan import StateCopy
-from engine.kv.held import HeldState
+from engine.kv.cache_spec import StateShard
 from engine.kv.state_pool import StatePool, StateSpec, StateTable
 
 SPECS = [StateSpec((5, 3), (2, 3, 7), "bfloat16"), StateSpec((4, 3), (6,), "float32")]
@@ -55,7 +55,7 @@ def test_rows_without_a_request_have_the_scratch_slot() -> None:
 
 def test_runs_name_the_bytes_of_the_models_state() -> None:
     """Of two ranks the second, with two of four parts of 2 channels and heads 2 and 3: what lies there is what the model has there."""
-    held = HeldState((range(2, 4), range(6, 8)), 8, range(2, 4), 4)
+    held = StateShard((range(2, 4), range(6, 8)), 8, range(2, 4), 4)
     whole = [StateSpec((8, 3), (4, 2, 3), "float32")] * 3
     here = [StateSpec((4, 3), (2, 2, 3), "float32", held)] * 2
     model, pool = StatePool(whole, num_slots=1, device="cpu"), StatePool(here, num_slots=1, device="cpu")

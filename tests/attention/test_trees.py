@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.attention.cpu_backend import CpuBackend
-from engine.attention.latent_cpu import CpuLatents
-from engine.attention.latent_torch import TorchLatents
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.latent import CpuLatents, TorchLatents
+from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.attention.windowed import windowed
 from engine.kernels.latent_attention import make_latent_kernel
-from engine.kernels.paged_decode import make_paged_decode
-from engine.kernels.softmax import Softmax
+from engine.kernels.paged_attention import Softmax, make_paged_decode
 from engine.kernels.tape import Tape, Workspace
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch, WindowRows
@@ -156,12 +153,12 @@ def test_a_tape_that_was_recorded_without_trees_plays_them() -> None:
     kernel, rows, step = make_paged_decode(pool), new_rows(trees, requests), tree_step(trees, requests, page_size=16)
     assert kernel is not None
     kernel.begin(step)
-    expected = kernel.attend_turned(0, *rows, softmax)
+    expected = kernel.attend_rotated(0, *rows, softmax)
     plain = [tree for tree in trees for _ in tree.parents]
     kernel.begin(replace(step, kv_lens=[tree.known + 1 for tree in plain], drafted=frozenset(), paths=None))
     tape = Tape(Workspace(len(plain)))
     with tape.recording():
-        out = kernel.attend_turned(0, *rows, softmax)
+        out = kernel.attend_rotated(0, *rows, softmax)
     assert not torch.equal(out, expected)
     kernel.begin(step)
     tape.play()

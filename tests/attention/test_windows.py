@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from engine.attention.backend import make_attention_backend
-from engine.attention.cpu_backend import CpuBackend
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels import build
-from engine.kernels.cpu_kind import Kind
-from engine.kernels.paged_extend import SOURCE, PagedExtend, make_paged_extend
+from engine.kernels.build import Kind
+from engine.kernels.paged_attention import EXTEND_SOURCE, PagedExtend, make_paged_extend
 from engine.kv.kv_pool import KVPool
 from service.flags import ConfigError
 from tests.attention.attention_cases import (
@@ -45,7 +44,7 @@ def pool_of(sequences: list[Sequence], ends: list[int], starts: list[int], *, wi
 
 
 def extend_of(kind: Kind) -> Callable[[KVPool], PagedExtend]:
-    library = build.load_library(SOURCE, kind=kind)
+    library = build.load_library(EXTEND_SOURCE, kind=kind)
     assert library is not None
     return lambda pool: PagedExtend(library, pool)
 

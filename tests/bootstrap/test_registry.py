@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
-from bootstrap_server.registry import Registry
+from bootstrap_server.registry import BootstrapConfig, Registry
 from service.http.errors import ApiError
 
 CONFIG = BootstrapConfig(lease_s=10.0, room_ttl_s=5.0, max_workers=3, max_rooms=4)

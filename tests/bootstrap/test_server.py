@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import LONGEST_PAUSE_S, MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.server import BootstrapServer
-from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from bootstrap_server.registry import BootstrapConfig
+from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
 from tests.transfer.rig import until
 

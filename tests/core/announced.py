@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from engine.core.mem_cache.radix_node import TRUNK, Branch, Node
+from engine.core.mem_cache.state_slots import StateSlots
+from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory
-from engine.core.radix_node import TRUNK, Branch, Node
-from engine.core.state_slots import StateSlots
-from engine.core.window_pages import WindowPages
 from engine.images import FIRST_KEY_ID
 from service.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 

@@ -3,21 +3,20 @@
 import random
 from collections import deque
 
-from engine.core.backups import CopySize
-from engine.core.host_cache import HostCache
-from engine.core.image_cache import ImageCache
-from engine.core.lanes import Lane
-from engine.core.limits import TAIL_SHARE, Limits
-from engine.core.new_token_ratio import NewTokenRatio, RatioRule
+from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
+from engine.core.mem_cache.backups import CopySize
+from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.image_cache import ImageCache
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.state_slots import StateSlots
+from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
-from engine.core.page_allocator import PageAllocator
+from engine.core.pdmux import Lane
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.core.policy import TAIL_SHARE, Limits
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
-from engine.core.state_slots import StateSlots
-from engine.core.step_budget import StepBudget
-from engine.core.window_pages import WindowPages
 from engine.core_parts import memory_of
 from engine.images import ImageInput
 from engine.messages import FinishReason, TokenOutput

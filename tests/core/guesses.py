@@ -2,9 +2,8 @@
 
 import random
 
-from engine.core.drafting import Drafting
+from engine.core.drafting import Drafting, FreePasses, FreeRows
 from engine.core.drafts import Draft
-from engine.core.free_costs import FreePasses, FreeRows
 from engine.core.request import Request
 from tests.core.drafter_model import DrafterModel
 from tests.core.hash_model import HashModel, next_token, prefix_hash, step_hash

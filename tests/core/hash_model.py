@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.core.lanes import Lane
+from engine.core.pdmux import Lane
 from engine.core.plan import FeatureLand, ItemResult, Plan, PlanItem, StateCopy, StepResult
 from engine.images import ImageInput, key_ids
 from engine.messages import TokenLogprob

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.adapter_budget import AdapterBudget
-from engine.core.adapters import AdapterRefused, Adapters, AdapterState
-from engine.core.limits import Limits
-from engine.core.policy import POLICIES
+from engine.core.adapters import AdapterBudget, AdapterRefused, Adapters, AdapterState
+from engine.core.policy import POLICIES, Limits
 from engine.core.request import Request
 from tests.core.engine_in_a_test import EngineInATest, request_of
 from tests.core.hash_model import expected_tokens

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.plan import Plan
-from engine.core.state_slots import StateSlots
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.guesses import KINDS, Guesses
 from tests.core.hash_model import expected_tokens

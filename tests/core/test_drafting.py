@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.drafting import TRY_EVERY, Drafting
+from engine.core.drafting import TRY_EVERY, Drafting, RowCosts
 from engine.core.drafts import MODELED, NO_DRAFT, Draft
-from engine.core.plan import Plan, PlanItem, StateRewind
+from engine.core.plan import Plan, PlanItem, StateRollback
 from engine.core.request import Request
-from engine.core.row_costs import RowCosts
 from tests.core.engine_in_a_test import request_of
 
 
@@ -231,7 +230,7 @@ def test_rows_without_drafts_do_not_pay_for_states_that_go_back() -> None:
     def item(**fields: object) -> PlanItem:
         return PlanItem("r", 0, [1], 0, 0, [], True, 0, False, **fields)  # type: ignore[arg-type]
 
-    back = [StateRewind(0, 9)]
+    back = [StateRollback(0, 9)]
     for fields, rows in (({}, 0), ({"behind": 1}, 2)):
         costs = Noted()
         one = Drafting(None, most=4, passes=4, costs=costs)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import NO_MEMORY, expected_tokens
-from tests.core.test_backups import PROMPTS, filled
+from tests.core.mem_cache.test_backups import PROMPTS, filled
 
 PROMPT = list(range(40))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.core.finish import check_finish
+from engine.core.outputs import check_finish
 from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.messages import FinishReason

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.core.futures import check_no_future, check_reads
 from engine.core.request import Request
+from engine.core.stages import check_no_future, check_reads
 from tests.core.engine_in_a_test import EngineInATest, request_of
 
 

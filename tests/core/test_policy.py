@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.core.new_token_ratio import NewTokenRatio, RatioRule
-from engine.core.page_allocator import PageAllocator
+from engine.core.estimates import NewTokenRatio, RatioRule
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.radix_cache import RadixCache
 from engine.core.policy import order
-from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from tests.core.engine_in_a_test import request_of
 

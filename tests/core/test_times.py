@@ -1,6 +1,6 @@
 """Stages as points in time: each role's line, chunks, and lines that broke off."""
 
-from engine.core.times import Times, stages
+from engine.core.request import Times, stages
 from engine.messages import Stage
 
 

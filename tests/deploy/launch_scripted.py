@@ -13,7 +13,7 @@ from deploy.launcher.display import make_display
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
-from service.process.ready_file import write_ready_file
+from service.process.files import write_ready_file
 
 SCRIPT = Path(__file__).with_name("scripted.py")
 

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from deploy.bench.config import BenchConfig, check_bench
 from deploy.bench.load import shares
-from deploy.bench.report import summary_table, table
-from deploy.bench.stats import RequestRecord, percentile, ratios, summarize
-from deploy.bench.trace import TraceEntry, parse_trace, read_trace
-from deploy.bench.workload import PromptTokens, block_tokens, make_requests
+from deploy.bench.stats import RequestRecord, percentile, ratios, summarize, summary_table, table
+from deploy.bench.workload import PromptTokens, TraceEntry, block_tokens, make_requests, parse_trace, read_trace
 from deploy.openai_api import SseParser
 from service.flags import ConfigError
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy.chat.client import answering_of
-from deploy.chat.conversation import ChatCommand, ChatHistory, command_of, printable
+from deploy.chat.client import ChatCommand, ChatHistory, answering_of, command_of, printable
 from tests.deploy.terminal import Terminal, terminal
 from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, stream, until
 

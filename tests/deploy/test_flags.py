@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.registry import BootstrapConfig
 from deploy.bench.config import BenchConfig
 from deploy.commands.trace import TraceConfig
 from deploy.flags import Parser, add_flags, config_from, given_argv
-from deploy.launcher.config import ClusterConfig
+from deploy.launcher.roles import ClusterConfig
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
 from planner.config import PlanConfig

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deploy.commands import router, serve, up_flags
+from deploy.commands import router, serve, up
 from deploy.flags import Parser
 from deploy.foreign.router import ROUTER
 from deploy.foreign.translate import CannotFollow, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values, translate
@@ -13,7 +13,7 @@ from deploy.foreign.worker import WORKER
 Capture = pytest.CaptureFixture[str]
 COMMANDS: list[tuple[Callable[[], Parser], ForeignFlags]] = [
     (serve.build_parser, WORKER),
-    (up_flags.build_parser, WORKER),
+    (up.build_parser, WORKER),
     (router.build_parser, ROUTER),
 ]
 
@@ -24,7 +24,7 @@ def test_each_entry_does_what_it_says(build: Callable[[], Parser], foreign: Fore
     for name, entry in foreign.flags.items():
         if name in known:
             of_routers = router.build_parser()._option_string_actions
-            assert build is up_flags.build_parser and name in of_routers, f"{name} is ours: the table never sees it"
+            assert build is up.build_parser and name in of_routers, f"{name} is ours: the table never sees it"
             continue
         match entry:
             case Renamed(to, values):
@@ -52,7 +52,7 @@ def test_each_entry_does_what_it_says(build: Callable[[], Parser], foreign: Fore
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "outlines"])
-@pytest.mark.parametrize("build", [serve.build_parser, up_flags.build_parser])
+@pytest.mark.parametrize("build", [serve.build_parser, up.build_parser])
 def test_grammar_compilers_of_other_servers_are_refused_with_the_remedy(
     build: Callable[[], Parser], backend: str, capsys: Capture
 ) -> None:
@@ -90,7 +90,7 @@ def test_a_command_line_of_vllms_users(capsys: Capture) -> None:
         "--model /m --max-model-len 2048 --gpu-memory-utilization=0.85 --max-num-seqs 32 --block-size 32 --enforce-eager "
         "--no-enable-prefix-caching --lora-modules a=/a b=/b --seed -1 -tp 1 --dtype bfloat16 --disable-log-requests"
     )
-    for build in (serve.build_parser, up_flags.build_parser):
+    for build in (serve.build_parser, up.build_parser):
         args = build().parse_strict(argv.split())
         assert (args.model_path, args.context_length, args.mem_fraction_static) == ("/m", 2048, 0.85)
         assert (args.max_running_requests, args.page_size, args.random_seed) == (32, 32, -1)

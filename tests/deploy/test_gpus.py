@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands import up, up_flags
+from deploy.commands import up
 from deploy.flags import config_from
-from deploy.launcher.config import ClusterConfig
-from deploy.launcher.gpus import chosen_gpus
 from deploy.launcher.mps import CONTROL, PIPE, mps_for
-from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
-from deploy.launcher.roles import RoleFlags
-from engine.device.gpus import VISIBLE, parse_listing, visible_gpus
+from deploy.launcher.plan import ProcessSpec, chosen_gpus, num_ports, plan_cluster, shared_gpus, with_env
+from deploy.launcher.roles import ClusterConfig, RoleFlags
+from engine.device.machine import VISIBLE, parse_listing, visible_gpus
 from service.flags import ConfigError
 from tests.e2e.cluster import wait_until
 
@@ -129,7 +127,7 @@ def test_a_listing_names_uuids_and_the_parts_of_a_cut_gpu() -> None:
 
 
 def gpus_for(*argv: str, torch: str | None = "2.13.0+cpu") -> list[str]:
-    args = up_flags.build_parser().parse_strict(argv)
+    args = up.build_parser().parse_strict(argv)
     return up.gpus_for(config_from(args, ClusterConfig), args, torch=torch)
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.launcher.http_server import MODULES
+from deploy.launcher.fork_servers import HTTP_MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -19,7 +19,7 @@ print(json.dumps([len(os.listdir("/proc/self/task")), *(name in sys.modules for 
 
 def test_it_has_one_thread_no_torch_and_nothing_that_reads_the_environment_of_spans() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps(MODULES)],
+        [sys.executable, "-c", CODE, json.dumps(HTTP_MODULES)],
         capture_output=True,
         text=True,
         check=True,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from tests.e2e.cluster import wait_until
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
@@ -137,7 +137,7 @@ def test_a_port_is_chosen_once_before_its_server_listens(monkeypatch: pytest.Mon
     monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(7))
     ports = free_ports(3)
     code = "import random; random.SystemRandom = lambda: random.Random(7)\n"
-    code += "from deploy.launcher.ports import free_ports; print(*free_ports(3))"
+    code += "from deploy.launcher.probe import free_ports; print(*free_ports(3))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len({*ports, *map(int, other.stdout.split())}) == 6
     assert len({*ports, *free_ports(3)}) == 6

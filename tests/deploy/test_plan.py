@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from deploy.commands.up import own_secret
-from deploy.launcher import summary
-from deploy.launcher.config import ClusterConfig
+from deploy.launcher import display as summary
 from deploy.launcher.display import PlainDisplay, ProcessProgress, render
 from deploy.launcher.guard import watch
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster
-from deploy.launcher.roles import RoleFlags
+from deploy.launcher.roles import ClusterConfig, RoleFlags
 from service.flags import ConfigError
 from service.http.listening import require_free
 from service.security.secret import ROUTER_SECRET, router_secret

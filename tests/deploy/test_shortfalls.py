@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher.shortfalls import shortfalls
+from deploy.launcher.display import shortfalls
 from engine.device.machine import machine_facts
 from engine.kernels import build
 

@@ -10,7 +10,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
+from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from service.security.keys import bearer
 from tests.e2e.cluster import Cluster, cluster
 

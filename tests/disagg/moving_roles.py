@@ -9,9 +9,9 @@ from typing import Any
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
 from disagg.moving import Moves
-from disagg.page_sender import PageSender
+from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
-from disagg.recompute import Bounds
+from disagg.resumption import Bounds
 from engine.core.request import Request
 from engine.messages import MOVED, Bootstrap, FinishReason, KVSource, TokenOutput
 from engine.sampling_params import SamplingParams

@@ -4,14 +4,12 @@ import random
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from disagg.fetch_policy import FetchPolicy
 from disagg.metadata import MetadataBuffers
-from disagg.page_sender import PageSender
+from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
-from disagg.prefix_exchange import PrefixExchange
-from disagg.prefix_fetching import PrefixFetches
-from disagg.prefix_serving import PrefixServer
-from disagg.recompute import Bounds
+from disagg.prefix_exchange import PrefixExchange, PrefixServer
+from disagg.prefix_fetching import FetchPolicy, PrefixFetches
+from disagg.resumption import Bounds
 from engine.messages import PrefixSource
 from tests.core.engine_in_a_test import request_of
 from tests.core.hash_model import VOCAB

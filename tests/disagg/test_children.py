@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from disagg.children import Children
-from service.process.fork_messages import SERVER_VARIABLE
+from disagg.processes.children import Children
+from service.process.child_process import SERVER_VARIABLE
 from service.process.stop_signals import END, TO_GROUPS
 from tests.transfer.rig import until
 from tools.family import family, lives
@@ -25,7 +25,7 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
 # The child never asks for anything itself: as one that still imports.
 PARENT = """
 import os, signal
-from disagg.children import Children
+from disagg.processes.children import Children
 children = Children()
 children.start("child", "http.server", ["0", "--bind", "127.0.0.1"], num_threads=1)
 print(children._processes["child"].pid, flush=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.server import BootstrapServer
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.registry import BootstrapConfig
 from disagg.registration import GAP_S, MAX_SERVERS, Outages, RouteFinder
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import LookupFailed
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.rooms import KVPoll
 
 
 @pytest.mark.parametrize("ends", ["answer", "gap"])

@@ -10,17 +10,26 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.met import Met
-from disagg.node import own_host
-from disagg.node_control import Control, NodeBye, NodeHello, NodeRefused
-from disagg.node_flags import check_same, flags_of
-from disagg.node_meeting import CONTROL, _version, gathered, joined
-from disagg.role_session import SessionPlan
+from disagg.processes.node import own_host
+from disagg.processes.rendezvous import (
+    CONTROL,
+    Control,
+    Met,
+    NodeBye,
+    NodeHello,
+    NodeRefused,
+    _version,
+    check_same,
+    flags_of,
+    gathered,
+    joined,
+)
+from disagg.processes.role_session import SessionPlan
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.nodes import wires, wires_at
 from engine.frontend.bootstraps import BootstrapAllowlist
-from engine.parallel.meeting import LOST_S, dial
-from engine.parallel.region_plan import RegionPlan
+from engine.parallel.region import RegionPlan
+from engine.parallel.rendezvous import LOST_S, dial
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from disagg.children import Children
 from disagg.config import DisaggConfig
-from disagg.node import leaving_node_0_time, watch_node_0
-from disagg.node_control import Control, NodeBye
-from disagg.role_session import SessionPlan
-from disagg.worker import undone_in_order
+from disagg.processes.children import Children
+from disagg.processes.node import leaving_node_0_time, watch_node_0
+from disagg.processes.rendezvous import Control, NodeBye
+from disagg.processes.role_session import SessionPlan
+from disagg.processes.worker import undone_in_order
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from service.process.child_process import ChildProcess
@@ -90,5 +90,5 @@ def test_a_second_signal_ends_it_at_once(ends: tuple[Control, Control], two: tup
 def test_a_node_0_that_does_not_end_has_the_time_of_a_drain(
     ends: tuple[Control, Control], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disagg.node.LEAVES_S", 0.0)
+    monkeypatch.setattr("disagg.processes.node.LEAVES_S", 0.0)
     assert run(ends[1], *signals(signal.SIGTERM), drain_timeout_s=0.01) == 0

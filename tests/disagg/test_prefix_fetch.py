@@ -4,28 +4,27 @@ import random
 
 import pytest
 
-from disagg.fetch_policy import (
+from disagg.prefix_exchange import MAX_SERVED, OFF
+from disagg.prefix_fetching import (
     ASSUMED_BYTES_A_S,
     LARGE_BYTES,
-    LEAST_MEASURED_TOKENS,
+    MAX_FETCHES,
     MEMORY_S,
+    MIN_MEASURED_TOKENS,
     UNMEASURED_WAIT_S,
     FetchPolicy,
 )
-from disagg.prefix_exchange import OFF
-from disagg.prefix_fetching import MOST_FETCHES
-from disagg.prefix_serving import MOST_SERVED
-from engine.core.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache
 from engine.core.request import Request
 from engine.messages import Bootstrap, PrefixSource
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import request_of
 from tests.core.hash_model import expected_tokens
-from tests.core.tiers_in_a_test import identity
+from tests.core.mem_cache.tiers_in_a_test import identity
 from tests.disagg.prefix_roles import PrefixCluster
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import RecomputeRequest, Work
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.rooms import KVPoll
 
 PROMPT = [i * 7 % 50 for i in range(70)]
 PREFIX = (len(PROMPT) - 1) // 4 * 4  # whole pages
@@ -238,24 +237,24 @@ def test_kv_of_other_weights_is_not_taken() -> None:
 
 def test_both_sides_bound_their_number() -> None:
     cluster = PrefixCluster(pages=(900, 900, 900), both={"max_queued": 99})
-    prompts = {f"r{i}": [i, *PROMPT] for i in range(MOST_FETCHES + 2)}
+    prompts = {f"r{i}": [i, *PROMPT] for i in range(MAX_FETCHES + 2)}
     for prompt in prompts.values():
         cluster.warm(prompt)
     for i, (rid, prompt) in enumerate(prompts.items()):
         cluster.ask(rid, prompt, 1 + i, known=PREFIX)
-    assert cluster.prefill.role.queues()["fetching"] == MOST_FETCHES and cluster.told("prefix_fetches_forgone") == 2
+    assert cluster.prefill.role.queues()["fetching"] == MAX_FETCHES and cluster.told("prefix_fetches_forgone") == 2
     rng = random.Random(11)
     for _ in range(200):  # all of them arrive before the source looks
         cluster.prefill.turn()
         cluster.prefix_wire.step(rng)
     cluster.source.turn()
     told = cluster.source.role.counters()
-    assert cluster.source.role.queues()["sending"] == MOST_FETCHES, "the refused ones, too, until that is known"
-    assert told["prefixes_refused"] == MOST_FETCHES - MOST_SERVED
+    assert cluster.source.role.queues()["sending"] == MAX_FETCHES, "the refused ones, too, until that is known"
+    assert told["prefixes_refused"] == MAX_FETCHES - MAX_SERVED
     cluster.run_all(rng)
     assert_right(cluster, prompts)
-    assert cluster.told("prefix_fetched") == MOST_SERVED
-    assert cluster.told("prefix_fetches_refused") == MOST_FETCHES - MOST_SERVED
+    assert cluster.told("prefix_fetched") == MAX_SERVED
+    assert cluster.told("prefix_fetches_refused") == MAX_FETCHES - MAX_SERVED
 
 
 def test_a_worker_that_may_take_no_work_sends_no_prefix() -> None:
@@ -405,7 +404,7 @@ def test_the_faster_way_is_taken(tokens_a_s: float, fetched: bool) -> None:
 def test_a_slow_link_gets_another_try_and_a_short_prompt_measures_nothing() -> None:
     policy = FetchPolicy(token_bytes=ASSUMED_BYTES_A_S / 1e6)
     assert 10_000 * ASSUMED_BYTES_A_S / 1e6 > LARGE_BYTES
-    policy.note_prompt(LEAST_MEASURED_TOKENS - 1, 100.0, 0.0)
+    policy.note_prompt(MIN_MEASURED_TOKENS - 1, 100.0, 0.0)
     assert policy.compute_s(1, 0.0) is None
     policy.note_prompt(10_000, 1.0, 0.0)
     policy.note_fetch(10_000, 100.0, 0.0)

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.exposure import make_allowlist
-from disagg.scheduler_process import check_prefix_fetch
-from disagg.transfer_machine import check_flags
+from disagg.processes.checks import check_flags, make_allowlist
+from disagg.processes.scheduler_process import check_prefix_fetch
 from engine.config import EngineConfig, ServerConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
 from service.security.secret import ROUTER_SECRET
-from tests.e2e.group_models import SOME_WINDOWS
+from tests.e2e.models.group_models import SOME_WINDOWS
 from tests.e2e.two_engines import disaggregated
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

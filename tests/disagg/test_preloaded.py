@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from deploy.launcher.fork_servers import ONE_THREAD
-from disagg.preloaded import MODULES
+from disagg.processes.preloaded import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSES = ("disagg/scheduler_process.py", "disagg/rank_process.py")
+PROCESSES = ("disagg/processes/scheduler_process.py", "disagg/processes/rank_process.py")
 LATER = {"engine.ranks.shared_board"}  # with DP attention
 CODE = """
 import importlib, json, os, sys
@@ -36,4 +36,4 @@ def test_engines_import_nothing_more_and_no_thread_or_gpu_is_before_the_fork() -
     assert (threads, gpu) == (1, False)
     own = set().union(*map(imported_inside, PROCESSES))
     assert len(own) > 8 and own - LATER <= set(modules)
-    assert not {"opentelemetry"} & set(modules), "it reads the environment, which may differ (fork_messages.py)"
+    assert not {"opentelemetry"} & set(modules), "it reads the environment, which may differ (child_process.py)"

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from disagg.recompute import Bounds, why_not
-from engine.core.radix_node import Branch
+from disagg.resumption import Bounds, why_not
+from engine.core.mem_cache.radix_node import Branch
 from engine.messages import FinishReason
 from tests.core.hash_model import VOCAB, expected_tokens
 from tests.disagg.two_roles import Cluster, assert_no_output_twice, crowded, run_retracted_first

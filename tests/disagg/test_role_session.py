@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.rank_gpus import gpus_of_ranks
-from disagg.role_session import SessionPlan, next_session, plan_session
+from disagg.processes.rank_start import gpus_of_ranks
+from disagg.processes.role_session import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.tokenizer import grammar_backend
-from engine.frontend.draining import Patience
 from engine.frontend.role_switch import RoleSwitchState
+from engine.frontend.server import Patience
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
 from service.flags import ConfigError
 

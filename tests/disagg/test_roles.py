@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from engine.core.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache
 from tests.core.hash_model import Slot, expected_tokens
+from tests.core.mem_cache.tiers_in_a_test import identity
 from tests.core.proof.shares import Share, shares
-from tests.core.tiers_in_a_test import identity
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster, crowded, run_retracted_first
 from transfer_backends.contract import Gate, Tail
@@ -98,7 +98,7 @@ def test_a_role_waits_for_outside_only_while_it_has_requests() -> None:
 
 def test_few_pages_leave_with_the_last_chunk() -> None:
     """Chunks of two pages; fewer than three bytes, a page being one, do not leave beside the next chunk."""
-    cluster = Cluster(pages=(60, 60), least_bytes=3)
+    cluster = Cluster(pages=(60, 60), min_bytes=3)
     sent: list[Sent] = []
     cluster.submit("r", list(range(30)), 1, new=3)
     record(cluster, "r", sent)

@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from disagg.decode_role import DecodeRole
-from disagg.encode_role import EncodeRole
-from disagg.fetching_role import FetchingRole
+from disagg.feature_fetching import FetchingRole
+from disagg.feature_transfers import EncodeRole
 from disagg.metadata import MetadataBuffers
-from disagg.page_sender import PageSender
+from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
-from disagg.recompute import Bounds
+from disagg.resumption import Bounds
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.messages import Bootstrap, FinishReason, TokenOutput
@@ -86,7 +86,7 @@ class Cluster:
         places: int = 0,
         layerwise: bool = False,
         weights: tuple[int, int] = (1, 1),
-        least_bytes: int = 0,
+        min_bytes: int = 0,
         both: Mapping[str, object] = MappingProxyType({}),
         prefill: Mapping[str, object] = MappingProxyType({}),
         **decode: object,
@@ -100,7 +100,7 @@ class Cluster:
         self.prefill.role = PrefillRole(
             scheduler=self.prefill.scheduler,
             manager=self.wire,
-            pages=PageSender(rows_p, page_size=page_size, page_bytes=1, layerwise=layerwise, least_bytes=least_bytes),
+            pages=PageSender(rows_p, page_size=page_size, page_bytes=1, layerwise=layerwise, min_bytes=min_bytes),
             directory=self.wire,
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
         )

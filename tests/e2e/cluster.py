@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from service.security.secret import ROUTER_SECRET
-from tests.e2e.leaders import Leader, start_process
+from tests.e2e.ranks.leaders import Leader, start_process
 from tools.family import children, family
 
 READY_S = 120.0

@@ -6,9 +6,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from tests.e2e.cluster import end_tree, wait_until
-from tests.e2e.leaders import ANEW, start_process
+from tests.e2e.ranks.leaders import ANEW, start_process
 from tools.fresh import readme
 
 ROOT = Path(__file__).parents[2]

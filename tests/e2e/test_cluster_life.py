@@ -1,4 +1,4 @@
-"""Death of real processes: every request ends, and nothing is left behind. (Their return: tests/faults.)"""
+"""Death of real processes: every request ends, and nothing is left behind. (Their return: tests/tools.)"""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
+from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.e2e.client import session
 from tests.e2e.cluster import SHIPPED, Cluster, child_of, cluster
 from tests.e2e.leftovers import Leftovers

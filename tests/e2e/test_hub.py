@@ -6,7 +6,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.e2e.cluster import cluster
-from tests.models.hub_stand_in import hub_stand_in
+from tests.models.files.hub_stand_in import hub_stand_in
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 MODEL = "acme/tiny-qwen"

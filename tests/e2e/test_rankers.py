@@ -8,7 +8,7 @@ import httpx2 as httpx
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.frontend.apis.ranking.pairs import INSTRUCTION, question
+from engine.frontend.apis.openai.ranking import INSTRUCTION, question
 from engine.text.tokenizer import load_tokenizer
 from tests.e2e.cluster import Cluster, cluster
 from tests.models.headless import make_classifier, make_embedding_model

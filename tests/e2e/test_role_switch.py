@@ -1,4 +1,4 @@
-"""A worker whose new role does not start: a real process by itself. (With others, under load: tests/e2e/test_drain.py.)"""
+"""A worker whose new role does not start: a real process by itself. (With others, under load: tests/e2e/failover/test_drain.py.)"""
 
 import shutil
 import signal

@@ -11,12 +11,12 @@ from time import monotonic, sleep
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.server import BootstrapServer
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.registry import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.prefill_role import PrefillRole
-from disagg.scheduler_process import _engine_use
+from disagg.processes.scheduler_process import _engine_use
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request

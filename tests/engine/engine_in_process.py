@@ -9,12 +9,12 @@ from typing import Any, Self, TypeVar
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
-from engine.core.hooks import Grammar
+from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
-from engine.core.request import Request
-from engine.core.window_pages import WindowPages
-from engine.device.gpu_memory import MemoryGauge
-from engine.executor.decode_graphs import Capture
+from engine.core.request import Grammar, Request
+from engine.core_parts import EngineUse
+from engine.device.measure import MemoryGauge
+from engine.executor.graphs import Capture
 from engine.kv.host_memory import HERE, HostMemory
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop_steps import loop_steps
@@ -24,7 +24,6 @@ from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.ranks.group import Group
 from engine.sampling_params import SamplingParams
-from engine.use import EngineUse
 
 T = TypeVar("T")
 

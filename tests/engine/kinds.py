@@ -1,7 +1,7 @@
 """One family for each kind of layer: with these every way to compute is tried in `make test`, with the others the usual ones.
 
 The others' cells are for `make slow-tests`. What they share with these is the kind of their layers and of their cache; what is their own,
-weights, norms and RoPE, the usual ways show, and all families in all of tests/e2e/zoo.py.
+weights, norms and RoPE, the usual ways show, and all families in all of tests/e2e/models/zoo.py.
 """
 
 from collections.abc import Callable, Iterable

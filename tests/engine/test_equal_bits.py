@@ -1,7 +1,7 @@
 """In bf16 on a CPU the way to a token changes no bit of any logprob, as long as decode's KV stays what decode wrote.
 
 What an answer's tokens have in KV is computed by the kernel for single tokens; computed again, as a prompt, it has other last
-bits. So recomputation is compared by tokens whose logits are far apart: test_ranks.py, tests/e2e/test_identity_matrix.py.
+bits. So recomputation is compared by tokens whose logits are far apart: test_ranks.py, tests/e2e/models/test_identity_matrix.py.
 Latent attention has one kernel for both, and so not even that changes a bit.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from engine.core_parts import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
-from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

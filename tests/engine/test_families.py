@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.core_parts import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
-from engine.use import EngineUse
-from tests.engine.dp_in_process import dp_ranks
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks_in_process import ranks
+from tests.engine.ranks.dp_in_process import dp_ranks
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.engine.test_parity import greedy
 from tests.models.test_parity import YARN
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -61,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def as_they_come() -> list[Any]:
-    """All; slow are those without a field of their own: test_parity.py and tests/e2e/zoo.py try them in the same ways."""
+    """All; slow are those without a field of their own: test_parity.py and tests/e2e/models/zoo.py try them in the same ways."""
     return [name if fields else pytest.param(name, marks=pytest.mark.slow) for name, (_, fields) in FAMILIES.items()]
 
 

@@ -9,19 +9,18 @@ import torch
 from msgspec.structs import replace
 
 from engine.config import EngineConfig
-from engine.core.image_cache import MEGABYTE
+from engine.core.mem_cache.image_cache import MEGABYTE
 from engine.core.plan import FeatureRows, ItemImages, PlanItem
-from engine.executor.encoder_ranks import deal
-from engine.executor.image_pass import rope_positions
+from engine.executor.image_pass import deal, rope_positions
 from engine.executor.warm_up import WarmUp
-from engine.flags.images import blank_image, cache_bytes, image_cache, most_image_tokens
+from engine.flags.images import blank_image, cache_bytes, image_cache, max_image_tokens
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from engine.model_files.tower_config import ClipTower
 from engine.model_files.vision_config import VisionConfig
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item
-from tests.core.images import CLIP, SEES
+from tests.core.mem_cache.images import CLIP, SEES
 
 
 def sees(vision: VisionConfig = SEES) -> ModelConfig:
@@ -85,10 +84,10 @@ def test_the_largest_image_has_room(most: int, megabytes: int) -> None:
 
 @pytest.mark.parametrize("vision", [SEES, dataclasses.replace(SEES, tower=CLIP)])
 def test_a_blank_image_is_whole(vision: VisionConfig) -> None:
-    image = blank_image(vision, most_image_tokens(vision))
+    image = blank_image(vision, max_image_tokens(vision))
     frames, height, width = image.size
     assert len(image.pixels) == frames * height * width * 3
-    assert image.num_tokens == vision.num_tokens(image.grid) <= most_image_tokens(vision)
+    assert image.num_tokens == vision.num_tokens(image.grid) <= max_image_tokens(vision)
     assert image.span == image.num_tokens if isinstance(vision.tower, ClipTower) else image.span < image.num_tokens
 
 

@@ -13,11 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine import pull_socket, push_socket
-from engine.ipc import IPC_PREFIX, IpcPaths
+from engine import ipc
+from engine.ipc import IPC_PREFIX, IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.messages import AbortRequest, FlushCache, GenerateRequest, GetState, ToScheduler
-from engine.pull_socket import PullSocket
-from engine.push_socket import PeerStalled, PushSocket
 from engine.sampling_params import SamplingParams
 from service.process.message_stream import LENGTH
 from tests.hostile.table import FRAMES
@@ -92,8 +90,8 @@ def _send_many(endpoint: str) -> None:
 
 def test_a_stalled_peer_is_an_error_and_not_a_wait(paths: IpcPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that never comes, and one that comes and reads nothing."""
-    monkeypatch.setattr(push_socket, "MAX_QUEUED_BYTES", 1000)
-    monkeypatch.setattr(push_socket, "LINGER_S", 0.0)
+    monkeypatch.setattr(ipc, "MAX_QUEUED_BYTES", 1000)
+    monkeypatch.setattr(ipc, "LINGER_S", 0.0)
     for has_receiver in (False, True):
         receivers = [PullSocket[ToScheduler](paths.to_scheduler, ToScheduler)] if has_receiver else []
         push = PushSocket(paths.to_scheduler)
@@ -109,7 +107,7 @@ def test_what_the_receiver_has_not_taken_waits_and_a_closing_sender_waits_for_it
     paths: IpcPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Far more than a socket holds, in small and in large messages."""
-    monkeypatch.setattr(push_socket, "LINGER_S", 60.0)
+    monkeypatch.setattr(ipc, "LINGER_S", 60.0)
     pull: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
     sent: list[ToScheduler] = [
         GenerateRequest(rid=str(i), input_ids=list(range(i * 200)), sampling=SamplingParams()) for i in range(100)
@@ -147,7 +145,7 @@ def test_a_sender_finds_the_next_receiver_once_the_first_has_gone(paths: IpcPath
 def test_a_sender_that_announces_too_much_is_cut_off_and_the_others_are_not(
     paths: IpcPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_socket, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(ipc, "MAX_MESSAGE_BYTES", 1000)
     pull: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
     push = PushSocket(paths.to_scheduler)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache
 from engine.executor.decode_tapes import DecodeTapes
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.resolve import resolve
@@ -15,7 +15,7 @@ from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.engine.test_equal_bits import FLAGS, PROMPTS, QWEN3, WAYS, answers
 from tests.engine.test_host_tier import settle
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import Plan
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.layer_marks import LayerMarks
 from engine.kernels.tape import Tape
 from engine.kv import page_copies
-from engine.kv.arrival import Arrival
+from engine.kv.page_copies import Arrival
 from engine.layers.rope import Unturned
+from tests.engine.device.late_copies import copy_late
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.late_copies import copy_late
 from tests.engine.three_requests import two_models
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -55,7 +55,7 @@ def push_out(engine: EngineInProcess) -> None:
 def log(engine: EngineInProcess, monkeypatch: pytest.MonkeyPatch) -> Log:
     """What happens from now on: ("copied", first layer of a group), ("attends", layer)."""
     happened: Log = []
-    monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", 1)
+    monkeypatch.setattr(page_copies, "MIN_GROUP_BYTES", 1)
     copy_late(engine, on_load=lambda layer: happened.append(("copied", layer)))
     backend = forward_pass(engine)._backend
     attend = backend.attend
@@ -88,7 +88,7 @@ def test_each_layer_waits_for_its_own_part_alone(engine: EngineInProcess, log: L
 def test_a_prompt_in_parts_waits_in_its_first_step(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineInProcess(checkpoint, **TINY, chunked_prefill_size=8) as engine:  # type: ignore[arg-type]
         copied = list[int]()
-        monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", 1)
+        monkeypatch.setattr(page_copies, "MIN_GROUP_BYTES", 1)
         copy_late(engine, on_load=copied.append)
         engine.add("first", PROMPT[:20], max_new_tokens=1)
         engine.run()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.cores import usable_cores
 from engine.flags.local_defaults import BYTES_A_THREAD, default_threads, with_random_seed, with_threads
+from engine.threads import usable_cores
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.radix_node import Node
-from engine.core.state_slots import StateSlots
-from engine.kernels.delta import delta_kernel
+from engine.core.mem_cache.radix_node import Node
+from engine.core.mem_cache.state_slots import StateSlots
+from engine.core_parts import EngineUse
+from engine.kernels.recurrent import delta_kernel
 from engine.messages import LogprobOptions
-from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.window_pages import WindowPages
+from engine.core.mem_cache.window_pages import WindowPages
+from engine.core_parts import EngineUse
 from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.messages import LogprobOptions
-from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 WINDOW, NEW = 20, 120

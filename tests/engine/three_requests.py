@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks import random_model
-from engine.core.hooks import Grammar
+from engine.core.request import Grammar
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import edit_tensors

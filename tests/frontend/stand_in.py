@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.ipc import IpcPaths
+from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import (
     MOVED,
     AbortRequest,
@@ -35,10 +35,8 @@ from engine.messages import (
     TokenOutput,
     ToScheduler,
 )
-from engine.pull_socket import PullSocket
-from engine.push_socket import PushSocket
 from engine.stamps import Stamp
-from engine.text.stop_search import StopSearch, stops_of
+from engine.text.incremental import StopSearch, stops_of
 from engine.text.tokenizer import Tokenizer
 
 NUM_PAGES, PAGE_SIZE = 100, 16

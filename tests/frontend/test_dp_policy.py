@@ -9,7 +9,7 @@ from engine.config import LOAD_BALANCE_METHODS
 from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.client.dp_policy import RankLoad, RankPolicy, Rule, rule_of
-from engine.frontend.client.dp_reports import joined, longest_of, total_of
+from engine.frontend.client.leaders import joined, longest_of, total_of
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, ControlReply, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
 from service.flags import ConfigError

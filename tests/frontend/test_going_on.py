@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.frontend.apis.shared import whole
+from engine.frontend.apis.shared import resumable
 from router.requests.relay import StreamSplitter
-from service.http.reconnect import KEEP_HEADER, KEPT_PATH, Keep, KeptRest
+from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedRest
 from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, sign
 from tests.frontend.conftest import CALL, SECRET, TOOL, Worker, wait_for
 
@@ -135,7 +135,7 @@ def test_a_whole_answer_cut_anywhere_goes_on(thinker: Worker, name: str, monkeyp
     path, body = BODIES[name]
     plain, kind = answered(thinker, path, body, stream=False)
     assert kind.startswith("application/json"), "a short answer is as it would be without frames"
-    monkeypatch.setattr(whole, "FRAMES_EVERY_S", 0.0)
+    monkeypatch.setattr(resumable, "FRAMES_EVERY_S", 0.0)
     monkeypatch.setattr(thinker.scheduler, "step_s", 0.001)
     # A slow machine may have all of it before a frame is due.
     raw, _ = wait_for(lambda: (one := answered(thinker, path, body, stream=False))[1] == FRAMES_TYPE and one)
@@ -160,7 +160,7 @@ def lasting(value: Any, but: Collection[str] = ("id", "created", "call_id")) -> 
 
 
 def test_an_error_after_frames_has_its_status(thinker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "FRAMES_EVERY_S", 0.0)
+    monkeypatch.setattr(resumable, "FRAMES_EVERY_S", 0.0)
     thinker.scheduler.may_break.clear()
     body, record = {"text": "BREAK it", "sampling_params": NEW}, FrameRecord()
     with thinker.http.stream("POST", "/generate", json=body, headers=FRAMES) as response:
@@ -182,7 +182,7 @@ def asked(worker: Worker, after: str, **more: str) -> Any:
     question = {"request_id": "r-1", "owner": "me", "body": "b", "after": after, **more}
     raw = msgspec.json.encode(question)
     headers = {RESUME_HEADER: sign(SECRET, raw), "Content-Type": "application/json"}
-    return worker.http.post(KEPT_PATH, content=raw, headers=headers)
+    return worker.http.post(RETAINED_PATH, content=raw, headers=headers)
 
 
 def ids_of(shown: bytes) -> list[str]:
@@ -199,7 +199,7 @@ def test_a_client_that_comes_again_gets_what_is_behind_its_last_event(thinker: W
         had = b"\n\n".join(events[: at + 1]) + b"\n\n"
         found = asked(thinker, ids_of(had)[-1])
         assert found.status_code == 200, (at, found.text)
-        rest = msgspec.convert(found.json(), KeptRest)
+        rest = msgspec.convert(found.json(), RetainedRest)
         raw, _ = answered(thinker, path, body, rest.resume, **KEPT)
         all_of_it = had + rest.events + shown_of(raw, kind)
         found_events = events_of(all_of_it, kind)
@@ -237,7 +237,7 @@ def test_only_a_router_has_streams_kept_or_asks_for_them(thinker: Worker) -> Non
             in thinker.error("/generate", {"text": "x", "stream": True}, 403, headers=headers)["message"]
         )
         words = {"request_id": "r-1", "owner": "me", "body": "b", "after": "0123456789abcdef-1"}
-        assert thinker.post(KEPT_PATH, words, headers={RESUME_HEADER: signature}).status_code == 403
+        assert thinker.post(RETAINED_PATH, words, headers={RESUME_HEADER: signature}).status_code == 403
 
 
 RESUME = Resume(
@@ -285,7 +285,7 @@ def test_without_a_secret_a_worker_takes_no_router_s_orders(worker: Worker) -> N
         answer = worker.post("/generate", {"text": "a", RESUME_FIELD: resume}, headers={RESUME_HEADER: signature})
         assert answer.status_code == 403 and "--cluster-secret-file" in answer.text
         question = {"request_id": "r-1", "owner": "me", "body": "b", "after": "0123456789abcdef-1"}
-        assert worker.post(KEPT_PATH, question, headers={RESUME_HEADER: signature}).status_code == 403
+        assert worker.post(RETAINED_PATH, question, headers={RESUME_HEADER: signature}).status_code == 403
         assert worker.post("/move_out", {"samples": []}, headers={RESUME_HEADER: signature}).status_code == 403
     answer = worker.post("/generate", {"text": "x", "stream": True}, headers=FRAMES | KEPT)
     assert answer.status_code == 200 and not answer.content.startswith(b":") and b"\nid:" not in answer.content

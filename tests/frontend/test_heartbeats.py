@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.frontend.apis.admin.heartbeats import HeartbeatLines
+from engine.frontend.apis.admin.health import HeartbeatLines
 from engine.stamps import Stamped
 from service.http.heartbeats import ASK, IDLE, PATH, TYPE
 from tests.frontend.conftest import Worker, start_worker, wait_for

@@ -16,15 +16,12 @@ from transformers import (
     Qwen3VLProcessor,
 )
 
-from engine.frontend.images.loaded import LoadedMedia
-from engine.frontend.images.marks import NO_MARKS, Marks
-from engine.frontend.images.pixels import PixelMaker
-from engine.frontend.images.placeholders import expanded, with_times
-from engine.frontend.images.sizes import video_size
+from engine.frontend.images.pixels import PixelMaker, video_size
+from engine.frontend.images.placeholders import NO_MARKS, LoadedMedia, Marks, expanded, with_times
 from engine.images import ImageInput, rope_delta
-from engine.model_files.image_processing import PixelRange
 from engine.model_files.model_config import load_model_config
-from service.images.bad_image import BadImage
+from engine.model_files.tower_config import PixelRange
+from service.images.bodies import BadImage
 from tests.frontend.vision import NAMES, PROCESSORS, file_of, picture, tokenizer, write_vision_checkpoint
 
 SIZES = [(1, 1), (28, 28), (30, 57), (97, 64), (64, 640), (33, 6600), (640, 480), (225, 224), (3, 500)]  # width, height

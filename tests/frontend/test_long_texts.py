@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.apis.openai.bodies import READER
-from engine.frontend.apis.shared.alone import TURN_PROMPTS, turns_of
+from engine.frontend.apis.openai.view import READER
 from engine.frontend.apis.shared.body_reader import BodyReader
-from engine.frontend.services import GROUP_CHARS, INLINE_CHARS, MOST_TEXT_BYTES, Services
+from engine.frontend.apis.shared.prefill_only import TURN_PROMPTS, turns_of
+from engine.frontend.services import GROUP_CHARS, INLINE_CHARS, MAX_TEXT_BYTES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from service.http.json_bounds import MOST_FIELDS, MOST_VALUES
+from service.http.bodies import MAX_FIELDS, MAX_VALUES
 from tests.frontend.conftest import CONTEXT, Worker, wait_for
 
 CHARS = CONTEXT * len("<s>")  # that can fit, by the longest token
@@ -87,10 +87,10 @@ def test_many_texts_are_tokenized_in_turns(worker: Worker, monkeypatch: pytest.M
 
 
 def test_a_text_that_is_too_long_to_tokenize_is_refused(worker: Worker, encoded: Noted) -> None:
-    error = worker.error("/tokenize", {"prompt": "é" * (MOST_TEXT_BYTES // 2 + 1)})
-    assert f"{MOST_TEXT_BYTES + 2} bytes" in error["message"]
-    count = {"model": "default", "messages": [{"role": "user", "content": "a" * (MOST_TEXT_BYTES + 1)}]}
-    assert f"at most {MOST_TEXT_BYTES}" in worker.post("/v1/messages/count_tokens", count).json()["error"]["message"]
+    error = worker.error("/tokenize", {"prompt": "é" * (MAX_TEXT_BYTES // 2 + 1)})
+    assert f"{MAX_TEXT_BYTES + 2} bytes" in error["message"]
+    count = {"model": "default", "messages": [{"role": "user", "content": "a" * (MAX_TEXT_BYTES + 1)}]}
+    assert f"at most {MAX_TEXT_BYTES}" in worker.post("/v1/messages/count_tokens", count).json()["error"]["message"]
     assert not encoded
 
 
@@ -130,12 +130,12 @@ def test_a_query_that_is_too_long_is_refused_at_the_first_of_its_items(worker: W
 
 
 def test_a_request_has_a_bound_of_tokens(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.frontend.apis.shared.alone.MOST_VALUES", 2000)
-    monkeypatch.setattr("engine.frontend.services.MOST_VALUES", 2000)
+    monkeypatch.setattr("engine.frontend.apis.shared.prefill_only.MAX_VALUES", 2000)
+    monkeypatch.setattr("engine.frontend.services.MAX_VALUES", 2000)
     scores = [{"query": query, "items": [query[:1]] * 20, "label_token_ids": [1]} for query in ("a" * 100, [1] * 100)]
     for path, body in (*(("/v1/score", score) for score in scores), ("/tokenize", {"prompt": ["a" * 100] * 20})):
         assert "at most 2000 tokens" in worker.error(path, body)["message"]
-    assert MOST_VALUES > 1 << 20
+    assert MAX_VALUES > 1 << 20
 
 
 def test_the_items_of_a_score_are_sent_in_turns(worker: Worker) -> None:
@@ -164,7 +164,7 @@ def test_an_abort_ends_all_turns_of_a_score(worker: Worker) -> None:
 def test_a_turn_has_a_bound_of_tokens_and_one_prompt_at_least() -> None:
     sizes = [10, 90, 1, 500, 100, 1]
     requests = [GenerateRequest(rid=str(i), input_ids=[1] * n, sampling=SamplingParams()) for i, n in enumerate(sizes)]
-    found = [[len(one.input_ids) for one in turn] for turn in turns_of(requests, most_prompts=2, most_tokens=500)]
+    found = [[len(one.input_ids) for one in turn] for turn in turns_of(requests, max_prompts=2, most_tokens=500)]
     assert found == [[10, 90], [1], [500], [100, 1]]
 
 
@@ -182,9 +182,9 @@ def test_parameters_of_a_batch_are_made_once_and_many_by_a_thread(worker: Worker
 
 
 def test_a_body_of_too_many_fields_is_refused(worker: Worker) -> None:
-    fields = dict.fromkeys(map(str, range(MOST_FIELDS)), 1)
+    fields = dict.fromkeys(map(str, range(MAX_FIELDS)), 1)
     error = worker.error("/v1/completions", {"prompt": "a", "max_tokens": 1, **fields})
-    assert f"{MOST_FIELDS + 2} fields" in error["message"]
+    assert f"{MAX_FIELDS + 2} fields" in error["message"]
     del fields["0"], fields["1"]
     _, ignored = READER.decode(json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode())
-    assert len(ignored) == MOST_FIELDS - 2
+    assert len(ignored) == MAX_FIELDS - 2

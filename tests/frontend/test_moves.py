@@ -12,7 +12,7 @@ import pytest
 from engine.frontend.apis.shared.resumable import Frames
 from engine.messages import KVSource, TokenOutput
 from engine.text.sample import TextOutput
-from service.http.caller_names import CALLER_HEADER
+from service.http.guard import CALLER_HEADER
 from service.http.resume import (
     FRAMES_HEADER,
     FRAMES_TYPE,

@@ -10,7 +10,7 @@ import pytest
 
 from engine.frontend.apis.native.score import probabilities, shares
 from engine.frontend.routes import ROUTES
-from service.http.unserved_routes import UNSERVED
+from service.http.routes import UNSERVED
 from tests.frontend.conftest import Worker, start_worker
 
 PATHS = (

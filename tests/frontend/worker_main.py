@@ -18,13 +18,12 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.server import WorkerDied, run_frontend
-from engine.frontend.services import FrontendSpec
-from engine.frontend.setup import open_worker_gate
+from engine.frontend.services import FrontendSpec, open_worker_gate
 from engine.ipc import IpcPaths
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port
 from service.process.stop_signals import StopSignals
-from service.security.addresses import AllowedAddresses
+from service.security.browser import AllowedAddresses
 
 LOOK_S = 0.02
 

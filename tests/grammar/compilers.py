@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.core.hooks import Grammar
+from engine.core.request import Grammar
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.queue import Compiler
 from engine.grammar.reasoning import ReasoningGates

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import xgrammar as xg
 
-from engine.core.hooks import StartGrammar
-from engine.grammar.compiler import MAX_WHITESPACE, JsonStyle
-from engine.grammar.structural import Structure, read_structural_tag
+from engine.core.request import StartGrammar
+from engine.grammar.compiler import MAX_WHITESPACE, JsonStyle, Structure, read_structural_tag
 from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.text.tokenizer import Tokenizer
 

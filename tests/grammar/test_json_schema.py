@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.grammar.json_schema import closed, with_additional
+from engine.grammar.compiler import closed, with_additional
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"properties": {"b": {}}}

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from engine.core.hooks import StartGrammar
+from engine.core.request import StartGrammar
 from engine.grammar.queue import MAX_GIVEN_UP, GrammarQueue
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import GrammarInvalid, GrammarSpec

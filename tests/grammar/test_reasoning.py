@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.hooks import Grammar
+from engine.core.request import Grammar
 from engine.grammar.token_rules import TokenRules
 from tests.grammar.compilers import END, EOS, VOCAB_SIZE, gate, gates, ids_of, next_of, ours, say
 

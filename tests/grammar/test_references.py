@@ -7,12 +7,12 @@ import pytest
 
 from engine.frontend.apis.chat.tools import Tool, ToolFunction, forced_calls, strict_calls
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.grammar.json_schema import closed
+from engine.grammar.compiler import closed
 from engine.grammar.queue import Compiler
 from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.schema_references import BadReference, local, moved
-from engine.text.argument_types import ArgumentTypes
-from engine.text.call_formats import QWEN25
+from engine.text.tagged_call import ArgumentTypes
+from engine.text.tool_calls import QWEN25
 from service.http.errors import ApiError
 from tests.grammar.compilers import COMPILERS, accepts, compiler_of
 

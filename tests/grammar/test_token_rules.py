@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.hooks import Grammar
+from engine.core.request import Grammar
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.token_rules import NO_TOKEN, TokenRules, rules_of
 from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, check_sampling_params

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.disk_index import DiskDelete, DiskDone, DiskRead, DiskWork, DiskWrite
-from engine.hicache.disk import Disk
-from engine.hicache.page_file import file_bytes
-from engine.hicache.page_folder import PageFolder
-from engine.hicache.page_store import FolderStore
+from engine.core.mem_cache.disk_tier import DiskDelete, DiskDone, DiskRead, DiskWork, DiskWrite
+from engine.hicache.page_files import DirectoryStore, Disk, PageDirectory, file_bytes
 from tests.hicache.test_page_folder import PAGE_BYTES, identity
 
 NO_TIER: Any = None  # these tests give the work
@@ -22,9 +19,9 @@ KEYS = [bytes([i]) * 32 for i in range(4)]
 class Rig:
     def __init__(self, path: Path) -> None:
         self.host = bytearray(4 * PAGE_BYTES)
-        self.folder = PageFolder.open(str(path))
+        self.folder = PageDirectory.open(str(path))
         self.called: queue.SimpleQueue[None] = queue.SimpleQueue()
-        store = FolderStore(self.folder, page_of=self.page)
+        store = DirectoryStore(self.folder, page_of=self.page)
         self.disk = Disk(store, tier=NO_TIER, when_done=lambda: self.called.put(None))
 
     def page(self, i: int) -> memoryview:

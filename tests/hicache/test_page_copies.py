@@ -131,7 +131,7 @@ class Story:
 
 def test_no_order_that_the_streams_allow_mixes_pages_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copies, "STAGING_BYTES", 2 * WORDS * 8)
-    monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", WORDS * 8)
+    monkeypatch.setattr(page_copies, "MIN_GROUP_BYTES", WORDS * 8)
     overwritten = loads = late = 0
     for seed in range(150):
         story = Story(seed)
@@ -196,8 +196,8 @@ def test_a_load_is_cut_by_layers_where_the_bus_takes_longer_than_the_host(
     pages: list[int], layers: int, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not into groups below a least size, nor into more transfers than a bound; backwards neighbours go together."""
-    monkeypatch.setattr(page_copies, "LEAST_GROUP_BYTES", WORDS * 8)
-    monkeypatch.setattr(page_copies, "MOST_TRANSFERS", 3)
+    monkeypatch.setattr(page_copies, "MIN_GROUP_BYTES", WORDS * 8)
+    monkeypatch.setattr(page_copies, "MAX_TRANSFERS", 3)
     sizes = list[int]()
     words = torch.zeros(5, WORDS, dtype=torch.int64)
     copies = StagedCopies(

@@ -19,12 +19,12 @@ def test_every_planted_bug_fits() -> None:
 
 
 def planted(**change: object) -> Bug:
-    return Bug("a bug", "", {"at": "engine/core/page_allocator.py PageAllocator.evict", **change})
+    return Bug("a bug", "", {"at": "engine/core/mem_cache/page_allocator.py PageAllocator.evict", **change})
 
 
 def test_a_bug_that_does_not_fit_is_out_of_date() -> None:
     for change in (
-        {"at": "engine/core/page_allocator.py PageAllocator.no_such"},
+        {"at": "engine/core/mem_cache/page_allocator.py PageAllocator.no_such"},
         {"at": "engine/no_such_file.py PageAllocator.evict"},
         {"old": "no such text", "new": ""},
         {"old": "self", "new": "self"},  # more than once

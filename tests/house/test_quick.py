@@ -27,8 +27,8 @@ TREE = {
     "tests/test_other.py": "",
     "tests/test_gelu.py": "import core.gelu",
     "tests/test_columns.py": "import core.columns",
-    "tests/e2e/leaders.py": "",
-    "tests/e2e/test_pair.py": "import core.pages, tests.e2e.leaders",
+    "tests/e2e/ranks/leaders.py": "",
+    "tests/e2e/test_pair.py": "import core.pages, tests.e2e.ranks.leaders",
 }
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.cluster import several, tandem, wait_until
-from tests.e2e.leaders import ANEW
+from tests.e2e.ranks.leaders import ANEW
 from tests.house.recorder import END, VARIABLE
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.packages import PACKAGES, ROOT

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from service.images.fetch import FETCH_TIMEOUT_S, MAX_IMAGE_BYTES, ImageFetcher
-from service.images.flags import ImageFlags
+from service.images.hosts import ImageFlags
 
 OUTSIDE, INSIDE = "127.0.0.2", "127.0.0.1"
 PNG = b"\x89PNG what a host sends"

@@ -5,8 +5,7 @@ import ipaddress
 import pytest
 
 from service.flags import ConfigError
-from service.images.addresses import is_public
-from service.images.hosts import AllowedHosts
+from service.images.hosts import AllowedHosts, is_public
 
 INSIDE = [
     *("0.0.0.0", "0.1.2.3", "10.0.0.1", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.255.0.1", "169.254.169.254"),

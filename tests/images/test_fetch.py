@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
-from service.images.bad_image import BadImage
+from service.images.bodies import BadImage
 from service.images.fetch import MAX_REDIRECTS, ImageFetcher
-from service.images.flags import ImageFlags
+from service.images.hosts import ImageFlags
 from tests.images.hosts import (
     INSIDE,
     OUTSIDE,

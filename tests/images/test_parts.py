@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.images.bad_image import BadImage
-from service.images.bodies import images_in, urls_in
-from service.images.data_urls import data_of, data_url, frames_of, from_base64
+from service.images.bodies import BadImage, data_of, data_url, frames_of, from_base64, images_in, urls_in
 
 DATA = bytes(range(256))
 TEXT = base64.b64encode(DATA).decode()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from service.images.bad_image import BadImage
+from service.images.bodies import BadImage
 from tests.images.hosts import OUTSIDE, PNG, Names, answer_png, fetcher, host, redirect_to
 from tests.packages import ROOT
 

@@ -22,7 +22,7 @@ import torch
 from engine.kernels import build as build_module
 from engine.kernels import tape
 
-KERNELS = Path(build_module.__file__).parent
+KERNELS = Path(build_module.__file__).with_name("csrc")
 DRIVER = Path(__file__).with_suffix(".c")
 BASE_FLAGS = ("-O1", "-std=gnu11", "-static", "-fno-math-errno", "-Wno-psabi", "-pthread", f"-I{KERNELS}")
 LINE, WHOLE_BYTES = 64, 4 << 20  # of a small storage all is carried

@@ -11,9 +11,9 @@ import pytest
 
 from engine.kernels import build
 from engine.kernels.ahead import build_all
-from engine.kernels.cpu_kind import Kind, flags_of
+from engine.kernels.build import Kind, flags_of
 
-SOURCES = sorted(Path(build.__file__).parent.glob("*.c"))
+SOURCES = sorted(Path(build.__file__).with_name("csrc").glob("*.c"))
 ARM = (Kind.NEON, Kind.NEON_BF16)
 
 

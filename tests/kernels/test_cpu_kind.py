@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import build
-from engine.kernels.cpu_kind import KIND_VARIABLE, CpuKindError, Kind, flags_of, kinds_of, kinds_to_try
+from engine.kernels.build import KIND_VARIABLE, CpuKindError, Kind, flags_of, kinds_of, kinds_to_try
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
@@ -81,7 +81,7 @@ def test_features_are_those_of_all_cores(
 def test_a_compiler_that_does_not_know_a_kind_builds_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "kind.c"
     source.write_text('#include "kind.h"\nint kind(void) { return VECTOR_KIND; }\n')
-    (tmp_path / "kind.h").write_text((Path(build.__file__).parent / "kind.h").read_text())
+    (tmp_path / "kind.h").write_text((Path(build.__file__).with_name("csrc") / "kind.h").read_text())
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(build, "cpu_kinds", lambda best=None: [Kind.NEON_BF16, Kind.AVX2, Kind.GENERIC])
     library = build.load_library(source)

@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels.cpu_kind import Kind
-from engine.kernels.linear import PANEL, PackedMatrix
-from engine.kernels.matrices import PackedMatrices
+from engine.kernels.build import Kind
+from engine.kernels.linear import PANEL, PackedMatrices, PackedMatrix
 from engine.layers.linear import silu_mul
-from engine.quant.integers import E2M1, Integers, columns_of
-from engine.quant.mxfp4 import BLOCK, mxfp4_codes
-from engine.quant.online import SCHEMES, quantized
+from engine.quant.integers import BLOCK, E2M1, SCHEMES, Integers, columns_of, mxfp4_codes, quantized
 from tests.kernels.test_linear import ROWS, drawn, kernel_of, kinds, tree
 
 SHAPES = [(64, 64), (320, 256), (100, 72), (33, 31), (17, 1500)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels import build
-from engine.kernels.cpu_kind import Kind
+from engine.kernels.build import Kind
 from engine.kernels.linear import SOURCE, LinearKernel, PackedMatrix, linear_kernel
 
 SHAPES = [(64, 64), (320, 256), (100, 72), (33, 31), (1, 1), (17, 1500)]

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.cpu_kind import Kind
-from engine.kernels.linear import PANEL
-from engine.kernels.matrices import PackedMatrices
+from engine.kernels.build import Kind
+from engine.kernels.linear import PANEL, PackedMatrices
 from engine.layers.linear import silu_mul
 from tests.kernels.test_linear import drawn, kernel_of, kinds
 

@@ -12,25 +12,31 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.kernels import build, packed_memory, paged_decode, paged_extend
-from engine.kernels.conv import SOURCE as CONV
-from engine.kernels.conv import ConvKernel, conv_kernel
-from engine.kernels.cpu_kind import Kind, flags_of
-from engine.kernels.delta import SOURCE as DELTA
-from engine.kernels.delta import DeltaKernel, DeltaWeights, delta_kernel
+from engine.kernels import build, packed_memory, paged_attention
+from engine.kernels.build import Kind, flags_of
 from engine.kernels.elementwise import SOURCE as ELEMENTWISE
 from engine.kernels.elementwise import Elementwise, elementwise
 from engine.kernels.latent_attention import SOURCE as LATENTS
 from engine.kernels.latent_attention import LatentKernel
 from engine.kernels.linear import SOURCE as LINEAR
-from engine.kernels.linear import LinearKernel
-from engine.kernels.mamba import SOURCE as MAMBA
-from engine.kernels.mamba import MambaKernel, MambaWeights, mamba_kernel
-from engine.kernels.matrices import PackedMatrices
+from engine.kernels.linear import LinearKernel, PackedMatrices
+from engine.kernels.paged_attention import plain_softmax
+from engine.kernels.recurrent import CONV_SOURCE as CONV
+from engine.kernels.recurrent import DELTA_SOURCE as DELTA
+from engine.kernels.recurrent import MAMBA_SOURCE as MAMBA
+from engine.kernels.recurrent import (
+    ConvKernel,
+    DeltaKernel,
+    DeltaWeights,
+    MambaKernel,
+    MambaWeights,
+    StateRows,
+    conv_kernel,
+    delta_kernel,
+    mamba_kernel,
+)
 from engine.kernels.sample import ROUNDED, SampleKernel, sample_kernel
 from engine.kernels.sample import SOURCE as SAMPLE
-from engine.kernels.softmax import plain_softmax
-from engine.kernels.state_rows import StateRows
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -143,7 +149,7 @@ def test_attention_of_prompts(library: Open, fp8: bool) -> None:
     sequences = make_sequences(heads, ends, page_size=16, dtype="bfloat16")
     pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16, dtype="bfloat16", fp8=fp8)
     fill(pool, sequences, starts)
-    kernel = paged_extend.PagedExtend(cast(Any, library(paged_extend.SOURCE)), pool)
+    kernel = paged_attention.PagedExtend(cast(Any, library(paged_attention.EXTEND_SOURCE)), pool)
     outs = run_step(kernel, sequences, starts, ends, page_size=16)
     assert worst_error(outs, sequences, starts, ends) < (0.2 if fp8 else TOLERANCE["bfloat16"])
 
@@ -154,10 +160,10 @@ def test_attention_of_decode_steps(library: Open, dtype: str) -> None:
     starts = [end - 1 for end in ends]
     sequences = make_sequences(heads, ends, page_size=16, dtype=dtype)
     pool = filled_pool(heads, sequences, starts)
-    kernel = paged_decode.PagedDecode(cast(Any, library(paged_decode.SOURCE)), pool)
+    kernel = paged_attention.PagedDecode(cast(Any, library(paged_attention.DECODE_SOURCE)), pool)
     kernel.begin(make_step(sequences, starts, ends, page_size=16, extend=False))
     turned = [torch.stack([getattr(s, name)[-1] for s in sequences]) for name in "qkv"]
-    outs = kernel.attend_turned(1, *turned, plain_softmax(heads.dim)).split(1)
+    outs = kernel.attend_rotated(1, *turned, plain_softmax(heads.dim)).split(1)
     assert worst_error(list(outs), sequences, starts, ends) < TOLERANCE[dtype]
 
 

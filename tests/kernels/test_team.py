@@ -37,7 +37,7 @@ class Failing(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels() -> ctypes.CDLL:
-    library = build.load_library(KERNELS, flags=(f"-I{Path(build.__file__).parent}",))
+    library = build.load_library(KERNELS, flags=(f"-I{Path(build.__file__).with_name('csrc')}",))
     assert library is not None
     return library
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.process.collector import no_collections, spare_what_lives
+from service.process.start import no_collections, spare_what_lives
 from tests.router.dummies import cluster
 
 

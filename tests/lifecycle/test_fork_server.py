@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from deploy.launcher.fork_servers import fork_server
-from service.process.child_process import ForkedProcess, forked, server_in
-from service.process.fork_messages import SERVER_VARIABLE
+from service.process.child_process import SERVER_VARIABLE, ForkedProcess, forked, server_in
 from service.process.stop_signals import END, TO_GROUPS
 from tests.e2e.cluster import wait_until
 

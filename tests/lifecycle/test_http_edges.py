@@ -10,9 +10,9 @@ import pytest
 import uvloop
 from aiohttp import web
 
+from service.http.api_shapes import json_response
 from service.http.listening import open_port
 from service.http.server import RequestLimits, make_runner, serving
-from service.http.stream import json_response
 
 
 async def echo(request: web.BaseRequest) -> web.StreamResponse:

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.process import own_prefix
-from engine.ipc import IpcPaths
+from engine.ipc import IpcPaths, PullSocket
 from engine.messages import ToScheduler
-from engine.pull_socket import PullSocket
 from service.flags import ConfigError
-from service.process import socket_folder as folders
-from service.process.shared_file import mapped
-from service.process.socket_folder import BELOW, LONGEST_PATH, fits, socket_folder
+from service.process import files as folders
+from service.process.files import BELOW, LONGEST_PATH, fits, mapped, socket_folder
 
 MOST_FRONTENDS, MOST_RANKS = 999, 999
 

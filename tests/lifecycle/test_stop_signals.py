@@ -39,7 +39,7 @@ asyncio.run(main())
 """
 FLEET_IN_A_TERMINAL = """
 import os, signal, sys
-from router.fleet.processes import _Fleet
+from router.fleet import _Fleet
 from service.process.stop_signals import END
 
 out, said = int(sys.argv[1]), []

@@ -12,17 +12,15 @@ from functools import partial
 from typing import Any
 
 from engine.core.dp_agreement import Agreement, PromptGate
-from engine.core.dp_step import AgreedStep, Row
-from engine.core.dp_update import UpdateAgreement
+from engine.core.dp_step import AgreedStep, PrefillPolicy, Row, UpdateAgreement
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.core.prefill_gate import PrefillPolicy
 from engine.core.request import Request
+from engine.loop.heartbeat import IterationClock
 from engine.loop.joint_strategy import JointStrategy
 from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
-from engine.loop.turn_clock import TurnClock
 from engine.messages import ControlReply, TokenBatch, TokenOutput
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import HashModel, next_token, prefix_hash
@@ -142,7 +140,7 @@ class Rank:
                 profiler=FakeProfiler(),
                 updates=UpdateAgreement(group.board, rank=rank),
             ),
-            turns=TurnClock(limit_s=0),
+            turns=IterationClock(limit_s=0),
             settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: float(self.turns),
         )

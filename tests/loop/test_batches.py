@@ -3,11 +3,10 @@
 import msgspec
 from msgspec.structs import replace
 
-from engine.batches import batch_of, requests_of
 from engine.images import ImageInput
-from engine.messages import GenerateBatch, GenerateRequest
+from engine.messages import GenerateBatch, GenerateRequest, batch_of, requests_of
 from engine.sampling_params import SamplingParams
-from tests.core.images import image, prompt_of
+from tests.core.mem_cache.images import image, prompt_of
 
 
 def sample(rid: str, *images: ImageInput) -> GenerateRequest:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.outputs import StepEffects
-from engine.loop.control import EngineControl
-from engine.loop.profile_control import ProfileControl
+from engine.loop.control import EngineControl, ProfileControl
 from engine.messages import (
     ContinueGeneration,
     ControlReply,

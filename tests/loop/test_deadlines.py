@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
+from engine.loop.heartbeat import IterationClock
+from engine.loop.listeners import SOON_S, SPARE, Deadlines, too_late
 from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S, EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
-from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     ContinueGeneration,
     Drain,
@@ -70,7 +70,7 @@ class Rig:
         self.rests: list[float] = []
         self.now_s = 100.0
         self.role = NotedRole(self.engine.scheduler)
-        self.turn_clock = TurnClock(limit_s=300.0)
+        self.turn_clock = IterationClock(limit_s=300.0)
         self.loop = EngineLoop(
             scheduler=self.engine.scheduler,
             pipeline=partial(

@@ -4,9 +4,16 @@ import random
 
 import pytest
 
-from engine.core.dp_step import Padding, Row, agree, padding_of
-from engine.core.dp_update import UpdateAgreement
-from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
+from engine.core.dp_step import (
+    Padding,
+    PrefillDelayer,
+    PrefillPolicy,
+    Row,
+    ScheduleEnhancer,
+    UpdateAgreement,
+    agree,
+    padding_of,
+)
 from engine.messages import AbortRequest, ContinueGeneration, GenerateRequest, PauseGeneration, UpdateWeights
 from engine.sampling_params import SamplingParams
 from service.flags import ConfigError

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.limits import Limits
-from engine.core.new_token_ratio import RatioRule
+from engine.core.estimates import RatioRule
+from engine.core.policy import Limits
 from engine.flags.resolve import depth, limits, ratio_rule, resolve, step_budget
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError

@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 
 from engine.core.plan import Plan, PlanItem
-from engine.ipc import IpcPaths
-from engine.loop.heartbeat import HeartbeatResponder
-from engine.loop.turn_clock import TurnClock
+from engine.ipc import IpcPaths, PullSocket, PushSocket
+from engine.loop.heartbeat import HeartbeatResponder, IterationClock
 from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend
-from engine.pull_socket import PullSocket
-from engine.push_socket import PushSocket
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamp, Stamped, Stamps, stamping
 from tests.core.engine_in_a_test import plan_item
@@ -20,7 +17,7 @@ from tests.loop.test_deadlines import Rig
 
 
 def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
-    turns = TurnClock(limit_s=5.0, now_s=1.0)
+    turns = IterationClock(limit_s=5.0, now_s=1.0)
     assert turns.answer("", 4.0) == StepReply("", busy_s=3.0, loading=True)
     assert turns.stalled_s(1e6) is None  # a load may last
     turns.loaded()
@@ -45,7 +42,7 @@ def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
     ("items", "kind"), [([plan_item(extend=True)], "prefill"), ([plan_item(extend=False)], "decode"), ([], "copy")]
 )
 def test_a_step_has_a_kind(items: list[PlanItem], kind: str) -> None:
-    turns = TurnClock(limit_s=0.0)
+    turns = IterationClock(limit_s=0.0)
     turns.loaded()
     turns.turning(20.0)
     turns.computing(Plan(seq=4, extend=kind == "prefill", items=items))
@@ -75,7 +72,7 @@ def test_the_heartbeat_answers_by_itself_until_the_loop_has_ended(tmp_path: Path
     """By real sockets; no loop runs here, so nothing else could answer."""
     ipc = IpcPaths(str(tmp_path))
     pull: PullSocket[Any] = PullSocket(ipc.to_frontend, ToFrontend)
-    ask, turns = PushSocket(ipc.to_heartbeat), TurnClock(limit_s=0.0)
+    ask, turns = PushSocket(ipc.to_heartbeat), IterationClock(limit_s=0.0)
     now_s, stamps = [7.0], Stamps(str(tmp_path))
     assert stamps.read() == []
     heartbeat = HeartbeatResponder(ipc, turns, name="decode scheduler", clock=lambda: now_s[0])

@@ -7,12 +7,10 @@ import pytest
 
 from engine.core.plan import Plan
 from engine.core.policy import Priorities
-from engine.core.times import Times, time_line
-from engine.loop.interval_log import IntervalLog
-from engine.loop.reporter import problems_of
-from engine.loop.retraction_log import RetractionLog
-from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
-from engine.loop.watchdog import EXIT_STATUS, dump_of_others
+from engine.core.request import Times, time_line
+from engine.loop.heartbeat import EXIT_STATUS, dump_of_others
+from engine.loop.listeners import FORCED_INTERVAL, StreamGate
+from engine.loop.reporter import IntervalLog, RetractionLog, problems_of
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest, plan_item
@@ -146,13 +144,13 @@ def test_a_rest_says_what_has_not_been_said_but_not_often() -> None:
 STALLS = """
 import threading
 import time
-from engine.loop.turn_clock import TurnClock
-from engine.loop.watchdog import Watchdog
+from engine.loop.heartbeat import IterationClock
+from engine.loop.heartbeat import Watchdog
 
 def forever_in_here():
     threading.Event().wait(60)
 
-turns = TurnClock(limit_s=0.2)
+turns = IterationClock(limit_s=0.2)
 dog = Watchdog(turns)
 dog.start()
 turns.turning(time.monotonic())
@@ -168,7 +166,7 @@ def test_a_stalled_process_shows_its_stacks_and_ends() -> None:
 
 HANGS = """
 import threading
-from engine.loop.watchdog import dump_when_asked
+from engine.loop.heartbeat import dump_when_asked
 
 def hangs_in_here():
     print("ready", flush=True)

@@ -5,17 +5,16 @@ from functools import partial
 
 import pytest
 
-from engine.core.lane_share import PACE, LaneShare
-from engine.core.lanes import Lane
 from engine.core.outputs import StepEffects
+from engine.core.pdmux import PACE, Lane, LaneShare
 from engine.core.plan import Plan, StepResult
+from engine.loop.heartbeat import IterationClock
+from engine.loop.listeners import StepDurations
 from engine.loop.loop import EngineLoop
 from engine.loop.multiplexing import POLL_S, Multiplexing
 from engine.loop.pipeline import Pipeline
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
-from engine.loop.step_durations import StepDurations
-from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest, TokenBatch, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
@@ -222,7 +221,7 @@ class LoopRig:
         self.now_s, self.rests = 0.0, 0
         self.stalled_s: float | None = None
         self.tokens: dict[str, list[int]] = {rid: [] for rid in self.prompts}
-        self.turns = TurnClock(limit_s=1e-9)
+        self.turns = IterationClock(limit_s=1e-9)
         self._until = until
         self._inbox = [
             GenerateRequest(rid, ids, SamplingParams(max_new_tokens=9), stream=True)

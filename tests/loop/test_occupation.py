@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.loop.occupation import TAGS, FixedKV, OccupationControl
+from engine.loop.control import TAGS, FixedKV, OccupationControl
 from engine.messages import ControlReply, ReleaseMemory, ResumeMemory, UpdateWeights
 from tests.loop.test_control import PROMPTS, Rig
 

@@ -4,10 +4,9 @@ import os
 
 import pytest
 
-from engine.ipc import IpcPaths, addressed, row_of
+from engine.ipc import IpcPaths, PullSocket, addressed, row_of
 from engine.loop.ports import SocketPorts
 from engine.messages import ControlReply, SchedulerReady, ToFrontend, TokenBatch, TokenOutput
-from engine.pull_socket import PullSocket
 
 
 def test_a_late_call_for_attention_is_no_error_and_writes_to_no_reused_descriptor() -> None:

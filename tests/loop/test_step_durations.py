@@ -1,9 +1,9 @@
 """How long steps take, as the loop tells the step budget: literals, and the real loop with a clock that the steps move."""
 
+from engine.core.estimates import StepBudget
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan, StepResult
-from engine.core.step_budget import StepBudget
-from engine.loop.step_durations import StepDurations
+from engine.loop.listeners import StepDurations
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from tests.core.hash_model import expected_tokens

@@ -3,11 +3,11 @@
 from functools import partial
 
 from engine.core.plan import Plan, StepResult
+from engine.loop.heartbeat import IterationClock
 from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
-from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
@@ -97,7 +97,7 @@ def test_a_step_whose_masks_follow_from_one_in_flight_is_sampled_when_that_has_e
 def test_the_watchdog_counts_the_wait_for_a_step_and_no_rest() -> None:
     """Else a rank that hangs would never be noticed: the loop of its leader turns."""
     engine = EngineInATest(pp_size=2)
-    executor, turns = Watched(engine.model), TurnClock(limit_s=3.0)
+    executor, turns = Watched(engine.model), IterationClock(limit_s=3.0)
 
     class Ports:
         now_s = 0.0

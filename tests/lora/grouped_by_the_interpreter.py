@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
-from engine.executor.decode_graphs import Work
-from engine.kernels import triton_lora, triton_sample
+from engine.executor.graphs import Work
+from engine.kernels.triton import lora, sample
 from engine.layers.linear import SiteShape
 from engine.lora import grouped
-from engine.lora.bank import add_delta
+from engine.lora.bank import Run, add_delta
 from engine.lora.grouped import GroupedAdapters
-from engine.lora.row_tiles import Run
 from engine.lora.weights import AdapterWeights, SiteWeights
-from tests.attention.triton_numerics import GuardedTorch
+from tests.attention.triton.triton_numerics import GuardedTorch
 from tests.engine.engine_in_process import EngineInProcess
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -54,7 +53,7 @@ def check_kernels(dtype: torch.dtype) -> None:
     for number, weights in adapters.items():
         steps.add(number, weights)
     guards = GuardedTorch()
-    triton_lora.torch = guards  # type: ignore[attr-defined]
+    lora.torch = guards  # type: ignore[attr-defined]
     one = [Run(1, slice(2, 3)), Run(2, slice(3, 5)), Run(1, slice(6, 7))]
     many = [Run(1, slice(0, 70)), Run(3, slice(71, 73))]
     steps.begin_recording(9)
@@ -81,7 +80,7 @@ def check_kernels(dtype: torch.dtype) -> None:
             assert torch.equal(whole[[0, -1]], before[[0, -1]]), "rows around the step have changed"
         if runs:
             guards.check()
-    triton_lora.torch = torch  # type: ignore[attr-defined]
+    lora.torch = torch  # type: ignore[attr-defined]
 
 
 class NotingCapture:
@@ -177,7 +176,7 @@ def count_launches() -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    triton_sample.PARTS, triton_sample.TILE, triton_sample.ROW_TILE = 1, 256, 256
+    sample.PARTS, sample.TILE, sample.ROW_TILE = 1, 256, 256
     for dtype in (torch.float32, torch.float16):
         check_kernels(dtype)
     with tempfile.TemporaryDirectory(prefix="tandem-lora-") as folder:

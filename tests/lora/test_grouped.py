@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from engine.config import EngineConfig
+from engine.core.plan import PlanItem, SlotOpen
 from engine.device.graphs import logits_bytes, num_graphs
-from engine.kernels.triton_lora import (
+from engine.kernels.triton.lora import (
     DECODE_TILES,
     EXTEND_TILES,
     LoraTiles,
@@ -24,16 +26,17 @@ from engine.kernels.triton_lora import (
     site_constants,
 )
 from engine.layers.linear import SiteShape
+from engine.lora.bank import AdapterBank, Run, SlicedAdapters, adapter_runs, max_tiles, row_tiles
 from engine.lora.grouped import GroupedAdapters
-from engine.lora.row_tiles import adapter_runs
 from engine.lora.weights import AdapterWeights
-from tests.attention.test_specialization import recorder
-from tests.attention.test_triton import Made, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
+from engine.sampling_params import SamplingParams
+from tests.attention.triton.test_specialization import recorder
+from tests.attention.triton.test_triton import Made, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 
 ROOT = Path(__file__).parents[2]
 SITES = {"qkv": (4096, [4096, 1024, 1024]), "down": (12288, [4096])}  # of Qwen3-8B
 SHAPES = {"decode": DECODE_TILES, "extend": EXTEND_TILES}
-MOST_REGISTERS = {"decode": 96, "extend": 168}
+MAX_REGISTERS = {"decode": 96, "extend": 168}
 
 
 def test_adapters_by_the_interpreter() -> None:
@@ -51,7 +54,7 @@ def test_they_compile_for_sm_90_without_spills(site: str, shape: str) -> None:
     for made in (shrink(constants, width, tiles), expand(constants, parts, tiles)):
         assert "mma" in made.asm["ptx"], "tensor cores are idle"
         assert "cp.async" in made.asm["ptx"] and "ld.global.b16" not in made.asm["ptx"], "loads are narrow"
-        assert made.usage["REG"] <= MOST_REGISTERS[shape], made.usage
+        assert made.usage["REG"] <= MAX_REGISTERS[shape], made.usage
 
 
 def test_what_a_day_launches_was_compiled_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +115,52 @@ def compiled(
 ) -> Made:
     launch = {"warps": tiles.warps, "stages": tiles.stages}
     return check_compiled(kernel, signature, constants, aligned=aligned, **launch, streams=False)  # type: ignore[no-any-return]
+
+
+# ---- Rows of a step by adapter: each row with an adapter is in one tile, and no other row is.
+
+
+def test_tiles_cover_the_rows_of_each_adapter_and_no_other() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        places = [rng.randrange(4) for _ in range(rng.randrange(1, 50))]  # of each row; 0: none
+        runs = [(place, slice(row, row + 1)) for row, place in enumerate(places) if place]
+        rows, tiles = row_tiles(runs, tile_rows=16)
+        covered = {}
+        for place, first, count, _ in tiles:
+            assert 1 <= count <= 16
+            for row in rows[first : first + count]:
+                assert row not in covered
+                covered[row] = place
+        assert covered == {row: place for row, place in enumerate(places) if place}
+        assert len(tiles) <= max_tiles(len(places), places=3, tile_rows=16)
+
+
+def test_runs_of_one_adapter_share_tiles() -> None:
+    rows, tiles = row_tiles([(2, slice(4, 6)), (0, slice(6, 26)), (2, slice(30, 31))], tile_rows=16)
+    assert rows == [*range(6, 26), 4, 5, 30]
+    assert tiles == [(0, 0, 16, 0), (0, 16, 4, 0), (2, 20, 3, 0)]
+
+
+def test_the_bound_is_reached() -> None:
+    """Two adapters with one row beyond a tile each."""
+    _, tiles = row_tiles([(0, slice(0, 17)), (1, slice(17, 34))], tile_rows=16)
+    assert len(tiles) == max_tiles(34, places=2, tile_rows=16) == 4
+
+
+class LastRuns(SlicedAdapters):
+    def begin(self, runs: Sequence[Run], *, recorded: int | None) -> None:
+        self.runs = list(runs)
+
+
+def test_steps_of_other_weights_are_recorded_without_the_last_ones_rows() -> None:
+    bank = AdapterBank(steps := LastRuns())
+    bank.open(SlotOpen(slot=0, sampling=SamplingParams(), prompt_ids=[1], output_ids=[], eos_ids=(), adapter=1))
+    item = PlanItem(
+        rid="", slot=0, tokens=[1], start=0, page_start=0, new_pages=[], sample=True, output_len=0, extend=True
+    )
+    assert bank.begin([item])
+    bank.compute()
+    assert steps.runs
+    bank.attach([])
+    assert not steps.runs

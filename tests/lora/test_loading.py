@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 
 from engine.config import EngineConfig
 from engine.layers.linear import SiteShape
-from engine.lora.bank import add_delta
-from engine.lora.names import check_lora, lora_enabled, named_paths
-from engine.lora.peft_config import CONFIG_FILE, read_peft_config
-from engine.lora.row_tiles import adapter_runs
+from engine.lora.bank import adapter_runs, add_delta
+from engine.lora.peft_config import CONFIG_FILE, check_lora, lora_enabled, named_paths, read_peft_config
 from engine.lora.weights import read_adapter
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model

@@ -15,10 +15,10 @@ MODULES = ("torch", "nixl_cu12", "mooncake", "kubernetes", "opentelemetry", "pro
 BROWSER = (
     "e2e/shared/test_dashboard.py",
     "machine",
-    "router/test_chat_page.py",
-    "router/test_cross_origin.py",
-    "router/test_dashboard.py",
-    "router/test_home.py",
+    "http/test_chat_page.py",
+    "http/test_cross_origin.py",
+    "http/test_dashboard.py",
+    "http/test_home.py",
 )
 MOONCAKE = ("deploy", "e2e", "faults", "machine", "security", "transfer")
 OTHER_CPUS = ("kernels/test_other_cpus.py",)

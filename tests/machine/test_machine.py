@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import build
-from engine.kernels.cpu_kind import Kind
+from engine.kernels.build import Kind
 from engine.kernels.linear import linear_kernel
 from tests.machine.needs import complaint
-from tests.router.browser import chromium, tab
+from tests.router.http.browser import chromium, tab
 from transfer_backends.engines.mooncake import import_mooncake
 from transfer_backends.engines.nixl import import_nixl
 
-SOURCES = sorted(Path(build.__file__).parent.glob("*.c"))
+SOURCES = sorted(Path(build.__file__).with_name("csrc").glob("*.c"))
 
 
 def test_nothing_is_missing():

@@ -30,7 +30,7 @@ def test_a_missing_library_is_said_once(args: list[str], tmp_path: Path):
     [
         ("chromium", "tests", True),
         ("chromium", "tests/router", True),
-        ("chromium", "tests/router/test_dashboard.py", True),
+        ("chromium", "tests/router/http/test_dashboard.py", True),
         ("chromium", "tests/core", False),
         ("prometheus", "tests/deploy/test_alert_rules.py", True),
         ("prometheus", "tests/deploy/test_cli.py", False),
@@ -56,7 +56,7 @@ def test_a_missing_module_is_said_with_what_brings_it(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("word", "users"),
-    [("tests.router.browser import", needs.BROWSER), ("import_mooncake", needs.MOONCAKE)],
+    [("tests.router.http.browser import", needs.BROWSER), ("import_mooncake", needs.MOONCAKE)],
 )
 def test_the_users_of_a_package_are_all_listed(word: str, users: tuple[str, ...]):
     files = [path for path in TESTS.rglob("*.py") if word in path.read_text()]

@@ -13,14 +13,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
 )
 
-from engine.kernels.delta import DeltaWeights
-from engine.kernels.mamba import MambaWeights
+from engine.kernels.recurrent import DeltaWeights, MambaWeights
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.kv.step_batch import StepBatch
-from engine.layers.conv import ShortConv
-from engine.layers.delta import GatedDelta
-from engine.layers.mamba import Mamba
-from engine.layers.recurrence import StepStates
+from engine.layers.recurrence import GatedDelta, Mamba, ShortConv, StepStates
 
 TAPS = 4
 

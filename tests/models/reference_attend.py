@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.kernels.softmax import Softmax
+from engine.kernels.paged_attention import Softmax
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import StepBatch
 from engine.layers.latents import NewLatents, TokenChooser

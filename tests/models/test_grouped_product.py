@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.layers.grouped_product import _product_by_expert, grouped_product
+from engine.layers.experts import _product_by_expert, grouped_product
 
 
 @pytest.mark.parametrize("rows", [[3, 0, 4, 1], [0, 0, 8, 0], [8, 0, 0, 0], [0, 0, 0, 8]])

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise
 from engine.layers import linear
-from engine.layers.gates import gelu_mul
-from engine.layers.linear import Linear, sigmoid_mul, silu_mul
+from engine.layers.linear import Linear, gelu_mul, sigmoid_mul, silu_mul
 from engine.layers.norm import OffsetNorm, RMSNorm, Scaled
 from engine.layers.rope import NormedRope, apply_rope
 
@@ -217,9 +216,9 @@ def test_what_does_not_fit_never_reaches_c() -> None:
         lambda: kernel.rms_norm(x, weight, eps=1e-6, delta=x[:1]),
         lambda: kernel.silu_mul(x[:, :24]),
         lambda: kernel.silu_mul(x.float()),
-        lambda: kernel.norm_turn(heads, (turn, turn), weight=None, eps=1e-6),
-        lambda: kernel.norm_turn(heads, (heads, heads), weight=weight[None, :32], eps=1e-6),
-        lambda: kernel.norm_turn(heads.transpose(0, 2), (turn, turn), weight=None, eps=1e-6),
+        lambda: kernel.norm_rope(heads, (turn, turn), weight=None, eps=1e-6),
+        lambda: kernel.norm_rope(heads, (heads, heads), weight=weight[None, :32], eps=1e-6),
+        lambda: kernel.norm_rope(heads.transpose(0, 2), (turn, turn), weight=None, eps=1e-6),
     ):
         with pytest.raises(AssertionError):
             call()

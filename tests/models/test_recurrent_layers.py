@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from engine.kernels.conv import conv_kernel
-from engine.layers.chunks import GRID, decays_of
+from engine.kernels.recurrent import conv_kernel
+from engine.layers.recurrence import GRID, decays_of
 from tests.models.recurrent_layers import DeltaLayers, Layers, MambaLayers, again, one_by_one, run, run_in_parts
 
 Make = Callable[..., Layers]

@@ -7,7 +7,7 @@ from typing import Any
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 
-from tests.models.gguf_file import Edit, write_gguf
+from tests.models.files.gguf_file import Edit, write_gguf
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 # 256 elements are one block of the k-quants.

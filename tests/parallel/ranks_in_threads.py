@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from engine.kernels.failures import RanksEnded
+from engine.kernels.build import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import SharedRegion
-from engine.parallel.region_plan import RegionPlan
+from engine.parallel.region import RegionPlan, SharedRegion
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from engine.model_files.arithmetic import Arithmetic
+from engine.model_files.fields import Arithmetic
 from engine.model_files.head_config import HeadConfig
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import RopeConfig

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.lora.bank import AdapterBank, SlicedAdapters
-from engine.lora.row_tiles import Run
+from engine.lora.bank import AdapterBank, Run, SlicedAdapters
 from engine.lora.weights import AdapterWeights, read_adapter
 from service.flags import ConfigError
 from tests.lora.tiny_adapters import make_tiny_adapter

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.role_session import plan_session
+from disagg.processes.role_session import plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.rank_rules import check_device, check_ranks
 from engine.flags.resolve import resolve

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.parallel import nccl
-from engine.parallel.nccl import NcclCollectives
+from engine.parallel import process_groups
+from engine.parallel.process_groups import NcclCollectives
 from tests.parallel.test_sums import one_by_one, partials_of
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class ThreadsMemory:
     """Buffers that the threads of a test share."""
 
     def __init__(self, ranks: int) -> None:
-        self.peers = [torch.full((nccl.SMALL_NUMBERS,), torch.nan) for _ in range(ranks)]
+        self.peers = [torch.full((process_groups.SMALL_NUMBERS,), torch.nan) for _ in range(ranks)]
         self.passed = 0
         self._barrier = threading.Barrier(ranks, self._count, timeout=60)
 
@@ -46,7 +46,7 @@ def run(ranks: int, work: Callable[[NcclCollectives], T], *, memory: ThreadsMemo
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_small_and_large_sums_have_the_bits_of_the_tree(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "SMALL_NUMBERS", 100)
+    monkeypatch.setattr(process_groups, "SMALL_NUMBERS", 100)
     memory = ThreadsMemory(ranks)
     sizes = [(1, 1), (4, 25), (1, 101), (7, 33)]  # two small ones, two that do not divide evenly
     steps = [partials_of(ranks, *size) for size in sizes]

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.failures import RanksEnded
-from engine.parallel import meeting
+from engine.kernels.build import RanksEnded
+from engine.parallel import rendezvous
 from engine.parallel.collectives import columns_of
-from engine.parallel.meeting import MeetingError, dial, listen
-from engine.parallel.network import NetworkCollectives
-from engine.parallel.rank_connection import RankConnection
-from engine.parallel.region import SharedRegion
-from engine.parallel.region_plan import RegionPlan
+from engine.parallel.network import NetworkCollectives, RankConnection
+from engine.parallel.region import RegionPlan, SharedRegion
+from engine.parallel.rendezvous import RendezvousError, dial, listen
 from tests.parallel.ranks_in_threads import opened, together
 from tests.parallel.test_sums import one_by_one, partials_of
 
@@ -144,7 +142,7 @@ def test_strangers_are_refused_and_the_one_that_is_meant_comes_in(secret: bytes,
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         port = server.getsockname()[1]
         listening = pool.submit(listen, server, secret=SECRET, group="g", within_s=60)
-        with pytest.raises(MeetingError, match=f"no rank of {group} answered at 127.0.0.1:{port} within"):
+        with pytest.raises(RendezvousError, match=f"no rank of {group} answered at 127.0.0.1:{port} within"):
             dial("127.0.0.1", port, secret=secret, group=group, within_s=0.2)
         with socket.create_connection(("127.0.0.1", port)) as junk:
             junk.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
@@ -155,7 +153,7 @@ def test_strangers_are_refused_and_the_one_that_is_meant_comes_in(secret: bytes,
 
 
 def test_a_stranger_that_says_nothing_does_not_keep_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "PROOF_S", 0.1)
+    monkeypatch.setattr(rendezvous, "PROOF_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         port = server.getsockname()[1]
         listening = pool.submit(listen, server, secret=SECRET, group="g", within_s=60)
@@ -170,5 +168,5 @@ def test_a_stranger_that_says_nothing_does_not_keep_the_door(monkeypatch: pytest
 def test_a_rank_that_does_not_come_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         name = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(MeetingError, match=f"no rank of g came to {name} within 0 s"):
+        with pytest.raises(RendezvousError, match=f"no rank of g came to {name} within 0 s"):
             listen(server, secret=SECRET, group="g", within_s=0.05)

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from engine.kernels.failures import RanksEnded
+from engine.kernels.build import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import SharedRegion
-from engine.parallel.region_plan import RegionPlan
+from engine.parallel.region import RegionPlan, SharedRegion
 from service.process.start import die_with_parent
 
 PLAN = RegionPlan(ranks=2, stages=2, hidden=40, link_rows=1, logits_rows=3, vocab=80, window=64)

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.allreduce import allreduce
-from engine.kernels.failures import RanksEnded
+from engine.kernels.build import RanksEnded
 from engine.kernels.tape import Tape, Workspace, tape_library
 from engine.parallel import collectives
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
-from engine.parallel.region import SharedRegion
-from engine.parallel.region_plan import RegionPlan
+from engine.parallel.region import RegionPlan, SharedRegion
 from tests.parallel.ranks_in_threads import opened, run_ranks, together
 
 HAS_C = allreduce() is not None

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from engine.kernels.allreduce import allreduce
-from engine.kernels.failures import RanksEnded
+from engine.kernels.build import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import SharedRegion, late_ranks
-from engine.parallel.region_plan import RegionPlan
-from engine.parallel.shared_tokens import SharedTokens
+from engine.parallel.region import RegionPlan, SharedRegion, SharedTokens, late_ranks
 from engine.parallel.stage_link import StageLink
-from engine.ranks.future_maps import FollowerFutureMap
+from engine.ranks.links import FollowerFutureMap
 from tests.parallel.ranks_in_threads import opened, together
 from tests.parallel.test_sums import without_c
 

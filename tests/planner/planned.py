@@ -1,9 +1,8 @@
 """Small planned clusters for tests: a model of 1 MB a KV page, workers with round step times."""
 
 from engine.config import EngineConfig
-from planner.cluster import ClusterCosts, PlannedCluster
-from planner.layout import ClusterLayout, parse_layout
-from planner.speculation import Speculation
+from planner.cluster import ClusterCosts, ClusterLayout, PlannedCluster, parse_layout
+from planner.executor import Speculation
 from planner.step_time import Fitted
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest

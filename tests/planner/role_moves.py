@@ -16,12 +16,11 @@ from planner.cluster import PlannedCluster
 from planner.worker import PlanWorker
 from planner.workload import Lengths, PlannedRequest
 from router.config import AutoRolesFlags
+from router.pool.breaker import Check
 from router.pool.reports import parse_load
-from router.pool.states import Check
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.controller import Controller, Move
-from router.roles.demand import Gauge
+from router.roles.controller import Controller, Gauge, Move
 
 MODEL = "planned"
 

@@ -10,9 +10,9 @@ import pytest
 from deploy.cli import main
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
 from engine.parallel.layout import check_layout
+from planner.cluster import ClusterLayout
 from planner.config import PlanConfig
 from planner.fit import Report, ReportTarget
-from planner.layout import ClusterLayout
 from planner.study import planned_cluster, study_of, try_rate
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -260,8 +260,8 @@ def test_a_trace_with_nonsense_in_it(tmp_path: Path, wrong: dict[str, Any], caps
 
 def test_a_child_that_dies_is_no_riddle(tmp_path: Path) -> None:
     """Its end is an error of the run, and no process is left behind."""
-    from planner.layout import parse_layout
-    from planner.pool import RunPool
+    from planner.cluster import parse_layout
+    from planner.run import RunPool
 
     with RunPool(PlanConfig(model_path=str(tmp_path), gpu="L4"), jobs=1) as pool:
         with pytest.raises(RuntimeError, match=r"^the run of 1U at 1 failed"):

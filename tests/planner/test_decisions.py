@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 
 from deploy.bench.stats import RequestRecord
-from deploy.bench.trace import TraceEntry
+from deploy.bench.workload import TraceEntry
 from engine.core.plan import Plan
-from engine.parallel.nccl import SMALL_NUMBERS
+from engine.parallel.process_groups import SMALL_NUMBERS
+from planner.cluster import ClusterLayout, candidates, parse_layout
 from planner.goodput import NEAR, Grid, Point, Search, SloTargets, point_of
-from planner.gpus import GPUS, Gpu
-from planner.layout import ClusterLayout, candidates, parse_layout
-from planner.shape import Shape, shape_of
-from planner.step_time import SMALL_SUM, Efficiency, Fitted, Roofline, StepLoad, load_of
+from planner.step_time import GPUS, SMALL_SUM, Efficiency, Fitted, Gpu, Roofline, Shape, StepLoad, load_of, shape_of
 from planner.workload import FIRST_OWN, Lengths, from_lengths, from_trace
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item

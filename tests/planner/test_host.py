@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planner.host import Host, Threads, core_shares
+from planner.executor import Host, Threads, core_shares
 
 
 def test_enough_cores_or_none_named_slow_no_step() -> None:

@@ -8,7 +8,7 @@ import pytest
 from engine.kernels.linear import PackedMatrix, linear_kernel
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
-from planner.shape import shape_of
+from planner.step_time import shape_of
 from tests.quant.stored_formats import make_both
 
 SIZES: dict[str, Any] = {

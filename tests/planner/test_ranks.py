@@ -8,8 +8,8 @@ from engine.device.memory_plan import kv_pages as worker_pages
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from planner.memory import kv_pages
-from planner.shape import shape_of
-from tests.engine.ranks_in_process import ranks
+from planner.step_time import shape_of
+from tests.engine.ranks.ranks_in_process import ranks
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

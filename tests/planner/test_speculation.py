@@ -17,18 +17,25 @@ from engine.core.plan import Plan
 from engine.flags.resolve import resolve
 from engine.flags.speculation import with_drafter
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, ModelConfig, load_model_config
+from planner.cluster import ClusterLayout
 from planner.config import PlanConfig
-from planner.drafter import DrafterTime, by_roofline, by_weights, drafter_shape, pass_loads, plan_seconds
-from planner.gpus import GPUS
-from planner.layout import ClusterLayout
-from planner.memory import kv_pages, page_bytes, weight_bytes
-from planner.shape import shape_of
-from planner.speculation import Speculation
-from planner.step_time import Efficiency, Fitted, Roofline, StepLoad
+from planner.executor import Speculation
+from planner.memory import (
+    DrafterTime,
+    by_roofline,
+    by_weights,
+    drafter_shape,
+    kv_pages,
+    page_bytes,
+    pass_loads,
+    plan_seconds,
+    weight_bytes,
+)
+from planner.step_time import GPUS, Efficiency, Fitted, Roofline, StepLoad, shape_of
 from planner.study import Study, study_of
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item
-from tests.engine.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.planner.planned import STEP_TIME, assert_at_rest, cluster, request_at
 from tools.recall.drafters import build

@@ -11,7 +11,7 @@ from engine.layers.experts import Experts
 from engine.model_files.model_config import load_model_config
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.load import load_model
-from engine.quant.online import SCHEMES, quantized
+from engine.quant.integers import SCHEMES, quantized
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
 from tests.quant.test_mxfp4_model import with_blocks

@@ -15,7 +15,7 @@ from engine.models.load import load_model
 from engine.parallel.layout import Cut
 from engine.quant.ggml import BLOCK_TYPES
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_gguf import make_tiny_gguf
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.quant.mxfp4 import mxfp4_codes, mxfp4_values
+from engine.quant.integers import mxfp4_codes, mxfp4_values
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.model_files.model_config import load_model_config
-from engine.quant.mxfp4 import BLOCK, mxfp4_values
+from engine.quant.integers import BLOCK, mxfp4_values
 from service.flags import ConfigError
 from tests.engine.test_families import tokens_of
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint

@@ -11,10 +11,10 @@ from engine.flags.resolve import resolve
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
-from engine.quant.online import HEAD, SCHEMES, quantized
+from engine.quant.integers import HEAD, SCHEMES, quantized
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
 

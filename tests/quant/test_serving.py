@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels.linear import PackedMatrix, linear_kernel
 from engine.messages import LogprobOptions
-from engine.quant.online import HEAD, SCHEMES, quantized
+from engine.quant.integers import HEAD, SCHEMES, quantized
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.lora.tiny_adapters import make_tiny_adapter

@@ -14,7 +14,7 @@ from engine.models.load import load_model
 from engine.parallel.layout import Cut
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.reference_attend import Sequence
 from tests.models.test_draft_models import load, of_the_engine
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint

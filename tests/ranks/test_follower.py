@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from engine.core.plan import PageCopy, Plan
-from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.follower import Follower, LostStep
-from engine.ranks.messages import Done, step_of
+from engine.ranks.messages import Done, follower_end, leader_end, step_of
 from service.process.message_stream import socket_pair
 
 

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.plan import PageCopy, Plan, StateCopy, StateRewind
+from engine.core.plan import PageCopy, Plan, StateCopy, StateRollback
 from engine.images import ImageInput
 from engine.messages import StartProfile
-from engine.ranks.answers import is_proven
-from engine.ranks.channel import Channel, follower_end, leader_end
-from engine.ranks.followers import Followers, GroupEnded, Process
+from engine.ranks.followers import Followers, GroupEnded, Process, is_proven
 from engine.ranks.group import GroupProfiler, GroupWeights
-from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.messages import (
     Apply,
+    Channel,
     Done,
     Failed,
     Loaded,
@@ -29,9 +27,12 @@ from engine.ranks.messages import (
     Step,
     ToFollower,
     ToLeader,
+    follower_end,
+    leader_end,
     plan_of,
     step_of,
 )
+from engine.ranks.rank_checksum import GroupChecksum
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, socket_pair
 from tests.e2e.cluster import wait_until
@@ -146,7 +147,7 @@ def test_on_gpus_copies_beside_a_forward_are_answered_too() -> None:
 
 
 def test_a_step_takes_states_back_on_all_ranks(group: Group) -> None:
-    states, rewinds = [StateCopy(None, 3)], [StateRewind(0, 17), StateRewind(4, 9)]
+    states, rewinds = [StateCopy(None, 3)], [StateRollback(0, 17), StateRollback(4, 9)]
     group.followers.step(Plan(seq=1, extend=False, items=[], states=states, rewinds=rewinds))
     for channel in group.there.values():
         step = channel.receive()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from engine.core.plan import FeatureRows, ItemImages, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
-from engine.executor.logit_rows import logit_calls
+from engine.executor.forward import logit_calls
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.ranks.messages import Step, ToFollower, plan_of, step_of

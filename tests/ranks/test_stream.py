@@ -8,11 +8,10 @@ from contextlib import closing
 
 import pytest
 
-from engine.ranks.channel import follower_end, leader_end
-from engine.ranks.messages import PoolSize, Ready, Step
+from engine.ranks.messages import PoolSize, Ready, Step, follower_end, leader_end
 from service.process import message_stream
 from service.process.message_stream import LENGTH, ChannelClosed, ChannelFull, MessageStream, socket_pair
-from tests.engine.ranks_in_process import tcp_pair
+from tests.engine.ranks.ranks_in_process import tcp_pair
 
 SOON_S = 10.0
 Make = Callable[[], tuple[socket.socket, socket.socket]]
@@ -38,7 +37,7 @@ def test_messages_that_the_socket_does_not_take_wait_and_come_in_order(pair: Mak
 
 @ways
 def test_what_waits_is_bounded(pair: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_stream, "MOST_UNSENT_BYTES", 1 << 16)
+    monkeypatch.setattr(message_stream, "MAX_UNSENT_BYTES", 1 << 16)
     own, theirs = pair()
     with closing(leader_end(own)) as leader, theirs, pytest.raises(ChannelFull):
         for _ in range(10_000):

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from router.attempts.events import Events
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt, RoomMinter
-from router.attempts.request import RequestContext
+from router.attempts.request import Events, RequestContext
 from router.body import Api, parse_body
 from router.choice.policies import Placement, RoutingHints
 from router.client.upstream import HttpReply

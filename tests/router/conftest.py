@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.router.browser import chromium
+from tests.router.http.browser import chromium
 
 
 @pytest.fixture(scope="package")

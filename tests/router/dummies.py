@@ -16,12 +16,12 @@ from aiohttp import web
 from router.choice.prefix_index import PrefixIndex
 from router.compose import Router
 from router.config import RouterConfig
-from router.pool.states import Check
+from router.pool.breaker import Check
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.http import heartbeats
-from service.http.caller_names import CALLER_HEADER
+from service.http.guard import CALLER_HEADER
 from service.http.resume import MOVE_OUT, RESUME_FIELD
 from service.http.server import RequestLimits
 from service.security.secret import ROUTER_SECRET

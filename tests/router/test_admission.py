@@ -10,11 +10,9 @@ import pytest
 from aiohttp import web
 
 from router.admission.admission import Admission
-from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
-from router.admission.in_time import look_in_time, objectives_of
+from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit, look_in_time, objectives_of
 from router.admission.queue import AdmissionQueue, RequestRefused, TicketStatus
-from router.attempts.events import Events
-from router.attempts.request import Slo
+from router.attempts.request import Events, Slo
 from router.choice.policies import LeastLoad, RoutingHints
 from router.config import AdmissionFlags, RouterConfig
 from router.metrics import RouterMetrics

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 
-from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import PairAttempt
+from router.attempts.request import FailedWorkers
 from router.attempts.upstream_call import CallFailed
 from router.pool.active_calls import give_up_vain_calls, waits_at_silent
-from router.pool.states import Check, Health
+from router.pool.breaker import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched, make_request, turns
@@ -162,7 +162,7 @@ def test_several_processes_behind_one_url_are_no_lives_one_after_the_other() -> 
 
 
 async def begun(attempt: PairAttempt) -> PairAttempt:
-    await attempt.launcher.until_begun(make_request(), attempt)
+    await attempt.launcher.until_started(make_request(), attempt)
     return attempt
 
 

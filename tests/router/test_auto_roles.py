@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from router.config import RouterConfig
-from router.fleet.peer_processes import PeerProcesses
+from router.fleet import PeerProcesses
 from router.metrics import RouterMetrics
-from router.pool.states import Check
+from router.pool.breaker import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.auto import PATH, AutoRoles
@@ -154,7 +154,7 @@ async def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> N
 
 
 async def test_without_the_flag_a_router_watches_no_worker() -> None:
-    """(With it: tests/router/test_dashboard.py.)"""
+    """(With it: tests/router/http/test_dashboard.py.)"""
     async with cluster() as c:
         told = (await c.get(PATH))[1]
         assert told["enabled"] is False and told["moves"] == [] and told["models"] == {}

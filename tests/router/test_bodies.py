@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from router.body import Api, BadBody, named_model, parse_body, write_bodies
 from router.choice.chooser import Chooser
-from router.http import any_worker
+from router.http import fan_out
 from router.requests import dispatch, images, responses
 from router.requests.merge import Merger, SseMerger
 from router.requests.reconnect import Reconnect
 from router.requests.relay import StreamSplitter
-from service.http.json_bounds import MOST_FIELDS, MOST_PARTS
+from service.http.bodies import MAX_FIELDS, MAX_PARTS
 from tests.router.dummies import Cluster, cluster
 
 
@@ -315,7 +315,7 @@ async def test_a_thread_works_on_long_bodies_and_the_loop_on_short_ones(monkeypa
     names = noted(monkeypatch, dispatch, "invoked_path")
     hints = noted(monkeypatch, Chooser, "hints_of")
     digests = noted(monkeypatch, Reconnect, "note")
-    asked = noted(monkeypatch, any_worker, "decode_or_none")
+    asked = noted(monkeypatch, fan_out, "decode_or_none")
     stored = noted(monkeypatch, responses, "with_fields")
     async with cluster(unified=1, policy="cache_aware", resume_window_s=7.0) as c:
         await both(c, COMPLETE, {"model": "m"}, "prompt")
@@ -341,8 +341,8 @@ async def test_bodies_that_hold_too_much_reach_no_worker() -> None:
         bomb = gzip.compress(json.dumps({"model": "m", "prompt": "a" * 45_000_000}).encode())
         for body, headers, wanted, said in (
             (bomb, {"Content-Encoding": "gzip"}, 413, b"inflates to more than"),
-            (json.dumps({"prompt": [[]] * MOST_PARTS}).encode(), {}, 413, b"lists, objects and texts"),
-            (json.dumps(dict.fromkeys(map(str, range(MOST_FIELDS + 1)), 1)).encode(), {}, 400, b"1025 fields"),
+            (json.dumps({"prompt": [[]] * MAX_PARTS}).encode(), {}, 413, b"lists, objects and texts"),
+            (json.dumps(dict.fromkeys(map(str, range(MAX_FIELDS + 1)), 1)).encode(), {}, 400, b"1025 fields"),
         ):
             sent = {"Content-Type": "application/json", **headers}
             async with c.client.post(c.url + COMPLETE, data=io.BytesIO(body), headers=sent) as response:

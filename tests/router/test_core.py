@@ -7,20 +7,22 @@ import pytest
 
 from router.attempts.pair_attempt import RoomMinter
 from router.config import HealthFlags, RouterConfig, check_config
+from router.pool.breaker import HEALTH_TRANSITIONS, Check, Health
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
-from router.pool.states import TRANSITIONS, Check, Health
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError
 from router.requests.dispatch import pause_s
-from router.requests.replies import no_worker
+from router.requests.relay import no_worker
 from service.flags import ConfigError
 from tests.router.dummies import table_of
 
 
 def test_every_cell_of_the_health_table_is_there() -> None:
-    assert set(TRANSITIONS) == {(health, check) for health in Health for check in Check}
-    assert all(threshold == "" or hasattr(HealthFlags(), threshold) for _, threshold in TRANSITIONS.values())
-    assert all(state is not Health.STARTING or now is Health.STARTING for (now, _), (state, _) in TRANSITIONS.items())
+    assert set(HEALTH_TRANSITIONS) == {(health, check) for health in Health for check in Check}
+    assert all(threshold == "" or hasattr(HealthFlags(), threshold) for _, threshold in HEALTH_TRANSITIONS.values())
+    assert all(
+        state is not Health.STARTING or now is Health.STARTING for (now, _), (state, _) in HEALTH_TRANSITIONS.items()
+    )
 
 
 def test_a_worker_leaves_after_two_failures_and_comes_back_after_one_success() -> None:

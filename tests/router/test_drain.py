@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from router.attempts.request import LEAST_S, less_time, time_given
-from router.pool.reports import says_draining, why_draining
-from router.pool.states import Check, Health
+from router.pool.breaker import Check, Health
+from router.pool.reports import reports_draining, why_draining
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from tests.router.behaviours import after, hang, later, streams_on
@@ -43,7 +43,7 @@ def test_a_draining_worker_is_not_a_dead_one() -> None:
     ],
 )
 def test_what_counts_as_draining(body: bytes, is_so: bool) -> None:
-    assert says_draining(body) is is_so
+    assert reports_draining(body) is is_so
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from router.pool.breaker import State
-from router.pool.states import Health
+from router.pool.breaker import Health, State
 from tests.router.behaviours import hang, hangs_once, later, pauses, resets, streams_on
 from tests.router.dummies import (
     CHAT,

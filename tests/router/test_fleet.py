@@ -17,11 +17,11 @@ import aiohttp
 import psutil
 import pytest
 
-from router.fleet.processes import DRAIN, END, signal_for
+from router.fleet import DRAIN, END, signal_for
 from tests.e2e.cluster import end_tree
 from tests.router.behaviours import hang, obey
 from tests.router.dummies import CHAT, DummyWorker, always, answer_ok, until
-from tests.router.kube_server import NAMESPACE, kube_server, pod
+from tests.router.pool.kube_server import NAMESPACE, kube_server, pod
 from tools.family import lives
 
 DEADLINE_S = 60.0

@@ -8,12 +8,12 @@ import pytest
 from aiohttp import web
 
 from router.body import TOKENS_PER_IMAGE, Api, parse_body
-from router.choice.prefix_keys import prompt_keys
+from router.choice.prefix_index import prompt_keys
 from router.requests.images import BodyImages, holds_images
 from service.flags import ConfigError
 from service.http.errors import ApiError
-from service.images.data_urls import data_url
-from service.images.flags import ImageFlags
+from service.images.bodies import data_url
+from service.images.hosts import ImageFlags
 from tests.images.hosts import INSIDE, OUTSIDE, PNG, answer_png, host
 from tests.router.dummies import CHAT, Cluster, cluster, until
 

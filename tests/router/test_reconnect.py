@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from router.config import RouterConfig, check_config
-from router.pool.states import Health
+from router.pool.breaker import Health
 from router.pool.worker import Role
 from service.flags import ConfigError
-from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Keep
+from service.http.reconnect import KEEP_HEADER, LAST_EVENT_HEADER, RETAINED_PATH, Keep
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, Resume, is_signed
 from service.security.keys import owner_of
 from tests.router.behaviours import later
@@ -29,7 +29,7 @@ def keeps(rest: Any = goes_on, *, status: int = 200, events: bytes = b"") -> Any
     """Answers what it keeps, with this status, and the rest as `rest`."""
 
     async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if request.path != KEPT_PATH:
+        if request.path != RETAINED_PATH:
             return await rest(worker, request, body)  # type: ignore[no-any-return]
         resume = base64.b64encode(msgspec.json.encode(HAS)).decode()
         return web.json_response({"events": base64.b64encode(events).decode(), "resume": resume}, status=status)
@@ -43,8 +43,8 @@ async def test_a_client_gets_the_events_behind_its_last_and_then_the_live_answer
         c.decodes[1].behave = later(lambda: all(w.seen for w in c.decodes), kept)
         status, _, text = await c.post(PATH, STREAM, headers=AGAIN)
         assert (status, tokens_of(text), text.endswith(DONE)) == (200, [2, 3, 4], True)
-        asked = [seen for w in c.decodes for seen in w.seen if seen.path == KEPT_PATH]
-        assert len(asked) == 3 and not any(seen.path == KEPT_PATH for w in c.prefills for seen in w.seen)
+        asked = [seen for w in c.decodes for seen in w.seen if seen.path == RETAINED_PATH]
+        assert len(asked) == 3 and not any(seen.path == RETAINED_PATH for w in c.prefills for seen in w.seen)
         question = asked[0].body
         assert (question["request_id"], question["after"]) == ("r-1", AGAIN[LAST_EVENT_HEADER])
         assert question["owner"] == owner_of("Bearer k")
@@ -77,14 +77,14 @@ async def test_a_stream_that_no_worker_keeps_is_gone_and_none_begins() -> None:
         status, _, answer = await c.post(PATH, STREAM, headers=AGAIN)
         error = json.loads(answer)["error"]
         assert (status, error["code"]) == (410, "stream_gone") and "7 s" in error["message"]
-        assert all(seen.path == KEPT_PATH for w in c.decodes for seen in w.seen)
+        assert all(seen.path == RETAINED_PATH for w in c.decodes for seen in w.seen)
 
 
 async def test_a_worker_that_says_nothing_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(decode=2, resume_window_s=7.0) as c:
 
         async def silent(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            if request.path == KEPT_PATH:
+            if request.path == RETAINED_PATH:
                 await asyncio.Event().wait()
             return await goes_on(worker, request, body)
 
@@ -125,6 +125,6 @@ async def test_it_is_off_unless_a_flag_turns_it_on_and_for_streams_of_events_alo
     async with cluster(resume_window_s=7.0) as c:
         for path, body in ((PATH, CHAT), ("/api/chat", STREAM)):
             assert (await c.post(path, body, headers=AGAIN))[0] == 200
-        assert all(KEEP_HEADER.lower() not in seen.headers and seen.path != KEPT_PATH for seen in c.decodes[0].seen)
+        assert all(KEEP_HEADER.lower() not in seen.headers and seen.path != RETAINED_PATH for seen in c.decodes[0].seen)
     with pytest.raises(ConfigError, match="--resume-window: needs --failover-max above 0"):
         check_config(RouterConfig(resume_window_s=7.0, failover_max=0))

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from router.body import Api, parse_body
-from router.choice.prefix_keys import prompt_keys
-from router.requests.responses import KeptStream, response_in
+from router.choice.prefix_index import prompt_keys
+from router.requests.responses import RetainedStream, response_in
 from tests.router.dummies import Cluster, DummyWorker, begin_stream, cluster, key_file, until
 from tests.router.test_fleet import Fleet, fleet
 
@@ -284,7 +284,7 @@ class Noted:
 def test_a_keeper_sees_whole_events(size: int) -> None:
     data = event("response.created", response={"id": "resp_1"}) + event("response.completed", response={"id": "x"})
     noted = Noted()
-    stream = KeptStream(noted)
+    stream = RetainedStream(noted)
     passed = b"".join(stream.feed(data[at : at + size]) for at in range(0, len(data), size))
     assert passed == data == b"".join(noted.pieces) and all(piece.endswith(b"\n\n") for piece in noted.pieces)
 

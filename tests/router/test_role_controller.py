@@ -7,11 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.config import AutoRolesFlags
-from router.pool.states import Check
+from router.pool.breaker import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.controller import Controller, Move, Seen
-from router.roles.demand import Gauge, decode_demand
+from router.roles.controller import Controller, Gauge, Move, Seen, decode_demand
 
 P, D = Role.PREFILL, Role.DECODE
 FLAGS = AutoRolesFlags(auto_roles_sustain_s=10.0, auto_roles_cooldown_s=60.0, auto_roles_switch_time_s=20.0)

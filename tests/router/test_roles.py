@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from router.client.credentials import Credentials
-from router.fleet.peer_processes import PeerProcesses
-from router.pool.states import Check, Health
+from router.fleet import PeerProcesses
+from router.pool.breaker import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.switch import Switch, SwitchProgress, SwitchRefused, objection, progress

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.kernels import fixed_math
 from engine.kernels.sample import sample_kernel
-from engine.sampler.gumbel import gumbel_noise, noise_of
+from engine.sampler.sampling import gumbel_noise, noise_of
 
 WORDS = 1 << 32
 

@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels import triton_sample
-from engine.kernels.triton_sample import PARTS, ROW_TILE, ROW_WARPS, TILE, WARPS, part_of
-from tests.attention.test_triton import REGISTERS, resource_usage
+from engine.kernels.triton import sample
+from engine.kernels.triton.sample import PARTS, ROW_TILE, ROW_WARPS, TILE, WARPS, part_of
+from tests.attention.triton.test_triton import REGISTERS, resource_usage
 
 ROOT = Path(__file__).parents[2]
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -53,7 +53,7 @@ def test_sampling_compiles_for_sm_90_without_spills(
 ) -> None:
     monkeypatch.setenv("TRITON_TEST_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    kernel = getattr(triton_sample, name)
+    kernel = getattr(sample, name)
     names = kernel.arg_names
     signature = {n: TYPES.get(n, "constexpr") for n in names}
     source = ASTSource(
@@ -62,7 +62,7 @@ def test_sampling_compiles_for_sm_90_without_spills(
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n] != "constexpr"},
     )
-    made = triton.compile(source, target=SM_90, options={"num_warps": warps, **triton_sample.EXACT})
+    made = triton.compile(source, target=SM_90, options={"num_warps": warps, **sample.EXACT})
     usage = resource_usage(made.asm["cubin"])
     assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
     # two programs of a row, or four of a part, share a multiprocessor

@@ -15,11 +15,10 @@ from torch import Tensor
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.core.plan import SlotOpen
 from engine.grammar.token_rules import rules_of
-from engine.kernels import triton_noise, triton_sample
-from engine.sampler.gumbel import noise_of
+from engine.kernels.triton import noise, sample
 from engine.sampler.logprobs import log_norms
-from engine.sampler.make import NOT_SAMPLED
-from engine.sampler.sampler import Sampler
+from engine.sampler.sampler import NOT_SAMPLED, Sampler
+from engine.sampler.sampling import noise_of
 from engine.sampler.token_mask import TokenMask, token_mask
 from engine.sampler.triton_sampler import TritonSampler
 from engine.sampling_params import SamplingParams
@@ -35,7 +34,7 @@ CPU = torch.device("cpu")
 @triton.jit
 def noise_kernel(bits_ptr, noise_ptr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, TILE)
-    tl.store(noise_ptr + at, triton_noise.noise_of(tl.load(bits_ptr + at).to(tl.uint32)))
+    tl.store(noise_ptr + at, noise.noise_of(tl.load(bits_ptr + at).to(tl.uint32)))
 
 
 def check_noise() -> None:
@@ -168,13 +167,13 @@ def check_rows_that_are_not_sampled() -> None:
 
 def check_logprobs() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(7)) * 5
-    torch.testing.assert_close(triton_sample.log_norms(logits), log_norms(logits), rtol=0, atol=1e-5)
+    torch.testing.assert_close(sample.log_norms(logits), log_norms(logits), rtol=0, atol=1e-5)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     check_noise()
-    triton_sample.PARTS, triton_sample.TILE, triton_sample.ROW_TILE = 2, 128, 256  # a program walks several tiles
+    sample.PARTS, sample.TILE, sample.ROW_TILE = 2, 128, 256  # a program walks several tiles
     check_filters()
     check_mixed_batches()
     check_masks()

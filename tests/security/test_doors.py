@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
+from bootstrap_server.registry import BootstrapConfig
 from deploy import cli
 from disagg.config import DisaggConfig
-from disagg.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
+from disagg.processes.checks import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.routes import ADMIN_PATHS, ROUTES
 from engine.messages import Bootstrap
@@ -20,8 +20,8 @@ from router.config import RouterConfig
 from router.http.access import need_of
 from service.flags import ConfigError
 from service.http.errors import ApiError
-from service.http.unserved_routes import UNSERVED
-from service.security.addresses import is_loopback
+from service.http.routes import UNSERVED
+from service.security.browser import is_loopback
 from service.security.keys import Access, bearer
 from service.security.secret import VOUCHER_HEADER, is_vouched
 from tests.frontend.conftest import start_worker

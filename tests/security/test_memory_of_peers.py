@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import zmq
 
-from service.security.addresses import is_loopback
+from service.security.browser import is_loopback
 from tests.transfer.pool import CANARY, Pool
 from tests.transfer.rig import ROOT, until
 from transfer_backends.contract import RankMemory, Region, TransferConfig
 from transfer_backends.engines.registry import make_engine
-from transfer_backends.kvpoll import FINAL, KVPoll
 from transfer_backends.liveness import ProcessMark, host_id
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.rooms import FINAL, KVPoll
 from transfer_backends.wire import (
     Message,
     Refused,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.http.caller_names import CALLER_HEADER, NO_KEY
+from service.http.guard import CALLER_HEADER, NO_KEY
 from service.security.keys import bearer, owner_of
 from tests.frontend.conftest import Worker, start_worker, wait_for
 from tests.router.dummies import cluster, key_file

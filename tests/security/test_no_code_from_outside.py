@@ -26,7 +26,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("benchmarks/gpu_check.py", "importlib.import_module"): "one of our parts, from a table",
     ("deploy/cli.py", "importlib.import_module"): "one of our subcommands, from a table",
     ("service/process/fork_server.py", "importlib.import_module"): "one of our modules, named by its starter",
-    ("service/process/forked_child.py", "importlib.import_module"): "one of those, whatever a request names",
     ("transfer_backends/engines/nixl.py", "importlib.import_module"): "one of two names of the library, both literal",
 }
 

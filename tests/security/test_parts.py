@@ -12,15 +12,23 @@ from hypothesis import strategies as st
 
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
-from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
+from router.admission.queue import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.client.credentials import Credentials
 from service.flags import ConfigError
-from service.http.errors import ApiError
-from service.http.json_depth import deeper_than
-from service.security.addresses import AllowedAddresses, is_loopback, require_secret
+from service.http.errors import ApiError, deeper_than
+from service.security.browser import AllowedAddresses, is_loopback, require_secret
 from service.security.keys import Access, KeyGate, KeyRing, authorization_of, bearer, open_gate
-from service.security.secret import derive, is_vouched, read_secret_file, vouch
-from service.security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
+from service.security.secret import (
+    PERIOD_S,
+    Call,
+    Signer,
+    Verdict,
+    Verifier,
+    derive,
+    is_vouched,
+    read_secret_file,
+    vouch,
+)
 
 SECRET = b"sixteen bytes or more"
 

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from engine.core.plan import Plan, StepResult
+from engine.loop.heartbeat import IterationClock
 from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
-from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest, TokenBatch
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
@@ -77,7 +77,7 @@ class StagedEngine:
             role=UnifiedRole(self.engine.scheduler),
             ports=self,
             services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
-            turns=TurnClock(limit_s=0),
+            turns=IterationClock(limit_s=0),
             settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: self.now_s,
         )

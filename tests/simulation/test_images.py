@@ -4,9 +4,9 @@ import pytest
 
 from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
 from engine.images import key_ids, rope_delta, rope_positions
-from tests.core.images import TOKEN
-from tools.simulation.executor import CheckedModel
-from tools.simulation.images import (
+from tests.core.mem_cache.images import TOKEN
+from tools.simulation.workers.executor import CheckedModel
+from tools.simulation.workers.images import (
     PlacedImage,
     delta_of,
     right_tokens,

@@ -7,16 +7,16 @@ import aiohttp
 
 from router.client.credentials import Credentials
 from router.config import RouterConfig
+from router.pool.breaker import Check
 from router.pool.health import HealthMonitor
-from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
 from tests.transfer.cores import CONFIG, decode_core
 from transfer_backends.contract import LookupFailed, Route
 from transfer_backends.decode.lookup import LookUp
-from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import Registered
 
 

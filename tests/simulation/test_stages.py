@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.core.step_budget import StepBudget
+from engine.core.estimates import StepBudget
 from tests.core.hash_model import expected_tokens
 from tests.simulation.stages import TOKEN_S, WEIGHTS_S, StagedEngine
 

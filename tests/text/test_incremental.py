@@ -62,7 +62,7 @@ def tid(tokenizer: Tokenizer, token: str) -> int:
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
-    text = IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=True)
+    text = IncrementalText(tokenizer, prompt_remainder=[], skip_special_tokens=True)
     edges = [0, *sorted(c % (len(ids) + 1) for c in cuts), len(ids)]
     return [text.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
 
@@ -103,14 +103,14 @@ def test_byte_fallback_tokens_are_whole_characters_too(text: str) -> None:
 def test_endless_broken_bytes_are_given_out_at_once_and_the_window_stays_small() -> None:
     t = byte_level()
     bad = tid(t, "ÿ")  # byte 0xff
-    text = IncrementalText(t, prompt_tail=[], skip_special_tokens=True)
+    text = IncrementalText(t, prompt_remainder=[], skip_special_tokens=True)
     assert all(text.push([bad]) == BROKEN for _ in range(1000))
     assert len(text._window) <= 300
 
 
 def test_space_before_the_first_word_comes_from_the_prompt() -> None:
     def push(t: Tokenizer, tail: list[int], ids: list[int]) -> str:
-        return IncrementalText(t, prompt_tail=tail, skip_special_tokens=True).push(ids)
+        return IncrementalText(t, prompt_remainder=tail, skip_special_tokens=True).push(ids)
 
     t, w = sentence_piece(), word_level()
     hello, s = tid(t, "▁hello"), tid(t, "<s>")
@@ -140,7 +140,7 @@ def test_scanner_holds_the_longest_possible_beginning(text: str, stops: list[str
 
 
 def request(stop: tuple[str, ...] = (), tokenizer: Tokenizer | None = None, skip: bool = True) -> RequestText:
-    return RequestText(tokenizer or byte_level(), prompt_tail=[], stop=stop, skip_special_tokens=skip)
+    return RequestText(tokenizer or byte_level(), prompt_remainder=[], stop=stop, skip_special_tokens=skip)
 
 
 def letters(text: str) -> list[int]:
@@ -182,7 +182,7 @@ def test_a_prompt_that_ends_inside_a_character_lends_its_beginning() -> None:
     for t in (byte_level(), sentence_piece()):
         ids = [byte_id(t, b) for b in "鬱蠱龘靐".encode()]
         for k in range(len(ids) + 1):
-            text = IncrementalText(t, prompt_tail=ids[max(0, k - 8) : k], skip_special_tokens=True)
+            text = IncrementalText(t, prompt_remainder=ids[max(0, k - 8) : k], skip_special_tokens=True)
             assert "".join(text.push([i]) for i in ids[k:]) == "鬱蠱龘靐"[k // 3 :]
 
 

@@ -4,19 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.call_formats import QWEN25
-from engine.text.harmony import HarmonyReader
 from engine.text.parts import PlainReader, ReasoningText, ToolCall, WholeAnswer
 from engine.text.reasoning import (
     HARMONY,
     REASONING_FORMATS,
+    HarmonyReader,
     Opening,
     ReasoningFormat,
     ReasoningReader,
     ReasoningTokens,
     opening_of,
 )
-from engine.text.tool_calls import ToolCalls
+from engine.text.tool_calls import QWEN25, ToolCalls
 from tests.text.chunks import read, same_of_all_splits, splits
 
 THINK = ReasoningFormat()

@@ -2,9 +2,8 @@
 
 import pytest
 
-from engine.text.chat_template import ChatTemplate
+from engine.text.chat_template import CallArguments, ChatTemplate, Parts, TextPart
 from engine.text.template_reads import TemplateReads
-from engine.text.template_values import CallArguments, Parts, TextPart
 from tests.text.chat_templates import SHAPES
 
 FLAGS = ("parts", "strings", "null", "calls_beside_null", "one_call", "short_ids")

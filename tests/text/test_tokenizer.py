@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from engine.frontend.served_model import load_sampling_defaults
-from engine.model_files.folder import open_folder
+from engine.model_files.directory import open_directory
 from engine.text.chat_template import ChatTemplate, TemplateRefused, load_chat_template
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
@@ -82,13 +82,13 @@ def test_tokens_that_only_the_config_names_stay_whole(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode("<new>b", add_special_tokens=False)[0] == size
     assert tokenizer.is_special("a") and tokenizer.is_special("<new>") and not tokenizer.is_special("none")
-    assert open_folder(path).end_ids == (size,)
+    assert open_directory(path).end_ids == (size,)
 
 
 def test_a_vocabulary_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
     (tmp_path / "tokenizer.json").write_bytes(b'{"model": {"vocab": {"\xff": 1}}}')
-    assert open_folder(tmp_path).end_ids == ()
+    assert open_directory(tmp_path).end_ids == ()
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer that can be read"):
         load_tokenizer(tmp_path)
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.argument_types import ArgumentTypes
-from engine.text.call_formats import (
+from engine.text.parts import Arguments, CallBegins, FirstCall, ToolCall, joined
+from engine.text.tagged_call import ArgumentTypes, value_of
+from engine.text.tool_calls import (
     ARRAY,
     CALL_FORMATS,
     DEEPSEEK_V3,
@@ -22,10 +23,8 @@ from engine.text.call_formats import (
     QWEN3_CODER,
     QWEN25,
     CallFormat,
+    ToolCalls,
 )
-from engine.text.parts import Arguments, CallBegins, FirstCall, ToolCall, joined
-from engine.text.tagged_call import value_of
-from engine.text.tool_calls import ToolCalls
 from tests.text import chunks
 
 FUNCTIONS = {

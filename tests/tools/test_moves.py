@@ -43,7 +43,7 @@ def label(thing: Named) -> str:
 ''',
     "engine/core/old/__init__.py": "",
     "engine/core/old/part.py": 'from pathlib import Path\n\nROOT = Path(__file__).parents[3]\nFIRST = "b"\n',
-    "engine/use.py": """from engine.core import names, pages
+    "engine/core_parts.py": """from engine.core import names, pages
 from engine.core.old import part
 
 FIRST = names.FIRST
@@ -93,7 +93,9 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_programs_do_what_they_did(root: Path) -> None:
     moved(root)
-    done = subprocess.run([sys.executable, "-m", "engine.use"], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.core_parts"], cwd=root, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "aPages 3 a a b tree engine.core.pages pages.py\n"
     assert not (root / "engine/core/names.py").exists() and not (root / "engine/core/old/__init__.py").exists()
 
@@ -126,7 +128,11 @@ def test_lists_of_files_follow(root: Path) -> None:
     [
         (TABLE, "def label() -> None: ...\n", "label: in engine/core/pages.py and in engine/core/names.py"),
         ('[name]\nMOST_PAGES = "FIRST"\n', "", "FIRST, for MOST_PAGES: there already"),
-        ('[edit]\nrows = [["engine/use.py", "no such text", "x"]]\n', "", "engine/use.py: 0 times there: no such text"),
+        (
+            '[edit]\nrows = [["engine/core_parts.py", "no such text", "x"]]\n',
+            "",
+            "engine/core_parts.py: 0 times there: no such text",
+        ),
     ],
 )
 def test_a_row_that_does_not_fit_changes_nothing(root: Path, table: str, other: str, problem: str) -> None:
@@ -139,9 +145,12 @@ def test_a_row_that_does_not_fit_changes_nothing(root: Path, table: str, other: 
 @pytest.mark.parametrize(
     ("table", "problem"),
     [
-        ('[move]\n"engine/use.py" = "engine/core/pages.py"\n', "there is such a file"),
-        ('[merge]\n"engine/core/pages.py" = ["names", "engine/use.py"]\n', "there already, and not of its row"),
-        ('[move]\n"engine/use.py" = "engine/a.py"\n[into]\n"engine/core" = ["engine/use.py"]\n', "two rows"),
+        ('[move]\n"engine/core_parts.py" = "engine/core/pages.py"\n', "there is such a file"),
+        ('[merge]\n"engine/core/pages.py" = ["names", "engine/core_parts.py"]\n', "there already, and not of its row"),
+        (
+            '[move]\n"engine/core_parts.py" = "engine/a.py"\n[into]\n"engine/core" = ["engine/core_parts.py"]\n',
+            "two rows",
+        ),
         ('[name]\nnames = "titles"\n', "a word of English, or a module's name"),
     ],
 )

@@ -13,9 +13,9 @@ from typing import Any
 from tests.transfer.pool import Pool
 from transfer_backends.contract import LookupFailed, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.rooms import KVPoll
 
 ROOT = Path(__file__).resolve().parents[2]
 

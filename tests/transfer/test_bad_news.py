@@ -12,9 +12,9 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, meet, until
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.rooms import KVPoll
 
 HOUR = 3600.0
 CLOCKS = ("bootstrap_timeout", "waiting_timeout", "transfer_timeout", "handshake_timeout", "heartbeat_interval")

@@ -18,9 +18,9 @@ from tests.hostile.means import dealer
 from tests.transfer.rig import Pair, succeed, until
 from transfer_backends.contract import RankMemory, RecomputeRequest, Region, Route, Work
 from transfer_backends.control_thread import TICK_S
-from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
+from transfer_backends.rooms import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.wire import Ping, Register, encode, layout_of
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from transfer_backends.kvpoll import FINAL, TRANSITIONS, IllegalTransition, KVPoll, RoomInUse
-from transfer_backends.rooms import Room, RoomTable
+from transfer_backends.rooms import FINAL, TRANSITIONS, IllegalTransition, KVPoll, Room, RoomInUse, RoomTable
 
 FORWARD = [KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success]
 

@@ -3,13 +3,13 @@
 import numpy as np
 
 from tests.transfer.cores import ARGS, CAPS, MARK, decode_core, prefill_core, registration
-from tests.transfer.hand_engine import HandEngine
+from tests.transfer.engines.hand_engine import HandEngine
 from transfer_backends.contract import Route
-from transfer_backends.decode.connections import Connect
 from transfer_backends.decode.lookup import LookUp
-from transfer_backends.engines.shared import SharedEngine
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.decode.proof import Connect
+from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.liveness import Liveness
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import Recompute, Registered, Status, pack_ids
 
 NAMED = Route("a:9", "a", shared=True)

@@ -17,10 +17,10 @@ from tests.transfer.cores import (
     registration,
 )
 from transfer_backends.contract import Pieces
-from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Send
-from transfer_backends.prefill.posts import Chunk
+from transfer_backends.prefill.inbox import Chunk
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import Abort, Drained, Pong, TransferInfo, pack_ids
 
 

@@ -3,9 +3,9 @@
 from tests.transfer.cores import MARK, decode_core, prefill_core, registration
 from tests.transfer.rig import ChildWorker, until
 from transfer_backends.contract import Route
-from transfer_backends.decode.connections import EAGER_S
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.decode.proof import EAGER_S
 from transfer_backends.prefill.paths import POLL_REQUEST_EVERY_S
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import PollRequest, Registered
 
 NUM_PAGES, PAGE_BYTES = 1024, 32768

@@ -8,8 +8,8 @@ import pytest
 
 from tests.transfer.rig import Pair, succeed, until
 from transfer_backends.contract import OpState, Pieces
-from transfer_backends.engines.fake import FakeEngine, FakeOp
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.engines.registry import FakeEngine, FakeOp
+from transfer_backends.rooms import KVPoll
 
 SRC, DST = [9, 4, 17, 30], [5, 6, 20, 3]
 NUM_POSTS = len(SRC) + 1  # of one piece each, and the metadata row

@@ -5,10 +5,10 @@ import pytest
 
 from tests.transfer.cores import ARGS, KEY, MARK, PAGES, SRC, JoinedCores
 from transfer_backends.contract import Route, Work
-from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.liveness import Liveness
+from transfer_backends.prefill.inbox import Post
 from transfer_backends.prefill.paths import FencePeer
-from transfer_backends.prefill.posts import Post
+from transfer_backends.rooms import KVPoll, PeerProtocolError
 from transfer_backends.wire import MAX_ROW_BYTES, MalformedFrame, Registered, Status, decode, encode
 
 ROW = bytes(range(ARGS.aux.item_bytes))

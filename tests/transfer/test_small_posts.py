@@ -5,8 +5,8 @@ from typing import Any
 from tests.transfer.cores import SRC, JoinedCores
 from tests.transfer.rig import succeed, until
 from transfer_backends.contract import EngineError, Pieces
-from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.engines.registry import FakeEngine
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import Status
 
 

@@ -15,16 +15,14 @@ from tests.transfer.cores import CAPS, CONFIG, KEY, MARK, decode_core
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import LookupFailed, Route, TransferConfig
-from transfer_backends.decode.connections import Connect
-from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
-from transfer_backends.decode.rooms import MAX_PENDING_ABORTS
-from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Connect, Prove
+from transfer_backends.decode.rooms import MAX_LOOKUPS_A_SERVER, MAX_PENDING_ABORTS
+from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark, liveness, of_worker
 from transfer_backends.ports import Lookup
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import Abort, Refused, Registered, TransferInfo
 
 FOLLOWER = ProcessMark("host", 2, 1, 7)

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
+from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import Registrar
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.server import BootstrapServer
+from bootstrap_server.registry import BootstrapConfig
 from disagg.registration import RouteFinder, registrar_of
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import RecomputeRequest, TransferConfig, Work
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.rooms import KVPoll
 
 SECRET = b"shared by all"
 CONFIG = TransferConfig(handshake_timeout_s=5.0, secret=SECRET)

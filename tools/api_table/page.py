@@ -12,17 +12,16 @@ import msgspec
 from engine.frontend.apis.anthropic import body as anthropic
 from engine.frontend.apis.chat import body as chat
 from engine.frontend.apis.native import body as native
-from engine.frontend.apis.native import encode, score
+from engine.frontend.apis.native import score
 from engine.frontend.apis.ollama import body as ollama
-from engine.frontend.apis.openai import bodies, embeddings
+from engine.frontend.apis.openai import embeddings, view
 from engine.frontend.apis.responses import body as responses
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.routes import OPENAPI_PATH, ROUTES
 from router.compose import Router
 from router.config import RouterConfig
-from service.http.home import HOME
-from service.http.pages import SHARED
-from service.http.unserved_routes import UNSERVED
+from service.http.home import HOME, SHARED
+from service.http.routes import UNSERVED
 from tests.packages import ROOT
 from tools.api_table.anchors import ANCHORS
 
@@ -30,7 +29,7 @@ PAGE = ROOT / "docs" / "api.md"
 INSIDE = "/generate sampling_params"
 READERS: Mapping[str, BodyReader[Any]] = {
     "/v1/chat/completions": chat.READER,
-    "/v1/completions": bodies.READER,
+    "/v1/completions": view.READER,
     "/v1/embeddings": embeddings.READER,
     "/v1/responses": responses.READER,
     "/v1/messages": anthropic.MESSAGES,
@@ -38,7 +37,7 @@ READERS: Mapping[str, BodyReader[Any]] = {
     "/api/chat": ollama.CHAT,
     "/api/generate": ollama.GENERATE,
     "/generate": native.READER,
-    "/encode": encode.READER,
+    "/encode": score.ENCODE_READER,
     "/v1/score": score.READER,
 }
 REFUSED: Mapping[str, Iterable[str]] = {"/v1/responses": responses.MOVED}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import httpx2 as httpx
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from tests.e2e.cluster import READY_S
 from tools.faults.household import Household, Part, until
 

@@ -22,11 +22,11 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 
-from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
+from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from service.security.secret import ROUTER_SECRET
 from tests.e2e.client import left_over
 from tests.e2e.cluster import SECRET, end_tree, wait_until
-from tests.e2e.leaders import Leader, start_process
+from tests.e2e.ranks.leaders import Leader, start_process
 from tools.family import family
 
 UNFORKED = {

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 
 Rewrite = Callable[[bytes], Awaitable[bytes]]
 Address = tuple[str, int]

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import httpx2 as httpx
 import psutil
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import CHILDREN, Layout, Size, Victim
 from tools.faults.household import ROOT, Household, State

@@ -9,12 +9,11 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.frontend.apis.chat.reading import GPT_OSS, Reading
-from engine.text import call_formats
-from engine.text.call_formats import ARRAY, CALL_FORMATS, CallFormat
-from engine.text.harmony import ENDS, HEADS, MESSAGE
+from engine.frontend.apis.chat.calls import GPT_OSS, Reading
+from engine.text import tool_calls
 from engine.text.parts import PartReader, PlainReader, WholeAnswer, joined
-from engine.text.reasoning import REASONING_FORMATS, Opening, ReasoningFormat
+from engine.text.reasoning import ENDS, HEADS, MESSAGE, REASONING_FORMATS, Opening, ReasoningFormat
+from engine.text.tool_calls import ARRAY, CALL_FORMATS, CallFormat
 from tools.fuzz.source import Source
 
 FORCED = "forced"
@@ -30,7 +29,7 @@ MAX_ANSWERS = 12
 
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 _OBJECTS, _NAMES, _SLIPS = _DATA["objects"], _DATA["names"], _DATA["slips"]
-_CALLS = {None if name == "none" else getattr(call_formats, name): calls for name, calls in _DATA["calls"].items()}
+_CALLS = {None if name == "none" else getattr(tool_calls, name): calls for name, calls in _DATA["calls"].items()}
 _EVERY = [call for calls in _CALLS.values() for call in calls]
 
 

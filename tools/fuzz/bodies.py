@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.server import BootstrapServer
-from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.registry import BootstrapConfig
+from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.transfer.rig import until
 from tools.fuzz.footprint import SETTLE_S
 from tools.fuzz.source import Source, mangled, told

@@ -19,10 +19,10 @@ from tools.fuzz.frames import Ends, to_decode, to_prefill
 from tools.fuzz.source import Source
 from transfer_backends.contract import RankMemory, Region, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import ProcessMark, host_id
 from transfer_backends.prefill.manager import PrefillManager
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import (
     Drained,
     Ping,

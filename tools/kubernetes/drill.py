@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 
-from deploy.launcher.ports import free_ports
-from tests.router.kube_server import kube_server
+from deploy.launcher.probe import free_ports
+from tests.router.pool.kube_server import kube_server
 from tools.faults.traffic import Mix, Traffic
 from tools.kubernetes.kubelet import Cluster, LocalPod, ended_well
 from tools.kubernetes.render import KEYS

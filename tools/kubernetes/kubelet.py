@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from service.process.start import die_with_parent
-from tests.router.kube_server import KubeServer, pod
+from tests.router.pool.kube_server import KubeServer, pod
 from tools.kubernetes.cluster_objects import EXAMPLE_IP, Pods, command_line, one
 
 ROUTER_PORT = "--port=8080"

@@ -22,7 +22,7 @@ REPO = Path(__file__).parents[2]
 SOURCES = REPO / "deploy" / "kubernetes"
 MONITORING = REPO / "deploy" / "monitoring"
 RULES, OPERATOR_RULES = MONITORING / "alert-rules.yaml", MONITORING / "prometheus-rule.yaml"
-RENDERED = REPO / "tests" / "kubernetes" / "rendered"
+RENDERED = REPO / "tests" / "deploy" / "rendered"
 KEYS = ("cluster.secret", "api.keys", "admin.keys")
 
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import msgspec
 
-from service.http.deadline import TIMEOUT_HEADER
+from service.http.guard import TIMEOUT_HEADER
 from service.kv_events import namespace_of
 from tests.core.hash_model import hidden_of, prefix_hash
-from tools.simulation.executor import adapter_of
 from tools.simulation.http import Call, Head, Request, call
-from tools.simulation.images import PlacedImages, choose_images, right_tokens, whole_ones, with_placeholders
 from tools.simulation.network import Network
 from tools.simulation.options import Options
 from tools.simulation.returns import Returns, events_of, headers_of, last_id
-from tools.simulation.worker import EOS
+from tools.simulation.workers.executor import adapter_of
+from tools.simulation.workers.images import PlacedImages, choose_images, right_tokens, whole_ones, with_placeholders
+from tools.simulation.workers.worker import EOS
 from tools.simulation.world import Process, Violation
 
 FAMILIES = 4  # of prompts that share a beginning

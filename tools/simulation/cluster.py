@@ -3,12 +3,10 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.registry import Registry
+from bootstrap_server.registry import BootstrapConfig, Registry
 from router.pool.worker import Role
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.clients import Clients
-from tools.simulation.encoder import Encoder
 from tools.simulation.http import Request
 from tools.simulation.network import Network
 from tools.simulation.notices import Notices
@@ -16,7 +14,8 @@ from tools.simulation.options import SECRET, Options
 from tools.simulation.rest import leftovers
 from tools.simulation.router import Router
 from tools.simulation.surroundings import Surroundings
-from tools.simulation.worker import BOOTSTRAP_PORT, Worker
+from tools.simulation.workers.encoder import Encoder
+from tools.simulation.workers.worker import BOOTSTRAP_PORT, Worker
 from tools.simulation.world import Event, Process, Violation, World
 from transfer_backends.contract import TransferConfig
 

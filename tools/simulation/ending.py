@@ -1,18 +1,17 @@
 """SIGTERM at a simulated process: it drains by production code, leaves in order, exits; and what must hold of that.
 
-A worker as engine/frontend/server.py and disagg/scheduler_process.py end one: drain, close HTTP, `Shutdown` to the scheduler,
+A worker as engine/frontend/server.py and disagg/processes/scheduler_process.py end one: drain, close HTTP, `Shutdown` to the scheduler,
 leave the bootstrap server, close the manager, exit. The waits of `close` methods are virtual here; their steps are production's.
 """
 
 import asyncio
 from typing import Protocol
 
-from engine.frontend.draining import STATE_TIMEOUT_S, drain
-from engine.frontend.server import HTTP_CLOSE_S
+from engine.frontend.server import HTTP_CLOSE_S, STATE_TIMEOUT_S, drain
 from engine.messages import Shutdown
 from router.server import SHUTDOWN_TIMEOUT_S
 from tools.simulation.router import Router
-from tools.simulation.worker import Worker
+from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Process, Violation
 from transfer_backends.control_thread import CLOSE_S
 from transfer_backends.prefill.manager import PrefillManager

@@ -12,8 +12,8 @@ from tools.simulation.ending import ending_of
 from tools.simulation.hostile import Hostile
 from tools.simulation.http import Call, call
 from tools.simulation.options import MOVE_FAULT, RANK_FAULT, RETURN_FAULT
-from tools.simulation.weights import BROKEN, OTHER, OWN
-from tools.simulation.worker import Worker
+from tools.simulation.workers.weights import BROKEN, OTHER, OWN
+from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Process
 
 FAST_RESTART_S = (0.001, 0.1)

@@ -15,8 +15,8 @@ from disagg.metadata import ROW
 from tools.simulation.cluster import Cluster
 from tools.simulation.http import Call, Request, call
 from tools.simulation.network import End
-from tools.simulation.transfer_engine import AUX_BASE, KV_BASE
-from tools.simulation.worker import Worker
+from tools.simulation.workers.transfer_engine import AUX_BASE, KV_BASE
+from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Process
 from transfer_backends.contract import RankMemory, Region
 from transfer_backends.liveness import ProcessMark

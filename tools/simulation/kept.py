@@ -1,16 +1,16 @@
 """What a worker keeps of its streams for clients that come again, and which of it must be found there.
 
-Stands in for the handlers of engine/frontend/apis/shared/kept.py; what is kept, for how long and for whom is production code.
+Stands in for the handlers of engine/frontend/apis/shared/retained.py; what is kept, for how long and for whom is production code.
 """
 
 import msgspec
 
-from engine.frontend.apis.shared.kept import head_of, keep_of, log_of
+from engine.frontend.apis.shared.retained import head_of, keep_of, log_of
 from engine.frontend.client.generation import Generation
+from service.http.api_shapes import REQUEST_ID_HEADER
 from service.http.errors import ApiError, decode_body
-from service.http.reconnect import KEEP_HEADER, MOST_KEPT_BYTES, KeptQuestion, StreamLog, StreamLogs
+from service.http.reconnect import KEEP_HEADER, MAX_KEPT_BYTES, RetainedQuestion, StreamLog, StreamLogs
 from service.http.resume import Begun, Resume
-from service.http.stream import REQUEST_ID_HEADER
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
@@ -54,7 +54,7 @@ class KeptStreams:
         self._aio.call_later(log.keep.window_s, lambda: self._logs.forget_old(self._aio.time()))
 
     async def answer(self, request: Request, reply: Reply) -> None:
-        rest = self._logs.rest(decode_body(request.body, KeptQuestion), self._aio.time())
+        rest = self._logs.rest(decode_body(request.body, RetainedQuestion), self._aio.time())
         if rest is None:
             raise ApiError(404, "no such stream is kept here")
         reply.whole(200, msgspec.json.encode(rest))
@@ -82,6 +82,6 @@ class KeptStreams:
             return "its worker is dead, or ends"
         if self._ended_s.get(tag, self._aio.time()) + self._windows_s[tag] <= self._aio.time():
             return "its window is over"
-        if self._most_bytes < MOST_KEPT_BYTES:
+        if self._most_bytes < MAX_KEPT_BYTES:
             return "others may have taken its place"
         return ""

@@ -10,12 +10,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.handover import HandoverStage
+from disagg.outgoing import HandoverStage
 from tools.simulation.network import RESET_S
 from tools.simulation.options import Options
-from tools.simulation.worker import CONTROL_TURN_S, Worker
+from tools.simulation.workers.worker import CONTROL_TURN_S, Worker
 from tools.simulation.world import Violation, World
-from transfer_backends.kvpoll import KVPoll, RoomKey
+from transfer_backends.rooms import KVPoll, RoomKey
 
 LOOP_S = 0.05  # a loop's longest rest while it waits for another process
 SPIKE = 10.0  # network.py: a delay is now and then this many times as long

@@ -3,8 +3,8 @@
 import random
 from dataclasses import asdict, dataclass, replace
 
-from service.http.reconnect import MOST_KEPT_BYTES
-from tools.simulation.transfer_engine import EngineBehaviour
+from service.http.reconnect import MAX_KEPT_BYTES
+from tools.simulation.workers.transfer_engine import EngineBehaviour
 
 EARLIER_FAULTS = (
     "partition",
@@ -91,7 +91,7 @@ class Options:
     step_fail_rate: float = 0.0  # of steps that find no memory on their device
     num_routers: int = 1
     resume_window_s: float = 0.0  # of streams whose clients come again; 0: none do
-    most_kept_bytes: int = MOST_KEPT_BYTES  # of these, at a worker
+    most_kept_bytes: int = MAX_KEPT_BYTES  # of these, at a worker
     silence_s: float = 0.4  # more than the slowest links take for a connection, a question and its answer
     heartbeats: bool = False  # workers send the router some over an open stream
     prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
@@ -188,7 +188,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
             prefix_fetch=num_prefill > 1 and _fetches(seed),
             num_routers=returns.choice([1, 2, 2]) if with_returns else 1,
             resume_window_s=returns.choice([0.5, 3.0]) if with_returns else 0.0,
-            most_kept_bytes=returns.choice([2000, MOST_KEPT_BYTES, MOST_KEPT_BYTES]),
+            most_kept_bytes=returns.choice([2000, MAX_KEPT_BYTES, MAX_KEPT_BYTES]),
         ),
     )
     return _with_encoders(seed, _with_images(seed, options), strikes=faults is None)

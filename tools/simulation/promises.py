@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from service.http.reconnect import MOST_KEPT_BYTES
+from service.http.reconnect import MAX_KEPT_BYTES
 from tools.simulation.options import Options, options_of
 from tools.simulation.run import Outcome, run
-from tools.simulation.transfer_engine import EngineBehaviour
+from tools.simulation.workers.transfer_engine import EngineBehaviour
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def _plain(seed: int, faults: Sequence[str], /, **more: Any) -> Options:
     """Four workers of each role, quick links, room for all, and steps that are slow beside them: faults strike answers."""
     options = calm(options_of(seed, nodes=8, faults=tuple(faults)))
     even = replace(options, num_prefill=4, num_decode=4, ranks=(1, 1), kv_units=1, stages=(1, 1))
-    plain = replace(even, priorities=False, retry_max=5, most_kept_bytes=MOST_KEPT_BYTES)
+    plain = replace(even, priorities=False, retry_max=5, most_kept_bytes=MAX_KEPT_BYTES)
     roomy = replace(plain, delay_s=(0.0001, 0.0005), pages=(300, 150), rows=16, clock_s=0.01)
     return replace(roomy, **more)
 

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from engine.core.host_cache import HostCache
-from engine.core.image_cache import ImageCache
-from engine.core.radix_node import TRUNK
-from tools.simulation.encoder import Encoder
-from tools.simulation.executor import adapter_of
-from tools.simulation.features import Arrivals
-from tools.simulation.images import seen_by_keys
-from tools.simulation.worker import Worker
+from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.image_cache import ImageCache
+from engine.core.mem_cache.radix_node import TRUNK
+from tools.simulation.workers.encoder import Encoder
+from tools.simulation.workers.executor import adapter_of
+from tools.simulation.workers.features import Arrivals
+from tools.simulation.workers.images import seen_by_keys
+from tools.simulation.workers.worker import Worker
 
 
 def leftovers(worker: Worker) -> list[str]:

@@ -22,21 +22,21 @@ from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.http.access import need_of
 from router.metrics import RouterMetrics, counted
+from router.pool.breaker import Health
 from router.pool.health import HealthMonitor
 from router.pool.moves import MoveOrders
-from router.pool.states import Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.build import make_dispatcher, make_events
 from router.requests.live import LiveRequests
 from router.requests.responses import Responses
+from service.http.api_shapes import REQUEST_ID_HEADER
 from service.http.guard import make_guard
 from service.http.routes import Routes
-from service.http.stream import REQUEST_ID_HEADER
 from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
 from service.security.keys import open_gate
-from service.telemetry.tracer import Tracer
+from service.telemetry.records import Tracer
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request, serve
 from tools.simulation.network import Network

@@ -8,24 +8,22 @@ from typing import Any
 import msgspec
 
 from disagg.metadata import ROW
-from engine.core.backups import CopySize
-from engine.core.host_cache import HostCache
-from engine.core.image_cache import ImageCache
-from engine.core.limits import TAIL_SHARE, Limits
-from engine.core.new_token_ratio import NewTokenRatio, RatioRule
-from engine.core.page_allocator import PageAllocator
-from engine.core.page_keys import KVIdentity
-from engine.core.policy import NO_PRIORITIES, Priorities
+from engine.core.estimates import NewTokenRatio, RatioRule
+from engine.core.mem_cache.backups import CopySize
+from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.image_cache import ImageCache
+from engine.core.mem_cache.page_allocator import KVIdentity, PageAllocator
+from engine.core.mem_cache.state_slots import StateSlots
+from engine.core.mem_cache.window_pages import WindowPages
+from engine.core.policy import NO_PRIORITIES, TAIL_SHARE, Limits, Priorities
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
-from engine.core.state_slots import StateSlots
-from engine.core.window_pages import WindowPages
 from engine.core_parts import memory_of
 from engine.messages import KVSource
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
 from tools.simulation.options import GRID, Options
-from tools.simulation.transfer_engine import AUX_BASE, KV_BASE, STATE_BASE, WINDOW_BASE, descriptor_of
+from tools.simulation.workers.transfer_engine import AUX_BASE, KV_BASE, STATE_BASE, WINDOW_BASE, descriptor_of
 from tools.simulation.world import Process, World
 from transfer_backends.contract import (
     Extent,

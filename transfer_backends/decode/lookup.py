@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from transfer_backends.contract import LookupFailed, Route
-from transfer_backends.decode.connections import Connections, PrefillPeer
-from transfer_backends.decode.lookup_line import LookUpLine
-from transfer_backends.decode.proof import Proofs
-from transfer_backends.decode.room import DecodeRoom
-from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.decode.proof import Connections, PrefillPeer, Proofs
+from transfer_backends.decode.rooms import DecodeRoom, DecodeRooms, LookUpLine
 from transfer_backends.peers import PeerTable
+from transfer_backends.rooms import KVPoll
 
 MAX_SERVERS = 4096  # remembered bootstrap servers; requests name them
 

@@ -6,19 +6,16 @@ from functools import partial
 
 from transfer_backends.contract import Clock, KVArgs, LookupFailed, Route, Tail, TransferConfig, Work
 from transfer_backends.control_thread import TICK_S, ControlThread
-from transfer_backends.decode.connections import Connect, Disconnect
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import LookUp
-from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
-from transfer_backends.decode.proof import Prove
-from transfer_backends.decode.room import DecodeRoom
-from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.proof import Connect, Disconnect, Prove
+from transfer_backends.decode.rooms import MAX_LOOKUPS_A_SERVER, DecodeRoom, DecodeRooms
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
-from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import of_worker
 from transfer_backends.peers import Link
 from transfer_backends.ports import Engine, KVReceiver, Lookup
+from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import Origin
 
 EAGER_POLL_S = 0.001  # of an engine that needs it, while a peer waits for that

@@ -7,18 +7,117 @@ Only Success, Drained or proof of death ends the exposure of given pages, no tim
 past `drain_timeout_s` counts as stuck.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from transfer_backends.contract import KVArgs, Route, Tail, Work
-from transfer_backends.decode.connections import PrefillPeer
-from transfer_backends.decode.lookup_line import LookUpLine
-from transfer_backends.decode.room import DecodeRoom
-from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomKey
-from transfer_backends.peers import PeerTable
-from transfer_backends.rooms import RoomTable
+from transfer_backends.decode.proof import PrefillPeer
+from transfer_backends.peers import PeerTable, RetryTimer
+from transfer_backends.rooms import IllegalTransition, KVPoll, Room, RoomKey, RoomTable
 from transfer_backends.wire import Abort, Recompute, TransferInfo, clip, pack_ids
+
+# ---- State of one transfer on decode. Pure.
+
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 0.5
+
+
+@dataclass(eq=False)
+class DecodeRoom(Room):
+    """Search for the prefill worker, and exposure of the pages.
+
+    - recomputes: decode's own request: any prefill worker will do
+    - partial: fewer pages than given may be written
+    - error: why the handshake waits, or its last failure; failure: only the latter
+    - write_try: latest reported by prefill; exposed: prefill may write to the pages
+    - stuck_at_s: exposed pages count as stuck from then
+    - closed: by the role, while prefill must still learn of it
+    """
+
+    bootstrap: str
+    deadline_s: float
+    recomputes: bool = False
+    route: Route | None = None
+    peer: PrefillPeer | None = None
+    looking: bool = False
+    retry: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
+    error: str = "the bootstrap server has not answered"
+    failure: str | None = None
+    num_pages: int | None = None
+    partial: bool = False
+    written_pages: int = 0
+    metadata_row: int = 0
+    write_try: int = 0
+    exposed: bool = False
+    stuck_at_s: float | None = None
+    closed: bool = False
+
+    @property
+    def drained(self) -> bool:
+        return self.final and not self.exposed
+
+    @property
+    def seeking(self) -> bool:
+        return self.looking or self.retry.at_s is not None
+
+    def end_search(self) -> None:
+        self.looking, self.retry.at_s = False, None
+
+
+# ---- Queue of look-ups at each bootstrap server. Pure.
+#
+# A server that hangs holds a thread until timeout; `MAX_LOOKUPS_A_SERVER` leaves threads for
+# others.
+
+MAX_LOOKUPS_A_SERVER = 4
+
+
+class LookUpLine:
+    """Tables by server, only while a look-up is in flight."""
+
+    def __init__(self) -> None:
+        self._under_way: Counter[str] = Counter()
+        self._waiting: dict[str, dict[RoomKey, None]] = {}
+
+    def begin(self, server: str, key: RoomKey) -> bool:
+        """Return True if the look-up may start; else queue the room."""
+        if self._under_way[server] >= MAX_LOOKUPS_A_SERVER:
+            self._waiting.setdefault(server, {})[key] = None
+            return False
+        self._under_way[server] += 1
+        return True
+
+    def end(self, server: str) -> None:
+        self._under_way[server] -= 1
+        if self._under_way[server] <= 0:
+            del self._under_way[server]
+
+    def take(self, server: str) -> RoomKey | None:
+        line = self._waiting.get(server)
+        if not line:
+            self._waiting.pop(server, None)
+            return None
+        key = next(iter(line))
+        del line[key]
+        return key
+
+    def leave(self, server: str, key: RoomKey) -> None:
+        line = self._waiting.get(server, {})
+        line.pop(key, None)
+        if not line:
+            self._waiting.pop(server, None)
+
+    def check(self, rooms: Container[RoomKey]) -> None:
+        for server, line in self._waiting.items():
+            assert server in self._under_way, f"rooms wait for a look-up at {server}, where none is under way"
+            for key in line:
+                assert key in rooms, f"room {key} waits for a look-up and is gone"
+
+
+# ---- rooms
 
 MAX_PENDING_ABORTS = 4096  # rooms aborted before prefill was found; the oldest beyond it are forgotten
 

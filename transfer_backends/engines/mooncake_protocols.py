@@ -3,16 +3,17 @@
   tcp           anywhere
   rdma          with an RDMA device
   nvlink_intra  GPUs of one machine, by CUDA IPC: memory of cudaMalloc
-  nvlink        GPUs of an NVLink fabric: memory with fabric handles (fabric_memory.py)
+  nvlink        GPUs of an NVLink fabric: memory with fabric handles (trial_memory.py)
 
 Mooncake tests only if a variable exists, and MC_FORCE_TCP wins. Wheels have `nvlink_intra` on
 x86_64, `nvlink` on aarch64 (0.3.14), and silently replace a transport not built in.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from transfer_backends.contract import BackendUnavailable
+from transfer_backends.contract import BackendUnavailable, Caps
 
 FLAG = "--disaggregation-mooncake-protocol"
 FORCED_BY = {  # in Mooncake's own order
@@ -24,7 +25,7 @@ FORCED_BY = {  # in Mooncake's own order
 }
 BUILT_IN = {"nvlink_intra": "SUPPORT_INTRA_NVLINK", "nvlink": "SUPPORT_MNNVL"}  # constants of mooncake.engine
 WHEEL_WITH = {"nvlink_intra": "x86_64", "nvlink": "aarch64"}
-NEEDS_FABRIC = "nvlink"  # its memory comes from fabric_memory.py
+NEEDS_FABRIC = "nvlink"  # its memory comes from trial_memory.py
 ELSE_NIXL = "or for NVLink within a machine use --disaggregation-transfer-backend nixl (UCX's cuda_ipc)"
 
 
@@ -82,3 +83,55 @@ def _lack(protocol: str, machine: Machine) -> str | None:
     if protocol == NEEDS_FABRIC and not machine.has_fabric():
         return f"this GPU gives no memory with fabric handles; start nvidia-imex on every machine of the NVLink fabric, {ELSE_NIXL}"
     return None
+
+
+# ---- RDMA devices for an engine, by SGLang's flag. Pure but for `devices_here`. Never run with
+# RDMA.
+
+IB_FLAG = "--disaggregation-ib-device"
+UCX_VARIABLE = "UCX_NET_DEVICES"
+PORT = 1  # of a device: UCX names ports, Mooncake takes the first active one
+
+
+def devices_here() -> list[str]:
+    return sorted(found.name for found in Path("/sys/class/infiniband").glob("*"))
+
+
+def named_devices(text: str | None, *, here: Collection[str]) -> tuple[str, ...]:
+    """Return the listed devices; () lets the engine choose. Raises BackendUnavailable."""
+    if text is None:
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in here:
+            what = f"there is no {name!r}" if name else f"{text!r} holds an empty name"
+            there = f"has {', '.join(here)}" if here else "is empty or absent"
+            raise BackendUnavailable(f"{IB_FLAG}: {what}; /sys/class/infiniband {there}")
+    return names
+
+
+def ucx_settings(devices: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return UCX's settings. Raises BackendUnavailable if `env` names other devices."""
+    if not devices:
+        return {}
+    wanted = ",".join(f"{name}:{PORT}" for name in devices)
+    if env.get(UCX_VARIABLE, wanted) != wanted:
+        raise BackendUnavailable(
+            f"{IB_FLAG}: {','.join(devices)} contradicts {UCX_VARIABLE}={env[UCX_VARIABLE]}; unset one"
+        )
+    return {UCX_VARIABLE: wanted}
+
+
+# ---- Engine limits for NVLink's 400 GB/s, where a CPU-sized window lasts only 0.2 ms.
+
+
+def of_gpu(caps: Caps, *, inside_machine: str) -> Caps:
+    return replace(
+        caps,
+        max_inflight_bytes=1 << 30,
+        max_post_bytes=128 << 20,
+        max_piece_bytes=64 << 20,
+        full_window_s=0.0,
+        longest_nap_s=0.0001,
+        inside_machine=inside_machine,
+    )

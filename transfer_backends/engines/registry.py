@@ -1,11 +1,196 @@
 """Engines by name; importing a backend's library only for its own engine."""
 
 import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
 
-from transfer_backends.contract import BackendUnavailable
-from transfer_backends.engines.fake import FakeEngine
-from transfer_backends.gpudirect import rdma_facts
+from transfer_backends.contract import BackendUnavailable, Caps, Clock, OpState, Pieces, Region
 from transfer_backends.ports import Engine
+from transfer_backends.transports import rdma_facts
+
+# ---- Wheel of a transfer engine for torch's CUDA, without importing torch. Pure.
+#
+# A wheel for another CUDA major fails to import (Mooncake) or loses its fast paths (NIXL).
+
+FIRST_WITH_CUDA_13 = (2, 11)  # wheels without a local version, as on the index
+
+NIXL = {None: "nixl-cu12", 12: "nixl-cu12", 13: "nixl-cu13"}  # cu12 runs without CUDA, too
+MOONCAKE = {
+    None: "mooncake-transfer-engine-non-cuda",
+    12: "mooncake-transfer-engine",
+    13: "mooncake-transfer-engine-cuda13",
+}
+
+
+def torch_cuda_major(version: str | None) -> int | None:
+    """Return 13 for "2.13.0+cu130" and "2.13.0"; None without torch or CUDA."""
+    if version is None:
+        return None
+    public, _, local = version.partition("+")
+    if local:
+        found = re.match(r"cu(\d+)\d$", local)
+        return int(found[1]) if found else None
+    return 13 if tuple(map(int, re.findall(r"\d+", public)[:2])) >= FIRST_WITH_CUDA_13 else 12
+
+
+def installed_torch() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def wheel_of(wheels: dict[int | None, str], torch: str | None) -> str:
+    """Return the wheel for torch's CUDA, or the newest."""
+    major = torch_cuda_major(torch)
+    return wheels.get(major, wheels[13])
+
+
+# ---- Engine that moves no bytes: it waits and fails as configured.
+
+
+@dataclass(eq=False)
+class FakeOp:
+    due_s: float
+    state: OpState
+
+
+class FakeEngine:
+    def __init__(
+        self,
+        *,
+        delay_s: float = 0.0,
+        failure_rate: float = 0.0,
+        seed: int = 0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.caps = Caps(
+            name="fake",
+            max_inflight=1024,
+            max_inflight_bytes=1 << 30,
+            max_post_pieces=256,
+            max_post_bytes=64 << 20,
+            max_piece_bytes=64 << 20,
+            target_must_poll=False,
+            settle_s=0.0,
+            resend_s=0.0,
+        )
+        self._delay_s = delay_s
+        self._failure_rate = failure_rate
+        self._random = random.Random(seed)
+        self._clock = clock
+
+    def register(self, regions: Sequence[Region]) -> None:
+        pass
+
+    def descriptor(self) -> bytes:
+        return b"fake"
+
+    def connect(self, incarnation: str, descriptor: bytes) -> Any:
+        return incarnation
+
+    def disconnect(self, peer: Any) -> None:
+        pass
+
+    def post(self, peer: Any, pieces: Pieces) -> FakeOp:
+        failed = self._random.random() < self._failure_rate
+        return FakeOp(self._clock() + self._delay_s, OpState.FAILED if failed else OpState.DONE)
+
+    def probe(self, peer: Any) -> FakeOp:
+        return FakeOp(self._clock(), OpState.DONE)
+
+    def trial(self, peer: Any) -> None:
+        """Nothing to measure."""
+
+    def fence(self, peer: Any) -> FakeOp:
+        return FakeOp(self._clock(), OpState.DONE)
+
+    def poll(self, op: FakeOp) -> OpState:
+        return op.state if self._clock() >= op.due_s else OpState.PENDING
+
+    def progress(self, *, eager: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# ---- Engine shared by a worker's receiver and sender, with serialized calls.
+
+
+class SharedEngine:
+    """`ports.Engine` that registers memory once and closes with the last of `num_users`.
+
+    The threads must not overlap: libraries crash when peers are added during other calls
+    (engines/nixl.py), and a follower's proxy is single-threaded.
+    """
+
+    def __init__(self, engine: Engine, *, num_users: int) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._num_users = num_users
+        self._registered = False
+
+    @property
+    def caps(self) -> Caps:
+        return self._engine.caps
+
+    def register(self, regions: Sequence[Region]) -> None:
+        with self._lock:
+            if not self._registered:
+                self._registered = True
+                self._engine.register(regions)
+
+    def descriptor(self) -> bytes:
+        with self._lock:
+            return self._engine.descriptor()
+
+    def connect(self, incarnation: str, descriptor: bytes) -> Any:
+        with self._lock:
+            return self._engine.connect(incarnation, descriptor)
+
+    def disconnect(self, peer: Any) -> None:
+        with self._lock:
+            self._engine.disconnect(peer)
+
+    def post(self, peer: Any, pieces: Pieces) -> Any:
+        with self._lock:
+            return self._engine.post(peer, pieces)
+
+    def probe(self, peer: Any) -> Any:
+        with self._lock:
+            return self._engine.probe(peer)
+
+    def trial(self, peer: Any) -> tuple[Any, int] | None:
+        with self._lock:
+            return self._engine.trial(peer)
+
+    def fence(self, peer: Any) -> Any:
+        with self._lock:
+            return self._engine.fence(peer)
+
+    def poll(self, op: Any) -> OpState:
+        with self._lock:
+            return self._engine.poll(op)
+
+    def progress(self, *, eager: bool = False) -> None:
+        with self._lock:
+            self._engine.progress(eager=eager)
+
+    def close(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._engine.close()
+
+
+# ---- registry
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from transfer_backends.contract import OpState
-from transfer_backends.kvpoll import RoomKey
 from transfer_backends.ports import Engine, LayerClock
 from transfer_backends.prefill.core import PrefillCore
+from transfer_backends.prefill.inbox import Post
 from transfer_backends.prefill.paths import Command, ConnectPeer, FencePeer
-from transfer_backends.prefill.posts import Post
 from transfer_backends.prefill.trials import Trial, Trials
+from transfer_backends.rooms import RoomKey
 
-FIRST_NAP_S = 0.0001
-LONG_NAP_S = 0.002  # while only layers of a step are pending
-STALE_NAP_S = 0.02  # after a while without progress: a peer hangs
-STALE_AFTER_NAPS = 500
+FIRST_BACKOFF_S = 0.0001
+LONG_BACKOFF_S = 0.002  # while only layers of a step are pending
+STALE_BACKOFF_S = 0.02  # after a while without progress: a peer hangs
+STALE_AFTER_BACKOFFS = 500
 IDLE_S = 5.0  # every kind of work wakes it
 
 log = logging.getLogger(__name__)
@@ -101,11 +101,11 @@ class EngineDriver:
             self._event.wait(IDLE_S)
             return
         self._naps += 1
-        longest_s = self._engine.caps.longest_nap_s if self._running else LONG_NAP_S
-        nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), longest_s)
+        longest_s = self._engine.caps.longest_nap_s if self._running else LONG_BACKOFF_S
+        nap_s = min(FIRST_BACKOFF_S * 2 ** min(self._naps, 10), longest_s)
         if self._core.outbox.window_full:  # polls take a core from the engine's threads, and nothing has ended yet
             nap_s = max(nap_s, self._engine.caps.full_window_s)
-        self._event.wait(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
+        self._event.wait(STALE_BACKOFF_S if self._naps > STALE_AFTER_BACKOFFS else nap_s)
 
     @property
     def busy(self) -> bool:

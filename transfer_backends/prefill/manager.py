@@ -10,15 +10,15 @@ from transfer_backends.contract import Clock, Gate, KVArgs, PeerPath, RecomputeR
 from transfer_backends.control_thread import CLOSE_S, ControlThread
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
-from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine, KVSender, LayerClock
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.driver import EngineDriver
-from transfer_backends.prefill.posts import Chunk
-from transfer_backends.prefill.room import PrefillRoom
+from transfer_backends.prefill.inbox import Chunk
+from transfer_backends.prefill.rooms import PrefillRoom
 from transfer_backends.prefill.trials import Trials
 from transfer_backends.ranks.engines import RankEngines
+from transfer_backends.rooms import KVPoll
 
 
 class PrefillManager:

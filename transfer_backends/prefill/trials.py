@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer_backends.contract import Caps, Clock, PeerPath
-from transfer_backends.gpudirect import RdmaFacts, rdma_facts
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.paths import ConnectPeer
-from transfer_backends.tcp_bytes import tcp_bytes_acked
-from transfer_backends.transports import Evidence, explain_slow_gpu, name_transport, surroundings_of
+from transfer_backends.transports import (
+    Evidence,
+    RdmaFacts,
+    explain_slow_gpu,
+    name_transport,
+    rdma_facts,
+    surroundings_of,
+    tcp_bytes_acked,
+)
 
 MAX_REPORTED = 64  # the newest
 

@@ -29,9 +29,9 @@ from transfer_backends.ranks.frames import (
     encode,
 )
 
-FIRST_NAP_S = 0.0001
-STALE_NAP_S = 0.02  # after a while without an end: a peer hangs
-STALE_AFTER_NAPS = 500
+FIRST_BACKOFF_S = 0.0001
+STALE_BACKOFF_S = 0.02  # after a while without an end: a peer hangs
+STALE_AFTER_BACKOFFS = 500
 EAGER_S = 0.25  # after `PollOften`; the next one comes earlier if needed
 EAGER_POLL_S = 0.001
 TICK_S = 0.02  # for an engine that peers write to and that must be polled
@@ -99,8 +99,8 @@ class EngineServer:
         """Seconds, or None to wait for a frame."""
         waits: list[float] = []
         if self._running:
-            nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), self._engine.caps.longest_nap_s)
-            waits.append(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
+            nap_s = min(FIRST_BACKOFF_S * 2 ** min(self._naps, 10), self._engine.caps.longest_nap_s)
+            waits.append(STALE_BACKOFF_S if self._naps > STALE_AFTER_BACKOFFS else nap_s)
         if self._polls:
             waits.append(EAGER_POLL_S if self._clock() < self._eager_until_s else TICK_S)
         return min(waits, default=None)

@@ -9,16 +9,14 @@ from typing import Protocol
 
 import msgspec
 
-from engine.batches import batch_of
 from engine.config import MAX_RUNNING_OF
 from engine.frontend.client.dp_policy import RankPolicy, Rule
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.live_names import LiveNames, Name
 from engine.frontend.client.rank_loads import RankLoads
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD
-from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.shared_requests import LiveNames, Name, SharedRequests
 from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
@@ -30,6 +28,7 @@ from engine.messages import (
     ToFrontend,
     TokenBatch,
     TokenOutput,
+    batch_of,
 )
 from engine.text.sample import TextOutput
 from service.http.errors import DRAINING, ApiError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from engine.frontend.client.live_names import Name
+from engine.frontend.client.shared_requests import Name
 from engine.frontend.client.tracing import SampleTrace
 from engine.frontend.errors import from_finish
 from engine.messages import FinishReason, KVSource

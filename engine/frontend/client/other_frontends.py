@@ -9,8 +9,8 @@ import msgspec
 from engine.frontend.client.scheduler_link import concerns_requests
 from engine.messages import ControlReply, ToFrontend
 from service.http.errors import ApiError
-from service.http.reconnect import KEPT_PATH, KeptQuestion
-from service.http.unix_peers import UnixPeers
+from service.http.listening import UnixPeers
+from service.http.reconnect import RETAINED_PATH, RetainedQuestion
 from service.telemetry.records import Record, Records, TracesQuery, last_ids
 from service.waiter import end_tasks
 
@@ -80,8 +80,8 @@ class OtherFrontends:
 
         return on_message
 
-    async def kept(self, question: KeptQuestion) -> list[bytes]:
-        return await self._peers.request("POST", KEPT_PATH, question)
+    async def kept(self, question: RetainedQuestion) -> list[bytes]:
+        return await self._peers.request("POST", RETAINED_PATH, question)
 
     async def abort(self, name: str, *, owner: str | None) -> None:
         await self._peers.request("POST", ABORT, AbortName(name, owner))

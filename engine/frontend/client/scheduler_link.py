@@ -2,12 +2,12 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from engine.frontend.errors import not_ready, refused
-from engine.ipc import MAIN_FRONTEND, addressed
+from engine.ipc import MAIN_FRONTEND, IpcPaths, PeerStalled, PullSocket, PushSocket, addressed
 from engine.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -25,10 +25,12 @@ from engine.messages import (
     ReleaseMemory,
     ResumeMemory,
     SchedulerReady,
+    Shutdown,
     StartProfile,
     StateReply,
     StepReply,
     StopProfile,
+    ToFrontend,
     ToScheduler,
     UnloadAdapter,
     UpdateWeights,
@@ -188,3 +190,30 @@ class SchedulerLink:
             del self._calls[message.call_id]
         assert isinstance(answer, reply)
         return answer
+
+
+# ---- A frontend's sockets to a DP rank's scheduler and heartbeat, and back.
+
+Send = Callable[[ToScheduler | GetStep], None]
+
+
+@contextmanager
+def open_sockets(ipc: IpcPaths, *, row: int = MAIN_FRONTEND) -> Iterator[tuple[Send, PullSocket[ToFrontend]]]:
+    """`send` raises ApiError(503). Closing the main frontend's sockets sends `Shutdown`."""
+    push, heartbeat = PushSocket(ipc.to_scheduler), PushSocket(ipc.to_heartbeat)
+    pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend_of(row), ToFrontend)
+
+    def send(message: ToScheduler | GetStep) -> None:
+        try:
+            (heartbeat if isinstance(message, GetStep) else push).send(message)
+        except PeerStalled as e:
+            raise ApiError(503, str(e), code="engine_stalled", retry_after_s=1) from None
+
+    try:
+        yield send, pull
+    finally:
+        if row == MAIN_FRONTEND:
+            with suppress(PeerStalled):
+                push.send(Shutdown())
+        for socket in (push, heartbeat, pull):
+            socket.close()

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from engine.messages import GenerateRequest, Stage, TokenOutput
 from service.telemetry.context import TraceContext
-from service.telemetry.records import Record, Span
-from service.telemetry.tracer import Tracer, unix_offset_s
+from service.telemetry.records import Record, Span, Tracer, unix_offset_s
 
 
 class Traces(NamedTuple):

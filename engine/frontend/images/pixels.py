@@ -1,18 +1,147 @@
 """Image files to scheduler messages: resized pixels and token counts."""
 
+import contextlib
 import hashlib
+import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from PIL import Image
+from PIL import (
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    ImageOps,
+    JpegImagePlugin,
+    PngImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
-from engine.frontend.images.decode import decode, size_of
-from engine.frontend.images.loaded import LoadedMedia
-from engine.frontend.images.sizes import Size, crop_box, edge_size, range_size, video_size
+from engine.frontend.images.placeholders import LoadedMedia
 from engine.images import ImageInput
-from engine.model_files.image_processing import CenterCrop, PixelRange
+from engine.model_files.tower_config import CenterCrop, PixelRange
 from engine.model_files.vision_config import VisionConfig
-from service.images.bad_image import BadImage
+from service.images.bodies import BadImage
+
+# ---- Image sizes, as in transformers' processors. Pure.
+
+MAX_RATIO = 200  # longer to shorter side (Qwen2-VL)
+
+Size = tuple[int, int]  # height, width
+
+
+def range_size(range_: PixelRange, size: Size, *, factor: int) -> Size:
+    """Round to multiples of `factor` in the range (`smart_resize` of Qwen2-VL). Raises BadImage."""
+    height, width = size
+    _check_ratio(height, width)
+    return _within(range_, (height, width), factor=factor, frames=1, counted=1)
+
+
+def video_size(range_: PixelRange, size: Size, *, factor: int, frames: int, temporal_patch: int) -> Size:
+    """Frames' pixels may count together (Qwen3-VL). Raises BadImage."""
+    if not range_.over_frames:
+        return range_size(range_, size, factor=factor)
+    height, width = size
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    _check_ratio(height, width)
+    frames = max(frames, temporal_patch)
+    counted = round(frames / temporal_patch) * temporal_patch
+    return _within(range_, (height, width), factor=factor, frames=frames, counted=counted)
+
+
+def _within(range_: PixelRange, size: Size, *, factor: int, frames: int, counted: int) -> Size:
+    """`counted`: frames to compare with the range; `frames`: frames to compute the scale."""
+    height, width = size
+    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    if counted * tall * wide > range_.most:
+        beta = math.sqrt(frames * height * width / range_.most)
+        return max(factor, math.floor(height / beta / factor) * factor), max(
+            factor, math.floor(width / beta / factor) * factor
+        )
+    if counted * tall * wide < range_.least:
+        beta = math.sqrt(range_.least / (frames * height * width))
+        return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
+    return tall, wide
+
+
+def edge_size(crop: CenterCrop, size: Size) -> Size:
+    height, width = size
+    if not crop.shortest_edge:
+        return crop.height, crop.width
+    longer = int(crop.shortest_edge * max(size) / min(size))
+    return (longer, crop.shortest_edge) if width <= height else (crop.shortest_edge, longer)
+
+
+def crop_box(crop: CenterCrop, size: Size) -> tuple[int, int, int, int]:
+    height, width = size
+    top, left = (height - crop.height) // 2, (width - crop.width) // 2
+    return left, top, left + crop.width, top + crop.height
+
+
+def _check_ratio(height: int, width: int) -> None:
+    if max(height, width) / min(height, width) > MAX_RATIO:
+        raise BadImage(f"has {width} x {height} pixels; one side may be {MAX_RATIO} times the other; cut it")
+
+
+# ---- Decodes images with Pillow, after a check of the size in the header (decompression bombs).
+
+PLUGINS = (JpegImagePlugin, PngImagePlugin, WebPImagePlugin, GifImagePlugin, BmpImagePlugin)
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # no other plugin is imported
+WHITE = (255, 255, 255, 255)
+
+
+def size_of(data: bytes, *, max_pixels: int) -> Size:
+    """Return (height, width) before EXIF rotation. Raises BadImage."""
+    with _open(data, max_pixels=max_pixels) as image:
+        return image.height, image.width
+
+
+def decode(data: bytes, *, max_pixels: int) -> Image.Image:
+    """Upright RGB on white, of an animation the first frame. Raises BadImage."""
+    with _open(data, max_pixels=max_pixels) as image:
+        try:
+            image.load()
+            with contextlib.suppress(Exception):  # ignore unreadable EXIF
+                ImageOps.exif_transpose(image, in_place=True)
+            return _on_white(image)
+        except Exception as error:  # Pillow raises anything for a broken file
+            raise BadImage(f"cannot be decoded as {image.format} ({_one_line(error)}); is it whole?") from None
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)
+    return image.convert("RGB")
+
+
+def _open(data: bytes, *, max_pixels: int) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_large(max_pixels) from None
+    except Exception as error:  # as above
+        known = ", ".join(FORMATS)
+        why = "" if isinstance(error, UnidentifiedImageError) else f" ({_one_line(error)})"
+        raise BadImage(f"is no image that can be read{why}; send {known}") from None
+    if image.width * image.height > max_pixels:
+        image.close()
+        raise _too_large(max_pixels)
+    return image
+
+
+def _too_large(max_pixels: int) -> BadImage:
+    return BadImage(f"has more than {max_pixels} pixels; send a smaller one")
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:100]
+
+
+# ---- pixels
 
 MAX_PIXELS = 1 << 25  # of a file, by its header; decoding takes four bytes each
 

@@ -1,14 +1,55 @@
 """Expands image placeholders of a prompt to token counts. Pure."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from engine.frontend.images.loaded import LoadedMedia
-from engine.frontend.images.marks import Marks
 from engine.images import ImageInput
 from engine.model_files.vision_config import VisionConfig
 from service.http.errors import bad_field
+
+# ---- Loaded images and videos of a prompt.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMedia:
+    """Media of a prompt.
+
+    `parts` have one placeholder each and no `start` yet. `times_s`: timestamps for the prompt's
+    text, if needed.
+    """
+
+    parts: tuple[ImageInput, ...]
+    is_video: bool = False
+    times_s: tuple[float, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part.pixels) for part in self.parts)
+
+
+# ---- Placeholder and marker tokens of a multimodal model, as text.
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Texts of `VisionConfig`'s tokens, empty if absent or without tokenizer."""
+
+    image: str = ""
+    video: str = ""
+    start: str = ""
+    end: str = ""
+
+
+NO_MARKS = Marks()
+
+
+# ---- placeholders
 
 
 def with_times(text: str, loaded: Sequence[LoadedMedia], marks: Marks) -> str:

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from engine.model_files.tower_config import CHANNELS, ImageProcessing, TowerConfig
 
 
 class Pixels(NamedTuple):
@@ -44,3 +47,42 @@ class ImageRows:
     def _part(self, number: int, like: Tensor) -> Tensor:
         size = like.shape[1]
         return self.features[:, number * size : (number + 1) * size].to(like.dtype)
+
+
+# ---- Pixels as scaled rows of patches.
+
+
+class Patches:
+    """A row is a patch by channel and frame; patches to merge are consecutive."""
+
+    def __init__(
+        self, tower: TowerConfig, processing: ImageProcessing, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._tower, self._dtype, self._device = tower, dtype, device
+        mean, std = (
+            torch.tensor(of, dtype=torch.float32, device=device).view(CHANNELS, 1)
+            for of in (processing.mean, processing.std)
+        )
+        self._scale, self._shift = processing.rescale / std, -mean / std
+
+    def __call__(self, image: Pixels) -> Tensor:
+        rows = self._cut(image).to(self._device)
+        values = rows.view(len(rows), CHANNELS, -1).float().mul_(self._scale).add_(self._shift)
+        return values.view(len(rows), -1).to(self._dtype)
+
+    def _cut(self, image: Pixels) -> Tensor:
+        of, (time, rows, columns) = self._tower, image.grid
+        frames = image.pixels
+        if missing := time * of.temporal_patch - len(frames):
+            frames = torch.cat((frames, frames[-1:].expand(missing, -1, -1, -1)))  # repeat the last frame
+        assert frames.shape == (time * of.temporal_patch, rows * of.patch, columns * of.patch, CHANNELS), frames.shape
+        sides = rows // of.merge, of.merge, of.patch, columns // of.merge, of.merge, of.patch
+        blocks = frames.reshape(time, of.temporal_patch, *sides, CHANNELS)
+        return blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(time * rows * columns, -1)
+
+
+def places(rows: int, columns: int, *, merge: int) -> tuple[Tensor, Tensor]:
+    """Row and column [rows * columns] i64 of each patch, in the order of `Patches`."""
+    blocks = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
+    order = blocks.transpose(1, 2).flatten()
+    return order // columns, order % columns

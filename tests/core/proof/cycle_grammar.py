@@ -1,4 +1,4 @@
-"""A grammar of three lines, in the protocol of engine/core/hooks.py: which token may stand depends on its place."""
+"""A grammar of three lines, in the protocol of engine/core/request.py: which token may stand depends on its place."""
 
 from dataclasses import dataclass, replace
 

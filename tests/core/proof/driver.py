@@ -7,16 +7,16 @@ says, once, and all memory is back.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.core.image_cache import ImageCache
-from engine.core.lanes import Lane
+from engine.core.mem_cache.image_cache import ImageCache
+from engine.core.mem_cache.radix_node import TRUNK, Branch, Node
+from engine.core.mem_cache.state_slots import StateSlots
+from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
+from engine.core.pdmux import Lane
 from engine.core.plan import FeatureRows, ItemImages, ItemResult, Plan
-from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
-from engine.core.state_slots import StateSlots
-from engine.core.window_pages import WindowPages
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.announced import Announced

@@ -4,7 +4,7 @@ import array
 
 import pytest
 
-from engine.core.finish import NAN_MESSAGE
+from engine.core.outputs import NAN_MESSAGE
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from tests.core.proof.oracle import Wishes, answer_of, hidden_rows_of, input_logprobs_of, pooled_of

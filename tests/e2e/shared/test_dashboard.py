@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.cluster import Cluster
-from tests.router.browser import chromium, tab
+from tests.router.http.browser import chromium, tab
 
 BODY = {
     "model": "default",

@@ -13,10 +13,10 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from tests.e2e.client import assert_all_back, generate_all
 from tests.e2e.cluster import Cluster, end_tree, wait_until
-from tests.e2e.leaders import Leader, start_process
+from tests.e2e.ranks.leaders import Leader, start_process
 from tests.e2e.workload import recall_body
 
 PROMPT = "k17 v42 k03 v91 k17"

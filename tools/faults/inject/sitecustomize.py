@@ -89,7 +89,7 @@ def _install_rank(folder: Path) -> None:
     if (folder / "orphans").exists():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
     from engine.ranks import build
-    from engine.ranks.rank_runner import RankRunner
+    from engine.ranks.follower import RankRunner
 
     def refuse(*args, **more):
         raise PermissionError(13, "Permission denied", "model.safetensors")
@@ -113,9 +113,9 @@ def _install_rank(folder: Path) -> None:
 
 if "TANDEM_FAULTS_DIR" in os.environ:
     folder = Path(os.environ["TANDEM_FAULTS_DIR"])
-    if "disagg.scheduler_process" in sys.orig_argv:
+    if "disagg.processes.scheduler_process" in sys.orig_argv:
         _install_engine(folder)
         _install_steps(folder / "steps")
-    elif "disagg.rank_process" in sys.orig_argv:
+    elif "disagg.processes.rank_process" in sys.orig_argv:
         _install_engine(folder)
         _install_rank(folder)

@@ -16,7 +16,7 @@ WATCHDOG_S = 6.0
 RANKS = ("--model-path", "recall-wide", "--tp-size", "2", "--kv-units", "4", "--disaggregation-kv-checksum")
 LIMITS = ("--watchdog-timeout", str(WATCHDOG_S), "--dist-timeout", "60")
 LEADER, FOLLOWER = "leader", "follower"
-MODULES = {LEADER: "disagg.scheduler_process", FOLLOWER: "disagg.rank_process"}
+MODULES = {LEADER: "disagg.processes.scheduler_process", FOLLOWER: "disagg.processes.rank_process"}
 
 
 class RankFault(StrEnum):

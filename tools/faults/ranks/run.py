@@ -22,7 +22,7 @@ from tools.faults.run_cell import BOUND_S, LONG, NUM_REQUESTS, SHORT, Ended, unt
 WITHIN_S = 60.0
 ORPHAN_S = 5.0  # for which pages must stay where a living follower may write them
 CLOSELY_S = 0.002
-OF_A_FOLLOWER = "disagg/rank_process.py"  # a file in the stack of its main thread
+OF_A_FOLLOWER = "disagg/processes/rank_process.py"  # a file in the stack of its main thread
 
 
 @dataclass
@@ -149,7 +149,7 @@ async def _until_gone(family: list[psutil.Process]) -> None:
 
 async def _orphan(rig: RankRig, family: list[psutil.Process], result: RankResult) -> None:
     """All but the stopped follower end; while it lives, pages that it may write are not used again."""
-    orphan = next(p for p in family if lives(p) and "disagg.rank_process" in p.cmdline())
+    orphan = next(p for p in family if lives(p) and "disagg.processes.rank_process" in p.cmdline())
     await _until_gone([p for p in family if p.pid != orphan.pid])
     await until(lambda: rig.state("decode")["pages"]["quarantined"] > 0, WITHIN_S, "decode keeps the pages")
     kept_s = time.monotonic()

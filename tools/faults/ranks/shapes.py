@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from tests.e2e.client import generate, session
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import BACKENDS

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.launcher.ports import free_ports
+from deploy.launcher.probe import free_ports
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.e2e.client import post
 from tests.e2e.cluster import READY_S, wait_until

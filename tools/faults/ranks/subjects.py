@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.group_models import ALL_WINDOWS, DELTA_RULE, MAMBA2_SHARED, SOME_WINDOWS, Made
+from tests.e2e.models.group_models import ALL_WINDOWS, DELTA_RULE, MAMBA2_SHARED, SOME_WINDOWS, Made
 from tests.e2e.workload import recall_prompt
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

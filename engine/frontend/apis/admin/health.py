@@ -2,18 +2,128 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from aiohttp import web
 
+from engine.flags.images import blank_image
 from engine.frontend.apis.admin.load import step_summary
-from engine.frontend.client.dp_reports import longest_of
+from engine.frontend.client.leaders import longest_of
 from engine.frontend.errors import not_ready
-from engine.frontend.first_tokens import compute_tokens
 from engine.frontend.services import SERVICES, Services
-from engine.messages import StateReply, StepReply
-from service.http.errors import DRAINING, ApiError
-from service.http.heartbeats import EVERY_S
-from service.http.stream import json_response
+from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
+from engine.sampling_params import SamplingParams
+from engine.stamps import Stamped
+from service.http.api_shapes import json_response, open_stream
+from service.http.errors import DRAINING, ApiError, bad_field
+from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, TYPE, first_line, live_line, wait_s
+
+# ---- Heartbeat streams for routers (service/http/heartbeats.py).
+
+MAX_STREAMS = 256  # router processes
+_HEADERS = {"Content-Type": TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
+    """Raises ApiError: 400 for `every`, 503 if not ready or too many."""
+    s, every_s = request[SERVICES], _every_s(request)
+    if s.stamps is None or not s.leaders.ready.is_set() or not s.stamps.read():
+        raise not_ready("the model is still loading")
+    if s.beating.num >= MAX_STREAMS:
+        raise ApiError(503, f"{MAX_STREAMS} streams of heartbeats are open", code="queue_full", retry_after_s=1)
+    with s.beating.taken() as pause:
+        out = await open_stream(request, headers=_HEADERS)
+        await out.write(first_line(every_s))
+        lines = HeartbeatLines()
+        while await pause(wait_s(time.monotonic(), every_s, phase=LINES)):
+            if line := lines.next(
+                s.stamps.read(), now_s=time.monotonic(), num_live=s.client.num_live, fine=_is_fine(s)
+            ):
+                await out.write(line)
+        await out.write_eof()
+    return out
+
+
+class HeartbeatLines:
+    def __init__(self) -> None:
+        self._stamped: dict[str, float] = {}
+        self._num_steps = 0
+
+    def next(self, stamps: Sequence[Stamped], *, now_s: float, num_live: int, fine: bool) -> bytes:
+        """Return a line once all processes stamped again. `fine`: /health is 200."""
+        stamped = {stamp.name: stamp.at_s for stamp in stamps}
+        if any(self._stamped.get(name) == at_s for name, at_s in stamped.items()):
+            return b""
+        self._stamped = stamped
+        num_steps, self._num_steps = self._num_steps, sum(stamp.num_steps for stamp in stamps)
+        if not fine:
+            return ASK
+        if not num_live and num_steps == self._num_steps:
+            return IDLE
+        return live_line(max((now_s - since_s for stamp in stamps if (since_s := stamp.busy_since_s)), default=0.0))
+
+
+def _is_fine(s: Services) -> bool:
+    return s.client.closed is None and s.warm.is_set() and not s.leaders.released
+
+
+def _every_s(request: web.BaseRequest) -> float:
+    text = request.query.get("every", f"{EVERY_S:g}")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= LONGEST_S:
+        raise bad_field("every", f"must be seconds, more than 0 and at most {LONGEST_S:g}, got {text[:40]!r}")
+    return max(value, EVERY_S)
+
+
+# ---- Internal requests for /health_generate and warm-up, through scheduler and model.
+#
+# Disaggregated roles use the fake bootstrap server, so no KV is transferred. An encoder worker
+# encodes a small image.
+
+IMAGE_TOKENS = 4
+
+
+async def compute_tokens(s: Services, count: int, *, name: str, timeout_s: float | None) -> None:
+    """Compute on every DP rank. Raises ApiError, TimeoutError."""
+    await asyncio.gather(*(_compute(s, count, r, name=name, timeout_s=timeout_s) for r in range(s.leaders.num_ranks)))
+
+
+async def _compute(s: Services, count: int, rank: int, *, name: str, timeout_s: float | None) -> None:
+    request = _image(s, name) if s.spec.mode == "encode" else _prompt(s, count, name)
+    with s.client.generate([request], dp_rank=rank) as generation:
+        await asyncio.wait_for(generation.collect(), timeout_s)
+
+
+def _prompt(s: Services, count: int, name: str) -> GenerateRequest:
+    bootstrap = None
+    if s.spec.mode != "null":
+        bootstrap = Bootstrap(FAKE_BOOTSTRAP_HOST, s.spec.default_bootstrap_port, s.mint_room())
+    return GenerateRequest(
+        rid=s.mint_id(name),
+        input_ids=[0],
+        sampling=SamplingParams(max_new_tokens=count, temperature=0.0, seed=0, ignore_eos=True),
+        bootstrap=bootstrap,
+        skip_cache_insert=True,
+    )
+
+
+def _image(s: Services, name: str) -> GenerateRequest:
+    assert s.model.vision is not None, "the scheduler of an encode worker has loaded a tower"
+    image = blank_image(s.model.vision, IMAGE_TOKENS)
+    return GenerateRequest(
+        rid=s.mint_id(name),
+        input_ids=[0] * image.num_tokens,
+        sampling=SamplingParams(max_new_tokens=0, temperature=0.0, seed=0),
+        skip_cache_insert=True,
+        alone=True,
+        images=[image],
+    )
+
+
+# ---- health
 
 FROZEN_S = 2 * EVERY_S  # without a stamp
 LOOK_S = 0.05

@@ -7,17 +7,17 @@ from aiohttp import web
 
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
-from engine.frontend.apis.shared.models import choose_model
-from engine.frontend.client.dp_reports import total_of
+from engine.frontend.apis.shared.request import choose_model
+from engine.frontend.client.leaders import total_of
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
+from service.flags import installed_version
+from service.http.api_shapes import json_response
 from service.http.errors import DRAINING, ApiError, decode_body
-from service.http.loads import loads_answer
-from service.http.stream import json_response
+from service.http.openapi import loads_answer
 from service.telemetry.expositions import merge_expositions
 from service.telemetry.records import Records, TracesQuery, query_error
-from service.version import installed_version
 
 SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over a worker's frontends
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -9,14 +9,13 @@ from aiohttp import web
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.chat.tools import Tool
-from engine.frontend.apis.shared.body_reader import BodyReader
+from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
 from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
-from engine.frontend.apis.shared.refused import CHAT
 from engine.frontend.services import SERVICES, Services
-from service.aside import BODIES
+from service.http.api_shapes import json_response
 from service.http.errors import bad_field, decode_body
-from service.http.stream import json_response
+from service.waiter import BODIES
 
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 

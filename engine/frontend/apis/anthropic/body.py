@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import READER as CHAT
-from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
-from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
+from engine.frontend.apis.shared.body_reader import BodyReader, OwnFields, Unserved, missing_in
 
 
 class ImageSource(msgspec.Struct, kw_only=True):

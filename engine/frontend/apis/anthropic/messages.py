@@ -1,19 +1,176 @@
 """POST /v1/messages and /v1/messages/count_tokens: body -> chat -> plan -> view."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, MessagesBody
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of
-from engine.frontend.apis.anthropic.view import MessageShape, MessageView
+from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
-from engine.frontend.apis.shared.body_reader import beside_loop
-from engine.frontend.apis.shared.other_apis import in_words_of
+from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import MintedIds, ids_of
+from engine.frontend.apis.shared.samples import Counts, Usage
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
-from service.http.stream import json_response, typed_event
+from engine.text.parts import (
+    AnswerReaders,
+    Arguments,
+    CallBegins,
+    Part,
+    PartReader,
+    PlainText,
+    ReasoningText,
+    ToolCall,
+    joined,
+)
+from engine.text.sample import TextOutput
+from service.http.api_shapes import json_response, typed_event
+from service.http.errors import object_of
+
+# ---- A chat's answer as Anthropic's message, whole or as typed events. Pure.
+#
+# message_start, then per block content_block_start, content_block_delta ..., content_block_stop;
+# then
+# message_delta, message_stop
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+FULL = "model_context_window_exceeded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageShape:
+    """How an answer is shown.
+
+    `reader`: makes readers of parts, None for plain text. `mint_id`: of tool calls.
+    `fills_context`: the token limit is the context's.
+    """
+
+    reader: Callable[[], PartReader] | None
+    mint_id: MintId
+    fills_context: bool
+    shows_thinking: bool
+
+
+class MessageView:
+    def __init__(self, shape: MessageShape, *, id: str, model: str, created: int, usage: Usage) -> None:
+        self._shape = shape
+        self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
+        self._usage = usage
+        self._readers = None if shape.reader is None else AnswerReaders(shape.reader)
+        self._has_started = False
+        self._num_blocks = 0
+        self._open = ""  # type of the open block, empty if none
+
+    def body(self, answers: list[TextOutput]) -> dict[str, Any]:
+        output = answers[0]
+        self._usage.add(0, output)
+        content = self._content(self._parts(output))
+        return {**self._head, "content": content, **self._ending(output), "usage": usage_of(self._usage.total())}
+
+    def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        self._usage.add(index, output)
+        events = [] if self._has_started else self._start()
+        for part in self._parts(output):
+            events += self._events(part)
+        return events if output.tokens.finish is None else [*events, *self._close(), *self._end(output)]
+
+    def last(self) -> list[dict[str, Any]]:
+        return []
+
+    def _parts(self, output: TextOutput) -> list[Part]:
+        if self._readers is None:
+            return [PlainText(output.text)] if output.text else []
+        parts = self._readers.read(0, output)
+        return parts if self._shape.shows_thinking else [p for p in parts if not isinstance(p, ReasoningText)]
+
+    def _content(self, parts: list[Part]) -> list[dict[str, Any]]:
+        whole = joined(parts)
+        blocks = [_thinking_block(whole.reasoning)] if whole.reasoning else []
+        blocks += [{"type": "text", "text": whole.text}] if whole.text else []
+        return [*blocks, *(self._call_block(index, call) for index, call in enumerate(whole.calls))]
+
+    def _call_block(self, index: int, call: ToolCall) -> dict[str, Any]:
+        """Arguments too deep to parse become an empty object, as clients require one."""
+        return {**self._call_head(index, call.name, call.id), "input": object_of(call.arguments.encode())}
+
+    def _call_head(self, index: int, name: str, id: str) -> dict[str, Any]:
+        return {"type": "tool_use", "id": id or self._shape.mint_id(name, index), "name": name}
+
+    # ---- events
+
+    def _start(self) -> list[dict[str, Any]]:
+        self._has_started = True
+        nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**self._head, **nothing, "usage": usage_of(self._usage.total())}
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def _events(self, part: Part) -> list[dict[str, Any]]:
+        match part:
+            case PlainText(text):
+                return [*self._enter("text", {"type": "text", "text": ""}), self._delta("text", text)]
+            case ReasoningText(text):
+                return [*self._enter("thinking", _thinking_block("")), self._delta("thinking", text)]
+            case CallBegins(call, name, id):
+                return [*self._close(), *self._enter("tool_use", {**self._call_head(call, name, id), "input": {}})]
+            case Arguments(_, text):
+                return [self._delta("input_json", text, name="partial_json")]
+
+    def _enter(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._open == kind:
+            return []
+        closing, self._open = self._close(), kind
+        return [*closing, {"type": "content_block_start", "index": self._num_blocks, "content_block": block}]
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self._open:
+            return []
+        self._open, index = "", self._num_blocks
+        self._num_blocks += 1
+        return [{"type": "content_block_stop", "index": index}]
+
+    def _delta(self, kind: str, text: str, *, name: str = "") -> dict[str, Any]:
+        delta = {"type": f"{kind}_delta", name or kind: text}
+        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+
+    def _end(self, output: TextOutput) -> list[dict[str, Any]]:
+        usage = usage_of(self._usage.total())
+        return [{"type": "message_delta", "delta": self._ending(output), "usage": usage}, {"type": "message_stop"}]
+
+    def _ending(self, output: TextOutput) -> dict[str, Any]:
+        finish = output.tokens.finish
+        assert finish is not None
+        reason = _REASONS.get(finish.kind, finish.kind)
+        sequence = finish.matched if isinstance(finish.matched, str) else None
+        if finish.kind == "stop" and self._readers is not None and self._readers.has_called(0):
+            reason = "tool_use"
+        elif finish.kind == "stop" and sequence is not None:
+            reason = "stop_sequence"
+        elif finish.kind == "length" and self._shape.fills_context:
+            reason = FULL
+        return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
+
+
+def usage_of(counts: Counts) -> dict[str, Any]:
+    """Anthropic separates computed and cached prompt tokens."""
+    return {
+        "input_tokens": counts.prompt - counts.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": counts.cached,
+        "output_tokens": counts.completion,
+        "output_tokens_details": {"thinking_tokens": counts.reasoning},
+    }
+
+
+def _thinking_block(text: str) -> dict[str, Any]:
+    """The signature is empty; only Anthropic's servers use it."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+# ---- messages
 
 TYPED = Framing(encode=typed_event)
 

@@ -3,18 +3,23 @@
 Other APIs translate to ChatBody.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from engine.frontend.apis.chat.tools import Tool, ToolChoice, check_tools
-from engine.frontend.apis.shared.body_reader import BodyReader
-from engine.frontend.apis.shared.refused import CHAT, NO_AUDIO
+from engine.frontend.apis.shared.body_reader import CHAT, NO_AUDIO, BodyReader
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
-from engine.frontend.images.source import MediaSource
-from service.http.errors import bad_field
-from service.http.json_depth import decode_or_none
+from engine.frontend.apis.shared.stream import finite
+from engine.frontend.images.loader import MediaSource
+from engine.messages import TokenLogprob
+from engine.text.chat_template import REASONING, CallArguments, Parts, TextPart, joined
+from engine.text.parts import INPUT
+from engine.text.sample import TextOutput
+from engine.text.template_reads import TemplateReads
+from engine.text.tokenizer import Tokenizer
+from service.http.errors import bad_field, decode_or_none
 
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -74,7 +79,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     annotations: Any = None
 
 
-class KeptMessage(ChatMessage, kw_only=True):
+class RetainedMessage(ChatMessage, kw_only=True):
     """Message with `kept`: unknown fields that the chat template reads."""
 
     kept: dict[str, Any]
@@ -124,7 +129,7 @@ def keep_read_fields(body: ChatBody, data: bytes, ignored: list[str], names: Col
     if given is None:
         return ignored
     body.messages = [
-        KeptMessage(**msgspec.structs.asdict(m), kept={name: fields[name] for name in read & fields.keys()})
+        RetainedMessage(**msgspec.structs.asdict(m), kept={name: fields[name] for name in read & fields.keys()})
         for m, fields in zip(body.messages, given.messages, strict=True)
     ]
     return [path for path in ignored if path.removeprefix(_OF_A_MESSAGE) not in read]
@@ -182,3 +187,107 @@ READER = BodyReader(
     looked_into=("messages", "tools", "tool_choice", "stream_options", "response_format"),
     keep=keep_read_fields,
 )
+
+
+# ---- OpenAI's logprobs of an answer. Pure.
+
+
+def token_logprobs(output: TextOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    pairs = zip(output.tokens.logprobs, output.logprob_texts, strict=False)
+    return [_token(lp, text, top, tokenizer) for lp, (text, top) in pairs]
+
+
+def _token(lp: TokenLogprob, text: str, top_texts: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    top = [_entry(t, i, p, tokenizer) for t, (p, i) in zip(top_texts, lp.top, strict=False)]
+    return {**_entry(text, lp.token_id, lp.logprob, tokenizer), "top_logprobs": top}
+
+
+def _entry(text: str, token_id: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    own = tokenizer.token_bytes(token_id)
+    if own == b" " + text.encode():  # an answer's first token, without its leading space
+        own = own[1:]
+    return {"token": text, "logprob": finite(logprob), "bytes": list(own)}
+
+
+# ---- Messages of a chat for its template. Pure.
+
+NO_PLACES: Mapping[str, Any] = {}
+STRINGS = TemplateReads(
+    parts=False,
+    strings=True,
+    null=False,
+    calls_beside_null=False,
+    one_call=False,
+    short_ids=False,
+    names=frozenset(),
+)
+
+
+def template_messages(
+    messages: list[ChatMessage], *, reads: TemplateReads = STRINGS, places: Mapping[str, Any] = NO_PLACES
+) -> list[dict[str, Any]]:
+    """Plain dicts, contents as the template reads them, `developer` as `system`.
+
+    `places`: per type in `MEDIA`, a part or a placeholder.
+    """
+    return [_template_message(m, reads, places) for m in messages]
+
+
+def _template_message(m: ChatMessage, reads: TemplateReads, places: Mapping[str, Any]) -> dict[str, Any]:
+    calls = _calls(m)
+    message = {
+        **(m.kept if isinstance(m, RetainedMessage) else {}),
+        "role": "system" if m.role == "developer" else m.role,
+        "content": _content(m, reads, places, calls=bool(calls)),
+        **{name: value for name in ("name", "tool_call_id") if (value := getattr(m, name)) is not None},
+    }
+    if calls:
+        message["tool_calls"] = calls
+    return message | _reasoning(m, message)
+
+
+def _content(m: ChatMessage, reads: TemplateReads, places: Mapping[str, Any], *, calls: bool) -> str | Parts | None:
+    """Null with calls stays null if the template tests for it; others would render "None"."""
+    if m.content and isinstance(m.content, list):
+        return _parts(m.content, reads, places)
+    if m.content is None and not m.refusal and reads.null and calls:
+        return None
+    text = str(m.content or m.refusal or "")
+    return text if reads.strings else Parts.of_text(text)
+
+
+def _parts(parts: list[ContentPart], reads: TemplateReads, places: Mapping[str, Any]) -> str | Parts:
+    shown = Parts(_part(part, places) for part in parts)
+    keeps = reads.parts or not all(isinstance(part, TextPart) for part in shown)
+    return shown if keeps else joined(shown)
+
+
+def _part(part: ContentPart, places: Mapping[str, Any]) -> Any:
+    shown = places[part.type] if part.type in MEDIA else getattr(part, part.type)
+    return TextPart(shown) if isinstance(shown, str) else shown
+
+
+def _reasoning(m: ChatMessage, message: dict[str, Any]) -> dict[str, str]:
+    """Reasoning under all template names.
+
+    gpt-oss rejects `thinking` with both content and calls.
+    """
+    text = m.reasoning_content or m.reasoning
+    names = REASONING[:2] if message["content"] and message.get("tool_calls") else REASONING
+    return dict.fromkeys(names, text) if text else {}
+
+
+def _calls(m: ChatMessage) -> list[dict[str, Any]]:
+    if m.function_call is not None:  # of OpenAI's first API for calls
+        return [_call({"type": "function", "function": m.function_call})]
+    return [_call(call) for call in m.tool_calls or ()]
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    custom, function = call.get("custom"), call.get("function")
+    if isinstance(custom, dict):
+        function = {"name": custom.get("name"), "arguments": {INPUT: custom.get("input")}}
+        call = {"id": call.get("id"), "type": "function"}
+    if not isinstance(function, dict):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": CallArguments.of(function.get("arguments"))}}

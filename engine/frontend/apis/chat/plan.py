@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.chat.body import ChatBody, KeptMessage, check_chat, sources_of
-from engine.frontend.apis.chat.calls import CallIds, as_taken, call_ids
-from engine.frontend.apis.chat.messages import template_messages
-from engine.frontend.apis.chat.reading import Reading, reading_of
+from engine.frontend.apis.chat.body import ChatBody, RetainedMessage, check_chat, sources_of, template_messages
+from engine.frontend.apis.chat.calls import CallIds, Reading, as_taken, call_ids, reading_of
 from engine.frontend.apis.chat.tools import (
     forced,
     forced_calls,
@@ -25,23 +23,21 @@ from engine.frontend.apis.chat.tools import (
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
-from engine.frontend.apis.shared.models import Chosen, choose_model
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, reasoning_format
+from engine.frontend.apis.shared.request import Chosen, choose_model
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View
-from engine.frontend.images.loaded import LoadedMedia
-from engine.frontend.images.marks import Marks
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.loader import MediaSource
+from engine.frontend.images.placeholders import LoadedMedia, Marks
 from engine.frontend.services import Services
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
-from engine.text.call_formats import CallFormat
-from engine.text.chat_template import ChatTemplate, TemplateRefused
-from engine.text.continued import render_continued
+from engine.text.chat_template import ChatTemplate, TemplateRefused, render_continued
 from engine.text.parts import PartReader
 from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningTokens, opening_of
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import CallFormat
 from service.http.errors import bad_field
 
 log = logging.getLogger(__name__)
@@ -135,7 +131,7 @@ def rendering_size(s: Services, body: ChatBody) -> int:
     size = sum(map(len, texts))
     s.check_text_bytes(size, field="messages")
     others = [[m.reasoning_content or m.reasoning, m.refusal, m.tool_calls, m.function_call] for m in body.messages]
-    kept = [m.kept for m in body.messages if isinstance(m, KeptMessage)]
+    kept = [m.kept for m in body.messages if isinstance(m, RetainedMessage)]
     size += len(msgspec.json.encode((others, kept, body.tools, body.chat_template_kwargs)))
     return size + PAGE_CHARS * (len(body.messages) + len(body.tools or ()))
 

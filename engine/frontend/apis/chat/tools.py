@@ -12,8 +12,8 @@ import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint, closed_schema, moved_schema
 from engine.sampling_params import GrammarSpec
-from engine.text.call_formats import CallFormat
-from engine.text.custom_calls import INPUT
+from engine.text.parts import INPUT
+from engine.text.tool_calls import CallFormat
 from service.http.errors import bad_field
 
 MAX_TOOLS = 128

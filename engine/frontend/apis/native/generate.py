@@ -5,8 +5,14 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.native.body import READER, GenerateBody, SamplingBody, logprob_options, media_sources
-from engine.frontend.apis.native.view import NativeView
+from engine.frontend.apis.native.body import (
+    READER,
+    GenerateBody,
+    NativeView,
+    SamplingBody,
+    logprob_options,
+    media_sources,
+)
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
     MAX_SAMPLES,
@@ -23,22 +29,21 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
-from engine.frontend.apis.shared.models import check_lora_path
-from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
-from engine.frontend.apis.shared.resumable import begun_of, earlier_of, going_on, resume_of
+from engine.frontend.apis.shared.request import check_lora_path, namespaces_of
+from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import answer
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.loader import MediaSource
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
-from service.aside import BODIES
-from service.http.caller_names import owner_in
 from service.http.errors import bad_field
+from service.http.guard import owner_in
+from service.waiter import BODIES
 
 DEFAULT_NEW_TOKENS = 128
 PROMPT_TAIL_TOKENS = 32  # may hold a reasoning marker
@@ -91,7 +96,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         single=single and n == 1,
         weight_version=lambda: s.weight_version,
     )
-    begun = begun_of(request, requests, id="", groups=groups, created=0)
+    begun = started_of(request, requests, id="", groups=groups, created=0)
     return await answer(request, generation, view=view, stream=bool(body.stream), begun=begun, repeats=True)
 
 

@@ -5,28 +5,35 @@ text, as there.
 """
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.alone import (
-    AloneBody,
+from engine.frontend.apis.native.body import shown_finish
+from engine.frontend.apis.shared.body_reader import EMBEDDING, NO_AUDIO, TEXT_ONLY, BodyReader, Unserved
+from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
+from engine.frontend.apis.shared.prefill_only import (
+    PrefillOnlyBody,
     check_computes_prompts,
+    embed,
     fitting_lists,
     fitting_texts,
     named_prompts,
     next_logprobs,
+    prompts_in,
+    size_of,
+    vector_of,
 )
-from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
-from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
 from engine.frontend.services import SERVICES, Services
-from engine.messages import MAX_ASKED_TOKEN_IDS
+from engine.messages import MAX_REQUESTED_TOKEN_IDS
+from engine.text.sample import TextOutput
+from service.http.api_shapes import json_response, json_rows
 from service.http.errors import bad_field
-from service.http.stream import json_response
 
 
-class ScoreBody(AloneBody, kw_only=True):
+class ScoreBody(PrefillOnlyBody, kw_only=True):
     """Body of /v1/score.
 
     `query` and `items`: texts, or token ids. `apply_softmax`: labels of an item sum to 1.
@@ -84,8 +91,8 @@ def _labels(body: ScoreBody, *, vocab_size: int) -> tuple[int, ...]:
     labels = body.label_token_ids
     if not labels:
         raise bad_field("label_token_ids", "must have at least one token id")
-    if len(labels) > MAX_ASKED_TOKEN_IDS:
-        raise bad_field("label_token_ids", f"at most {MAX_ASKED_TOKEN_IDS} token ids, got {len(labels)}")
+    if len(labels) > MAX_REQUESTED_TOKEN_IDS:
+        raise bad_field("label_token_ids", f"at most {MAX_REQUESTED_TOKEN_IDS} token ids, got {len(labels)}")
     check_token_ids(labels, field="label_token_ids", vocab_size=vocab_size)
     return tuple(labels)
 
@@ -105,3 +112,50 @@ async def _joined(s: Services, body: ScoreBody) -> list[list[int]]:
     if isinstance(query, str):
         joined = iter(await fitting_texts(s, joined, field="items", room=1))
     return fitting_lists(s, joined, field="items", room=1)
+
+
+# ---- SGLang's POST /encode (`EmbeddingReqInput`): the vectors of /v1/embeddings.
+
+
+class EncodeBody(PrefillOnlyBody, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+
+
+ENCODE_READER = BodyReader(
+    body=EncodeBody,
+    refused={
+        **{name: entry for name, entry in EMBEDDING.items() if name != "messages"},
+        "dimensions": Unserved("ask /v1/embeddings"),
+        "audio_data": Unserved(NO_AUDIO),
+        **dict.fromkeys(("image_data", "input_embeds", "video_data"), Unserved(TEXT_ONLY)),
+    },
+)
+
+
+async def encode(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    started_s = time.monotonic()
+    body = await ENCODE_READER.read(request)
+    check_computes_prompts(s)
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_field("text", "give either text or input_ids")
+    field, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
+    assert given is not None
+    prompts = await prompts_in(request, body, given, field=field, prefix="encode-")
+    answers = await embed(request, prompts)
+    is_list = isinstance(given, list) and not isinstance(given[0], int)
+
+    def shown(rid: str, ids: list[int], answer: TextOutput) -> dict[str, Any]:
+        meta_info = {
+            "id": rid,
+            "finish_reason": shown_finish(answer.tokens.finish, 0),
+            "prompt_tokens": len(ids),
+            "cached_tokens": answer.tokens.cached_tokens,
+            "weight_version": s.weight_version,
+            "e2e_latency": time.monotonic() - started_s,
+        }
+        return {"embedding": vector_of(answer).tolist(), "meta_info": meta_info}
+
+    rows = await json_rows(map(shown, prompts.rids, prompts.ids, answers), size=size_of(answers))
+    return json_response(rows if is_list else rows[0])

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.frontend.apis.chat.calls import MintId
-from engine.frontend.apis.shared.usage import Usage
-from engine.text.answer import AnswerReaders
+from engine.frontend.apis.shared.samples import Usage
 from engine.text.parts import (
+    AnswerReaders,
     Arguments,
     CallBegins,
     Part,
@@ -21,7 +21,7 @@ from engine.text.parts import (
     joined,
 )
 from engine.text.sample import TextOutput
-from service.http.json_depth import object_of
+from service.http.errors import object_of
 
 Show = Callable[[WholeAnswer], dict[str, Any]]
 

@@ -1,14 +1,157 @@
 """POST /v1/chat/completions: body -> plan -> view."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.chat.body import READER
+from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
+from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.plan import answer_chat, plan_chat
-from engine.frontend.apis.openai.chat_view import ChatView
+from engine.frontend.apis.openai.view import OpenAIView, ending_of
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.services import SERVICES
+from engine.text.parts import (
+    AnswerReaders,
+    Arguments,
+    CallBegins,
+    Part,
+    PartReader,
+    PlainText,
+    ReasoningText,
+    ToolCall,
+    joined,
+)
+from engine.text.sample import TextOutput
+from engine.text.tokenizer import Tokenizer
+
+# ---- OpenAI's chat answers, whole or in deltas. Pure.
+
+
+class ChatView(OpenAIView):
+    """Answer to one chat, whole or as chunks.
+
+    `reader`: makes readers of parts, None for plain text. `mint_id`: of tool calls.
+    """
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        body: ChatBody,
+        *,
+        tokenizer: Tokenizer,
+        reader: Callable[[], PartReader] | None,
+        mint_id: MintId,
+        **head: Any,
+    ) -> None:
+        super().__init__(body, **head)
+        self._logprobs = bool(body.logprobs)
+        self._tokenizer = tokenizer
+        self._readers = None if reader is None else AnswerReaders(reader)
+        self._mint_id = mint_id
+        self._begun: set[int] = set()
+        self._customs = {tool.function.name for tool in body.tools or () if tool.type == "custom"}
+        self._custom_calls: set[tuple[int, int]] = set()  # started in a stream: (sample, call)
+
+    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": output.text,
+            "refusal": None,
+            "reasoning_content": None,
+            "tool_calls": None,
+        }
+        if self._readers is not None:
+            message |= self._whole(self._readers.read(index, output))
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs_of(output),
+            **self._ending(index, output),
+        }
+
+    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        deltas = []
+        if index not in self._begun:
+            self._begun.add(index)
+            deltas.append(_delta(index, {"role": "assistant", "content": ""}))
+        deltas += [_delta(index, new) for new in self._news(index, output)]
+        if output.logprob_texts and self._logprobs:
+            self._add_logprobs(deltas, index, output)
+        if output.tokens.finish is not None:
+            deltas.append({**_delta(index, {}), **self._ending(index, output)})
+        return deltas
+
+    def _attach(self, choice: dict[str, Any], extras: dict[str, Any]) -> None:
+        """SGLang streams hidden states in the delta."""
+        if "hidden_states" in extras:
+            choice["delta"]["hidden_states"] = extras.pop("hidden_states")
+        super()._attach(choice, extras)
+
+    def _news(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        if self._readers is None:
+            return [{"content": output.text}] if output.text else []
+        return [self._new(index, part) for part in self._readers.read(index, output)]
+
+    def _new(self, sample: int, part: Part) -> dict[str, Any]:
+        match part:
+            case PlainText(text):
+                return {"content": text}
+            case ReasoningText(text):
+                return {"reasoning_content": text}
+            case CallBegins(call, name, id):
+                if name in self._customs:
+                    self._custom_calls.add((sample, call))
+                return {"tool_calls": [{"index": call, **self._call(call, ToolCall(name, id))}]}
+            case Arguments(call, text):
+                more = {"custom": {"input": text}} if (sample, call) in self._custom_calls else _arguments(text)
+                return {"tool_calls": [{"index": call, **more}]}
+
+    def _whole(self, parts: list[Part]) -> dict[str, Any]:
+        whole = joined(parts)
+        nothing = None if whole.calls or whole.reasoning else ""
+        return {
+            "content": whole.text or nothing,
+            "reasoning_content": whole.reasoning or None,
+            "tool_calls": [self._call(index, call) for index, call in enumerate(whole.calls)] or None,
+        }
+
+    def _call(self, index: int, call: ToolCall) -> dict[str, Any]:
+        id = call.id or self._mint_id(call.name, index)
+        if call.name in self._customs:
+            return {"id": id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+        return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+    def _ending(self, index: int, output: TextOutput) -> dict[str, Any]:
+        ending = ending_of(output)
+        if ending["finish_reason"] == "stop" and self._readers is not None and self._readers.has_called(index):
+            ending["finish_reason"] = "tool_calls"
+        return ending
+
+    def _add_logprobs(self, deltas: list[dict[str, Any]], index: int, output: TextOutput) -> None:
+        """Add logprobs to the first delta, or a new one: text may lag behind its tokens."""
+        first = next((d for d in deltas if "role" not in d["delta"]), None)
+        if first is None:
+            first = _delta(index, {"content": ""})
+            deltas.append(first)
+        first["logprobs"] = self._logprobs_of(output)
+
+    def _logprobs_of(self, output: TextOutput) -> dict[str, Any] | None:
+        return {"content": token_logprobs(output, self._tokenizer), "refusal": None} if self._logprobs else None
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    return {"function": {"arguments": text}}
+
+
+# ---- chat
 
 
 async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:

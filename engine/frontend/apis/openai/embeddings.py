@@ -8,16 +8,22 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, embed, prompts_in, size_of, vector_of
-from engine.frontend.apis.shared.body_reader import BodyReader
-from engine.frontend.apis.shared.refused import EMBEDDING
+from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
+from engine.frontend.apis.shared.prefill_only import (
+    PrefillOnlyBody,
+    check_computes_prompts,
+    embed,
+    prompts_in,
+    size_of,
+    vector_of,
+)
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
+from service.http.api_shapes import json_response, json_rows
 from service.http.errors import bad_field
-from service.http.stream import json_response, json_rows
 
 
-class EmbeddingBody(AloneBody, kw_only=True):
+class EmbeddingBody(PrefillOnlyBody, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: str | None = None
     dimensions: int | None = None

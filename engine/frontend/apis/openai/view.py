@@ -1,16 +1,75 @@
 """OpenAI's answers: chunks, bodies, usage; text completions with logprobs. Pure."""
 
+import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from engine.frontend.apis.openai.bodies import CompletionBody
-from engine.frontend.apis.openai.extras import Extras
-from engine.frontend.apis.shared.request import RequestFields
+from engine.frontend.apis.shared.body_reader import COMPLETION, BodyReader
+from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
+from engine.frontend.apis.shared.samples import Counts, Usage
 from engine.frontend.apis.shared.stream import finite
-from engine.frontend.apis.shared.usage import Counts, Usage
 from engine.messages import TokenLogprob
 from engine.text.incremental import Span
 from engine.text.sample import TextOutput
+from service.http.errors import bad_field
+
+# ---- Optional fields of a choice: token ids (vLLM, SGLang), last hidden state (SGLang). Pure.
+
+
+class Extras:
+    """In a stream, ids come with the next text, hidden states last."""
+
+    def __init__(self, body: RequestFields, prompts: Sequence[list[int]]) -> None:
+        self._token_ids = bool(body.return_token_ids)
+        self._hidden_states = bool(body.return_hidden_states)
+        self._prompts: dict[int, list[int]] = dict(enumerate(prompts))  # not shown yet
+        self._new: defaultdict[int, list[int]] = defaultdict(list)  # tokens not shown yet
+        self._last: dict[int, bytes] = {}
+
+    def add(self, index: int, output: TextOutput) -> None:
+        self._new[index] += output.tokens.new_ids
+        if output.tokens.hidden:
+            self._last[index] = output.tokens.hidden[-1]
+
+    def take(self, index: int, *, finished: bool) -> dict[str, Any]:
+        shown: dict[str, Any] = {}
+        if self._token_ids:
+            shown["token_ids"] = self._new.pop(index, [])
+            if index in self._prompts:
+                shown["prompt_token_ids"] = self._prompts.pop(index)
+        if self._hidden_states and finished:
+            shown["hidden_states"] = array.array("f", self._last.pop(index, b"")).tolist()
+        return shown
+
+
+# ---- Body of /v1/completions, and its checks. Pure.
+
+MAX_COMPLETION_LOGPROBS = 5
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class CompletionBody(RequestFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+READER = BodyReader(body=CompletionBody, refused=COMPLETION, looked_into=("stream_options", "response_format"))
+
+
+def check_completion(body: CompletionBody) -> None:
+    check_request(body)
+    check_range("logprobs", body.logprobs, MAX_COMPLETION_LOGPROBS)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_field(
+            "best_of",
+            "must equal n: this server returns every sample, and sampling more to keep the best is not supported",
+        )
+
+
+# ---- view
 
 
 def usage_of(counts: Counts) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
-from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
-from engine.frontend.apis.shared.refused import CHAT
+from engine.frontend.apis.shared.body_reader import CHAT, BodyReader, Unserved
 from engine.frontend.apis.shared.request import RequestFields, check_range
 from service.http.errors import bad_field
 

@@ -1,6 +1,8 @@
 """POST /v1/responses: body -> chat -> plan -> view, and its storage."""
 
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,22 +13,102 @@ from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
 from engine.frontend.apis.responses.body import READER, Item, ResponseBody
 from engine.frontend.apis.responses.chat import NAMES, to_chat
-from engine.frontend.apis.responses.truncation import truncated, turns_of
 from engine.frontend.apis.responses.view import ResponseView
-from engine.frontend.apis.shared.body_reader import beside_loop
-from engine.frontend.apis.shared.other_apis import in_words_of
+from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
+from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.stream import Framing
-from engine.frontend.images.loaded import LoadedMedia
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.loader import MediaSource
+from engine.frontend.images.placeholders import LoadedMedia
 from engine.frontend.services import SERVICES, Services
-from service.http.caller_names import owner_in
-from service.http.errors import bad_field, decode_body
-from service.http.stream import typed_event
-from service.responses.api import caller_of
-from service.responses.book import LocalBook
-from service.responses.conversation import Conversation, StoreFields, open_conversation, to_store
-from service.responses.items import REFERENCE, RESPONSE
+from service.http.api_shapes import typed_event
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.guard import owner_in
+from service.responses import api
+from service.responses.api import StoredHandler, caller_of, named_response
+from service.responses.items import (
+    REFERENCE,
+    RESPONSE,
+    Conversation,
+    StoreFields,
+    not_found,
+    open_conversation,
+    to_store,
+)
+from service.responses.store import LocalBook
+
+# ---- `truncation: auto`: drops the oldest turns, never instructions.
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The conversation by turns.
+
+    `head`: leading system messages, kept. `starts`: possible starts, at user messages.
+    """
+
+    messages: list[ChatMessage]
+    head: int
+    starts: list[int]
+
+    def without(self, dropped: int) -> list[ChatMessage]:
+        return self.messages[: self.head] + self.messages[self.starts[dropped - 1] :] if dropped else self.messages
+
+
+def turns_of(messages: list[ChatMessage]) -> Turns:
+    head = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    return Turns(messages, head, [i for i, m in enumerate(messages) if i > head and m.role == "user"])
+
+
+async def truncated(turns: Turns, plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], *, room: int) -> ChatPlan:
+    """Drop the fewest turns to fit `room`, at most all but one."""
+    best = await _fitting(turns.messages, plan, room)
+    low, high = 1, len(turns.starts)
+    if best is not None:
+        return best
+    while low < high:
+        middle = (low + high) // 2
+        if await _fitting(turns.without(middle), plan, room) is not None:
+            high = middle
+        else:
+            low = middle + 1
+    return await plan(turns.without(high))
+
+
+async def _fitting(
+    messages: list[ChatMessage], plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], room: int
+) -> ChatPlan | None:
+    try:
+        found = await plan(messages)
+    except ApiError as error:
+        if error.code != CONTEXT_EXCEEDED:
+            raise
+        return None
+    return found if len(found.input_ids) <= room else None
+
+
+# ---- Stored responses of a standalone worker.
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def _of_worker(handler: StoredHandler) -> Handler:
+    async def handle(request: web.BaseRequest) -> web.Response:
+        book = request[SERVICES].responses
+        if book is None:
+            raise not_found(named_response(request))
+        return await handler(request, book)
+
+    return handle
+
+
+get_response = _of_worker(api.get_response)
+delete_response = _of_worker(api.delete_response)
+cancel_response = _of_worker(api.cancel_response)
+list_input_items = _of_worker(api.list_input_items)
+
+
+# ---- create
 
 
 def _number_from(view: ResponseView, num_events: int) -> None:

@@ -18,10 +18,10 @@ from engine.sampling_params import (
     SamplingParams,
     check_sampling_params,
 )
-from engine.text.stop_regex import compile_all
+from engine.text.incremental import compile_all
 from engine.text.tokenizer import TooManyTokens
-from service.aside import BODIES
 from service.http.errors import ApiError, bad_field
+from service.waiter import BODIES
 
 MAX_SAMPLES = 4096  # per request
 MAX_STREAM_INTERVAL = 1 << 20

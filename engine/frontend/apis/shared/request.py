@@ -1,13 +1,86 @@
 """Request fields except the prompt. Pure."""
 
+from typing import NamedTuple, Protocol
+
 import msgspec
 
-from engine.frontend.apis.shared.constraints import ResponseFormat
-from engine.frontend.apis.shared.fields import SamplingFields
-from engine.frontend.apis.shared.namespaces import PerPrompt
-from engine.frontend.apis.shared.structured_outputs import Schema, StructuredOutputs
+from engine.frontend.apis.shared.constraints import ResponseFormat, Schema, StructuredOutputs
+from engine.frontend.apis.shared.fields import SamplingFields, each
 from engine.frontend.bootstraps import Host, Port, Room
-from service.http.errors import bad_field
+from engine.frontend.services import Services
+from service.http.errors import ApiError, bad_field
+from service.kv_events import MAX_NAMESPACE_CHARS, namespace_of
+
+# ---- Prefix cache namespaces: `cache_salt` (vLLM, SGLang), `extra_key` (SGLang). Pure.
+
+PerPrompt = str | list[str | None] | None  # one for all prompts, or one each
+
+
+class NamespaceFields(Protocol):
+    cache_salt: PerPrompt
+    extra_key: PerPrompt
+
+
+def namespaces_of(body: NamespaceFields, num_prompts: int) -> list[tuple[str, ...]]:
+    """Raises ApiError(400)."""
+    if body.cache_salt is None and body.extra_key is None:
+        return [()] * num_prompts
+    salts, keys = (_checked(name, getattr(body, name), num_prompts) for name in ("cache_salt", "extra_key"))
+    return list(map(namespace_of, salts, keys))
+
+
+def _checked(field: str, value: PerPrompt, num_prompts: int) -> list[str | None]:
+    parts: list[str | None] = each(field, value, num_prompts)
+    for part in parts:
+        if part is not None and len(part) > MAX_NAMESPACE_CHARS:
+            raise bad_field(field, f"must have at most {MAX_NAMESPACE_CHARS} characters, got {len(part)}")
+    return parts
+
+
+# ---- The model or LoRA adapter of a request; "BASE:ADAPTER" is SGLang's form.
+
+OFF = "this server was started without --enable-lora"
+
+
+class Chosen(NamedTuple):
+    """The model of a request. `shown`: in answers; `lora`: adapter, empty for the base model."""
+
+    shown: str
+    lora: str
+
+
+def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chosen:
+    """The model that both fields name. Raises ApiError, 404 if unknown."""
+    named = _adapter_in(s, model)
+    if named and lora_path and named != lora_path:
+        raise bad_field("lora_path", f"is {lora_path!r}, and model names the adapter {named!r}; leave one out")
+    lora = named or check_lora_path(s, lora_path)
+    return Chosen(lora or s.model.served_name, lora)
+
+
+def check_lora_path(s: Services, lora_path: str | None) -> str:
+    if lora_path and not s.model.lora:
+        raise bad_field("lora_path", OFF, code="unsupported_parameter")
+    return lora_path or ""
+
+
+def _adapter_in(s: Services, model: str | None) -> str:
+    own = s.model.own_names
+    if model is None or model in own:
+        return ""
+    for name in (model, *(model[len(base) + 1 :] for base in own if base and model.startswith(f"{base}:"))):
+        if name in s.leaders.adapters:
+            return name
+    more = f", with the adapters {', '.join(s.leaders.adapters)}" if s.leaders.adapters else ""
+    raise ApiError(
+        404,
+        f"the model {model!r} does not exist; this server has {s.model.served_name!r}{more}",
+        field="model",
+        code="model_not_found",
+    )
+
+
+# ---- request
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -1,22 +1,25 @@
 """Streams that may continue on another worker (service/http/resume.py)."""
 
+import asyncio
 import base64
 import hashlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
+from engine.frontend.client.generation import Generation, add
 from engine.frontend.services import SERVICES, Services
 from engine.messages import FinishReason, GenerateRequest, KVSource, TokenLogprob, TokenOutput
 from engine.text.sample import TextOutput
-from service.http.errors import ApiError, bad_field
-from service.http.json_depth import decode_or_none
+from service.http.api_shapes import json_response, open_stream
+from service.http.errors import ApiError, bad_field, decode_or_none
 from service.http.reconnect import StreamLog
 from service.http.resume import (
     FRAMES_HEADER,
+    FRAMES_TYPE,
     RESUME_FIELD,
     RESUME_HEADER,
     Begun,
@@ -25,6 +28,7 @@ from service.http.resume import (
     begin_frame,
     end_frame,
     events_frame,
+    failed_frame,
     ids_frame,
     is_signed,
     last_frame,
@@ -33,6 +37,7 @@ from service.http.resume import (
     unit_of,
     whole_frame,
 )
+from service.http.routes import errors_of
 
 NOT_SIGNED = "only a router with the worker's --cluster-secret-file may do this"
 UNKNOWN_WORDS = "is not what a router of this version writes; upgrade routers and workers together"
@@ -181,7 +186,7 @@ def has_last(request: web.BaseRequest) -> bool:
     return resume is not None and resume.has_last
 
 
-def begun_of(
+def started_of(
     request: web.BaseRequest, requests: Sequence[GenerateRequest], *, id: str, groups: Sequence[str], created: int
 ) -> Begun | None:
     """Return what another worker needs to continue; None if impossible or not requested.
@@ -322,3 +327,44 @@ class _Said(NamedTuple):
 
 
 _NOTHING = _Said(0, 0, 0, False)
+
+
+# ---- Non-streamed answers that may move: frames for the router, then the body.
+#
+# Short answers have no frames.
+
+FRAMES_EVERY_S = 0.25
+
+
+async def answer_framed(
+    request: web.BaseRequest, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
+) -> web.StreamResponse:
+    """Answer a request. `show`: makes the body. Raises ApiError before anything is sent."""
+    time_s = asyncio.get_running_loop().time
+    answers, response = dict(generation.resumed), None
+    frames, due_s = WholeFrames(begun, answers), time_s() + FRAMES_EVERY_S
+    try:
+        while not generation.done:
+            for index, output in await generation.next():
+                add(answers, index, output)
+            if time_s() >= due_s and not generation.done:
+                response = response or await open_stream(request, headers={"Content-Type": FRAMES_TYPE})
+                await response.write(frames.news(answers))
+                due_s = time_s() + FRAMES_EVERY_S
+    except ApiError as error:
+        if response is None:
+            raise
+        body = errors_of(request).response(error).body
+        assert isinstance(body, bytes)
+        return await _ended(response, failed_frame(error.status, error.retry_after_s) + body)
+    if generation.moved:
+        response = response or await open_stream(request, headers={"Content-Type": FRAMES_TYPE})
+        return await _ended(response, frames.leave(answers, generation.moved))
+    shown = show([answers[i] for i in range(len(generation.samples))])
+    return json_response(shown) if response is None else await _ended(response, _encode(shown))
+
+
+async def _ended(response: web.StreamResponse, rest: bytes) -> web.StreamResponse:
+    await response.write(rest)
+    await response.write_eof()
+    return response

@@ -2,10 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.constraints import Constraint, format_constraint, only_one, plain_constraint
+from engine.frontend.apis.shared.constraints import (
+    Constraint,
+    format_constraint,
+    only_one,
+    plain_constraint,
+    structured_constraint,
+)
 from engine.frontend.apis.shared.fields import (
     build_sampling,
     check_hidden_states,
@@ -14,21 +21,78 @@ from engine.frontend.apis.shared.fields import (
     fit_to_context,
 )
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
-from engine.frontend.apis.shared.models import Chosen
-from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
-from engine.frontend.apis.shared.request import RequestFields
-from engine.frontend.apis.shared.resumable import begun_of, earlier_of, going_on, resume_of
+from engine.frontend.apis.shared.request import Chosen, RequestFields, namespaces_of
+from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
-from engine.frontend.apis.shared.structured_outputs import structured_constraint
-from engine.frontend.apis.shared.usage import Usage
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
-from service.http.caller_names import owner_in
+from engine.text.sample import TextOutput
+from service.http.guard import owner_in
+
+# ---- Token usage of a request. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Token counts. `reasoning`: part of `completion`."""
+
+    prompt: int
+    completion: int
+    cached: int
+    reasoning: int
+
+
+class Usage:
+    """Samples are prompt-major, `n` each; a prompt counts once.
+
+    `count_reasoning`: makes a sample's counter.
+    """
+
+    def __init__(
+        self,
+        num_prompt_tokens: list[int],
+        *,
+        n: int,
+        count_reasoning: Callable[[], ReasoningTokens] | None = None,
+    ) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._n = n
+        self._completion = [0] * (len(num_prompt_tokens) * n)
+        self._cached = [0] * len(num_prompt_tokens)
+        self._reasoning = [count_reasoning() for _ in self._completion] if count_reasoning is not None else []
+
+    def add(self, index: int, output: TextOutput) -> None:
+        self._completion[index] += len(output.tokens.new_ids)
+        if self._reasoning:
+            self._reasoning[index].add(output.tokens.new_ids)
+        if index % self._n == 0:  # later samples hit the first one's pages, which saves the user nothing
+            prompt = index // self._n
+            self._cached[prompt] = max(self._cached[prompt], output.tokens.cached_tokens)
+
+    def of_sample(self, index: int) -> Counts:
+        prompt = index // self._n
+        return Counts(
+            prompt=self._num_prompt_tokens[prompt],
+            completion=self._completion[index],
+            cached=self._cached[prompt],
+            reasoning=self._reasoning[index].num if self._reasoning else 0,
+        )
+
+    def total(self) -> Counts:
+        return Counts(
+            prompt=sum(self._num_prompt_tokens),
+            completion=sum(self._completion),
+            cached=sum(self._cached),
+            reasoning=sum(counter.num for counter in self._reasoning),
+        )
+
+
+# ---- samples
 
 
 def body_constraint(body: RequestFields) -> Constraint | None:
@@ -131,7 +195,7 @@ async def answer_samples(
     usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
     created = int(time.time()) if resume is None else resume.created
     shown = view(id=id, model=model.shown, created=created, usage=usage)
-    begun = begun_of(request, requests, id=id, groups=groups, created=created)
+    begun = started_of(request, requests, id=id, groups=groups, created=created)
     return await answer(
         request,
         generation,

@@ -6,18 +6,17 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.kept import end_kept, open_kept
-from engine.frontend.apis.shared.resumable import Frames, has_last, resume_of
-from engine.frontend.apis.shared.whole import answer_framed
+from engine.frontend.apis.shared.resumable import Frames, answer_framed, has_last, resume_of
+from engine.frontend.apis.shared.retained import end_retained, open_retained
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
-from service.http.direct_writes import DirectWrites
+from service.http.api_shapes import DONE, SSE_HEADERS, event, json_response
 from service.http.errors import ApiError
 from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
 from service.http.resume import Begun, failed_frame
 from service.http.routes import errors_of
-from service.http.stream import DONE, SSE_HEADERS, event, json_response
+from service.http.server import DirectWrites
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI uses this
 
@@ -76,7 +75,7 @@ async def answer(
             return json_response(view.body(await generation.collect()))
         with KeepAlive(request, interval_s=_silence_s(request)) as alive:
             resume, frames = resume_of(request), None
-            kept = open_kept(request, generation, begun) if framing.headers is SSE_HEADERS else None
+            kept = open_retained(request, generation, begun) if framing.headers is SSE_HEADERS else None
             num_events = 0 if resume is None else resume.num_events
             if begun is not None:
                 numbered = None if framing.number_from is None else num_events
@@ -89,7 +88,7 @@ async def answer(
                 return await _stream(request, generation, view=view, framing=framing, alive=alive, frames=frames)
             finally:
                 if kept is not None:
-                    end_kept(request, kept)
+                    end_retained(request, kept)
 
 
 def _silence_s(request: web.BaseRequest) -> float:

@@ -1,0 +1,204 @@
+"""Checks before the processes of a worker start: what others can reach, and the machine for a transfer engine."""
+
+import logging
+import re
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+from disagg.config import DisaggConfig, read_secret
+from engine.config import EngineConfig, ServerConfig
+from engine.flags.kv_events_config import FLAG, parse_kv_events_config
+from engine.flags.nodes import address_of
+from engine.frontend.bootstraps import BootstrapAllowlist
+from service.flags import ConfigError
+from service.security.browser import AllowedAddresses, is_loopback, require_secret
+from service.security.secret import router_secret
+from transfer_backends.engines.mooncake_protocols import IB_FLAG, devices_here, named_devices, ucx_settings
+
+# ---- Checks of a worker's open addresses, and of those that it may dial.
+
+log = logging.getLogger(__name__)
+
+
+def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> None:
+    """Raises `ConfigError`, or warns (--allow-insecure), for open addresses without key or secret."""
+    warnings = [
+        require_secret(
+            server.host,
+            flag="--host",
+            what="the worker's HTTP server",
+            remedy="--api-key-file (or --api-key)",
+            has_secret=bool(server.api_key or server.api_key_file),
+            allow_insecure=server.allow_insecure,
+        )
+    ]
+    for flag, host in _control_addresses(server, disagg, control_host):
+        warnings.append(
+            require_secret(
+                host,
+                flag=flag,
+                what="the control plane",
+                remedy="--cluster-secret-file",
+                has_secret=disagg.cluster_secret_file is not None,
+                allow_insecure=server.allow_insecure,
+            )
+        )
+    for text in (*warnings, _engine_warning(disagg)):
+        if text is not None:
+            log.warning(text)
+
+
+def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
+    """Raises `ConfigError` if other machines could read events, since they hold prompts."""
+    events = parse_kv_events_config(engine.kv_events_config)
+    open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
+    if not open_hosts or disagg.cluster_secret_file is not None:
+        return
+    what = f"{FLAG} {open_hosts[0]}: KV events show all users' prompts to every client that connects"
+    if not server.allow_insecure:
+        raise ConfigError(f"{what}; give --cluster-secret-file, or say --allow-insecure")
+    log.warning("INSECURE: %s (--allow-insecure)", what)
+
+
+def check_nodes_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
+    """Raises `ConfigError`, or warns (--allow-insecure), if a stranger could join as a rank."""
+    if engine.nnodes == 1:
+        return
+    warning = require_secret(
+        address_of(engine)[0],
+        flag="--dist-init-addr",
+        what="the group of ranks",
+        remedy="--cluster-secret-file",
+        has_secret=disagg.cluster_secret_file is not None,
+        allow_insecure=server.allow_insecure,
+    )
+    for text in (warning, _engine_warning(disagg) if engine.node_rank else None):  # node 0's: check_exposure
+        if text is not None:
+            log.warning(text)
+
+
+def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:
+    if disagg.disaggregation_mode == "null":
+        return []
+    named = disagg.disaggregation_control_host is not None
+    found = [("--disaggregation-control-host" if named else "--host", control_host)]
+    embedded = disagg.disaggregation_mode == "prefill" and disagg.disaggregation_bootstrap_server is None
+    return [*found, ("--host", server.host)] if embedded else found
+
+
+def _engine_warning(disagg: DisaggConfig) -> str | None:
+    """Mooncake always binds 0.0.0.0 and ::."""
+    if not disagg.has_peers or disagg.disaggregation_transfer_backend != "mooncake":
+        return None
+    return (
+        "the transfer engine mooncake listens on every address of this machine, not on --host alone, without "
+        "authentication: keep its ports behind a firewall, or use --disaggregation-transfer-backend nixl"
+    )
+
+
+def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> BootstrapAllowlist:
+    """Return the bootstrap servers and workers that a request may name. Raises `ConfigError`.
+
+    Local ones are excluded if other machines can send requests: a client could point us at a local
+    service.
+    """
+    secret = read_secret(disagg.cluster_secret_file)
+    fetches = {"--prefix-fetch": disagg.prefix_fetch, "--feature-fetch": disagg.feature_fetch}
+    for flag, is_given in fetches.items():
+        if is_given and router_secret(secret) is None:
+            raise ConfigError(
+                f"{flag}: needs --cluster-secret-file: only a router that is known by it may name other workers"
+            )
+    decodes = disagg.disaggregation_mode == "decode"
+    if not decodes and not disagg.prefix_fetch and not disagg.feature_fetch:
+        return BootstrapAllowlist()
+    named = disagg.disaggregation_bootstrap_server
+    allowed = AllowedAddresses(
+        (*disagg.disaggregation_bootstrap_allowed, *([] if named is None else [named])),
+        loopback=is_loopback(server.host) and is_loopback(control_host),
+        flag="--disaggregation-bootstrap-allowed",
+    )
+    return BootstrapAllowlist(allowed, secret=secret, dials_servers=decodes)
+
+
+# ---- Checks of machine and environment for a transfer engine.
+
+CAP_IPC_LOCK = 14  # linux/capability.h
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def check_transfer_machine(disagg: DisaggConfig, env: Mapping[str, str], *, on_gpu: bool) -> None:
+    """Check allocator, devices and pinning. Raises ConfigError, BackendUnavailable."""
+    devices = named_devices(disagg.disaggregation_ib_device, here=devices_here())
+    if disagg.disaggregation_transfer_backend == "nixl":
+        ucx_settings(devices, env)
+    if on_gpu:
+        check_allocator(env)
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has_rdma = any(Path("/dev/infiniband").glob("uverbs*"))
+    text = memlock_warning(limit_bytes=limit_bytes, effective_capabilities=_capabilities(), has_rdma=has_rdma)
+    if text is not None:
+        log.warning(text)
+
+
+def check_flags(disagg: DisaggConfig) -> None:
+    """Raises ConfigError."""
+    backend, protocol = disagg.disaggregation_transfer_backend, disagg.disaggregation_mooncake_protocol
+    if backend != "mooncake" and protocol != "auto":
+        raise ConfigError(
+            f"--disaggregation-mooncake-protocol: {protocol} is a transport of Mooncake, and --disaggregation-transfer-backend is "
+            f"{backend}; take mooncake there, or leave the protocol out"
+        )
+    if disagg.prefix_fetch and backend == "fake":
+        raise ConfigError(
+            "--prefix-fetch: --disaggregation-transfer-backend fake moves no KV; take nixl or mooncake, or leave --prefix-fetch out"
+        )
+    if backend == "fake" and (disagg.feature_fetch or disagg.disaggregation_mode == "encode"):
+        flag = "--feature-fetch" if disagg.feature_fetch else "--disaggregation-mode encode"
+        raise ConfigError(
+            f"{flag}: --disaggregation-transfer-backend fake moves no features of images; take nixl or mooncake, or leave {flag} out"
+        )
+    if disagg.disaggregation_ib_device is not None and protocol not in ("auto", "rdma"):
+        raise ConfigError(
+            f"{IB_FLAG}: --disaggregation-mooncake-protocol {protocol} uses no RDMA device; take rdma, or leave one of the two out"
+        )
+
+
+def check_allocator(env: Mapping[str, str]) -> None:
+    """Raises ConfigError for expandable segments: cuda_ipc maps only single allocations."""
+    for name in ALLOCATOR_VARIABLES:
+        if expandable_segments(env.get(name, "")):
+            raise ConfigError(
+                f"{name}: expandable_segments:True gives a KV cache that other processes cannot map, so transfers on one "
+                "machine fail; take it out of the variable, or say expandable_segments:False"
+            )
+
+
+def expandable_segments(text: str) -> bool:
+    """Parse torch's allocator settings; the last value counts."""
+    words = re.findall(r"(?:^|,)\s*expandable_segments\s*:\s*(\w+)", text)
+    return bool(words) and words[-1] == "True"
+
+
+def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: bool) -> str | None:
+    """Return the obstacle to pinned memory; `limit_bytes` is the soft RLIMIT_MEMLOCK."""
+    if not has_rdma or limit_bytes == resource.RLIM_INFINITY or effective_capabilities >> CAP_IPC_LOCK & 1:
+        return None
+    return (
+        f"RDMA device, but this process may pin {limit_bytes >> 10} KiB only (RLIMIT_MEMLOCK) and lacks CAP_IPC_LOCK: the "
+        "transfer engine may fall back to TCP. Raise the limit: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
+        "LimitMEMLOCK=infinity for the node's containerd; a capability added to a container reaches root alone"
+    )
+
+
+def _capabilities() -> int:
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1], 16) if found else 0
+
+
+def why_kv_stays(disagg: DisaggConfig) -> str:
+    """Return why KV memory cannot move, or ""."""
+    if not disagg.has_peers or not devices_here():
+        return ""
+    return "the KV memory of this worker is registered with RDMA devices, which keep its pages"

@@ -1,0 +1,209 @@
+"""Start and end of a leader's followers, on this and other machines."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from disagg.config import RankSpec, SchedulerSpec, read_secret
+from disagg.processes.children import OPERATING_ERROR, Children
+from disagg.processes.joint_memory import joint_plan
+from disagg.processes.rank_start import how_ended, start_rank
+from disagg.processes.rendezvous import Met, NodeBye, gathered
+from engine.config import EngineConfig
+from engine.flags.nodes import leader_of, node_of, ranks_of
+from engine.flags.rank_rules import check_device
+from engine.flags.resolve import resolve
+from engine.model_files.model_config import ModelConfig
+from engine.parallel.process_groups import joined, new_store
+from engine.parallel.region import SharedRegion, late_ranks, ranks_without_row
+from engine.ranks.followers import Followers, Member
+from engine.ranks.group import Group
+from engine.ranks.links import Joint, links_of, place_of, region_plan
+from engine.ranks.messages import leader_end
+from service.process.child_process import ChildProcess
+from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
+
+OWN_GPU = torch.device("cuda", 0)  # each rank can use only one
+SILENT_S = 1.0  # a host that only enqueues steps answers much faster
+
+
+@contextmanager
+def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol: str | None) -> Iterator[Group | None]:
+    """Start followers for the block; None for one rank. Raises ConfigError.
+
+    With DP attention even a single-rank scheduler has a group, which shares the MLPs.
+    """
+    config = resolve(spec.engine, model, cuda=torch.cuda.is_available())
+    if config.num_ranks == 1 and spec.joint is None:
+        yield None
+        return
+    check_device(config)
+    plan = region_plan(config, model)
+    children = Children()
+    with ExitStack() as undo:
+        met = None
+        if config.nnodes > 1:
+            secret = read_secret(spec.disagg.cluster_secret_file) or b""
+            met = undo.enter_context(gathered(spec.engine, spec.disagg, plan, secret=secret))
+        store = None
+        if config.device == "cuda":
+            undo.callback(os.close, store := new_store())
+        joint = _joint(spec, config)
+        region = SharedRegion.create(plan, ends_with=joint.region if joint else None)
+        undo.callback(region.close)
+        undo.callback(children.end)
+        undo.callback(region.abort)
+        yield _start(
+            spec, config, model.vision is not None, region, joint, children, mooncake_protocol, met, store, undo
+        )
+        if met is not None:
+            _send_bye(met)
+
+
+def _start(
+    spec: SchedulerSpec,
+    config: EngineConfig,
+    sees: bool,
+    region: SharedRegion,
+    joint: Joint | None,
+    children: Children,
+    mooncake_protocol: str | None,
+    met: Met | None,
+    store: int | None,
+    undo: ExitStack,
+) -> Group:
+    """`undo` closes the followers before anything else ends them."""
+    assert region.descriptor is not None
+    leader, first = leader_of(config), 0 if joint is None else joint.dp_rank * config.num_ranks
+    members: dict[int, Member] = {}
+    transfers, pids = {}, {first + leader: os.getpid()}
+    for rank in ranks_of(0, config):
+        if rank == leader:
+            continue
+        own, theirs = socket_pair()
+        with ExitStack() as passed:
+            passed.enter_context(theirs)
+            descriptors = [region.descriptor, theirs.fileno()]
+            if spec.disagg.disaggregation_mode != "null":
+                transfers[rank], engines = socket_pair()
+                descriptors.append(passed.enter_context(engines).fileno())
+            wires = {end: passed.enter_context(sock).fileno() for end, sock in _wires(met, rank).items()}
+            rank_spec = RankSpec(
+                scheduler=spec,
+                rank=rank,
+                region=region.plan,
+                descriptors=tuple(descriptors),
+                mooncake_protocol=mooncake_protocol,
+                wires=wires,
+                store=store,
+            )
+            process = start_rank(children, rank_spec)
+        members[rank] = (leader_end(own, sees=sees), _RankProcess(process, rank_spec.name))
+        pids[first + rank] = process.pid
+    if met is not None:
+        for rank in sorted(set(range(config.num_ranks)) - set(ranks_of(0, config))):
+            node = node_of(rank, config)
+            member = _RemoteRank(rank, config.num_ranks, node, met.controls[node].peer)
+            members[rank] = (leader_end(met.plan_of(rank), sees=sees), member)
+            if spec.disagg.disaggregation_mode != "null":
+                transfers[rank] = met.engine_of(rank)
+    # Before the leader meets its followers, so that an early end is reported.
+    followers = Followers(
+        members,
+        on_end=_end_worker,
+        limit_s=config.watchdog_timeout_s,
+        copies_beside=config.device == "cuda",
+        num_first=config.attention_tp_size,
+    )
+    undo.callback(followers.close)  # first: afterwards a follower's end is expected
+    groups, late = None, partial(_late, region, config)
+    if joint is not None:
+        late = partial(_late_of_all, region, joint, first)
+    if store is not None:
+        groups = joined(store, place_of(leader, config), OWN_GPU, timeout_s=config.dist_timeout_s)
+        late = partial(_late_hosts, followers, config)
+    return Group(
+        links=links_of(region, leader, config, _wires(met, leader), joint=joint, groups=groups),
+        pids=pids,
+        followers=followers,
+        transfers=transfers,
+        timeout_s=config.dist_timeout_s,
+        joint=joint,
+        late=late,
+    )
+
+
+def _joint(spec: SchedulerSpec, config: EngineConfig) -> Joint | None:
+    if spec.joint is None:
+        return None
+    return Joint(SharedRegion.open(spec.joint.memory, joint_plan(config)), spec.dp_rank)
+
+
+def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
+    return {} if met is None else met.of_rank(rank)
+
+
+def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
+    """Return the late ranks, or all if another machine may be the cause."""
+    late = late_ranks(region)
+    return list(range(config.num_ranks)) if config.sums_span_nodes and len(late) == config.ranks_here else late
+
+
+def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
+    """Return late ranks over all DP ranks: in a joint sum, without a step's row, or ours."""
+    late = late_ranks(joint.region)
+    if len(late) < joint.region.plan.ranks:
+        return late
+    size = region.plan.ranks
+    return [rank * size for rank in ranks_without_row(joint.region)] or [first + rank for rank in late_ranks(region)]
+
+
+def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
+    """Return ranks with hanging hosts; all if a GPU hangs, as waiting sums look alike."""
+    return followers.silent(within_s=SILENT_S) or list(range(config.num_ranks))
+
+
+@dataclass
+class _RankProcess:
+    process: ChildProcess
+    rank: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.rank} (pid {self.process.pid})"
+
+    def ended(self) -> str:
+        return how_ended(self.process)
+
+
+@dataclass
+class _RemoteRank:
+    rank: int
+    of: int
+    node: int
+    address: str
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.of} (node {self.node}, {self.address})"
+
+    def ended(self) -> str:
+        return f"is gone: its process has ended, or its machine; the log of node {self.node} may say why"
+
+
+def _send_bye(met: Met) -> None:
+    for control in met.controls.values():
+        with suppress(ChannelClosed, ChannelFull):
+            control.send(NodeBye())
+
+
+def _end_worker(text: str, refused: bool) -> None:
+    """End the process: no rank can continue. The kernel ends other followers."""
+    print(f"tandem serve: error: {text}", file=sys.stderr, flush=True)
+    os._exit(OPERATING_ERROR)

@@ -1,0 +1,295 @@
+"""Prefix KV below the device: host pages, and files behind them (DiskTier).
+
+  device page                    host page                     file
+  share, on_read, on_removed --> copied out (plan.to_host) --> written
+  admission, load_ahead <------- copied back (plan.from_host) <-- read while the request waits
+
+Pages have chained keys (page_allocator.py). Copies run in plan order on the stream of all page writes,
+so a device page may change owner once its copy is planned. Decode workers, whose peers write
+outside it, have no host tier; peers of a prefix wait until pages are settled. Host pages are pinned
+until their copy is collected.
+
+After SGLang's HiCache.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+from engine.core.mem_cache.disk_tier import DiskIndex, DiskTier, HostPages
+from engine.core.mem_cache.memory_part import LowerTier, MemoryPart
+from engine.core.mem_cache.page_allocator import KVIdentity, RequestKeys
+from engine.core.mem_cache.radix_cache import Inserted, Match
+from engine.core.mem_cache.radix_node import Node, TreePart
+from engine.core.memory import Memory, match_limit
+from engine.core.pdmux import Lane
+from engine.core.plan import PageCopy, Plan
+from engine.core.request import LoadedAhead, Request
+
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # by requests that computed or read a node
+TIERS = ("device", "host", "disk")
+
+
+class HostCache(MemoryPart, TreePart, LowerTier):
+    """Policies have their flags' names.
+
+    `run_id`: for RequestKeys. `ahead_pages`: early loads per step.
+    """
+
+    name = "host cache"
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        identity: KVIdentity,
+        run_id: str = "",
+        write_policy: str = "write_through",
+        disk: DiskIndex | None = None,
+        prefetch_policy: str = "best_effort",
+        prefetch_timeout_s: float = 1.0,
+        ahead_pages: int = 0,
+    ) -> None:
+        assert write_policy in WRITE_POLICIES and prefetch_policy in PREFETCH_POLICIES
+        self.pages = HostPages(num_pages)
+        self.counted: Counter[str] = Counter()
+        self.keys = RequestKeys(identity, run_id=run_id)
+        self._writes_back = write_policy == "write_back"
+        self._uses_to_write = USES_TO_WRITE.get(write_policy)
+        self._out: list[PageCopy] = []  # requested since the last plan
+        self._in: list[PageCopy] = []
+        self._found: list[int] = []  # by `open`, for `start`
+        self._under_way: dict[int, list[PageCopy]] = {}  # by uncollected plan number
+        self._ahead_pages = self.pages_ahead_left = ahead_pages
+        self.disk: DiskTier | None = None
+        if disk is not None:
+            self.disk = DiskTier(
+                disk,
+                pages=self.pages,
+                keys=self.keys,
+                prefetch_policy=prefetch_policy,
+                prefetch_timeout_s=prefetch_timeout_s,
+                counters=self.counted,
+            )
+
+    def use_identity(self, identity: KVIdentity) -> None:
+        """Name pages for other weights; call after `forget`."""
+        assert self.pages.num_named == 0
+        self.keys.identity = identity
+
+    # ---- events of the tree
+
+    def share(self, request: Request, inserted: Inserted, *, start: int, end: int) -> None:
+        if inserted.existing < end:
+            self._on_cached(inserted.node, self.keys.of(request, end)[inserted.existing :])
+
+    def _on_cached(self, node: Node, keys: list[bytes]) -> None:
+        node.keys = keys
+        self._write_when_used(node)
+
+    def on_read(self, node: Node) -> None:
+        """Note an admitted reader of the path to `node`."""
+        path: list[Node] = []
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            path.append(at)
+            at = at.parent
+        for above in reversed(path):
+            self._write_when_used(above)
+        self._touch([key for above in reversed(path) for key in above.keys])
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        cut = len(upper.pages)
+        upper.keys, lower.keys = lower.keys[:cut], lower.keys[cut:]
+
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
+        """Copy its pages, which the next planned step may overwrite later."""
+        if self._writes_back and evicted:
+            self._copy_out(node)
+
+    def check_node(self, node: Node) -> None:
+        assert len(node.keys) == len(node.pages), "a page in the tree without its key below"
+
+    def _write_when_used(self, node: Node) -> None:
+        if self._uses_to_write is not None and node.uses >= self._uses_to_write:
+            self._copy_out(node)
+
+    def _copy_out(self, node: Node) -> None:
+        """Copy missing pages, front first: a chain without its front is unusable."""
+        for key, page in zip(node.keys, node.pages, strict=True):
+            if self.pages.get(key) is not None:
+                continue
+            host_page = self.pages.take()
+            if host_page is None:
+                self.counted["hicache_skipped_pages"] += 1
+                return
+            if self.disk is not None:
+                self.disk.on_reuse(host_page)
+            self.pages.name(host_page, key)
+            self._out.append(PageCopy(page=page, host_page=host_page))
+            self.counted["hicache_saved_pages"] += 1
+
+    def _touch(self, chain: list[bytes]) -> None:
+        self.pages.touch(reversed(chain))
+        if self.disk is not None:
+            self.disk.index.touch(reversed(chain))
+
+    # ---- admission
+
+    def prefetch(self, request: Request, memory: Memory) -> None:
+        """Read files up to the first gap."""
+        if self.disk is not None:
+            start = len(memory.match_prefix(request).pages)
+            keys = self.keys.of(request, self._end_of(request))
+            self._touch(keys)  # or its own front would be evicted for its end
+            self.disk.prefetch(request, keys[start:])
+
+    def awaits(self, request: Request, now_s: float) -> bool:
+        return self.disk is not None and self.disk.awaits(request, now_s)
+
+    def _end_of(self, request: Request) -> int:
+        return match_limit(request) // self.keys.identity.page_size
+
+    def open(self, request: Request, match: Match, *, lands: bool) -> None:
+        """Pin host pages after the match before any eviction for the request."""
+        self._found = self.find(request, start=len(match.pages), end=self._end_of(request))
+        self.on_read(match.node)
+
+    def start(self, request: Request, match: Match, *, lands: bool) -> None:
+        """Copy host pages before any read of the step."""
+        found, self._found = self._found, []
+        self.load(request, found, start=len(match.pages))
+        request.launched_len += len(found) * self.keys.identity.page_size
+        request.computed_len = request.launched_len
+
+    def find(self, request: Request, *, start: int, end: int) -> list[int]:
+        """Find and pin host pages from page `start`, up to the first gap.
+
+        Pins last until the step of their `load` is collected.
+        """
+        found = list[int]()
+        for key in self.keys.of(request, end)[start:]:
+            page = self.pages.get(key)
+            if page is None:
+                break
+            self.pages.pin(page)
+            found.append(page)
+        return found
+
+    def load(self, request: Request, host_pages: list[int], *, start: int) -> None:
+        """Copy found pages into the request's pages from `start`; count tier hits at admission."""
+        num_read = self._load(request, request.pages[start : start + len(host_pages)], host_pages, start=start)
+        ahead, request.lower_tiers.ahead = request.lower_tiers.ahead, LoadedAhead()
+        if not request.admitted:
+            size = self.keys.identity.page_size
+            num_ahead = max(0, min(start, ahead.end) - ahead.begin)  # of the `start` pages on the device
+            num_read += min(ahead.num_read, num_ahead)
+            split = (start - num_ahead, len(host_pages) + num_ahead - num_read, num_read)
+            request.cached_by_tier = [pages * size for pages in split]
+            for tier, tokens in zip(TIERS, request.cached_by_tier, strict=True):
+                self.counted[f"hicache_{tier}_hit_tokens"] += tokens
+
+    # ---- requests that wait
+
+    @property
+    def files_come(self) -> bool:
+        return self.disk is not None and self.disk.busy
+
+    def load_ahead(self, request: Request, memory: Memory, *, earlier: Sequence[Request], most: int) -> None:
+        match = memory.match_prefix(request)
+        start, end = len(match.pages), self._end_of(request)
+        loads = request.keep_kv and request.lower_tiers.ahead.end <= start < end and self.holds(request, start)
+        if most < 1 or not loads:
+            return
+        available, cache = memory.available, memory.cache
+        kept = [match.node, *(memory.match_prefix(other).node for other in earlier)]
+        for node in kept:
+            cache.lock(node)
+        below = self.find(request, start=start, end=min(end, start + min(most, memory.available)))
+        if below:
+            self._insert_ahead(request, memory, match.pages, below)
+        for node in kept:
+            cache.unlock(node)
+        assert memory.available == available, "a load ahead takes nothing from admission and growth"
+
+    def _insert_ahead(self, request: Request, memory: Memory, cached: list[int], host_pages: list[int]) -> None:
+        pages, num_pages = memory.take(len(host_pages)), len(cached) + len(host_pages)
+        self._copy_ahead(request, pages, host_pages, start=len(cached))
+        tokens = request.key_tokens(0, num_pages * memory.allocator.page_size)
+        inserted = memory.cache.insert(tokens, cached + pages, branch=request.branch, priority=memory.rank(request))
+        self.share(request, inserted, start=len(cached), end=num_pages)
+
+    def holds(self, request: Request, index: int) -> bool:
+        return self.pages.get(self.keys.of(request, index + 1)[index]) is not None
+
+    def _copy_ahead(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> None:
+        num_read = self._load(request, pages, host_pages, start=start)
+        self.pages_ahead_left -= len(pages)
+        self.counted["hicache_loaded_ahead_pages"] += len(pages)
+        ahead, end = request.lower_tiers.ahead, start + len(pages)
+        begin = ahead.begin if ahead.end == start else start
+        request.lower_tiers.ahead = LoadedAhead(begin, end, ahead.num_read + num_read)
+
+    def _load(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> int:
+        """Return how many pages came from files, unused since."""
+        self._in += [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
+        self._touch(self.keys.of(request, start + len(host_pages)))
+        self.counted["hicache_loaded_pages"] += len(host_pages)
+        return 0 if self.disk is None else self.disk.take_read(host_pages)
+
+    # ---- steps
+
+    def asks_for_a_step(self, lane: Lane | None) -> bool:
+        return bool(self._out or self._in)
+
+    def attach(self, plan: Plan) -> None:
+        plan.to_host, self._out = self._out, []
+        plan.from_host, self._in = self._in, []
+        if plan.to_host or plan.from_host:
+            self._under_way[plan.seq] = [*plan.to_host, *plan.from_host]
+        self.pages_ahead_left = self._ahead_pages
+
+    def on_collected(self, plan: Plan, *, failed: bool) -> None:
+        self._under_way.pop(plan.seq, None)
+        for copy in reversed(plan.from_host):
+            self.pages.unpin(copy.host_page)
+        to_write = [] if self.disk is None else self.disk.write(copy.host_page for copy in plan.to_host)
+        for host_page in to_write:
+            self.pages.pin(host_page)
+        for copy in reversed(plan.to_host):
+            self.pages.unpin(copy.host_page)
+
+    def is_settled(self, pages: Sequence[int]) -> bool:
+        """Check that no copy of these device pages is requested or in flight, for peers."""
+        copies = chain(self._out, self._in, *self._under_way.values())
+        return {copy.page for copy in copies}.isdisjoint(pages)
+
+    # ---- all of it
+
+    def forget(self, *, files: bool) -> None:
+        for copy in [*self._out, *self._in]:
+            self.pages.unpin(copy.host_page)
+        self._out, self._in = [], []
+        self.pages.forget_all()
+        if self.disk is not None:
+            self.disk.forget(files=files)
+
+    def counters(self) -> dict[str, float]:
+        return {name: float(count) for name, count in self.counted.items()}
+
+    def gauges(self) -> dict[str, float]:
+        size = self.keys.identity.page_size
+        host = {
+            "hicache_host_used_tokens": float(self.pages.num_named * size),
+            "hicache_host_total_tokens": float(self.pages.num_pages * size),
+        }
+        return host if self.disk is None else host | self.disk.gauges()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        self.pages.check()
+        copied = {copy.host_page for copy in [*self._out, *self._in]}
+        assert all(self.pages.is_pinned(page) for page in copied), "a host page that is being copied is not pinned"
+        if self.disk is not None:
+            self.disk.check()

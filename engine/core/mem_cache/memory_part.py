@@ -1,0 +1,199 @@
+"""Parts of request memory: hooks called by Memory, the tree and the scheduler.
+
+Parts run in engine/build.py's order: host tier, recurrent states, window pages, image features.
+They rely on nothing else of each other. Parts that follow tree nodes are TreeParts (radix_node.py),
+too.
+
+Planning finds a part by class (`Memory.of`); the classes here are the defaults.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.radix_cache import Inserted, Match
+from engine.core.pdmux import Lane
+from engine.core.plan import Plan
+from engine.core.request import Request
+from engine.messages import FinishReason
+
+if TYPE_CHECKING:
+    from engine.core.memory import Memory
+
+
+P = TypeVar("P")
+
+
+class MemoryPart:
+    """Base with empty hooks; `name` labels its check."""
+
+    name = ""
+
+    @property
+    def allocators(self) -> tuple[PageAllocator, ...]:
+        return ()
+
+    # ---- admission
+
+    def refusal(self, request: Request, *, part_tokens: int) -> FinishReason | None:
+        """Return why `request` can never run, or None. `part_tokens`: the minimum chunk."""
+        return None
+
+    def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
+        """Check for room, after `without` have left."""
+        return True
+
+    def open(self, request: Request, match: Match, *, lands: bool) -> None:
+        """Allocate for an admitted request before its pages and the lock on `match`.
+
+        With `lands` the content arrives from elsewhere.
+        """
+
+    def start(self, request: Request, match: Match, *, lands: bool) -> None:
+        """Continue admission with pages allocated, of which those of `match` are computed."""
+
+    # ---- steps of a request
+
+    def extend(self, request: Request, end: int, *, answer: bool) -> None:
+        """Allocate for tokens before `end` of the planned step; there is room.
+
+        `answer`: it decodes.
+        """
+
+    def retire(self, request: Request) -> None:
+        """Free memory behind computed tokens that nothing reads."""
+
+    def share(self, request: Request, inserted: Inserted, *, start: int, end: int) -> None:
+        """Give the tree what belongs to its new pages, `start`..`end` - 1 of the request."""
+
+    # ---- ends
+
+    def free(self, request: Request) -> None:
+        """Free everything of the request; no step of it is in flight."""
+
+    def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
+        """Quarantine memory that a peer may write, and return it by allocator."""
+        return ()
+
+    def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        """Return extra memory of the first `num_tokens` tokens for a transfer."""
+        return ()
+
+    def forget(self, *, files: bool) -> None:
+        """Forget reusable content (`files`: on disk, too); no step is in flight."""
+
+    # ---- plans
+
+    def asks_for_a_step(self, lane: Lane | None) -> bool:
+        """Check for a required step without request tokens."""
+        return False
+
+    def attach(self, plan: Plan) -> None:
+        """Add requested work to this plan."""
+
+    def on_collected(self, plan: Plan, *, failed: bool) -> None:
+        """Note a collected step. `failed`: out of device memory."""
+
+    # ---- reports
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise AssertionError unless all is accounted for, given all live requests."""
+
+
+def part_of(kind: type[P], parts: Sequence[MemoryPart]) -> P | None:
+    return next((part for part in parts if isinstance(part, kind)), None)
+
+
+# ---- what a single part decides for planning
+
+
+class StepEnds:
+    """Step ends and their snapshots. By default steps end anywhere and leave nothing.
+
+    `one_verify_step`: only one step in flight verifies drafts.
+    """
+
+    one_verify_step = False
+
+    @property
+    def max_drafted(self) -> int | None:
+        """Requests per step that may verify drafts; None: any number."""
+        return None
+
+    def cut(self, request: Request, start: int, end: int) -> int:
+        """Return the end of a prefill step for tokens `start`..`end`."""
+        return end
+
+    def cut_answer(self, request: Request, start: int, end: int) -> int:
+        """Return the end of a verify step for tokens `start`..`end`."""
+        return end
+
+    def keep(self, request: Request, at: int, memory: "Memory") -> None:
+        """Give the tree the snapshot of the collected step after `at` tokens."""
+
+    def reject(self, request: Request, at: int) -> None:
+        """Roll back state behind a rejected draft, the last of the first `at` tokens."""
+
+
+class Windows:
+    """Window pages of requests; none by default."""
+
+    def window_of(self, request: Request, num_tokens: int) -> list[int]:
+        """Return pages read by the query after `num_tokens` tokens."""
+        return []
+
+
+class Features:
+    """Room for image features; none are needed by default. `part`: the minimum chunk."""
+
+    sees_images = False
+
+    def has_room(self, request: Request, part: int) -> bool:
+        """Check for room for any `part` tokens among features in use."""
+        return True
+
+    def may_go_on(self, request: Request, part: int) -> bool:
+        """Check for room for the next `part` tokens."""
+        return True
+
+    def reach(self, request: Request, start: int, *, part: int, budget: float) -> tuple[int, float]:
+        """Return the last possible end from `start`, and the remaining token `budget`."""
+        return request.num_tokens, budget
+
+    def use(self, request: Request, start: int, end: int) -> int:
+        """Provide features of tokens `start`..`end` - 1; return the tokens encoded for it."""
+        return 0
+
+
+class LowerTier:
+    """A tier below the device's prefix cache; none by default.
+
+    `pages_ahead_left`: early loads that fit into the next step.
+    """
+
+    pages_ahead_left = 0
+
+    @property
+    def files_come(self) -> bool:
+        """Check for file reads in progress."""
+        return False
+
+    def prefetch(self, request: Request, memory: "Memory") -> None:
+        """Start reading the part of its prefix that is only on disk."""
+
+    def awaits(self, request: Request, now_s: float) -> bool:
+        """Check for disk reads that `request` waits for."""
+        return False
+
+    def load_ahead(self, request: Request, memory: "Memory", *, earlier: Sequence[Request], most: int) -> None:
+        """Load up to `most` pages after a waiting request's cached prefix, as evictable tree pages."""
+
+    def is_settled(self, pages: Sequence[int]) -> bool:
+        """Check that no planned step still copies `pages` to or from the tier."""
+        return True

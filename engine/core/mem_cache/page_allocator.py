@@ -1,0 +1,196 @@
+"""Ownership of KV pages: free, held by a request, cached in the radix tree, or quarantined.
+
+Every page is in one state, and other transitions assert.
+
+        allocate            to_cache
+    FREE ------> HELD ------------> CACHED
+     ^  <------   |                    |
+     |    free    | quarantine         | evict
+     |            v                    |
+     +------- QUARANTINED              |
+     |  end_quarantine                 |
+     +---------------------------------+
+
+A transfer peer may still write a quarantined page.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from engine.core.request import Request
+from engine.images import KEY_BYTES
+
+FREE, HELD, CACHED, QUARANTINED = range(4)
+SORT_WHEN_UNSORTED = 8  # sort when one in 8 free pages is unsorted
+SINGLES = 64  # set aside for requests that grow by a page
+_NAMES = ("free", "held", "cached", "quarantined")
+
+
+class PageAllocator:
+    """Pages 1..num_pages; page 0 is the executor's scratch."""
+
+    def __init__(self, *, num_pages: int, page_size: int) -> None:
+        assert num_pages >= 1 and page_size >= 1
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._state = bytearray(num_pages + 1)
+        self._free = list(range(num_pages, 0, -1))  # popped from the end: low ids first
+        self._singles: list[int] = []  # also free; from the other end
+        self._num_unsorted = 0  # freed since the list was sorted
+        self._counts = [num_pages, 0, 0, 0]
+
+    @property
+    def num_free(self) -> int:
+        return self._counts[FREE]
+
+    def counts(self) -> dict[str, int]:
+        return dict(zip(_NAMES, self._counts, strict=True))
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, n: int) -> list[int]:
+        """Take `n` pages, adjacent if cheap: they transfer as one piece.
+
+        Sorting is amortized. Single pages come from the list's other end, leaving runs for prompts.
+        """
+        assert 0 <= n <= self.num_free, f"{n} pages requested, {self.num_free} are free"
+        if n == 0:
+            return []
+        if n == 1:
+            return self._allocate_single()
+        if n > len(self._free):
+            self._free[:0], self._singles = self._singles, []
+        if self._num_unsorted * SORT_WHEN_UNSORTED >= len(self._free):
+            self._free.sort(reverse=True)
+            self._num_unsorted = 0
+        pages = self._free[-n:]
+        del self._free[-n:]
+        pages.reverse()
+        self._move(pages, FREE, HELD)
+        return pages
+
+    def _allocate_single(self) -> list[int]:
+        if not self._singles:
+            self._singles = self._free[:SINGLES]
+            del self._free[:SINGLES]
+        pages = [self._singles.pop()]
+        self._move(pages, FREE, HELD)
+        return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        self._move(pages, HELD, FREE)
+        self._give_back(pages)
+
+    def to_cache(self, pages: Sequence[int]) -> None:
+        self._move(pages, HELD, CACHED)
+
+    def evict(self, pages: Sequence[int]) -> None:
+        self._move(pages, CACHED, FREE)
+        self._give_back(pages)
+
+    def quarantine(self, pages: Sequence[int]) -> None:
+        self._move(pages, HELD, QUARANTINED)
+
+    def end_quarantine(self, pages: Sequence[int]) -> None:
+        self._move(pages, QUARANTINED, FREE)
+        self._give_back(pages)
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        self._free.extend(reversed(pages))
+        self._num_unsorted += len(pages)
+
+    def _move(self, pages: Sequence[int], source: int, target: int) -> None:
+        state = self._state
+        for page in pages:
+            assert page > 0 and state[page] == source, (
+                f"page {page} is {_NAMES[state[page]]}, cannot go from {_NAMES[source]} to {_NAMES[target]}"
+            )
+            state[page] = target
+        self._counts[source] -= len(pages)
+        self._counts[target] += len(pages)
+
+    def state_of(self, page: int) -> str:
+        return _NAMES[self._state[page]]
+
+    def states_of(self, pages: Iterable[int]) -> set[str]:
+        return {_NAMES[state] for state in set(map(self._state.__getitem__, pages))}
+
+    def check(self) -> None:
+        assert sum(self._counts) == self.num_pages, f"{self.counts()} do not add up to {self.num_pages}"
+        free = {*self._free, *self._singles}
+        assert len(self._free) + len(self._singles) == self._counts[FREE] == len(free)
+        states = self.states_of(free)
+        assert states <= {_NAMES[FREE]}
+        for state in range(4):
+            expected = self._counts[state] + (1 if state == FREE else 0)  # page 0 stays FREE in the array
+            assert self._state.count(state) == expected
+
+
+# ---- Keys of whole KV pages: chained hashes of everything that decides their bytes.
+#
+#   seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)
+#   key[i] = H(key[i-1], tokens of page i)
+#
+# Equal keys mean equal KV, across processes. SHA-256 prevents deliberate collisions, which would
+# read
+# another client's KV.
+
+
+class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Identity of KV besides tokens; `weights` is version and fingerprint."""
+
+    layout: str
+    dtype: str
+    page_size: int
+    page_bytes: int
+    model: str
+    weights: str
+
+    def seed(self, adapter: str = "", namespace: tuple[str, ...] = ()) -> bytes:
+        """Chain start per adapter load and namespace."""
+        return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), adapter, *namespace))).digest()
+
+
+def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """Keys of whole pages after key `before` or the seed."""
+    assert len(tokens) % page_size == 0
+    keys = []
+    for at in range(0, len(tokens), page_size):
+        before = hashlib.sha256(before + _packed(tokens[at : at + page_size])).digest()
+        keys.append(before)
+    return keys
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """Return unique bytes; pages with image ids use more bytes."""
+    try:
+        return array("q", tokens).tobytes()
+    except OverflowError:
+        return b"".join([token.to_bytes(KEY_BYTES + 1, "little", signed=True) for token in tokens])
+
+
+class RequestKeys:
+    """Cached page keys of requests.
+
+    `run_id` separates processes: files outlive one, adapter numbers do not.
+    """
+
+    def __init__(self, identity: KVIdentity, *, run_id: str) -> None:
+        self.identity = identity
+        self._run_id = run_id
+
+    def of(self, request: Request, num_pages: int) -> list[bytes]:
+        adapter = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
+        seed = self.identity.seed(adapter, request.namespace)
+        size, known = self.identity.page_size, request.lower_tiers
+        if known.seed != seed:
+            known.keys, known.seed = [], seed
+        keys = known.keys
+        if len(keys) < num_pages:
+            tokens = request.key_tokens(len(keys) * size, num_pages * size)
+            keys += next_keys(keys[-1] if keys else seed, tokens, size)
+        return keys[:num_pages]

@@ -1,0 +1,272 @@
+"""Recurrent state slots: one per running request, and snapshots at prefix tree nodes.
+
+  FREE --open, adopt--> HELD by a request  --free-->                       FREE
+  FREE --snapshot---->  HELD, on its way   --keep--> CACHED at a node --evict, drop--> FREE
+
+Prefixes are usable up to a node with a snapshot. Prefill chunks end, and copy their state, at
+multiples of `grid`, where rounding does not depend on chunks. An answer keeps its last snapshot at
+a multiple of `every`, for the next turn.
+
+Copies run in plan order, so a slot may change owner once its copy is planned, without locks. Peers
+write outside that order: there a snapshot stays while its node is read.
+
+Verify steps pass a state over all draft rows. After a rejection the next plan rolls it back first;
+until that is collected the slot stays. Rows never cross a multiple of `every`, so a snapshot covers
+all of them or is dropped.
+
+After SGLang's MambaRadixCache; snapshots at branch points are Marconi's (arXiv:2411.19379).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from math import lcm
+
+from engine.core.mem_cache.memory_part import MemoryPart, StepEnds
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.mem_cache.radix_cache import Match
+from engine.core.mem_cache.radix_node import Node, TreePart
+from engine.core.memory import Memory
+from engine.core.plan import Plan, StateCopy, StateRollback
+from engine.core.request import Request
+
+CHUNK = 64  # tokens per piece of recurrent layers: other cuts round differently
+EVERY = 256  # answer tokens between snapshots
+
+
+class StateSlots(MemoryPart, TreePart, StepEnds):
+    """State slots by `grid` tokens, a multiple of the page.
+
+    Without `keeps_snapshots` nothing is reused.
+
+    `num_shadows`: requests that may verify drafts in a step; the executor keeps their old states.
+    """
+
+    name = "state slots"
+    one_verify_step = True  # rollbacks handle one unverified step
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        grid: int,
+        every: int | None = None,
+        keeps_snapshots: bool = True,
+        peers_write: bool = False,
+        num_shadows: int = 0,
+    ) -> None:
+        self.allocator = PageAllocator(num_pages=num_slots, page_size=1)
+        self.grid = grid
+        self.keeps_snapshots = keeps_snapshots
+        self._every = lcm(EVERY, grid) if every is None else every
+        self._peers_write = peers_write
+        self._num_shadows = num_shadows
+        self.num_snapshots = 0  # kept since start
+        self.on_change: Callable[[Node], None] = lambda node: None  # a node's snapshot came or went
+        self._nodes: OrderedDict[int, Node] = OrderedDict()  # by snapshot slot, least recently used first
+        self._begins: list[StateCopy] = []  # since the last plan
+        self._snapshots: list[StateCopy] = []
+        self._rewinds: dict[int, Request] = {}  # since the last plan, by slot
+        self._rewinding: dict[int, list[Request]] = {}  # by the plan that does it
+
+    @property
+    def allocators(self) -> tuple[PageAllocator, ...]:
+        return (self.allocator,)
+
+    @property
+    def num_available(self) -> int:
+        return self.allocator.num_free + sum(map(self._may_go, self._nodes.values()))
+
+    # ---- requests
+
+    def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
+        return self.num_available > 0 or any(r.state for r in without)
+
+    def open(self, request: Request, match: Match, *, lands: bool) -> None:
+        if lands:
+            self.adopt(request)
+        else:
+            self.begin(request, source=match.state)
+
+    def start(self, request: Request, match: Match, *, lands: bool) -> None:
+        if not lands and self._keeps(request):
+            self.aim(request, start=request.computed_len, cached=match.num_cached)
+
+    def begin(self, request: Request, *, source: int) -> None:
+        """Copy snapshot `source` into a slot for `request`; 0: the initial state."""
+        slot = self._take()
+        if slot != source:  # else the snapshot itself was evicted for it
+            self._begins.append(StateCopy(source or None, slot))
+        request.state = slot
+
+    def adopt(self, request: Request) -> None:
+        """Allocate a slot whose content arrives from elsewhere, so it must not be zeroed."""
+        request.state = self._take()
+
+    def free(self, request: Request) -> None:
+        assert not request.snapshots, f"{request.rid}: a snapshot is on its way"
+        self._rewinds.pop(request.state, None)
+        if request.state:
+            self.allocator.free([request.state])
+        request.state = 0
+
+    def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
+        return [(self.allocator, self.quarantine(request))]
+
+    def quarantine(self, request: Request) -> list[int]:
+        """Detach a slot that a transfer peer may still write."""
+        slots = [request.state] if request.state else []
+        self.allocator.quarantine(slots)
+        request.state = 0
+        return slots
+
+    def aim(self, request: Request, *, start: int, cached: int) -> None:
+        """Choose snapshots of `request` after `start`: at its last chunk, and where prompts branch.
+
+        `cached`: leading tokens with pages in the tree.
+        """
+        last = (request.num_tokens - 1) // self.grid * self.grid
+        parting = min(cached // self.grid * self.grid, last)
+        request.snapshots_at = tuple(sorted({at for at in (parting, last) if at > start}))
+
+    def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        return ([request.state],)
+
+    # ---- ends of steps
+
+    @property
+    def max_drafted(self) -> int | None:
+        return self._num_shadows
+
+    def cut(self, request: Request, start: int, end: int) -> int:
+        return next((at for at in request.snapshots_at if start < at < end), end)
+
+    def extend(self, request: Request, end: int, *, answer: bool) -> None:
+        """Take a reusable snapshot of the planned step's state."""
+        if answer:
+            self.snapshot_answer(request, end)
+        else:
+            self.snapshot(request, end)
+
+    def snapshot(self, request: Request, at: int) -> None:
+        """Snapshot the state after `at` tokens in this plan, if there is room."""
+        if at in request.snapshots_at and self.num_available:
+            self._copy(request, at)
+
+    def snapshot_answer(self, request: Request, at: int) -> None:
+        if at % self._every == 0 and self._keeps(request) and self.num_available:
+            self._copy(request, at)
+
+    def cut_answer(self, request: Request, start: int, end: int) -> int:
+        return min(end, (start // self._every + 1) * self._every) if self._keeps(request) else end
+
+    def _keeps(self, request: Request) -> bool:
+        return self.keeps_snapshots and request.keep_kv
+
+    def keep(self, request: Request, at: int, memory: Memory) -> None:
+        """Give the tree a taken snapshot after `at` tokens, where `request` is shared so far."""
+        if (slot := request.snapshots.pop(at, 0)) == 0:
+            return
+        above = request.answer_snapshot if at > len(request.input_ids) else None
+        memory.share(request)
+        shared = request.shared_pages * memory.allocator.page_size == at == request.computed_len
+        if shared and request.keep_kv and request.finish is None and request.lock is not None:
+            self.keep_at(slot, request.lock, above=above)
+            request.answer_snapshot = request.lock if at > len(request.input_ids) else None
+        else:
+            self.drop(slot)
+
+    def reject(self, request: Request, at: int) -> None:
+        if slot := request.snapshots.pop(at, 0):
+            self.drop(slot)
+        if request.finish is None:
+            self.rewind(request)
+
+    def rewind(self, request: Request) -> None:
+        self._rewinds[request.state] = request
+
+    def _copy(self, request: Request, at: int) -> None:
+        assert at % self.grid == 0, f"{request.rid}: a snapshot off the grid"
+        slot = self._take()
+        self._snapshots.append(StateCopy(request.state, slot))
+        request.snapshots[at] = slot
+
+    # ---- the tree
+
+    def keep_at(self, slot: int, node: Node, *, above: Node | None = None) -> None:
+        """Keep a finished snapshot at `node`; it replaces the answer's `above`, unless shared."""
+        if above is not None and above.state and above.locks == 1:
+            self._evict(above)
+        if node.state:  # another request's for the same tokens
+            self.drop(slot)
+            return
+        self.allocator.to_cache([slot])
+        node.state = slot
+        self._nodes[slot] = node
+        self.on_change(node)
+        self.num_snapshots += 1
+
+    def drop(self, slot: int) -> None:
+        self.allocator.free([slot])
+
+    def touch(self, node: Node) -> None:
+        self._nodes.move_to_end(node.state)
+
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
+        if node.state:
+            self._evict(node)
+
+    def check_node(self, node: Node) -> None:
+        assert not node.state or (node.state, node) in self._nodes.items(), "a snapshot in the tree that has gone"
+
+    def _take(self) -> int:
+        if not self.allocator.num_free:
+            self._evict(next(filter(self._may_go, self._nodes.values())))
+        return self.allocator.allocate(1)[0]
+
+    def _may_go(self, node: Node) -> bool:
+        return not self._peers_write or node.locks == 0
+
+    def _evict(self, node: Node) -> None:
+        del self._nodes[node.state]
+        self.allocator.evict([node.state])
+        node.state = 0
+        self.on_change(node)
+
+    # ---- steps
+
+    def attach(self, plan: Plan) -> None:
+        plan.states, self._begins = self._begins, []
+        plan.snapshots, self._snapshots = self._snapshots, []
+        if self._rewinds:
+            self._attach_rollbacks(plan)
+
+    def _attach_rollbacks(self, plan: Plan) -> None:
+        requests, self._rewinds = list(self._rewinds.values()), {}
+        for request in requests:
+            assert request.slot is not None, f"{request.rid}: its row has gone, and its state is to be taken back"
+            plan.rewinds.append(StateRollback(request.slot, request.computed_len))
+            request.inflight += 1
+        self._rewinding[plan.seq] = requests
+
+    def on_collected(self, plan: Plan, *, failed: bool) -> None:
+        for request in self._rewinding.pop(plan.seq, ()):
+            request.inflight -= 1
+
+    def gauges(self) -> dict[str, float]:
+        counts = self.allocator.counts()
+        used = counts["held"] + counts["quarantined"]
+        return {"mamba_usage": used / self.allocator.num_pages, "mamba_cached_slots": float(counts["cached"])}
+
+    def check(self, requests: Sequence[Request]) -> None:
+        self.allocator.check()
+        slots = [slot for r in requests for slot in (r.state, *r.snapshots.values()) if slot]
+        assert len(slots) == len(set(slots)) == self.allocator.counts()["held"], "held states and owners differ"
+        assert all((r.state > 0) == (len(r.pages) > 0) for r in requests), "pages without a state, or a state without"
+        assert not self._begins and not self._snapshots, "copies of states without a plan"
+        assert all(request.state == slot for slot, request in self._rewinds.items()), "a state to take back has gone"
+        assert all(node.state == slot and node.parent is not None for slot, node in self._nodes.items())
+        assert len(self._nodes) == self.allocator.counts()["cached"]
+
+
+def grid_of(page_size: int) -> int:
+    return lcm(CHUNK, page_size)

@@ -1,0 +1,100 @@
+"""PD multiplexing: prefill and decode steps run in two lanes of one device, concurrently.
+
+    prefill lane   | chunk 1 of A  | chunk 2 of A, B | chunk of E ...
+    decode lane    | C D | C D | C D | C D | C D | A B C D | A B C D ...
+
+Steps run in plan order within a lane only. So a request changes to decode once nothing of it is in
+flight: it opens an executor row in the new lane and closes the old one (RequestTable). Lanes share
+pages: only steps of the holder write them, and others read them after these are collected.
+
+Both phases over one KV pool: Semi-PD (arXiv:2504.19867), Bullet (arXiv:2504.19516), SGLang's
+--enable-pdmux; shares of a device: MuxServe (arXiv:2404.02015).
+"""
+
+from collections import deque
+from enum import Enum
+
+
+class Lane(Enum):
+    """Lane of a plan's steps, if there are two."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+STREAMS = {Lane.DECODE: 0, Lane.PREFILL: 1}  # of an executor; steps without a lane run on the first
+
+
+# ---- Device share and pace of decode steps during prefill, from the ITL objective.
+#
+#   ITL objective  |<----------------- itl_s ---------------->|
+#   decode         | step |                          | step |    due PACE of it after the last
+#   prefill        | what a step leaves | whole device | ...
+#
+# Decode gets the smallest share that ends within PACE of the objective; prompts the rest, at least
+# MIN_FOR_PROMPTS of the time. Without objective decode has half.
+#
+# Decode share by objective: Semi-PD (arXiv:2504.19867), DynaServe (arXiv:2504.09285).
+
+PACE = 0.75  # of the objective: steps vary, and the loop takes time
+ROOMY = 0.5  # of the objective: below it with one part less, a part returns
+MIN_FOR_PROMPTS = 0.25
+HALF = 0.5
+NUM_LAST = 5  # steps considered
+ENOUGH = 3  # of them, to change the share
+
+
+class LaneShare:
+    """Share in `parts` of the device; `waits`: prompts stop during whole-device decodes."""
+
+    def __init__(self, *, parts: int, itl_s: float | None, waits: bool) -> None:
+        assert parts >= 1 and (itl_s is None or itl_s > 0)
+        self._parts = parts
+        self._itl_s = itl_s
+        self._waits = waits
+        self._taken_s: deque[float] = deque(maxlen=NUM_LAST)
+        self.decode_parts = max(1, parts // 2)
+
+    def note(self, taken_s: float) -> None:
+        self._taken_s.append(taken_s)
+        if self._itl_s is None or len(self._taken_s) < ENOUGH:
+            return
+        usual_s = self._usual_s
+        if usual_s > PACE * self._itl_s and self.decode_parts < self._parts:
+            self._change(1)
+        elif self.decode_parts > 1 and usual_s * self.decode_parts < ROOMY * self._itl_s * (self.decode_parts - 1):
+            self._change(-1)
+
+    def due_s(self, launched_s: float, joined_s: float | None = None) -> float:
+        """Return when a decode step is due after `launched_s`, during prefill.
+
+        `joined_s`: first token of the oldest request not yet decoded; its next is due within the
+        objective.
+        """
+        due_s = launched_s + max(self._pace_s, self._left_s)
+        if joined_s is None:
+            return due_s
+        usual_s = self._usual_s if self._taken_s else 0.0
+        return min(due_s, max(launched_s + self._left_s, joined_s + max(0.0, self._pace_s - usual_s)))
+
+    @property
+    def _pace_s(self) -> float:
+        return 0.0 if self._itl_s is None else PACE * self._itl_s
+
+    @property
+    def _left_s(self) -> float:
+        """Step interval that leaves prompts some time, if decode has all parts."""
+        if not self._waits or self.decode_parts < self._parts or not self._taken_s:
+            return 0.0
+        return self._usual_s / (HALF if self._itl_s is None else 1 - MIN_FOR_PROMPTS)
+
+    @property
+    def _usual_s(self) -> float:
+        return sorted(self._taken_s)[len(self._taken_s) // 2]
+
+    def _change(self, by: int) -> None:
+        self.decode_parts += by
+        self._taken_s.clear()
+
+    def gauges(self) -> dict[str, float]:
+        return {"decode_share": self.decode_parts / self._parts}

@@ -1,1 +1,0 @@
-"""The engine of an encoder worker (EPD disaggregation)."""

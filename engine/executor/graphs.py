@@ -1,0 +1,373 @@
+"""Steps as graphs: decode steps of each batch size and short prompts of each length, recorded once and replayed."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.attention.backend import CapturableBackend
+from engine.core.plan import Plan, PlanItem
+from engine.executor.draft_rows import tree_rows
+from engine.executor.forward import FutureMap, StepInputs
+from engine.executor.step_part import Batch, Forward
+from engine.kernels.triton.extend_plan import MAX_WHOLE
+from engine.kv.step_batch import DeviceExtend, DeviceStep, PageTable, TreePaths, upload_into
+from engine.lora.bank import AdapterBank
+from engine.models.decoder import DenseDecoder
+from engine.sampler.sampler import NOT_SAMPLED, CapturableSampler
+from service.process.start import no_collections
+
+# ---- What a recorded decode step computes behind its forward: that depends on which rank records
+# it.
+
+
+class RecordedEnd(Protocol):
+    def begin(self, model: DenseDecoder, *, rows: int) -> None:
+        """Prepare a recording of steps of at most `rows` rows."""
+
+    def run(self, model: DenseDecoder, hidden: Tensor, slots: Tensor, output_lens: Tensor) -> Forward:
+        """Compute the rest of a step from its hidden states [T, hidden]."""
+
+
+class SampledEnd:
+    """Logits and tokens, which go into the future map: of the rank that samples."""
+
+    def __init__(self, sampler: CapturableSampler, future_map: FutureMap, *, device: torch.device) -> None:
+        self._sampler = sampler
+        self._future_map = future_map
+        self._logits = torch.empty((0, 0), device=device)
+
+    def begin(self, model: DenseDecoder, *, rows: int) -> None:
+        # One for all graphs: what a graph returns stays taken beside what the others return.
+        self._logits = torch.empty((rows, model.vocab_size), dtype=torch.float32, device=self._logits.device)
+
+    def run(self, model: DenseDecoder, hidden: Tensor, slots: Tensor, output_lens: Tensor) -> Forward:
+        logits = model.logits(hidden, out=self._logits[: len(hidden)])
+        tokens, bad = self._sampler.sample_on_device(logits, slots, output_lens)
+        self._future_map.store(slots, tokens)  # 0 for a row that is sampled behind the graph
+        return Forward(hidden, logits, tokens, bad)
+
+
+class FollowedEnd:
+    """The end of a step on a rank that samples nothing. `is_last`: its stage has the head, of which it gives its columns to the leader."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        self._is_last = is_last
+
+    def begin(self, model: DenseDecoder, *, rows: int) -> None:
+        """Keep nothing."""
+
+    def run(self, model: DenseDecoder, hidden: Tensor, slots: Tensor, output_lens: Tensor) -> Forward:
+        if self._is_last:
+            model.logits(hidden)
+        return Forward(hidden, gave_logits=self._is_last)
+
+
+# ---- Decode steps as graphs: recorded per batch size, replayed with one launch.
+#
+# A batch takes the next size. Padded rows are token 0 at position 0 of the scratch row, write to
+# page
+# 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions, slots,
+# output lengths; RoPE positions if multimodal), page table, sampler table, future map, KV pool,
+# weights. Lengths follow from positions on the device. With grammar masks no row is sampled in the
+# graph, but after it. With draft trees it also reads places and paths; other rows have their own
+# places.
+#
+# Ranks record the same sizes in the same order, with the sums of a step.
+
+WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
+MAX_BY_DEFAULT = 256
+
+T = TypeVar("T")
+Work = Callable[[], Tensor]
+
+
+class Capture(Protocol):
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Record `work`; the result repeats it over the same memory and returns the same tensors or equal ones."""
+
+
+class CudaCapture:
+    """torch.cuda.CUDAGraph. Graphs never overlap, so share a pool; largest first takes least."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # one for all captures, or they do not share memory
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        self._warm_up(work)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a transfer engine's thread may ask CUDA something meanwhile
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with no_collections(), recording:  # a graph that is collected meanwhile ends the capture
+            out = work()
+
+        def replay() -> T:
+            graph.replay()
+            return out
+
+        return replay
+
+    def _warm_up(self, work: Callable[[], object]) -> None:
+        torch.cuda.synchronize(self._device)  # weights and pool come from other streams
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP_RUNS):
+                work()
+        torch.cuda.synchronize(self._device)
+
+
+class DecodeGraphs:
+    """`sizes`: batch sizes, ascending, each also recorded with `adapters`.
+
+    `depth`: maximum drafts on a tree path, 0 for chains. `sees`: multimodal.
+    """
+
+    def __init__(
+        self,
+        *,
+        sizes: Sequence[int],
+        capture: Callable[[], Capture],
+        backend: CapturableBackend,
+        page_table: PageTable,
+        inputs: StepInputs,
+        end: RecordedEnd,
+        device: torch.device,
+        adapters: AdapterBank | None = None,
+        depth: int = 0,
+        sees: bool = False,
+        progress: bool = False,
+    ) -> None:
+        assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
+        self.sizes = list(sizes)
+        self._capture = capture
+        self._backend = backend
+        self._page_table = page_table
+        self._step_inputs = inputs
+        self._end = end
+        self._adapters = adapters
+        self._sees = sees
+        self._progress = progress
+        rows = [0, 0, page_table.scratch_slot, NOT_SAMPLED, *([0] if sees else [])]
+        padding = torch.tensor(rows, device=device)[:, None]
+        self._inputs = {size: padding.repeat(1, size) for size in sizes}
+        no_tree = torch.tensor([[0, 1] + [0] * depth], dtype=torch.int32, device=device)
+        self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if depth else {}
+        self._graphs: dict[int, Callable[[], Forward]] = {}
+        self._adapted: dict[int, Callable[[], Forward]] = {}
+
+    def forget(self) -> None:
+        """Drop all graphs until `record`."""
+        self._graphs, self._adapted = {}, {}
+
+    def record(self, model: DenseDecoder) -> None:
+        """Record every size for `model`, in stream order with nothing in flight.
+
+        Raises torch.OutOfMemoryError and leaves no graphs.
+        """
+        self.forget()
+        self._end.begin(model, rows=self.sizes[-1])
+        capture = self._capture()
+        bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
+        graphs, adapted = {}, {}
+        for size in bar:
+            graphs[size] = capture.capture(self._work(model, size))
+            if self._adapters is not None:
+                self._adapters.begin_recording(size)
+                adapted[size] = capture.capture(self._work(model, size))
+                self._adapters.rest()
+        self._graphs, self._adapted = graphs, adapted
+
+    def takes(self, plan: Plan) -> bool:
+        return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
+
+    def size_of(self, items: list[PlanItem]) -> int:
+        """Return the graph's rows for `items`."""
+        return self.sizes[bisect_left(self.sizes, len(items))]
+
+    def run(self, batch: Batch) -> Forward | None:
+        """Compute a step, sampled unless it has masks; valid until the next. Marks no layer."""
+        plan = batch.plan
+        if not self.takes(plan) or batch.layers.watched or (batch.adapted and self._adapters is None):
+            return None
+        size, samples = self.size_of(plan.items), not plan.masks and not plan.sample_deferred
+        if self._adapters is not None:
+            self._adapters.compute(recorded=size)
+        batch.arrival.hold_all()
+        self._step_inputs.fill(len(plan.items))
+        upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
+        if self._trees:
+            upload_into(self._trees[size], tree_rows(plan.items, like=self._trees[size]))
+        return (self._adapted if batch.adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
+
+    def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
+        """Host int64[4, size]: token ids or placeholders, positions, slots, output lengths.
+
+        With images also RoPE positions.
+        """
+        assert all(item.sample for item in items), "a decode step samples every request"
+        more = size - len(items)
+        ids = [item.tokens[0] for item in items] + [0] * more
+        positions = [item.start for item in items] + [0] * more
+        slots = [item.slot for item in items] + [self._page_table.scratch_slot] * more
+        lens = [item.output_len if samples else NOT_SAMPLED for item in items] + [NOT_SAMPLED] * more
+        turns = (
+            [[item.start + (item.images.rope_delta if item.images else 0) for item in items] + [0] * more]
+            if self._sees
+            else []
+        )
+        return torch.tensor([ids, positions, slots, lens, *turns])
+
+    def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:
+        ids, positions, slots, output_lens, *turns = self._inputs[size]
+        trees = self._trees.get(size)
+
+        def work() -> Forward:
+            places = positions if trees is None else trees[:, 0].to(torch.int64)
+            pages, offsets = self._page_table.locate(slots, places)
+            step = DeviceStep(
+                page_table=self._page_table.rows,
+                slots=slots,
+                kv_lens=(positions + 1).to(torch.int32),
+                token_pages=pages,
+                token_offsets=offsets,
+                paths=None
+                if trees is None
+                else TreePaths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
+            )
+            self._backend.begin_on_device(step)
+            hidden = model.forward(
+                self._step_inputs.recorded(ids), turns[0] if turns else positions, self._backend.attend
+            )
+            return self._end.run(model, hidden, slots, output_lens)
+
+        return work
+
+
+def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int) -> list[int]:
+    """Choose ascending batch sizes, up to the first that holds `max_running` requests.
+
+    Default: 1, 2, 4, then at most 7 wasted rows up to 64, 31 beyond, to `max_bs`.
+    """
+    if sizes:
+        wanted = sorted(set(sizes))
+    else:
+        most = min(max_bs or MAX_BY_DEFAULT, max_running)
+        wanted = [1, 2, 4, *range(8, 65, 8), *range(96, most + 1, 32)]
+        wanted = [size for size in wanted if size < most] + [most]
+    needed = [size for size in wanted if size < max_running]
+    return needed + [size for size in wanted if size >= max_running][:1]
+
+
+# ---- Short prompts as graphs: recorded once for each number of tokens, replayed with one launch.
+#
+# Launching the kernels of a forward one by one takes the host longer than a GPU takes to compute a
+# few hundred tokens. A step takes
+# the graph of the next size: its padded tokens belong to no request and write to page 0, its padded
+# requests have no tokens.
+# Long prefixes are left to kernels that the host cuts by their length, and so are prompts with
+# images from the first one on.
+
+MAX_REQUESTS = 16  # of a recorded step: attention starts programs for each, also for one that is padding
+
+
+class PrefillGraphs:
+    """`sizes`: numbers of new tokens to record, ascending."""
+
+    def __init__(
+        self,
+        *,
+        sizes: Sequence[int],
+        capture: Callable[[], Capture],
+        backend: CapturableBackend,
+        page_table: PageTable,
+        inputs: StepInputs,
+        progress: bool = False,
+    ) -> None:
+        assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
+        self.sizes = list(sizes)
+        self._capture = capture
+        self._backend = backend
+        self._page_table = page_table
+        self._step_inputs = inputs
+        self._progress = progress
+        self._inputs = {size: self._rows([], size).to(page_table.device) for size in sizes}
+        self._graphs: dict[int, Work] = {}
+
+    def forget(self) -> None:
+        """Drop all graphs until `record`."""
+        self._graphs = {}
+
+    def record(self, model: DenseDecoder) -> None:
+        """Record every size for `model`, in stream order with nothing in flight.
+
+        Raises torch.OutOfMemoryError, and then there are no graphs.
+        """
+        self.forget()
+        capture = self._capture()
+        bar = tqdm(self.sizes[::-1], desc="prefill graphs", disable=None if self._progress else True, leave=False)
+        self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}
+
+    def takes(self, plan: Plan) -> bool:
+        items = plan.items
+        if not self._graphs or not plan.extend or len(items) > MAX_REQUESTS:
+            return False
+        is_short = all(item.kv_len <= MAX_WHOLE for item in items)
+        if any(item.images is not None for item in items):
+            return False
+        return is_short and sum(item.q_len for item in items) <= self.sizes[-1]
+
+    def run(self, batch: Batch) -> Forward | None:
+        """Compute the hidden states [T, hidden] of the new tokens; valid until the next step begins. They know no adapters."""
+        if batch.adapted or not self.takes(batch.plan):
+            return None
+        batch.arrival.hold_all()
+        return Forward(batch.layers.whole(batch.plan.seq, lambda: self._replayed(batch.items)))
+
+    def _replayed(self, items: list[PlanItem]) -> Tensor:
+        num_tokens = sum(item.q_len for item in items)
+        size = self.sizes[bisect_left(self.sizes, num_tokens)]
+        self._step_inputs.fill(num_tokens)
+        upload_into(self._inputs[size], self._rows(items, size))
+        return self._graphs[size]()[:num_tokens]
+
+    def _rows(self, items: list[PlanItem], size: int) -> Tensor:
+        """Return the input of a graph, on the host: [3 * size + 3 * MAX_REQUESTS + 1] int64, see `_work`."""
+        scratch = self._page_table.scratch_slot
+        more, more_requests = size - sum(item.q_len for item in items), MAX_REQUESTS - len(items)
+        ids = [token for item in items for token in item.tokens] + [0] * more
+        positions = [at for item in items for at in range(item.start, item.kv_len)] + [0] * more
+        token_slots = [item.slot for item in items for _ in range(item.q_len)] + [scratch] * more
+        slots = [item.slot for item in items] + [scratch] * more_requests
+        kv_lens = [item.kv_len for item in items] + [0] * more_requests
+        starts = list(accumulate((item.q_len for item in items), initial=0))
+        starts += [starts[-1]] * more_requests
+        return torch.tensor([*ids, *positions, *token_slots, *slots, *kv_lens, *starts])
+
+    def _work(self, model: DenseDecoder, size: int) -> Work:
+        counts = [size, size, size, MAX_REQUESTS, MAX_REQUESTS, MAX_REQUESTS + 1]
+        ids, positions, token_slots, slots, kv_lens, starts = self._inputs[size].split(counts)
+
+        def work() -> Tensor:
+            pages, offsets = self._page_table.locate(token_slots, positions)
+            step = DeviceExtend(
+                page_table=self._page_table.rows,
+                slots=slots,
+                starts=starts.to(torch.int32),
+                kv_lens=kv_lens.to(torch.int32),
+                token_pages=pages,
+                token_offsets=offsets,
+            )
+            self._backend.begin_on_device(step)
+            return model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)
+
+        return work
+
+
+def prefill_graph_sizes(most: int) -> list[int]:
+    """Choose the numbers of tokens to record: 16, 32, 64, then every 64 up to `most`."""
+    return sorted({size for size in (16, 32, *range(64, most, 64)) if size < most} | {most})

@@ -1,0 +1,74 @@
+"""POST /switch_role; rejects impossible switches before draining."""
+
+import math
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.errors import not_ready
+from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
+from engine.frontend.services import SERVICES, Services
+from service.flags import ConfigError
+from service.http.api_shapes import json_response
+from service.http.errors import ApiError, bad_field, decode_body
+
+ROLES = ("prefill", "decode")
+FIXED = "this worker keeps its role; only one that was started with --disaggregation-mode prefill or decode can change"
+
+
+class SwitchBody(msgspec.Struct, kw_only=True):
+    """Body of a switch. `timeout`: seconds for running requests, by default --drain-timeout."""
+
+    role: str
+    timeout: float | None = None
+
+
+async def switch_role(request: web.BaseRequest) -> web.Response:
+    """202 once draining; /server_info shows the new role when done. 200 if unchanged."""
+    s = request[SERVICES]
+    body = decode_body(await request.read(), SwitchBody)
+    if body.role not in ROLES:
+        raise bad_field("role", f"must be prefill or decode, got {body.role!r}")
+    if body.timeout is not None and not (body.timeout >= 0 and math.isfinite(body.timeout)):
+        raise bad_field("timeout", f"must be a number of seconds, at least 0, got {body.timeout}")
+    switch = _open_switch(s)
+    if body.role == s.spec.mode:
+        return json_response({"role": s.spec.mode, "message": f"this is a {s.spec.mode} worker"})
+    to = _state_for(s, body.role)
+    try:
+        switch.check(to)
+    except ConfigError as e:
+        raise bad_field("role", f"this worker cannot be a {body.role} worker: {e}") from None
+    switch.request(to, body.timeout)
+    message = f"it drains, then starts again as a {body.role} worker; /server_info shows when"
+    reply = {
+        "role": s.spec.mode,
+        "switching_to": body.role,
+        "incarnation": s.incarnation,
+        "message": message,
+    }
+    return json_response(reply, status=202)
+
+
+def _open_switch(s: Services) -> RoleSwitch:
+    if s.spec.switch is None:
+        raise bad_field("role", FIXED)
+    restarts = s.spec.switch.last is not None and not s.leaders.ready.is_set()
+    if s.spec.switch.to is not None or restarts:
+        role = s.spec.switch.to_role or s.spec.mode
+        raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
+    if s.client.closed is not None:
+        raise s.client.closed
+    if not s.leaders.ready.is_set():
+        raise not_ready("the model is still loading")
+    return s.spec.switch
+
+
+def _state_for(s: Services, role: str) -> RoleSwitchState:
+    return RoleSwitchState(
+        role=role,
+        model_path=str(s.leaders.updated.get("model_path", s.model.path)),
+        served_name=s.model.served_name,
+        weight_version=s.weight_version,
+        adapters=dict(s.leaders.adapters),
+    )

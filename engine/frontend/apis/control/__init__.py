@@ -1,1 +1,0 @@
-"""Control of a worker: pause, weights, profiles, adapters, role."""

@@ -1,1 +1,0 @@
-"""Rerankers and classifiers, in the forms of vLLM, Cohere and Jina."""

@@ -1,0 +1,241 @@
+"""Requests that prefill workers answer: embeddings and scores."""
+
+import array
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of, too_long
+from engine.frontend.apis.shared.heads import check_generates
+from engine.frontend.apis.shared.request import PerPrompt, choose_model, namespaces_of
+from engine.frontend.apis.shared.routed import routed_rank
+from engine.frontend.services import SERVICES, Services
+from engine.messages import GenerateRequest, LogprobOptions
+from engine.sampling_params import SamplingParams
+from engine.text.sample import TextOutput
+from engine.text.tokenizer import TooManyTokens
+from service.http.bodies import MAX_VALUES
+from service.http.errors import ApiError, bad_field
+from service.http.guard import owner_in
+
+NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
+TURN_PROMPTS = 64  # sent at once, so that other requests get in between
+TURN_PROMPTS_ON_CPU = 16  # any prompt takes at least 20 ms there
+TURN_CHUNK = 8192  # tokens of a step without chunks
+MIN_TIMEOUT_S = 0.001  # when no time is left: the engine reports the timeout
+ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Prompts of one request.
+
+    `name`: of the request; `namespaces`: per prompt; `dp_rank`: from the client.
+    """
+
+    ids: list[list[int]]
+    name: str
+    model: str
+    lora: str
+    namespaces: list[tuple[str, ...]]
+    dp_rank: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+    @property
+    def rids(self) -> list[str]:
+        return [self.name] if len(self.ids) == 1 else [f"{self.name}-{i}" for i in range(len(self.ids))]
+
+
+class PrefillOnlyBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    rid: str | None = None
+    lora_path: str | None = None
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+
+
+async def prompts_in(
+    request: web.BaseRequest,
+    body: PrefillOnlyBody,
+    given: str | Sequence[str | int | list[int]],
+    *,
+    field: str,
+    prefix: str,
+) -> Prompts:
+    """Return the prompts of `field`. `prefix`: of a generated name. Raises ApiError(400, 404)."""
+    s = request[SERVICES]
+    several = prompts_of(given, field=field)  # type: ignore[arg-type]
+    check_num_samples(len(several), 1, field=field)
+    return named_prompts(request, body, await fitting_ids(s, several, field=field), prefix=prefix)
+
+
+def named_prompts(request: web.BaseRequest, body: PrefillOnlyBody, ids: list[list[int]], *, prefix: str) -> Prompts:
+    """Raises ApiError(400, 404)."""
+    s = request[SERVICES]
+    model = choose_model(s, body.model, body.lora_path)
+    return Prompts(
+        ids=ids,
+        name=body.rid or s.mint_id(prefix),
+        model=model.shown,
+        lora=model.lora,
+        namespaces=namespaces_of(body, len(ids)),
+        dp_rank=routed_rank(body, request.headers),
+    )
+
+
+def check_computes_prompts(s: Services) -> None:
+    if s.spec.mode == "decode":
+        raise ApiError(400, "a decode worker computes no prompts; send it to a prefill worker or to the router")
+
+
+async def fitting_ids(s: Services, prompts: Sequence[str | list[int]], *, field: str, room: int = 0) -> list[list[int]]:
+    """All text or all ids, each with `room` left. Raises ApiError(400)."""
+    if not isinstance(prompts[0], str):
+        return fitting_lists(s, cast(Sequence[list[int]], prompts), field=field, room=room)
+    return fitting_lists(
+        s, await fitting_texts(s, cast(Sequence[str], prompts), field=field, room=room), field=field, room=room
+    )
+
+
+async def fitting_texts(
+    s: Services, texts: Iterable[str], *, field: str, room: int = 0, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Stop at the first text that does not fit. Raises ApiError(400)."""
+    most = s.context_length - room
+    try:
+        return await s.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
+    except TooManyTokens as e:
+        raise too_long(field, f"a text has {e}", context_length=s.context_length) from None
+
+
+def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: int = 0) -> list[list[int]]:
+    """Check lists of token ids, each and in total. Raises ApiError(400)."""
+    found, num_tokens = list[list[int]](), 0
+    for ids in lists:
+        if len(ids) + room > s.context_length:
+            raise too_long(field, f"a text has {len(ids)} tokens", context_length=s.context_length)
+        num_tokens += len(ids)
+        if num_tokens > MAX_VALUES:
+            raise bad_field(field, f"one request may hold at most {MAX_VALUES} tokens; send fewer texts")
+        found.append(check_prompt_ids(ids, field=field, vocab_size=s.model.vocab_size))
+    return found
+
+
+async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
+    """Return answers for `vector_of`."""
+    s = request[SERVICES]
+    return await _pooled(request, prompts, s.spec.engine.embedding_pooling or s.model.head.pooling)
+
+
+async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
+    return [vector_of(answer).tolist() for answer in await _pooled(request, prompts, "labels")]
+
+
+async def _pooled(request: web.BaseRequest, prompts: Prompts, pooling: str) -> list[TextOutput]:
+    requests = [
+        GenerateRequest(
+            rid=rid,
+            input_ids=ids,
+            sampling=NOTHING_NEW,
+            skip_cache_insert=True,
+            alone=True,
+            pooling=pooling,
+            unit=request[SERVICES].model.head.unit,
+            lora=prompts.lora,
+            namespace=namespace,
+        )
+        for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
+    ]
+    return await _answers(request, prompts, requests)
+
+
+def vector_of(answer: TextOutput) -> "array.array[float]":
+    return array.array("f", _whole(answer, bool(answer.tokens.hidden)).tokens.hidden[-1])
+
+
+def size_of(answers: Sequence[TextOutput]) -> int:
+    return sum(len(hidden) for answer in answers for hidden in answer.tokens.hidden[-1:])
+
+
+async def next_logprobs(
+    request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
+) -> list[list[float]]:
+    """Logprobs of `token_ids` as each prompt's next token. Raises ApiError(404) without head."""
+    check_generates(request[SERVICES])
+    requests = [
+        GenerateRequest(
+            rid=rid,
+            input_ids=ids,
+            sampling=ONE_TOKEN,
+            logprobs=LogprobOptions(token_ids=token_ids),
+            alone=True,
+            priority=priority,
+            lora=prompts.lora,
+            namespace=namespace,
+        )
+        for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
+    ]
+    answers = await _answers(request, prompts, requests)
+    whole = [_whole(answer, bool(answer.tokens.logprobs)) for answer in answers]
+    return [[logprob for logprob, _ in answer.tokens.logprobs[0].requested] for answer in whole]
+
+
+async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[GenerateRequest]) -> list[TextOutput]:
+    """Send batches, so that thousands of samples do not block other requests."""
+    s, time_s = request[SERVICES], asyncio.get_running_loop().time
+    timeout_s, answers = s.timeout_of(request), list[TextOutput]()
+    end_s = None if timeout_s is None else time_s() + timeout_s
+    owner, rank = owner_in(request), prompts.dp_rank
+    most = TURN_PROMPTS_ON_CPU if s.leaders.info.get("device") == "cpu" else TURN_PROMPTS
+    for turn in turns_of(requests, max_prompts=most, most_tokens=_turn_tokens(s)):
+        left_s = None if end_s is None else max(end_s - time_s(), MIN_TIMEOUT_S)
+        groups = [prompts.name] * len(turn)
+        with s.client.generate(turn, groups=groups, timeout_s=left_s, dp_rank=rank, owner=owner) as generation:
+            answers += [_not_aborted(answer) for answer in await generation.collect()]
+    return answers
+
+
+def turns_of(
+    requests: Sequence[GenerateRequest], *, max_prompts: int, most_tokens: int
+) -> Iterator[list[GenerateRequest]]:
+    """Batches of at most `max_prompts` and `most_tokens`, at least one sample each."""
+    turn, num_tokens = list[GenerateRequest](), 0
+    for request in requests:
+        num_tokens += len(request.input_ids)
+        if turn and (num_tokens > most_tokens or len(turn) == max_prompts):
+            yield turn
+            turn, num_tokens = [], len(request.input_ids)
+        turn.append(request)
+    yield turn
+
+
+def _turn_tokens(s: Services) -> int:
+    chunk, depth = (s.leaders.info.get(name) for name in ("chunked_prefill_size", "overlap_depth"))
+    steps = depth if isinstance(depth, int) else 1
+    return steps * s.leaders.num_ranks * (chunk if isinstance(chunk, int) and chunk > 0 else TURN_CHUNK)
+
+
+def _not_aborted(answer: TextOutput) -> TextOutput:
+    finish = answer.tokens.finish
+    if finish is not None and finish.kind == "abort":
+        raise _aborted()
+    return answer
+
+
+def _whole(answer: TextOutput, is_there: bool) -> TextOutput:
+    if not is_there:
+        raise _aborted()
+    return answer
+
+
+def _aborted() -> ApiError:
+    return ApiError(499, "the request was aborted", code="aborted")

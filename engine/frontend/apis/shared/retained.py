@@ -1,0 +1,74 @@
+"""Retained streams: a router resumes them after a broken connection (service/http/reconnect.py)."""
+
+import asyncio
+import secrets
+
+from aiohttp import web
+
+from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
+from engine.frontend.client.generation import Generation
+from engine.frontend.services import SERVICES
+from service.http.api_shapes import REQUEST_ID, json_response
+from service.http.errors import ApiError, decode_body, decode_or_none
+from service.http.reconnect import KEEP_HEADER, Keep, RetainedQuestion, StreamLog
+from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
+
+
+def open_retained(request: web.BaseRequest, generation: Generation, begun: Begun | None) -> StreamLog | None:
+    """Retain an SSE stream, if a router requests it. Raises ApiError(403)."""
+    if begun is None or KEEP_HEADER not in request.headers:
+        return None
+    s = request[SERVICES]
+    keep = keep_of(request.headers[KEEP_HEADER], s.spec.secret)
+    stream = log_of(
+        generation,
+        keep=keep,
+        tag=secrets.token_hex(8),
+        request_id=request[REQUEST_ID],
+        head=head_of(begun, resume_of(request)),
+    )
+    s.kept.open(stream)
+    return stream
+
+
+def keep_of(header: str, secret: bytes | None) -> Keep:
+    """Raises ApiError(403) if unsigned."""
+    signature, _, text = header.partition(" ")
+    keep: Keep | None = decode_or_none(text.encode(), Keep)
+    if keep is None or not is_signed(signature, secret, text.encode()):
+        raise ApiError(403, f"{KEEP_HEADER}: {NOT_SIGNED}")
+    return keep
+
+
+def head_of(begun: Begun, resume: Resume | None) -> bytes:
+    """Frames before this worker's."""
+    return begin_frame(begun) if resume is None else known_frames(resume)
+
+
+def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, head: bytes) -> StreamLog:
+    """A client that fetches the rest ends the generation."""
+    return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=lambda: generation.fail(_taken()))
+
+
+def end_retained(request: web.BaseRequest, stream: StreamLog) -> None:
+    kept, loop = request[SERVICES].kept, asyncio.get_running_loop()
+    kept.ended(stream, loop.time())
+    loop.call_later(stream.keep.window_s, lambda: kept.forget_old(loop.time()))
+
+
+async def kept_stream(request: web.BaseRequest) -> web.Response:
+    """Answer a router. Raises ApiError: 403 for another caller, 404 for an unknown stream."""
+    s, data = request[SERVICES], await request.read()
+    check_signed(request, data)
+    question = decode_body(data, RetainedQuestion)
+    rest = s.kept.rest(question, asyncio.get_running_loop().time())
+    if rest is not None:
+        return json_response(rest)
+    elsewhere = [] if s.others is None else await s.others.kept(question)
+    if not elsewhere:
+        raise ApiError(404, "no such stream is kept here")
+    return web.Response(body=elsewhere[0], content_type="application/json")
+
+
+def _taken() -> ApiError:
+    return ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")

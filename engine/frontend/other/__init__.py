@@ -1,1 +1,0 @@
-"""Additional frontends (--tokenizer-worker-num): serve token requests, forward the rest."""

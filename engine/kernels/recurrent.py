@@ -1,0 +1,300 @@
+"""Kernels of recurrent layers: the short convolution, the gated delta rule and Mamba2's state space. C trusts its arguments."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kernels import tape
+from engine.kernels.build import fields, load_library
+from engine.kv.state_pool import StatePool
+
+# ---- Rows and state slots of a step's requests, for kernels of recurrent layers.
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = fields(("starts", "slots"), ("batch",))
+
+
+class StateRows:
+    """A pool's one structure on CPU: recorded calls point here, and so read a new step."""
+
+    def __init__(self, pool: StatePool) -> None:
+        self._pool = pool
+        self._rows = _Rows()
+        self._kept: tuple[torch.Tensor, ...] = ()  # keeps alive memory that _rows points to
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._rows)
+
+    def begin(self, lens: Sequence[int], slots: torch.Tensor) -> None:
+        assert slots.dtype == torch.int32 and len(slots) == len(lens), slots
+        low, high = slots.aminmax()
+        assert int(low) >= 0 and int(high) <= self._pool.num_slots, (int(low), int(high))  # C trusts them
+        starts = torch.zeros(len(slots) + 1, dtype=torch.int64)
+        torch.cumsum(torch.tensor(lens), 0, out=starts[1:])
+        self._kept = (starts, slots.contiguous())
+        self._rows.starts, self._rows.slots = (x.data_ptr() for x in self._kept)
+        self._rows.batch = len(slots)
+
+
+# ---- Short causal convolution of recurrent layers (conv.c), after checks of arguments.
+
+CONV_SOURCE = Path(__file__).with_name("csrc") / "conv.c"
+CONV_ABI_VERSION = 2
+MAX_TAPS = 8
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class _ConvArgs(ctypes.Structure):
+    _fields_ = fields(
+        ("step", "x", "weight", "bias", "state", "out"),
+        ("rows", "channels", "taps", "x_stride", "slot_stride_bytes", "is_bf16"),
+    )
+
+
+class ConvKernel:
+    """Kernel with equal bits for any cut of a request into steps."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        assert library.tandem_conv_abi() == CONV_ABI_VERSION
+        self._call = library.tandem_conv
+        self._call.argtypes = [ctypes.POINTER(_ConvArgs)]
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows) -> Tensor:
+        """Return silu(conv(x)) [T, channels] of x [T, channels], and update the state.
+
+        Float32 weight [taps, channels]; state [slots, channels, taps - 1] in x's type.
+        """
+        (num_rows, channels), taps = x.shape, len(weight)
+        assert x.dtype in DTYPES and state.dtype == x.dtype and x.stride(1) == 1, (x.dtype, state.dtype, x.stride())
+        assert weight.shape == (taps, channels) and weight.dtype == torch.float32 and weight.is_contiguous()
+        assert state.shape[1:] == (channels, taps - 1) and state.stride()[1:] == (taps - 1, 1), state.shape
+        assert bias is None or (bias.shape == (channels,) and bias.dtype == torch.float32), bias
+        out = tape.empty((num_rows, channels), x.dtype)
+        args = _ConvArgs(
+            step=rows.address,
+            x=x.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            state=state.data_ptr(),
+            out=out.data_ptr(),
+            rows=num_rows,
+            channels=channels,
+            taps=taps,
+            x_stride=x.stride(0),
+            slot_stride_bytes=state.stride(0) * state.itemsize,
+            is_bf16=x.dtype == torch.bfloat16,
+        )
+        tape.call(self._call, args)
+        return out
+
+
+@cache
+def conv_kernel() -> ConvKernel | None:
+    library = load_library(CONV_SOURCE)
+    return None if library is None else ConvKernel(library)
+
+
+# ---- Gated delta rule (delta.c), after checks of arguments.
+
+DELTA_SOURCE = Path(__file__).with_name("csrc") / "delta.c"
+DELTA_ABI_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Float32 weights of a layer: `decay` = -exp(A_log), time `bias`, output `norm`."""
+
+    decay: Tensor
+    bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class _DeltaArgs(ctypes.Structure):
+    _fields_ = fields(
+        ("step", "mixed", "gates", "z", "decay", "bias", "norm", "state", "sums", "out"),
+        (
+            "gates_stride",
+            "z_stride",
+            "slot_stride_bytes",
+            "key_heads",
+            "value_heads",
+            "keys",
+            "values",
+            "is_bf16",
+        ),
+        ("eps",),
+    )
+
+
+class DeltaKernel:
+    """Kernel with equal bits for any cut of a request into steps."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        assert library.tandem_delta_abi() == DELTA_ABI_VERSION
+        self._call = library.tandem_delta
+        self._call.argtypes = [ctypes.POINTER(_DeltaArgs)]
+
+    def __call__(
+        self, mixed: Tensor, gates: Tensor, z: Tensor, weights: DeltaWeights, state: Tensor, rows: StateRows
+    ) -> Tensor:
+        """Return norm(o) * silu(z) [T, value heads * values], and update the state.
+
+        mixed [T, q | k | v] dense; gates [T, 2 * value heads], beta first; float32 state [slots,
+        value heads, keys, values], keys even.
+        """
+        value_heads, keys, values = state.shape[1:]
+        num_rows, width = mixed.shape
+        key_heads, rest = divmod(width - value_heads * values, 2 * keys)
+        assert rest == 0 and value_heads % key_heads == 0 and keys % 2 == 0, (mixed.shape, state.shape)
+        assert mixed.dtype == gates.dtype == z.dtype and mixed.dtype in DTYPES and mixed.is_contiguous(), mixed.dtype
+        assert gates.shape == (num_rows, 2 * value_heads) and z.shape == (num_rows, value_heads * values), z.shape
+        assert gates.stride(1) == z.stride(1) == 1, (gates.stride(), z.stride())
+        assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+        for vector, size in ((weights.decay, value_heads), (weights.bias, value_heads), (weights.norm, values)):
+            assert vector.shape == (size,) and vector.dtype == torch.float32 and vector.is_contiguous(), vector.shape
+        sums = tape.empty((num_rows, value_heads * values), torch.float32)
+        out = tape.empty((num_rows, value_heads * values), mixed.dtype)
+        args = _DeltaArgs(
+            step=rows.address,
+            mixed=mixed.data_ptr(),
+            gates=gates.data_ptr(),
+            z=z.data_ptr(),
+            decay=weights.decay.data_ptr(),
+            bias=weights.bias.data_ptr(),
+            norm=weights.norm.data_ptr(),
+            state=state.data_ptr(),
+            sums=sums.data_ptr(),
+            out=out.data_ptr(),
+            gates_stride=gates.stride(0),
+            z_stride=z.stride(0),
+            slot_stride_bytes=state.stride(0) * state.itemsize,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            keys=keys,
+            values=values,
+            is_bf16=mixed.dtype == torch.bfloat16,
+            eps=weights.eps,
+        )
+        tape.call(self._call, args)
+        return out
+
+
+@cache
+def delta_kernel() -> DeltaKernel | None:
+    library = load_library(DELTA_SOURCE)
+    return None if library is None else DeltaKernel(library)
+
+
+# ---- Mamba2 state space (mamba.c), after checks of arguments.
+
+MAMBA_SOURCE = Path(__file__).with_name("csrc") / "mamba.c"
+MAMBA_ABI_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """Float32 weights of a layer: `decay` = -exp(A_log), time `bias`, `skip` = D.
+
+    `norm` is per group, before the gate or after it (`gate_first`).
+    """
+
+    decay: Tensor
+    bias: Tensor
+    skip: Tensor
+    norm: Tensor | None
+    gate_first: bool
+    groups: int
+    eps: float
+    limits: tuple[float, float]
+
+
+class _MambaArgs(ctypes.Structure):
+    _fields_ = fields(
+        ("step", "mixed", "time", "gate", "decay", "bias", "skip", "norm", "state", "sums", "out"),
+        (
+            "time_stride",
+            "gate_stride",
+            "slot_stride_bytes",
+            "rows",
+            "heads",
+            "groups",
+            "keys",
+            "values",
+            "gate_first",
+            "is_bf16",
+        ),
+        ("eps", "shortest", "longest"),
+    )
+
+
+class MambaKernel:
+    """Kernel with equal bits for any cut of a request into steps."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        assert library.tandem_mamba_abi() == MAMBA_ABI_VERSION
+        self._call = library.tandem_mamba
+        self._call.argtypes = [ctypes.POINTER(_MambaArgs)]
+
+    def __call__(
+        self, mixed: Tensor, time: Tensor, gate: Tensor, weights: MambaWeights, state: Tensor, rows: StateRows
+    ) -> Tensor:
+        """Return the gated output [T, heads * values], and update the state.
+
+        mixed [T, x | B | C] dense; time [T, heads]; float32 state [slots, heads, keys, values],
+        keys even.
+        """
+        heads, keys, values = state.shape[1:]
+        num_rows, inner = len(mixed), heads * values
+        assert mixed.shape[1] == inner + 2 * weights.groups * keys and heads % weights.groups == 0, mixed.shape
+        assert mixed.dtype == time.dtype == gate.dtype and mixed.dtype in DTYPES and mixed.is_contiguous(), mixed.dtype
+        assert time.shape == (num_rows, heads) and gate.shape == (num_rows, inner), (time.shape, gate.shape)
+        assert time.stride(1) == gate.stride(1) == 1 and keys % 2 == 0, (time.stride(), gate.stride(), keys)
+        assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+        for vector in (weights.decay, weights.bias, weights.skip):
+            assert vector.shape == (heads,) and vector.dtype == torch.float32 and vector.is_contiguous(), vector.shape
+        norm = weights.norm
+        assert norm is None or (norm.shape == (inner,) and norm.dtype == torch.float32), norm
+        sums = tape.empty((num_rows, inner), torch.float32)
+        out = tape.empty((num_rows, inner), mixed.dtype)
+        args = _MambaArgs(
+            step=rows.address,
+            mixed=mixed.data_ptr(),
+            time=time.data_ptr(),
+            gate=gate.data_ptr(),
+            decay=weights.decay.data_ptr(),
+            bias=weights.bias.data_ptr(),
+            skip=weights.skip.data_ptr(),
+            norm=None if norm is None else norm.data_ptr(),
+            state=state.data_ptr(),
+            sums=sums.data_ptr(),
+            out=out.data_ptr(),
+            time_stride=time.stride(0),
+            gate_stride=gate.stride(0),
+            slot_stride_bytes=state.stride(0) * state.itemsize,
+            rows=num_rows,
+            heads=heads,
+            groups=weights.groups,
+            keys=keys,
+            values=values,
+            gate_first=weights.gate_first,
+            is_bf16=mixed.dtype == torch.bfloat16,
+            eps=weights.eps,
+            shortest=weights.limits[0],
+            longest=weights.limits[1],
+        )
+        tape.call(self._call, args)
+        return out
+
+
+@cache
+def mamba_kernel() -> MambaKernel | None:
+    library = load_library(MAMBA_SOURCE)
+    return None if library is None else MambaKernel(library)

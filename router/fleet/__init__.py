@@ -1,1 +1,0 @@
-"""Several processes that form one router."""

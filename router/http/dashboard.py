@@ -1,0 +1,204 @@
+"""Routes of the dashboard, polled by the page with a key."""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.fleet import PeerProcesses
+from router.history.recorder import Recorder, add, quantile
+from router.history.records import DashboardRequest, DashboardSnapshot, Second
+from router.pool.worker import Worker
+from router.pool.workers import WorkerTable
+from router.requests.live import LiveRequests
+from service.http.api_shapes import json_response
+from service.http.errors import ApiError, decode_or_none
+
+# ---- The dashboard's JSON document. Pure.
+
+SHOWN_REQUESTS = 48
+SHOWN_SECONDS = 120  # in the charts
+WINDOW_S = 60  # averaged over
+SMOOTH_S = 3  # workers report about every second
+MAX_FAILURE_CHARS = 300
+_SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
+    """Add up processes' counts; reports of workers, which all receive, count once."""
+    seconds: dict[int, Second] = {}
+    records: list[DashboardRequest] = []
+    switching: dict[str, str] = {}
+    for snapshot in snapshots:
+        records += snapshot.records
+        switching |= snapshot.switching
+        for second in snapshot.seconds:
+            _merge_second(seconds.setdefault(second.at, Second(second.at)), second)
+    in_order = sorted(records, key=lambda r: (r.started_s, r.key))
+    return DashboardSnapshot([seconds[at] for at in sorted(seconds)], in_order, switching)
+
+
+def _merge_second(into: Second, second: Second) -> None:
+    for name in ("arrived", "ended", "failed", "retried"):
+        setattr(into, name, getattr(into, name) + getattr(second, name))
+    for name in ("prompt_tokens", "output_tokens", "kv_bytes"):
+        setattr(into, name, max(getattr(into, name), getattr(second, name)))
+    add(into.ttft, second.ttft)
+    add(into.gaps, second.gaps)
+    add(into.failures, second.failures)
+
+
+def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
+    """Return `workers`, `window` (last minute), `series` (by second), `requests` (newest first)."""
+    return {
+        "workers": [show_worker(worker, switching_to=memory.switching.get(worker.url)) for worker in workers],
+        "window": _window(memory.seconds, now_s),
+        "series": _series(memory.seconds, now_s),
+        "requests": pick_records(memory.records),
+    }
+
+
+def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str, Any]:
+    return {
+        "url": worker.url,
+        "role": worker.role.value,
+        "switching_to": switching_to,
+        "health": "silent" if worker.silent else worker.health.value,
+        "error": "" if worker.last_error is None else worker.last_error[:MAX_FAILURE_CHARS],
+        "inflight_requests": worker.requests_everywhere,
+        "inflight_tokens": worker.tokens_everywhere,
+        "report": worker.report,
+        "ranks": worker.ranks,
+    }
+
+
+def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
+    """Return the newest records, running ones first."""
+    running = [record for record in records if record.ended_s is None][-SHOWN_REQUESTS:]
+    ended = [record for record in records if record.ended_s is not None]
+    ended.sort(key=lambda r: (r.ended_s or 0.0, r.key))
+    left = SHOWN_REQUESTS - len(running)
+    return running[::-1] + (ended[-left:][::-1] if left else [])
+
+
+def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
+    """Return rates per second, latencies in seconds."""
+    inside = [s for s in seconds if int(now_s) - WINDOW_S <= s.at < int(now_s)]
+    covered_s = min(WINDOW_S, max(1, int(now_s) - (seconds[0].at if seconds else 0)))
+    ttft: dict[int, int] = {}
+    gaps: dict[int, int] = {}
+    failures: dict[str, int] = {}
+    for second in inside:
+        add(ttft, second.ttft)
+        add(gaps, second.gaps)
+        add(failures, second.failures)
+    return {
+        "seconds": covered_s,
+        "requests_per_s": sum(s.ended for s in inside) / covered_s,
+        "output_tokens_per_s": sum(s.output_tokens for s in inside) / covered_s,
+        "prompt_tokens_per_s": sum(s.prompt_tokens for s in inside) / covered_s,
+        "kv_bytes_per_s": sum(s.kv_bytes for s in inside) / covered_s,
+        "ended": sum(s.ended for s in inside),
+        "failed": sum(s.failed for s in inside),
+        "retried": sum(s.retried for s in inside),
+        "failures": failures,
+        "ttft": {name: quantile(ttft, share) for name, share in _SHARES.items()},
+        "gap": {name: quantile(gaps, share) for name, share in _SHARES.items()},
+    }
+
+
+def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
+    """Return curves up to the last second that all workers have reported."""
+    by_at = {second.at: second for second in seconds}
+    none, end = Second(0), int(now_s) - 1
+    shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]
+    return {
+        "requests": [float(s.ended) for s in shown],
+        "failed": [float(s.failed) for s in shown],
+        "output_tokens": _smooth(shown, lambda s: s.output_tokens),
+        "prompt_tokens": _smooth(shown, lambda s: s.prompt_tokens),
+        "kv_bytes": _smooth(shown, lambda s: s.kv_bytes),
+        "ttft_p50": [quantile(s.ttft, 0.5) for s in shown],
+        "ttft_p99": [quantile(s.ttft, 0.99) for s in shown],
+        "gap_p50": [quantile(s.gaps, 0.5) for s in shown],
+        "gap_p99": [quantile(s.gaps, 0.99) for s in shown],
+    }
+
+
+def _smooth(shown: Sequence[Second], value: Callable[[Second], int]) -> list[float | None]:
+    values = [value(second) for second in shown]
+    return [sum(values[max(0, i - SMOOTH_S + 1) : i + 1]) / SMOOTH_S for i in range(len(values))]
+
+
+# ---- page
+
+STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/"
+
+
+@dataclass(eq=False, kw_only=True)
+class Dashboard:
+    """Handlers. `auto_roles` returns /auto_roles, if on."""
+
+    config: RouterConfig
+    table: WorkerTable
+    recorder: Recorder
+    live: LiveRequests
+    num_running: Callable[[], int]
+    peers: PeerProcesses
+    auto_roles: Callable[[], Awaitable[bytes]] | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get(STATE, self.state),
+            web.get(SNAPSHOT, self.snapshot),
+            web.get(REQUEST + "{key}", self.request),
+        ]
+
+    async def state(self, request: web.BaseRequest) -> web.Response:
+        """Return the state of all processes, without request details."""
+        now_s = self.recorder.now_s()
+        memory = await self.memory()
+        roles = None if self.auto_roles is None else msgspec.Raw(await self.auto_roles())
+        picture = draw(memory, self.table.workers(), now_s=now_s)
+        status = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
+        return _fresh({**status, **picture})
+
+    async def snapshot(self, request: web.BaseRequest) -> web.Response:
+        return _fresh(self._own())
+
+    async def request(self, request: web.BaseRequest) -> web.Response:
+        key = request.path.removeprefix(REQUEST)
+        for record in (await self.memory()).records:
+            if record.key == key:
+                return _fresh({"now_s": self.recorder.now_s(), "record": record})
+        raise ApiError(404, f"no request {key} is remembered any more", code="not_found")
+
+    async def memory(self) -> DashboardSnapshot:
+        others = [decode_or_none(body, DashboardSnapshot) for body in await self.peers.request("GET", SNAPSHOT)]
+        return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
+
+    def _own(self) -> DashboardSnapshot:
+        snapshot = self.recorder.snapshot()
+        snapshot.switching = {
+            worker.url: worker.switching_to.value for worker in self.table.workers() if worker.switching_to is not None
+        }
+        return snapshot
+
+    def _router(self) -> dict[str, Any]:
+        return {
+            "pd": self.config.pd_disaggregation,
+            "mixed": self.config.mixed,
+            "policy": self.config.policy,
+            "processes": self.config.workers,
+            "running": self.num_running(),
+            "draining": self.live.draining,
+            "reports": self.config.load_poll_interval_s > 0,
+        }
+
+
+def _fresh(value: object) -> web.Response:
+    return json_response(value, headers={"Cache-Control": "no-store"})

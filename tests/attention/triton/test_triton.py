@@ -1,0 +1,352 @@
+"""Triton kernels without a GPU: numerics by the interpreter, and what the compiler makes of them for an H100/H200."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels.triton.decode import (
+    DecodeTiles,
+    cache_constants,
+    decode_split_kernel,
+    decode_tiles,
+    head_tiles,
+    latent_decode_tiles,
+    list_constants,
+    split_constants,
+    split_list_kernel,
+    split_options,
+)
+from engine.kernels.triton.elementwise import GATE_TILE, rms_norm_kernel, silu_mul_kernel
+from engine.kernels.triton.extend import (
+    ExtendTiles,
+    extend_constants,
+    extend_kernel,
+    extend_merge_constants,
+    extend_merge_kernel,
+    extend_tiles,
+    latent_extend_tiles,
+    merge_warps,
+)
+from engine.kernels.triton.rope_write import HEAD_TILE, rope_write_kernel
+
+ROOT = Path(__file__).parents[3]
+SLOW = pytest.mark.slow
+SM_90 = GPUTarget("cuda", 90, 32)
+SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
+REGISTERS = 65536
+STRIDES = ["page_grains", "page_stride", "unit_stride", "q_stride"]  # multiples of 16
+WHERE_NEEDED = ["sinks_ptr", "path_starts_ptr", "path_places_ptr", "path_stride"]
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SHAPES = {
+    "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "dim": 128},
+    "Llama-3.2-1B": {"heads": 32, "kv_heads": 8, "dim": 64},
+    "Gemma-like": {"heads": 16, "kv_heads": 2, "dim": 256},
+    "Qwen2.5-7B": {"heads": 28, "kv_heads": 4, "dim": 128},
+    "in units": {"heads": 16, "kv_heads": 8, "dim": 128, "units": 4},
+}
+
+
+# Beside plain attention: window, cap, whether there are sinks. Shapes of the layers that have them.
+SOFTMAXES = {
+    "Gemma 2": ({"heads": 16, "kv_heads": 8, "dim": 256}, 4096, 50.0, False),
+    "Gemma 3": ({"heads": 32, "kv_heads": 16, "dim": 128}, 1024, 0.0, False),
+    "Mistral": ({"heads": 32, "kv_heads": 8, "dim": 128}, 4096, 0.0, False),
+    "gpt-oss": ({"heads": 64, "kv_heads": 8, "dim": 64}, 128, 0.0, True),
+    "gpt-oss, all tokens": ({"heads": 64, "kv_heads": 8, "dim": 64}, 0, 0.0, True),
+    "gpt-oss, of four ranks": ({"heads": 16, "kv_heads": 2, "dim": 64}, 0, 0.0, True),
+}
+
+
+# Their extend kernel is another one's but for numbers of heads and a window: Gemma 3's, that of all gpt-oss.
+TWINS = ("Mistral", "gpt-oss, of four ranks")
+# What is served is in bf16, of which decode tries all; of fp32 `make test` compiles the widest of each, `make slow-tests` the others.
+WIDEST_SOFTMAX, WIDEST_SHAPE, WIDEST_LATENT = "Gemma 2", "Gemma-like", 128
+LATENTS = {"dim": 512, "rest": 64}  # of DeepSeek and GLM-4.7
+
+
+def slow(cells: Any) -> list[Any]:
+    return [pytest.param(*cell, marks=SLOW) for cell in cells]
+
+
+@pytest.mark.parametrize("cases", ["triton_numerics", "triton_windows", "triton_latents"])
+def test_numerics_by_the_interpreter(cases):
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"tests.attention.{cases}"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*product(["bf16"], SHAPES), ("fp32", WIDEST_SHAPE), *slow(product(["fp32"], list(SHAPES)[:2]))],
+)
+def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
+    check_last_split_sees_all(compiled_decode(SHAPES[shape], dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*product(SOFTMAXES, ["bf16"]), (WIDEST_SOFTMAX, "fp32"), *slow(product(list(SOFTMAXES)[1:], ["fp32"]))],
+)
+def test_decode_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype):
+    heads, window, cap, sinks = SOFTMAXES[name]
+    compiled_decode(heads, dtype, window=window, cap=cap, sinks=sinks)
+
+
+@pytest.mark.parametrize("shape", ["Qwen3-0.6B", "in units"])
+def test_decode_of_trees_compiles_for_sm_90_without_spills(shape):
+    compiled_decode(SHAPES[shape], "bf16", paths=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [*product([16, 20, 128], ["bf16"]), (WIDEST_LATENT, "fp32"), *slow(product([16, 20], ["fp32"]))],
+)
+def test_decode_of_latents_compiles_for_sm_90_without_spills(heads, dtype):
+    kv_heads = head_tiles(heads)
+    tiles = latent_decode_tiles(tiles_of_heads=kv_heads, dtype=TORCH_DTYPES[dtype])
+    compiled_decode({"heads": heads, "kv_heads": kv_heads, **LATENTS}, dtype, tiles=tiles)
+
+
+def compiled_decode(
+    heads: dict[str, int],
+    dtype: str,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: bool = False,
+    paths: bool = False,
+    tiles: DecodeTiles | None = None,
+) -> "Made":
+    signature = {
+        **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
+        **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
+        **dict.fromkeys(["list_ptr", "done_ptr", "merges_ptr", "table_ptr"], "*i32"),
+        **{"slots_ptr": "*i64", "kv_lens_ptr": "*i32"},
+        **sinks_argument(sinks),
+        **(dict.fromkeys(["path_starts_ptr", "path_places_ptr"], "*i32") if paths else {}),
+        **dict.fromkeys(["batch", "q_stride", "table_stride", *(["path_stride"] if paths else [])], "i32"),
+        **{"page_grains": "i32", "unit_grains": "i32", "scale": "fp32"},
+    }
+    tiles = tiles or decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
+    cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
+    constants = split_constants(cache, tiles, window=window, cap=cap)
+    options = split_options(tiles)
+    made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, options=options)
+    assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
+    assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
+    return made
+
+
+def sinks_argument(there: bool) -> dict[str, str]:
+    return {"sinks_ptr": "*fp32"} if there else {}
+
+
+def check_last_split_sees_all(made: "Made") -> None:
+    """All threads store their parts before one thread counts the split; what is read then comes from no cache of before."""
+    ptx = re.findall(r"^\s+(?:@%p\d+ )?(st\.global|ld\.global|bar\.sync|atom\S*|red\.\S*)", made.asm["ptx"], re.M)
+    (count,) = (i for i, each in enumerate(ptx) if each.startswith(("atom", "red")))
+    before, after = runs(ptx[:count]), runs(ptx[count + 1 :])
+    assert ptx[count] == "atom.global.gpu.acq_rel.add.u32"
+    assert before[-2:] == ["st.global", "bar.sync"] and after[:3] == ["bar.sync", "st.global", "bar.sync"]
+    kinds = r"STG|LDG(?!STS|DEPBAR)\S*|BAR\.SYNC|MEMBAR\S*|ATOMG\S*|CCTL\S*"
+    sass = re.findall(rf"\s(@!?U?P\d )?\s*({kinds})", of_cubin(made.asm["cubin"], "-sass"))
+    (count,) = (i for i, (_, each) in enumerate(sass) if each.startswith("ATOMG"))
+    counted, names = sass[count - 1 : count + 2], [each for _, each in sass]
+    before, after = runs(names[: count - 1]), runs(names[count + 2 :])
+    assert [each for _, each in counted] == ["MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL"], counted
+    assert all(predicate for predicate, _ in counted), "more than one thread counts"
+    assert before[-2:] == ["STG", "BAR.SYNC"] and after[:4] == ["BAR.SYNC", "STG", "BAR.SYNC", "LDG.E"], after[:4]
+    assert not any("CONSTANT" in each for each in names[count:]), "a load whose cache keeps what it has"
+
+
+def runs(names: list[str]) -> list[str]:
+    """Without repetitions of neighbours."""
+    return [name for name, _ in groupby(names)]
+
+
+def test_the_list_of_splits_compiles_for_sm_90_without_spills():
+    tiles = decode_tiles(kv_heads=8, dim=128, dtype=torch.bfloat16)
+    signature = {**dict.fromkeys(["kv_lens_ptr", "list_ptr", "done_ptr"], "*i32"), "batch": "i32"}
+    constants = list_constants(kv_heads=8, tiles=tiles)
+    check_compiled(split_list_kernel, signature, constants, aligned=[], warps=1, stages=2)
+
+
+def test_elementwise_kernels_compile_for_sm_90_without_spills():
+    """Of Qwen3-8B."""
+    pointers = dict.fromkeys(["x_ptr", "delta_ptr", "weight_ptr", "out_ptr"], "*bf16")
+    signature = {**pointers, "width": "i32", "eps": "fp32"}
+    check_compiled(rms_norm_kernel, signature, {"ADDS": True, "TILE": 4096}, aligned=["width"], warps=8, stages=3)
+    signature = {**dict.fromkeys(["x_ptr", "out_ptr"], "*bf16"), "width": "i32"}
+    check_compiled(silu_mul_kernel, signature, {"TILE": GATE_TILE}, aligned=["width"], warps=4, stages=3)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_the_turn_compiles_for_sm_90_without_spills(norms):
+    """Of Qwen3-8B, or of Llama 3: no norm."""
+    names = ["x_ptr", "weight_ptr", "cosine_ptr", "sine_ptr", "k_cache_ptr", "v_cache_ptr"]
+    strides = {"x_stride": "i32", "turn_stride": "i32", "page_stride": "i64", "unit_stride": "i32"}
+    places = dict.fromkeys(["pages_ptr", "offsets_ptr"], "*i64")
+    signature = {**dict.fromkeys(names, "*bf16"), **places, **strides, "eps": "fp32", "offset": "fp32"}
+    constants = {"HEADS": 32, "KV_HEADS": 8, "UNIT_HEADS": 8, "DIM": 128}
+    constants |= {"NORMS": norms, "TILE": 64, "TILE_HEADS": HEAD_TILE}
+    made = check_compiled(rope_write_kernel, signature, constants, aligned=list(strides), warps=4, stages=3)
+    stores = re.findall(r"st\.global\S*", made.asm["ptx"])
+    assert len(stores) == 6 and all(".v4" in store or ".v2" in store for store in stores), stores
+
+
+def pairwise(values: Any, *, left_out: Any = ()) -> list[Any]:
+    """Cells (split, type, value): in bf16 each value meets one way, in fp32 the first one meets both. The rest is slow, and all of `left_out`."""
+    counted = [value for value in values if value not in left_out]
+    cells = product([False, True], ["bf16", "fp32"], values)
+    return [
+        pytest.param(*cell, marks=() if cell[2] in counted and is_tried(*cell[:2], counted.index(cell[2])) else SLOW)
+        for cell in cells
+    ]
+
+
+def is_tried(split: bool, dtype: str, number: int) -> bool:
+    """The first value in all cells, of the others the ways in turn."""
+    return number == 0 or (dtype == "bf16" and split == (number % 2 == 1))
+
+
+@pytest.mark.parametrize(("split", "dtype", "shape"), pairwise(list(SHAPES)[:3]))
+def test_extend_compiles_for_sm_90_without_spills(shape, dtype, split):
+    compiled_extend(SHAPES[shape], dtype, split=split)
+
+
+@pytest.mark.parametrize(("split", "dtype", "name"), pairwise(SOFTMAXES, left_out=TWINS))
+def test_extend_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype, split):
+    heads, window, cap, sinks = SOFTMAXES[name]
+    compiled_extend(heads, dtype, split=split, window=window, cap=cap, sinks=sinks)
+
+
+@pytest.mark.parametrize(("split", "dtype", "heads"), pairwise([16, 20, 128]))
+def test_extend_of_latents_compiles_for_sm_90_without_spills(heads, dtype, split):
+    tiles = latent_extend_tiles(dtype=TORCH_DTYPES[dtype])
+    compiled_extend({"heads": heads, "kv_heads": 1, **LATENTS}, dtype, split=split, tiles=tiles)
+
+
+def compiled_extend(
+    heads: dict[str, int],
+    dtype: str,
+    *,
+    split: bool,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: bool = False,
+    tiles: ExtendTiles | None = None,
+) -> None:
+    signature = {
+        **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
+        **dict.fromkeys(["out_ptr", "lse_ptr"], "*fp32" if split else f"*{dtype}"),
+        **{"units_ptr": "*i32", "table_ptr": "*i32", "slots_ptr": "*i64"},
+        **dict.fromkeys(["starts_ptr", "kv_lens_ptr"], "*i32"),
+        **sinks_argument(sinks),
+        **{"q_stride": "i32", "table_stride": "i32", "page_grains": "i32"},
+        **{"unit_grains": "i32", "scale": "fp32"},
+    }
+    tiles = tiles or extend_tiles(dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
+    cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
+    constants = extend_constants(cache, tiles, split=split, window=window, cap=cap)
+    made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
+    if dtype == "bf16":
+        assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
+        assert made.usage["REG"] <= REGISTERS // (32 * tiles.warps), made.usage
+
+
+@pytest.mark.parametrize(
+    "heads", [{"heads": 32, "kv_heads": 8, "dim": 128}, {"heads": 16, "kv_heads": 1, "dim": 512}], ids=str
+)
+def test_the_merge_of_extend_compiles_for_sm_90_without_spills(heads):
+    """Of Qwen3-8B, and of latents."""
+    tiles, warps = extend_tiles(dim=128, dtype=torch.bfloat16), merge_warps(heads["dim"])
+    signature = {
+        **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
+        **{"out_ptr": "*bf16", "merges_ptr": "*i32", "starts_ptr": "*i32"},
+    }
+    constants = extend_merge_constants(**heads, tiles=tiles)
+    made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], warps=warps, stages=3)
+    assert made.usage["REG"] * 32 * warps <= REGISTERS // (4 if warps == 4 else 1), made.usage
+
+
+def launch_of(tiles: Any) -> dict[str, int]:
+    return {"warps": tiles.warps, "stages": tiles.stages}
+
+
+@dataclass
+class Made:
+    asm: dict[str, Any]
+    metadata: Any
+    usage: dict[str, int]
+
+
+def check_compiled(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    aligned: list[str],
+    warps: int = 0,
+    stages: int = 0,
+    options: dict[str, int] | None = None,
+    streams: bool = True,
+) -> Made:
+    """Compile as a launch would: pointers, and the scalars named in `aligned`, are multiples of 16.
+
+    `options`: in place of `warps` and `stages`. `streams`: it multiplies what it loads in a loop.
+    """
+    names = kernel.arg_names
+    constants = {**constants, **{n: None for n in WHERE_NEEDED if n in names and n not in signature}}
+    assert [n for n in names if n not in constants] == list(signature)
+    whole = {n: signature.get(n, "constexpr") for n in names}
+    divisible = [n for n in names if whole[n].startswith("*") or n in aligned]
+    source = ASTSource(
+        fn=kernel,
+        signature=whole,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
+    )
+    compiled = triton.compile(source, target=SM_90, options=options or {"num_warps": warps, "num_stages": stages})
+    assert compiled.metadata.shared <= SHARED_LIMIT_BYTES
+    usage = resource_usage(compiled.asm["cubin"])
+    assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
+    if signature.get("k_ptr") == "*bf16" and streams:
+        assert "mma" in compiled.asm["ptx"], "tensor cores are idle"
+        assert "cp.async" in compiled.asm["ptx"], "loads are not pipelined"
+    return Made(compiled.asm, compiled.metadata, usage)
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """What cuobjdump (in the Triton wheel) says of the only function: registers, stack (spills), local memory."""
+    printed = of_cubin(cubin, "-res-usage")
+    found = re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", printed)
+    assert found, printed
+    return {name: int(value) for name, value in found}
+
+
+def of_cubin(cubin: bytes, asked: str) -> str:
+    """What cuobjdump prints."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    path = Path(os.environ["TRITON_TEST_DIR"]) / "kernel.cubin"
+    path.write_bytes(cubin)
+    env = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}  # it calls nvdisasm
+    command = [tools / "cuobjdump", asked, path]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_TEST_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))

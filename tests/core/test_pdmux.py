@@ -1,0 +1,197 @@
+"""PD multiplexing in the core: prompts and decodes in two lanes, whose steps are planned, run and collected in any order."""
+
+import pytest
+
+from engine.core.pdmux import ENOUGH, MIN_FOR_PROMPTS, PACE, Lane, LaneShare
+from engine.core.plan import Plan, StepResult
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import expected_tokens
+
+
+def plan_of(engine: EngineInATest, lane: Lane) -> Plan:
+    engine.lane = lane
+    plan = engine.next_plan()
+    assert plan is not None
+    engine.launch(plan)
+    return plan
+
+
+def test_a_decode_step_is_planned_and_collected_while_a_prompt_is_computed() -> None:
+    engine = EngineInATest(multiplexed=True, lag=True)
+    engine.add("a", [1, 2, 3])
+    plan_of(engine, Lane.PREFILL)
+    engine.collect(Lane.PREFILL)
+    engine.add("b", list(range(30)))
+    prompt = plan_of(engine, Lane.PREFILL)
+    decode = plan_of(engine, Lane.DECODE)
+    assert ([i.rid for i in prompt.items], [i.rid for i in decode.items]) == (["b"], ["a"])
+    engine.collect(Lane.DECODE)
+    assert engine.tokens == {"a": expected_tokens([1, 2, 3], 2)}
+    assert prompt in [plan for plan, _ in engine.launched]
+    engine.run()
+    assert engine.tokens == {"a": expected_tokens([1, 2, 3], 8), "b": expected_tokens(list(range(30)), 8)}
+
+
+def test_a_request_changes_lanes_when_its_prompt_is_collected_and_opens_its_row_there() -> None:
+    engine = EngineInATest(multiplexed=True)
+    engine.add("a", [1, 2, 3, 4, 5])
+    prompt = plan_of(engine, Lane.PREFILL)
+    engine.lane = Lane.DECODE
+    assert engine.next_plan() is None
+    engine.collect(Lane.PREFILL)
+    decode = plan_of(engine, Lane.DECODE)
+    (opened,), (item,) = decode.opens, decode.items
+    assert opened.slot == prompt.opens[0].slot and opened.output_ids == expected_tokens([1, 2, 3, 4, 5], 1)
+    assert item.page_start == 0 and len(item.new_pages) == 2 and item.tokens == opened.output_ids
+    assert decode.closes == []
+    engine.add("b", [7])
+    assert plan_of(engine, Lane.PREFILL).closes == [opened.slot]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("num_pages", [20, 64])
+def test_every_answer_is_right_in_any_order_of_the_lanes(depth: int, lag: bool, num_pages: int) -> None:
+    """Few pages: requests are retracted, and their prompts computed again, in the other lane."""
+    retractions = 0
+    for seed in range(12):
+        engine = EngineInATest(multiplexed=True, depth=depth, lag=lag, num_pages=num_pages, clip=0, max_running=5)
+        engine.rng.seed(seed)
+        prompts = {f"r{i}": [(i % 3) * 7 + k for k in range(engine.rng.randrange(1, 40))] for i in range(9)}
+        for rid, prompt in prompts.items():
+            engine.add(rid, prompt, max_new_tokens=12)
+            engine.turns(engine.rng.randrange(6))
+        engine.run()
+        assert engine.tokens == {rid: expected_tokens(prompt, 12) for rid, prompt in prompts.items()}
+        assert engine.scheduler.memory.allocator.counts()["held"] == 0
+        both = {plan.lane for plan in engine.plans}
+        assert both == set(Lane) and not any(p.extend for p in engine.plans if p.lane is Lane.DECODE)
+        retractions += engine.scheduler.counters.retractions
+    assert (retractions > 0) == (num_pages == 20)
+
+
+def test_a_request_that_is_aborted_in_one_lane_keeps_its_memory_until_that_step_is_collected() -> None:
+    engine = EngineInATest(multiplexed=True, lag=True)
+    engine.add("a", list(range(10)))
+    plan_of(engine, Lane.PREFILL)
+    engine.abort("a")
+    assert engine.scheduler.memory.allocator.counts()["held"] > 0
+    engine.add("b", [1])
+    plan_of(engine, Lane.PREFILL)
+    engine.run()
+    assert engine.scheduler.memory.allocator.counts()["held"] == 0
+
+
+def test_a_failed_prompt_step_takes_no_decode_with_it() -> None:
+    engine = EngineInATest(multiplexed=True)
+    engine.add("a", [1, 2, 3])
+    plan_of(engine, Lane.PREFILL)
+    engine.collect(Lane.PREFILL)
+    engine.model.fails = lambda plan: plan.lane is Lane.PREFILL
+    engine.add("b", [4, 5, 6])
+    engine.run()
+    assert engine.tokens["a"] == expected_tokens([1, 2, 3], 8) and engine.finish["b"].status == 503
+
+
+def test_a_row_whose_step_is_in_flight_does_not_change_lanes() -> None:
+    engine = EngineInATest(multiplexed=True)
+    request = engine.add("a", [1, 2, 3])
+    plan_of(engine, Lane.PREFILL)
+    with pytest.raises(AssertionError, match="changes lanes under a step in flight"):
+        engine.scheduler.table.reopen(request)
+
+
+def test_a_plan_without_a_lane_is_a_mistake_with_two_lanes_and_a_lane_without_them() -> None:
+    for multiplexed, lane in ((True, None), (False, Lane.DECODE)):
+        with pytest.raises(AssertionError, match="each plan has a lane"):
+            EngineInATest(multiplexed=multiplexed).scheduler.schedule(lane=lane)
+
+
+def test_results_of_the_lanes_are_taken_by_plan() -> None:
+    engine = EngineInATest(multiplexed=True)
+    engine.add("a", [1])
+    plan = plan_of(engine, Lane.PREFILL)
+    with pytest.raises(AssertionError):
+        engine.scheduler.collect(plan, StepResult(plan.seq + 1, []))
+
+
+# ---- The share that decode steps have beside prompts follows from the objective and from what
+# steps take.
+
+
+def share(parts: int = 4, itl_s: float | None = 0.1, *, waits: bool = True, taken_s: float | None = None) -> LaneShare:
+    found = LaneShare(parts=parts, itl_s=itl_s, waits=waits)
+    if taken_s is not None:
+        note(found, taken_s)
+    return found
+
+
+def note(found: LaneShare, taken_s: float) -> None:
+    for _ in range(ENOUGH):
+        found.note(taken_s)
+
+
+def test_at_first_decodes_have_a_half_of_the_parts_and_one_at_least() -> None:
+    assert [share(parts).decode_parts for parts in (1, 2, 3, 8)] == [1, 1, 1, 4]
+
+
+def test_without_an_objective_a_half_stays_theirs_and_steps_follow_at_once() -> None:
+    found = share(itl_s=None, taken_s=9.0)
+    assert found.decode_parts == 2 and found.due_s(5.0) == 5.0
+
+
+def test_steps_that_take_too_long_get_parts_one_by_one_until_all_are_theirs() -> None:
+    found = share()
+    for parts in (3, 4, 4):
+        note(found, 0.1)
+        assert found.decode_parts == parts
+
+
+def test_steps_that_end_early_give_parts_back_but_for_one() -> None:
+    found = share(parts=4)
+    for parts in (1, 1):
+        note(found, 0.01)
+        assert found.decode_parts == parts
+
+
+def test_a_part_is_not_given_back_that_would_be_missed_at_once() -> None:
+    """A step of 0.04 on two parts would take 0.08 on one."""
+    assert share(parts=4, taken_s=0.04).decode_parts == 2
+
+
+def test_a_single_slow_step_changes_nothing() -> None:
+    found = share()
+    for taken_s in (0.03, 0.03, 5.0, 0.03, 0.03):
+        found.note(taken_s)
+    assert found.decode_parts == 2
+
+
+def test_beside_prompts_a_step_is_due_when_the_objective_asks_for_it() -> None:
+    assert share().due_s(5.0) == 5.0 + PACE * 0.1
+
+
+def test_the_second_token_of_a_request_is_due_as_long_after_its_first() -> None:
+    """A step of 0.02 that begins 0.055 after the first token ends 0.075 after it; the others' step would be due later."""
+    found = share(taken_s=0.02)
+    found.note(0.02)
+    assert found.due_s(5.0, 5.01) == pytest.approx(5.01 + PACE * 0.1 - 0.02)
+    assert found.due_s(5.0, 5.07) == 5.0 + PACE * 0.1, "never later than without it"
+
+
+def test_requests_that_join_take_no_time_that_is_left_to_prompts() -> None:
+    found = share(parts=1, itl_s=0.01, taken_s=0.3)
+    assert found.due_s(0.0, 0.0) == found.due_s(0.0)
+
+
+@pytest.mark.parametrize(("itl_s", "left"), [(0.01, MIN_FOR_PROMPTS), (None, 0.5)])
+def test_steps_that_leave_prompts_no_part_leave_them_time(itl_s: float | None, left: float) -> None:
+    found = share(parts=1, itl_s=itl_s, taken_s=0.3)
+    assert 0.3 / found.due_s(0.0) == pytest.approx(1 - left)
+
+
+def test_prompts_that_need_not_wait_get_no_time_beyond_the_objective_s() -> None:
+    assert share(parts=1, itl_s=0.01, waits=False, taken_s=0.3).due_s(0.0) == PACE * 0.01
+
+
+def test_the_share_is_a_gauge() -> None:
+    assert share(parts=4).gauges() == {"decode_share": 0.5}

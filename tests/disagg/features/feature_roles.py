@@ -1,0 +1,170 @@
+"""An engine that serves whole requests and an encoder under their production roles: features come over the test's wire, in one thread."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.feature_fetching import FeatureFetches, FetchingRole
+from disagg.feature_transfers import EncodeRole, FeatureServer
+from disagg.metadata import MetadataBuffers
+from disagg.outgoing import PageSender
+from disagg.resumption import Bounds
+from engine.core.mem_cache.image_cache import ImageCache
+from engine.core.mem_cache.page_allocator import PageAllocator
+from engine.core.plan import ItemResult, Plan, StepResult
+from engine.images import ImageInput
+from engine.messages import FeatureSource, KVSource
+from tests.core.hash_model import KV, NO_MEMORY, VOCAB, HashModel, Slot
+from tests.core.mem_cache.images import SEES, prompt_of
+from tests.disagg.two_roles import RoleEngine
+from tests.disagg.wire_in_a_test import Wire
+
+PAGE = 4
+ROWS = 8
+SOURCE = FeatureSource("127.0.0.1:1", "encoder")
+SEEN = Bounds(vocab_size=VOCAB, context_length=10_000, vision=SEES)
+
+
+class FeatureModel(HashModel):
+    """An encoder's: what it writes into pages are features, each with the weights that it is of."""
+
+    def run(self, plan: Plan) -> StepResult:
+        self.last_seq = plan.seq
+        for slot in plan.closes:
+            del self.rows[slot]
+        for opened in plan.opens:
+            self.rows[opened.slot] = []
+        for key in plan.forgets:
+            self.features.pop(key, None)
+        for item in plan.items:
+            self.rows[item.slot] += item.new_pages
+        failure = NO_MEMORY if self.fails(plan) or self._lacks_features(plan) else ""
+        if not failure:
+            self._encode(plan)
+            self._write(plan)
+        self.lost |= {item.slot for item in plan.items} if failure else set()
+        return StepResult(plan.seq, [ItemResult(None) for _ in plan.items], failure=failure)
+
+    def _write(self, plan: Plan) -> None:
+        for item in plan.items:
+            for part in () if item.images is None else item.images.rows:
+                rows = self.features[part.key][part.first : part.first + part.count]
+                for position, row in enumerate(rows, start=item.start + part.at):
+                    page = self.rows[item.slot][position // self.page_size]
+                    self.kv[page, position % self.page_size] = Slot(row, self.weights)
+
+
+@dataclass
+class ArrivingPages:
+    """Where the wire writes: not the KV of the engine that fetches."""
+
+    kv: KV
+    page_size: int = PAGE
+    last_seq: int = -1
+    window: int = 0
+    states: tuple[()] = ()
+
+
+class EncodeCluster:
+    """`pages`: of the encoder's features. `arriving`: in which they arrive. `weights`: of encoder and engine. `room`: as `image_room`."""
+
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        arriving: int = 16,
+        room: int = 100,
+        weights: tuple[int, int] = (0, 0),
+        timeout_s: float = 10.0,
+        depth: int = 1,
+        **engine: object,
+    ) -> None:
+        self.encoder = RoleEngine(
+            num_pages=pages, page_size=PAGE, chunk=None, max_running=4, depth=depth, image_room=room
+        )
+        self.encoder.model = FeatureModel(page_size=PAGE)
+        self.encoder.model.image_room = room
+        made = {"num_pages": 200, "chunk": 8, "max_running": 4, "depth": depth, "image_room": room, **engine}
+        self.engine = RoleEngine(page_size=PAGE, **made)  # type: ignore[arg-type]
+        self.encoder.model.weights, self.engine.model.weights = weights
+        rows = (
+            MetadataBuffers(ROWS, weights=lambda: self.encoder.model.weights),
+            MetadataBuffers(ROWS, weights=lambda: self.engine.model.weights),
+        )
+        landing = ArrivingPages(self.engine.model.arrivals)
+        self.wire = Wire(prefill=self.encoder.model, decode=landing, rows=rows)  # type: ignore[arg-type]
+        self.encoder.role = EncodeRole(
+            scheduler=self.encoder.scheduler,
+            manager=self.wire,
+            server=FeatureServer(
+                scheduler=self.encoder.scheduler,
+                manager=self.wire,
+                pages=PageSender(rows[0], page_size=PAGE, page_bytes=1),
+                bounds=SEEN,
+            ),
+            metadata=rows[0],
+            page_bytes=1,
+            source=KVSource(SOURCE.control, SOURCE.incarnation),
+        )
+        self.fetches = FeatureFetches(
+            memory=self.engine.scheduler.memory,
+            manager=self.wire,
+            metadata=rows[1],
+            allocator=PageAllocator(num_pages=arriving, page_size=PAGE),
+            rooms=itertools.count(1),
+            timeout_s=timeout_s,
+        )
+        self.engine.role = FetchingRole(self.engine.scheduler, self.fetches)
+
+    def ask(
+        self,
+        rid: str,
+        *images: ImageInput,
+        length: int = 20,
+        new: int = 3,
+        sources: Sequence[FeatureSource | None] | None = None,
+        **wishes: object,
+    ) -> None:
+        named = tuple([SOURCE] * len(images) if sources is None else sources)
+        prompt = prompt_of(*images, length=length)
+        self.engine.submit(rid, prompt, 1, new=new, prefill_only=False, images=images, encoders=named, **wishes)
+
+    def step(self, rng: random.Random) -> bool:
+        """One drawn event; whether anything happened."""
+        moved = rng.random() < 0.7 and self.wire.step(rng)
+        worked = rng.choice((self.encoder, self.engine)).turn()
+        return moved or worked
+
+    def run(self, rng: random.Random | None = None, max_turns: int = 30_000) -> None:
+        """Until nothing is left anywhere."""
+        rng = rng or random.Random(1)
+        for _ in range(max_turns):
+            if not self.step(rng) and self.at_rest():
+                return
+        raise AssertionError(f"no rest: {self.encoder.role.queues()} {self.engine.role.queues()}")
+
+    def at_rest(self) -> bool:
+        engines = (self.encoder, self.engine)
+        busy = any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)
+        return not busy and not any(queue for room in self.wire.rooms.values() for queue in self.wire._ready(room))
+
+    def assert_all_back(self) -> None:
+        self.engine.turn()  # pages that a step has copied return at the next poll
+        for engine in (self.encoder, self.engine):
+            counts = engine.scheduler.memory.allocator.counts()
+            assert not counts["held"] and not counts["quarantined"], counts
+            engine.scheduler.check()
+            engine.role.check()
+        counts = self.fetches._allocator.counts()
+        assert counts["free"] == self.fetches._allocator.num_pages, counts
+
+    def told(self, name: str) -> float:
+        """A counter of the engine that fetches."""
+        return self.fetches.counters[name]
+
+    def encoded(self) -> tuple[int, int]:
+        """Images that the encoder encoded, and the engine itself."""
+        images = [engine.scheduler.memory.part(ImageCache) for engine in (self.encoder, self.engine)]
+        assert images[0] is not None and images[1] is not None
+        return images[0].num_encoded, images[1].num_encoded

@@ -1,0 +1,149 @@
+"""Drafters through two workers: the first step behind a hand-over accepts as many as a unified worker's, whatever crosses how.
+
+The drafters are right (tools/recall/drafters.py), and read the model's hidden states: the first draft needs the one before the last token
+of the prompt, which lies in the tail of a page.
+"""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from engine.model_files.model_config import WIDE_MODEL_PATH
+from tests.e2e.cluster import tandem
+from tests.e2e.ranks.test_rank_pairs import Cell, pair_of
+from tests.e2e.two_engines import System, disaggregated, run, unified
+from tests.e2e.workload import recall_prompt
+from tests.engine.drafts.drafters import Fared, always, fared
+from tests.engine.drafts.test_draft_trees import all_of_a_tree
+from tools.recall.build import build as build_model
+from tools.recall.drafters import build
+from tools.recall.oracle import continuation
+
+NEW = 40
+RNG = random.Random(5)
+ASKED = [(f"r{i}", recall_prompt(RNG, 30 + i), NEW) for i in range(4)]  # some prompts end with a page, some within
+RIGHT = {rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in ASKED}
+FLAGS: dict[str, Any] = {"chunked_prefill_size": 32, "max_total_tokens": 8192, "num_threads": 1, "kv_units": 2}
+TIGHT = {"max_total_tokens": 400, "schedule_conservativeness": 0.0}  # what runs is retracted
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("drafters")
+    build_model("recall-hybrid", folder / "NEXTN")
+    own = {kind: build(kind, folder / kind) for kind in ("EAGLE", "EAGLE3")}
+    return {"STANDALONE": WIDE_MODEL_PATH, "NEXTN": str(folder / "NEXTN"), **own}
+
+
+def model_of(kind: str, path: str) -> str:
+    """NEXTN's is a hybrid, which brings the layer that drafts."""
+    return path if kind == "NEXTN" else WIDE_MODEL_PATH
+
+
+def by(kind: str, paths: dict[str, str]) -> dict[str, Any]:
+    if kind == "NEXTN":
+        return {"speculative_algorithm": kind, "chunked_prefill_size": 64}
+    return {"speculative_algorithm": kind, "speculative_draft_model_path": paths[kind]}
+
+
+def decode_all(system: System) -> tuple[dict[str, list[int]], Fared]:
+    decoder = system.workers[-1]
+    always(decoder.parts.scheduler)
+    tokens = run(system, ASKED, together=len(ASKED), turns_between=6)
+    return tokens, fared(decoder)
+
+
+@cache
+def alone(kind: str, path: str) -> Fared:
+    """How one worker fares alone, where all drafts are right."""
+    with unified(model_of(kind, path), **{**FLAGS, **by(kind, {kind: path})}) as system:
+        tokens, how = decode_all(system)
+    assert (
+        tokens == RIGHT and how.accepted == how.drafts == 4 * 31
+    )  # 39 tokens behind the first: 7 steps of 5, one of 4
+    return how
+
+
+CELLS = {
+    ("EAGLE", "NIXL, layer by layer"): Cell("nixl", (1, 1), (1, 1), "on", "recompute"),
+    ("EAGLE3", "Mooncake"): Cell("mooncake", (1, 1), (1, 1), "off", "recompute"),
+    ("EAGLE3", "NIXL, TP 2"): Cell("nixl", (1, 1), (2, 1), "on", "recompute"),
+    ("EAGLE", "Mooncake, TP 2"): Cell("mooncake", (2, 1), (1, 1), "off", "recompute"),
+    ("STANDALONE", "NIXL, TP 2"): Cell("nixl", (2, 1), (2, 1), "on", "recompute"),
+    ("NEXTN", "NIXL, layer by layer"): Cell("nixl", (1, 1), (1, 1), "on", "recompute"),
+    ("NEXTN", "NIXL, TP 2"): Cell("nixl", (2, 1), (2, 1), "off", "recompute"),
+}
+
+
+@pytest.mark.parametrize(("kind", "way"), CELLS)
+def test_a_handed_over_prompt_is_drafted_as_well_as_ones_own(kind: str, way: str, paths: dict[str, str]) -> None:
+    path = model_of(kind, paths[kind])
+    with pair_of(CELLS[kind, way], path, flags={**FLAGS, **by(kind, paths)}, decode={}) as pair:
+        tokens, how = decode_all(pair)
+    assert tokens == RIGHT
+    assert (how.drafts, how.accepted) == (alone(kind, paths[kind]).drafts, alone(kind, paths[kind]).accepted)
+
+
+@pytest.mark.parametrize(("backend", "tp_size"), [("nixl", 2), ("mooncake", 1)])
+def test_trees_behind_a_hand_over_are_as_right(backend: str, tp_size: int, paths: dict[str, str]) -> None:
+    trees = {**by("EAGLE", paths), "speculative_eagle_topk": 2}
+    with unified(WIDE_MODEL_PATH, **FLAGS, **trees) as system:
+        all_of_a_tree(system.workers[-1].parts.scheduler)
+        _, own = decode_all(system)
+    cell = Cell(backend, (1, 1), (tp_size, 1), "on", "recompute")
+    with pair_of(cell, flags={**FLAGS, **trees}, decode={}) as pair:
+        all_of_a_tree(pair.workers[-1].parts.scheduler)
+        tokens, how = decode_all(pair)
+    assert tokens == RIGHT and (how.drafts, how.accepted) == (own.drafts, own.accepted)
+    assert 0 < 2 * how.accepted < how.drafts
+
+
+@pytest.mark.parametrize(("backend", "backup"), [("nixl", "host"), ("mooncake", "prefill"), ("nixl", "recompute")])
+def test_a_retracted_request_is_drafted_as_well_as_before(backend: str, backup: str, paths: dict[str, str]) -> None:
+    """Its pages come back from the host, from a prefill worker, or are computed again: with what the drafter keeps."""
+    cell = Cell(backend, (1, 1), (1, 1), "off", backup)
+    with pair_of(cell, flags={**FLAGS, **by("EAGLE", paths)}, decode=TIGHT) as pair:
+        tokens, how = decode_all(pair)
+        assert pair.workers[-1].parts.scheduler.counters.retractions > 0
+    assert tokens == RIGHT and how.accepted == how.drafts > 0
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", None])
+def test_a_pair_with_other_drafters_is_refused_with_both_names(kind: str | None, paths: dict[str, str]) -> None:
+    other = {"speculative_algorithm": None, "speculative_draft_model_path": None} if kind is None else by(kind, paths)
+    with disaggregated(WIDE_MODEL_PATH, decode=other, **FLAGS, **by("EAGLE", paths)) as pair:
+        rid, prompt, new = ASKED[0]
+        pair.submit(rid, prompt, new=new)
+        while not pair.workers[-1].outputs.ended:
+            for worker in pair.workers:
+                worker.turn()
+        why = pair.workers[-1].outputs.aborted[rid]
+    theirs = "drafts by EAGLE3 of 1,2,3 LlamaForCausalLM/L1" if kind else "/kv4x128"
+    assert "signature differs" in why and "drafts by EAGLE LlamaForCausalLM/L1" in why and theirs in why
+
+
+def test_a_server_says_how_a_drafter_fared(tmp_path: Path, paths: dict[str, str]) -> None:
+    """The first draft is always tried, and this drafter is right; how many follow is a matter of the machine's costs."""
+    rid, prompt, new = ASKED[0]
+    flags = ("--model-path", WIDE_MODEL_PATH, "--max-total-tokens", "8192")
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}}
+    own = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", paths["EAGLE3"])
+    with tandem(tmp_path, "serve", "--port", "0", *flags, *own) as server:
+        request = Request(f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        answer = json.loads(urlopen(request, timeout=60).read())
+        metrics = urlopen(f"{server.url}/metrics", timeout=30).read().decode()
+    info = answer["meta_info"]
+    assert answer["output_ids"] == RIGHT[rid]
+    assert info["spec_accept_token_num"] == info["spec_draft_token_num"] > 0
+    assert info["spec_verify_ct"] + info["spec_accept_token_num"] == new - 1
+    assert (
+        info["spec_accept_length"] == pytest.approx((new - 1) / info["spec_verify_ct"])
+        and info["spec_accept_length"] > 1
+    )
+    (line,) = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
+    assert float(line.split()[-1]) == info["spec_accept_token_num"]

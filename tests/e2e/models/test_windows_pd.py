@@ -1,0 +1,60 @@
+"""A model with windows served by two workers whose window layers have pools of their own: the tokens of one engine that keeps all KV."""
+
+from typing import Any
+
+import pytest
+
+from engine.core.mem_cache.window_pages import WindowPages
+from tests.e2e.models.group_models import ALL_WINDOWS, SOME_WINDOWS
+from tests.e2e.two_engines import disaggregated, run
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+SYSTEM = prompt_of(80, 9)
+PROMPTS = [
+    *(SYSTEM + prompt_of(20 + 7 * i, i) for i in range(4)),
+    prompt_of(16, 20),
+    prompt_of(3, 21),
+    prompt_of(150, 22),
+]
+ASKED = [(f"r{i}", prompt, 40) for i, prompt in enumerate(PROMPTS)]
+FLAGS: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 32, "stream": "threaded", "stream_delay_s": 0.0003}
+TIGHT = {"max_total_tokens": 400, "schedule_conservativeness": 0.0}
+SOME, ALL = SOME_WINDOWS, ALL_WINDOWS
+IN_TURN = ("gpt_oss", {"sliding_window": 22})  # the first layer has a window, the second one none
+WAYS: dict[
+    str, tuple[tuple[str, dict[str, Any]], dict[str, Any], dict[str, Any]]
+] = {  # model, flags of transfer, of decode
+    "nixl": (SOME, {}, {}),
+    "all layers": (ALL, {}, {}),
+    "by layers": (IN_TURN, {"disaggregation_layerwise_transfer": "on"}, {}),
+    "mooncake": (SOME, {"disaggregation_transfer_backend": "mooncake"}, {}),
+    "recompute": (SOME, {}, TIGHT),
+    "host": (SOME, {"disaggregation_decode_retraction_backup": "host"}, TIGHT),
+    "prefill": (SOME, {"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_workers_give_the_tokens_of_one(way: str, tmp_path: Any) -> None:
+    (family, overrides), transfer, decode = WAYS[way]
+    checkpoint = make_tiny_checkpoint(tmp_path / family, family, **overrides)
+    with EngineInProcess(checkpoint, page_size=4, disable_radix_cache=True, disable_hybrid_swa_memory=True) as engine:
+        for rid, prompt, new in ASKED:
+            engine.add(rid, prompt, max_new_tokens=new)
+        engine.run()
+        assert engine.parts.scheduler.memory.part(WindowPages) is None
+        right = engine.tokens
+    with disaggregated(checkpoint, decode=decode, disagg=transfer, max_total_tokens=4096, **FLAGS) as pair:
+        assert run(pair, ASKED, turns_between=6) == right
+        again = [(f"again {rid}", prompt, new) for rid, prompt, new in ASKED]
+        answers = run(pair, again, turns_between=6)
+        assert [answers[rid] for rid, _, _ in again] == [right[rid] for rid, _, _ in ASKED]
+        assert pair.workers[0].parts.device.layers.watched == (way == "by layers")
+        prefill, last = (worker.parts.scheduler for worker in pair.workers)
+        assert prefill.counters.cached_tokens >= 80 * 4 and (last.counters.retractions > 0) == bool(decode)
+        for scheduler in (prefill, last):
+            scheduler.check()
+            windows = scheduler.memory.part(WindowPages)
+            assert windows is not None and windows.num_retired > 0
+            assert windows.num_available == windows.allocator.num_pages

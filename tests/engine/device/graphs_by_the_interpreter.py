@@ -1,0 +1,215 @@
+"""Run by test_decode_graphs.py with TRITON_INTERPRET=1 (it must be set before kernels are defined).
+
+The whole engine with decode graphs (eager ones: the same work over the same buffers, each time anew) beside one without.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
+from benchmarks import random_model
+from engine.core_parts import EngineUse
+from engine.executor.graphs import DecodeGraphs, PrefillGraphs, T
+from engine.executor.step_part import Forward
+from engine.kernels.triton import sample
+from engine.models.load import load_model
+from tests.engine.device.late_copies import copy_late
+from tests.engine.drafts.drafters import always, fared
+from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.three_requests import PROMPTS, SAMPLING, run, two_models
+from tests.models.tiny_seeing import FAMILIES, PromptMaker, make_seeing_checkpoint
+
+LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    sample.PARTS, sample.TILE, sample.ROW_TILE = 1, 256, 256
+    with tempfile.TemporaryDirectory(prefix="tandem-graphs-") as folder:
+        random_model.HEADS, random_model.KV_HEADS = 4, 2  # the interpreter is slow
+        models = two_models(Path(folder), layers=1, hidden=64, intermediate=64)
+        check(*models)
+        check_prompts(models[0])
+        check_loads(models[0])
+        check_drafter(models[0])
+        check_drafter(models[0], topk=2)
+        check_images(Path(folder) / "seeing")
+
+
+class EveryThird:
+    """A grammar: token number n is n modulo 3. Its masks come late at depth 2."""
+
+    ended, problem = False, ""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size, self._seen = vocab_size, 0
+
+    def accept(self, token: int) -> bool:
+        assert token % 3 == self._seen % 3
+        self._seen += 1
+        return True
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fork(self) -> "EveryThird":
+        return deepcopy(self)
+
+    def bitmask(self) -> bytes:
+        words = bytearray(4 * -(-self._vocab_size // 32))
+        for t in range(self._seen % 3, self._vocab_size, 3):
+            words[t // 8] |= 1 << (t % 8)
+        return bytes(words)
+
+
+class CountingCapture:
+    """Records nothing and does the work anew: what a graph computes."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.logits: set[int] = set()  # where they lie
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        def replay() -> T:
+            self.replays += 1
+            out = work()
+            if isinstance(out, Forward) and out.logits is not None:
+                self.logits.add(out.logits.data_ptr())
+            return out
+
+        return replay
+
+
+def check(folder: str, other: str) -> None:
+    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
+    plain = [EngineInProcess(path, attention_backend="torch", **flags) for path in (folder, other)]
+    (expected, expected_logprobs), (expected_of_other, _) = (run(engine, LENGTHS) for engine in plain)
+    capture = CountingCapture()
+    engine = EngineInProcess(
+        folder,
+        depth=2,
+        stream="threaded",
+        attention_backend="triton",
+        capture=lambda: capture,
+        cuda_graph_max_prefill_tokens=0,
+        **flags,
+    )
+    graphs, pool = engine.recorded(DecodeGraphs), engine.parts.pool
+    assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
+    pool.k(0)[0] = 7.0
+    found, logprobs = run(engine, LENGTHS)
+    assert found == expected, (found, expected)
+    assert logprobs == pytest.approx(expected_logprobs, rel=0.0, abs=1e-5)
+    assert capture.replays == max(LENGTHS.values()) - 1, capture.replays
+    assert len(capture.logits) == 1, "each size has logits of its own, which stay taken beside the others"
+    assert (pool.k(0)[0, 0] != 7.0).all(), "nothing was padded"
+    # masked steps are sampled behind the graph, and count the tokens of a penalty once
+    masked = [run(e, LENGTHS, grammars={"a": EveryThird(e.model.vocab_size)})[0] for e in (engine, plain[0])]
+    assert masked[0] == masked[1] != expected, masked
+    model = load_model(other, engine.model, dtype="float32", device="cpu", progress=False)
+    engine.parts.weights.take(model, model_path=other, version=None)
+    assert run(engine, LENGTHS)[0] == expected_of_other != expected, "the graphs of other weights were replayed"
+    for used in (engine, *plain):
+        used.close()
+
+
+def check_prompts(folder: str) -> None:
+    """Chunks of 16 tokens, of one request or several: prompts that begin, go on behind a prefix and end in a step."""
+    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "chunked_prefill_size": 16}
+    plain = EngineInProcess(folder, attention_backend="torch", **flags)
+    expected = run(plain, dict.fromkeys(PROMPTS, 1))
+    capture, marks = CountingCapture(), list[tuple[int, int]]()
+    engine = EngineInProcess(
+        folder,
+        attention_backend="triton",
+        capture=lambda: capture,
+        use=EngineUse(decodes=False),
+        **flags,
+    )
+    device, pool = engine.parts.device, engine.parts.pool
+    assert engine.recorded(DecodeGraphs) is None and engine.recorded(PrefillGraphs) is not None
+    device.layers.watch([1], lambda: marks.append(device.layers.reached()))
+    pool.k(0)[0] = 7.0
+    found, logprobs = run(engine, dict.fromkeys(PROMPTS, 1))
+    assert found == expected[0], (found, expected)
+    assert logprobs == pytest.approx(expected[1], rel=0.0, abs=1e-5)
+    num_steps = len(marks) // 2
+    assert capture.replays == num_steps >= 2, (capture.replays, marks)
+    assert [layers for _, layers in marks] == [0, 1] * num_steps, marks
+    assert (pool.k(0)[0, 0] != 7.0).all(), "nothing was padded"
+    for used in (engine, plain):
+        used.close()
+
+
+def check_loads(folder: str) -> None:
+    """A recorded prompt whose prefix comes from the host, on streams that run as late as they may."""
+    flags = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 64, "enable_hierarchical_cache": True}
+    capture, prompt = CountingCapture(), list(range(20, 45))
+    with EngineInProcess(
+        folder, attention_backend="triton", capture=lambda: capture, use=EngineUse(decodes=False), page_size=8, **flags
+    ) as engine:
+        copy_late(engine)
+        for rid, asked in (("first", prompt), ("other", list(range(60, 120))), ("again", prompt)):
+            engine.add(rid, asked, max_new_tokens=1)
+            engine.run()
+        assert engine.cached == {"first": 0, "other": 0, "again": 24}, engine.cached
+        assert engine.tokens["again"] == engine.tokens["first"], "a graph was replayed before its prefix was there"
+        assert capture.replays == 3, capture.replays
+
+
+def check_drafter(folder: str, *, topk: int = 1) -> None:
+    """Recorded verify steps and prompts, behind which a drafter, the model itself, keeps what it needs of their tokens."""
+    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
+
+    def ask(engine: EngineInProcess) -> dict[str, list[int]]:
+        for rid in ("a", "c"):
+            engine.add(rid, PROMPTS[rid], max_new_tokens=6, seed=3, **SAMPLING[rid])
+        engine.run()
+        return engine.tokens
+
+    capture = CountingCapture()
+    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": topk}
+    own |= {"speculative_eagle_topk": topk}
+    with (
+        EngineInProcess(folder, attention_backend="torch", **flags) as plain,
+        EngineInProcess(folder, attention_backend="triton", capture=lambda: capture, **flags, **own) as engine,
+    ):
+        always(engine.parts.scheduler)
+        assert ask(engine) == ask(plain)
+        how = fared(engine)
+    assert how.accepted > 3 and capture.replays > 2, (how, capture.replays)
+    assert (how.drafts > how.accepted) == (topk > 1), how  # of two guesses for one place one is wrong
+
+
+def check_images(folder: Path) -> None:
+    """Recorded decode steps of requests behind images, whose RoPE positions are others than their places, beside one of text."""
+    text = {**FAMILIES["qwen2_5_vl"]["text_config"], "num_hidden_layers": 1}
+    path = make_seeing_checkpoint(folder, "qwen2_5_vl", text_config=text)
+    prompt = PromptMaker().text(4).image(4, 6).text(3).done()
+    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
+
+    def ask(engine: EngineInProcess) -> dict[str, list[int]]:
+        for rid, images in (("sees", tuple(prompt.images)), ("reads", ())):
+            engine.add(rid, prompt.ids, max_new_tokens=5, wanted={"images": images})
+        engine.run()
+        return engine.tokens
+
+    capture = CountingCapture()
+    with (
+        EngineInProcess(path, attention_backend="torch", **flags) as plain,
+        EngineInProcess(path, attention_backend="triton", capture=lambda: capture, **flags) as engine,
+    ):
+        right = ask(plain)
+        assert ask(engine) == right and right["sees"] != right["reads"], right
+    assert capture.replays >= 4, capture.replays
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,130 @@
+"""Graphs: which sizes, and (by the interpreter, in a process of its own) that padded steps sample the same tokens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from benchmarks.gpu.engine import EagerCapture
+from engine.attention.torch_backend import TorchBackend
+from engine.config import EngineConfig
+from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
+from engine.executor.forward import FutureMap
+from engine.executor.graphs import MAX_REQUESTS, PrefillGraphs, graph_sizes, prefill_graph_sizes
+from engine.flags.resolve import resolve
+from engine.kernels.triton.extend_plan import MAX_WHOLE
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import PageTable
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from service.flags import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("given", "max_bs", "max_running", "sizes"),
+    [
+        ((), None, 1, [1]),
+        ((), None, 3, [1, 2, 3]),
+        ((), None, 64, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
+        ((), 20, 64, [1, 2, 4, 8, 16, 20]),
+        ((), 512, 40, [1, 2, 4, 8, 16, 24, 32, 40]),
+        ((8, 2, 8), None, 64, [2, 8]),
+        ((1, 8, 16, 32), None, 9, [1, 8, 16]),
+    ],
+)
+def test_sizes(given: tuple[int, ...], max_bs: int | None, max_running: int, sizes: list[int]) -> None:
+    assert graph_sizes(sizes=given, max_bs=max_bs, max_running=max_running) == sizes
+
+
+def test_many_requests_take_steps_of_32() -> None:
+    sizes = graph_sizes(sizes=(), max_bs=None, max_running=1000)
+    assert sizes[-1] == 256 and sizes[-2] == 224
+    for batch in range(1, 257):
+        padded = next(size for size in sizes if size >= batch)
+        assert padded - batch < (8 if batch <= 64 else 32)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (16, [16]), (100, [16, 32, 64, 100]), (256, [16, 32, 64, 128, 192, 256])]
+)
+def test_sizes_of_prompts(most: int, sizes: list[int]) -> None:
+    assert prefill_graph_sizes(most) == sizes
+
+
+@pytest.mark.parametrize(
+    ("lens", "taken"),  # (new tokens, tokens before them) of each request
+    [
+        ([(16, 0)], True),
+        ([(17, 0)], False),
+        ([(1, MAX_WHOLE - 1)], True),
+        ([(1, MAX_WHOLE)], False),
+        ([(1, 0)] * MAX_REQUESTS, True),
+        ([(1, 0)] * (MAX_REQUESTS + 1), False),
+    ],
+)
+def test_long_prompts_and_prefixes_are_no_graphs(lens: list[tuple[int, int]], taken: bool) -> None:
+    device = torch.device("cpu")
+    graphs = PrefillGraphs(
+        sizes=[2 * MAX_REQUESTS] if len(lens) > 1 else [16],
+        capture=EagerCapture,
+        backend=TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device)),  # type: ignore[arg-type]
+        page_table=PageTable(num_slots=1, max_pages=1, page_size=16, device=device),
+        inputs=FutureMap.on(device, num_slots=1),
+    )
+    items = [
+        PlanItem(str(i), i, [0] * new, before, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
+        for i, (new, before) in enumerate(lens)
+    ]
+    plan = Plan(seq=0, extend=True, items=items)
+    assert not graphs.takes(plan), "nothing is recorded"
+    graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
+    assert graphs.takes(plan) is taken
+
+
+@pytest.mark.parametrize(
+    "seen", [ItemImages(rope_delta=-4), ItemImages((FeatureRows(0, b"key", 0, 1),), ([0], [0], [0]))]
+)
+def test_prompts_from_their_first_image_on_are_no_graphs(seen: ItemImages) -> None:
+    device = torch.device("cpu")
+    graphs = PrefillGraphs(
+        sizes=[16],
+        capture=EagerCapture,
+        backend=TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device)),  # type: ignore[arg-type]
+        page_table=PageTable(num_slots=1, max_pages=1, page_size=16, device=device),
+        inputs=FutureMap.on(device, num_slots=1),
+    )
+    graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
+    item = PlanItem("r", 0, [0], 0, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
+    assert graphs.takes(Plan(seq=0, extend=True, items=[item]))
+    assert not graphs.takes(Plan(seq=0, extend=True, items=[replace(item, images=seen)]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "cuda", "named"),
+    [
+        ({"cuda_graph_bs": (4,)}, False, "--cuda-graph-bs"),
+        ({"cuda_graph_max_bs": 4}, False, "--cuda-graph-max-bs"),
+        ({"cuda_graph_max_prefill_tokens": 64}, False, "--cuda-graph-max-prefill-tokens"),
+        ({"cuda_graph_max_bs": 4, "disable_cuda_graph": True}, True, "--cuda-graph-max-bs"),
+        ({"cuda_graph_max_bs": 4, "cuda_graph_bs": (4,)}, True, "--cuda-graph-bs"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], cuda: bool, named: str) -> None:
+    model = load_model_config(DEFAULT_MODEL_PATH)
+    with pytest.raises(ConfigError, match=f"^{named}: "):
+        resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, **flags), model, cuda=cuda)
+    resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, disable_cuda_graph=True), model, cuda=cuda)
+
+
+def test_padded_steps_sample_the_same_tokens() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.engine.device.graphs_by_the_interpreter"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

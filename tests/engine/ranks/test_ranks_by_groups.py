@@ -1,0 +1,71 @@
+"""The path of ranks on GPUs, with gloo on CPUs in the place of NCCL: sums, logits, tokens and hidden states by process groups, and
+steps that are measured, recorded and warmed up on all ranks at once. No GPU is in it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.model_files.model_config import WIDE_MODEL_PATH
+from tests.engine.device.test_gpu_memory import StandIn
+from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.test_ranks import EQUAL, Answers, answers
+
+ROOT = Path(__file__).parents[3]
+SHAPES = [(2, 1), (1, 2), (2, 2)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Answers:
+    return answers(1, 1, **EQUAL)
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), SHAPES)
+def test_ranks_that_exchange_by_groups_answer_as_one_does(alone: Answers, tp_size: int, pp_size: int) -> None:
+    flags = {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "test_retract": 1}
+    got = answers(tp_size, pp_size, stream="threaded", by_groups=True, disable_cuda_graph=True, **flags, **EQUAL)
+    assert got.counters.mixed_steps and got.counters.retractions and got.depth == pp_size + 1
+    assert got.tokens == alone.tokens
+    if EQUAL:
+        assert got.logprobs == alone.logprobs
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_ranks_measure_and_warm_up_together_and_the_least_memory_counts(tp_size: int, pp_size: int) -> None:
+    """The stand-ins' GPUs have 9 and 6 MiB."""
+    gauges = [StandIn(total=9 << 20, peak=1 << 20), StandIn(total=6 << 20, peak=1 << 20)]
+    flags: dict[str, Any] = {
+        "mem_fraction_static": 0.8,
+        "max_total_tokens": None,
+        "chunked_prefill_size": 32,
+        "max_running_requests": 4,
+        "context_length": 256,
+        "disable_cuda_graph": True,
+    }
+    left = list(gauges)
+    with ranks(
+        WIDE_MODEL_PATH, tp_size=tp_size, pp_size=pp_size, by_groups=True, gauge=left.pop, stream="threaded", **flags
+    ) as group:
+        engine = group.engine
+        assert all(gauge.calls[1:] == ["release", "begin_peak", "peak", "release", "free"] for gauge in gauges)
+        (follower,) = group.pools.values()
+        least = int(0.8 * (6 << 20)) - (1 << 20)
+        assert engine.parts.pool.num_pages == follower.num_pages == least // follower.page_bytes
+        engine.add("r", prompt_of(40, 1))
+        engine.run()
+        found = engine.tokens
+    with EngineInProcess(WIDE_MODEL_PATH) as plain:
+        plain.add("r", prompt_of(40, 1))
+        plain.run()
+        assert found == plain.tokens
+
+
+def test_ranks_record_the_same_steps() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.engine.ranks.rank_graphs_by_the_interpreter"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,1 +1,0 @@
-"""Faults put on real processes: the matrix (`make fault-matrix`) and the soak (`make churn-soak`)."""

@@ -1,0 +1,208 @@
+"""Who may be chosen after any events, and that of a pool of up to 128 workers the best of all is chosen."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from router.choice.cache_aware import CacheAware, unbalanced
+from router.choice.policies import LeastLoad, RoutingHints
+from router.choice.prefix_index import PrefixIndex
+from router.config import BreakerFlags, ChoiceFlags
+from router.pool.breaker import Check, Event, Health
+from router.pool.shared_load import SharedLoad
+from router.pool.worker import Lease, LoadReport, Role, Worker
+from router.pool.workers import WorkerTable, serves
+from service.kv_events import BLOCK_TOKENS
+from tests.router.dummies import no_draw
+
+ROLES = (Role.PREFILL, Role.DECODE)
+MODELS = ("m", "n", "")
+MANY = 48
+
+
+class Story:
+    """A table to which anything may happen, by `rng`."""
+
+    def __init__(self, rng: random.Random, *, workers: int = MANY) -> None:
+        self.rng = rng
+        self.now_s = 0.0
+        breaker = BreakerFlags(cb_failure_threshold=1, cb_success_threshold=2, cb_timeout_duration_s=5.0)
+        self.table = WorkerTable(breaker=breaker)
+        self.leases: list[Lease] = []
+        for _ in range(workers):
+            self.add()
+
+    def add(self) -> None:
+        number = self.rng.randrange(10**9)
+        worker = self.table.add(f"http://h{number}:1", role=self.rng.choice(ROLES), now_s=self.now_s)
+        self.table.on_check(worker, Check.OK, now_s=self.now_s)
+
+    def step(self) -> None:
+        """Loads change often, workers seldom."""
+        self.now_s += self.rng.random()
+        acts: list[Callable[[Worker], object]] = [self._charge, self._release, self._report, self._charge, self._report]
+        rare: list[Callable[[Worker], object]] = [self._check, self._silence, self._fault, self._models, self._leave]
+        self.rng.choice(rare if self.rng.random() < 0.2 else acts)(self.rng.choice(self.table.workers()))
+
+    def _charge(self, worker: Worker) -> None:
+        self.leases.append(self.table.loads.charge(worker, self.rng.choice((0, 10, 10, 500, self.rng.randrange(3000)))))
+
+    def _release(self, worker: Worker) -> None:
+        if self.leases:
+            self.table.loads.release(self.leases.pop(self.rng.randrange(len(self.leases))))
+
+    def _report(self, worker: Worker) -> None:
+        said = {"waiting_tokens": self.rng.randrange(2000), "capacity_tokens": self.rng.choice((1000, 8000))}
+        self.table.loads.on_report(worker, LoadReport(**said) if self.rng.random() < 0.9 else None)
+
+    def _check(self, worker: Worker) -> None:
+        result = self.rng.choice((Check.OK, Check.OK, Check.REFUSED, Check.DRAINING))
+        self.table.on_check(worker, result, now_s=self.now_s)
+
+    def _silence(self, worker: Worker) -> None:
+        self.table.on_silence(worker, self.rng.random() < 0.5)
+
+    def _fault(self, worker: Worker) -> None:
+        worker.circuit.record(self.rng.choice((Event.FAULT, Event.BEGUN)), self.now_s)
+
+    def _models(self, worker: Worker) -> None:
+        self.table.on_models(worker, self.rng.choice(((), ("m",), ("n",), ("m", "n"))))
+
+    def _leave(self, worker: Worker) -> None:
+        match self.rng.randrange(5):
+            case 0:
+                self.table.remove(worker.url)
+                self.add()
+            case 1:
+                self.table.retire(worker.url, last_resort=self.rng.random() < 0.5)
+            case 2:
+                self.table.on_role(worker, self.rng.choice(ROLES))
+            case 3 if worker.switching_to is None:
+                self.table.set_switching(worker, next(role for role in ROLES if role is not worker.role))
+            case _:
+                self.table.set_switching(worker, None)
+
+
+def who_may(story: Story, role: Role, model: str) -> list[Worker]:
+    """As `WorkerTable.ready` says, by looking at each worker."""
+    up = [w for w in story.table.workers() if w.role is role and w.health is Health.UP and w.switching_to is None]
+    alive = [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
+    serving = [w for w in alive if not model or serves(w.models, model)]
+    heard = [w for w in serving if not w.silent] or serving
+    return [w for w in heard if w.circuit.takes(story.now_s)] or heard
+
+
+def ties(worker: Worker) -> tuple[int, ...]:
+    return (worker.inflight_requests, worker.assigned_total, worker.worker_id)
+
+
+def plain_least(candidates: Sequence[Worker]) -> Worker:
+    """The rule of docs/router.md: by the share of KV where all say how much fits, else by tokens."""
+    holds_kv = candidates[0].role in (Role.DECODE, Role.UNIFIED)
+    if holds_kv and all(w.report is not None and w.report.capacity_tokens for w in candidates):
+        return min(candidates, key=lambda w: (w.load_tokens / w.capacity_tokens, *ties(w)))
+    return min(candidates, key=lambda w: (w.load_tokens, *ties(w)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pools_hold_the_eligible_workers_after_any_events(seed: int) -> None:
+    story = Story(random.Random(seed), workers=8)
+    seen = set()
+    for _ in range(600):
+        story.step()
+        for role in ROLES:
+            for model in MODELS:
+                ready = story.table.ready(role, model, now_s=story.now_s)
+                assert [*ready] == who_may(story, role, model)
+                seen.add(len(ready))
+    assert len(seen) > 3
+    story.table.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
+    story, policy, chosen = Story(random.Random(seed)), LeastLoad(no_draw), set()
+    for _ in range(600):
+        story.step()
+        for role in ROLES:
+            for model in MODELS[1:]:
+                pool = story.table.ready(role, model, now_s=story.now_s)
+                if pool:
+                    worker = policy.look(pool, RoutingHints()).worker
+                    assert worker is plain_least(pool)
+                    chosen.add(worker)
+    assert len(chosen) > 5
+
+
+def plain_soonest(candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: ChoiceFlags) -> Worker:
+    """The rule of router/choice/cache_aware.py, a worker at a time."""
+    matched = index.match(ask.keys)
+    queues = [worker.inflight_requests for worker in candidates]
+    if not matched.groups or unbalanced(min(queues), max(queues), settings):
+        return plain_least(candidates)
+
+    def cost(worker: Worker) -> tuple[float, ...]:
+        cached = matched.depth(worker.worker_id) * BLOCK_TOKENS
+        worth = (1 + 4 * min(queues)) * cached if cached >= settings.cache_threshold * ask.prompt_tokens else 0
+        return (worker.load_tokens - worth, *ties(worker))
+
+    return min(candidates, key=cost)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
+    rng = random.Random(seed)
+    settings = ChoiceFlags(balance_abs_threshold=6, balance_rel_threshold=1.5)
+    story, index = Story(rng, workers=4 * MANY), PrefixIndex(max_blocks=64)
+    policy, cached = CacheAware(no_draw, index, settings), 0
+    story.table.on_gone = lambda worker: index.forget(worker.worker_id)
+    for _ in range(500):
+        story.step()
+        talk, depth = rng.randrange(12), rng.randrange(1, 9)
+        keys = [b"system", b"tools", *(b"%d.%d" % (talk, i) for i in range(depth))]
+        ask = RoutingHints(prompt_tokens=len(keys) * BLOCK_TOKENS + rng.randrange(4 * BLOCK_TOKENS), keys=keys)
+        pool = story.table.ready(Role.PREFILL, "", now_s=story.now_s)
+        expected = plain_soonest(pool, ask, index, settings)
+        choice = policy.choose(pool, ask)
+        assert choice.worker is expected
+        cached += choice.cached_tokens > 2 * BLOCK_TOKENS
+        story.leases.append(story.table.loads.charge(choice.worker, ask.prompt_tokens - choice.cached_tokens))
+    assert 50 < cached < 450
+
+
+def peers(tmp_path: Path, count: int) -> list[WorkerTable]:
+    tables = [WorkerTable(peers=SharedLoad(tmp_path / "load", row=row, num_rows=2)) for row in range(2)]
+    for table in tables:
+        for i in range(count):
+            table.on_check(table.add(f"http://d{i}:1", role=Role.DECODE), Check.OK, now_s=0.0)
+    return tables
+
+
+def test_what_a_peer_sends_to_the_least_loaded_is_seen_at_once(tmp_path: Path) -> None:
+    mine, other = peers(tmp_path, 64)
+    pool, seen = mine.pool(Role.DECODE, ""), []
+    for _ in range(len(pool)):
+        worker = LeastLoad(no_draw).look(pool, RoutingHints()).worker
+        seen.append(worker.worker_id)
+        other.loads.charge(other.workers()[worker.worker_id], 100)
+    assert sorted(seen) == list(range(len(pool)))
+
+
+def test_what_a_peer_has_ended_is_seen_at_once(tmp_path: Path) -> None:
+    mine, other = peers(tmp_path, 64)
+    leases = [other.loads.charge(worker, 100) for worker in other.workers()]
+    other.loads.release(leases[-1])
+    found = LeastLoad(no_draw).look(mine.pool(Role.DECODE, ""), RoutingHints()).worker
+    assert found.worker_id == leases[-1].worker.worker_id
+
+
+def test_a_circuit_that_a_peer_holds_open_narrows_the_pool(tmp_path: Path) -> None:
+    mine, other = peers(tmp_path, 3)
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=0.5)] == [0, 1, 2]
+    for _ in range(BreakerFlags().cb_failure_threshold):
+        other.workers()[1].circuit.record(Event.FAULT, 1.0)
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
+    assert [w.worker_id for w in other.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=62.0)] == [0, 1, 2]

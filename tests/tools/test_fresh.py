@@ -1,0 +1,82 @@
+"""The check itself: README is read as it stands, and a machine that cannot make a bare root says why."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher.display import Member, summary_text
+from tools.fresh import readme
+from tools.fresh.__main__ import CANNOT, main
+from tools.fresh.bare_root import TREE
+from tools.fresh.inside import closing_line
+from tools.fresh.session import CheckFailedError, Session
+
+README = (TREE / "README.md").read_text()
+
+
+def test_readme_says_what_the_check_types():
+    assert readme.two_commands(README) == ("make run", "make test")
+    assert readme.packages_line(README).startswith("apt-get install ")
+    assert readme.pasted_line(README).startswith("curl -s http://127.0.0.1:8000/v1/chat/completions")
+    assert readme.answer(README) == "v42"
+    assert readme.chat_command(README) == "make chat"
+    assert readme.question(README).startswith("What is the capital of France?")
+
+
+IN_A_TERMINAL = """
+import os, sys
+from prompt_toolkit import prompt
+assert sys.stdin.isatty() and sys.stdout.isatty() and os.get_terminal_size().columns > 80
+said = prompt("> ")
+print("heard", said.upper())
+sys.exit(3)
+"""
+
+
+def test_a_terminal_gives_typed_lines_and_plain_output():
+    session = Session(["/usr/bin/env", "TERM=xterm", sys.executable, "-c", IN_A_TERMINAL], "talk", in_terminal=True)
+    session.until_said(">", 60)
+    session.type("hello")
+    assert session.until_said(r"heard \w+", 60)[0] == "heard HELLO"
+    assert session.wait(60) == 3 and "\x1b" not in session.output() and "CPR" not in session.output()
+    with pytest.raises(CheckFailedError, match="`talk` ended before it said 'more'"):
+        session.until_said("more", 60)
+
+
+def test_a_command_without_a_terminal_has_none(capsys: pytest.CaptureFixture[str]):
+    session = Session([sys.executable, "-c", "import sys; print(sys.stdin.isatty(), sys.stdin.read())"], "plain")
+    assert session.wait(60) == 0 and session.output().split() == ["False"]
+    assert "  | False" in capsys.readouterr().out
+
+
+def test_a_readme_without_the_commands_is_refused():
+    with pytest.raises(readme.ReadmeError, match="make run"):
+        readme.two_commands("nothing to run here")
+
+
+def test_the_printed_request_is_found(tmp_path: Path):
+    worker = Member(name="unified-0", role="unified", url="http://u", pid=5, info={})
+    front = "http://127.0.0.1:8000"
+    text = summary_text([worker], front=front, backend=None, log_dir=tmp_path, model="m", shipped=True, auth=False)
+    line = readme.printed_line(text)
+    assert line.startswith(f"curl -s {front}") and "k17 v42" in line and "\n" in line
+
+
+def test_pytests_closing_line_is_found():
+    assert closing_line("....\n== 3 passed in 1.20s ==\nbye\n") == "3 passed in 1.20s"
+    with pytest.raises(CheckFailedError):
+        closing_line("no tests ran")
+
+
+@pytest.mark.parametrize(("uid", "words"), [(1000, "sudo make fresh-check"), (0, "no apt-get")], ids=["user", "no apt"])
+def test_a_machine_that_cannot_says_why(
+    uid: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["fresh"])
+    assert main() == CANNOT
+    said = capsys.readouterr().out
+    assert "cannot run here" in said and words in said

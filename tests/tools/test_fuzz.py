@@ -1,0 +1,125 @@
+"""A small fixed share of `make fuzz`: the same inputs each time. And how its report tells of what went wrong."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import Phase, settings
+
+from engine.frontend.routes import ROUTES, make_document
+from router.http import openapi as router_openapi
+from tools.fuzz import bodies, sockets
+from tools.fuzz.answers import Answers
+from tools.fuzz.clients import clients
+from tools.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
+from tools.fuzz.parts import ROUND
+from tools.fuzz.report import CUT, DONE, Report
+from tools.fuzz.run import PARTS, main
+from tools.fuzz.story import Frames
+
+ROOT = Path(__file__).parents[2]
+
+
+def stories(count: int) -> list[bytes]:
+    rng = random.Random(7)
+    return [rng.randbytes(rng.randint(200, 1600)) for _ in range(count)]
+
+
+def test_frames() -> None:
+    frames = Frames()
+    for data in stories(300):
+        frames.run(data)
+    assert frames.num_writes > 500 and frames.num_taken > 2000  # else it would prove little
+
+
+@pytest.mark.parametrize("secret", [None, sockets.SECRET])
+def test_frames_at_managers(secret: bytes | None) -> None:
+    with sockets.target(secret) as target:
+        for data in stories(8):
+            target.run(data)
+        assert target.result() and target.num_inputs > 200
+        assert "control_errors" not in {**target.prefill.counters, **target.decode.counters}
+
+
+@pytest.mark.parametrize("secret", [None, bodies.SECRET])
+def test_bootstrap_bodies(secret: bytes | None) -> None:
+    with bodies.called_server(secret) as caller:
+        for data in stories(25):
+            caller.run(data)
+        assert caller.num_inputs > 500 and caller.statuses.keys() >= {200, 400, 404, 405} | ({401} if secret else set())
+
+
+def test_answers() -> None:
+    answers = Answers()
+    for data in stories(60):
+        answers.run(data)
+    assert answers.num_inputs > 500 and answers.num_calls > 150  # else it would prove little
+
+
+def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.fuzz.footprint.SETTLE_S", 0.0)
+    here, now = psutil.Process(), footprint(psutil.Process())
+    assert_no_leak(here, now, growth_mib=64, name="here")
+    with open(os.devnull), pytest.raises(Leak, match=r"here: \+1 open files"):
+        assert_no_leak(here, now, growth_mib=64, name="here")
+    with pytest.raises(Leak, match=r"memory has grown by 1\d\d MiB"):
+        smaller = Footprint(now.num_fds, now.num_threads, now.memory_mib - 150)
+        assert_no_leak(here, smaller, growth_mib=64, name="here")
+
+
+def test_the_report_tells_what_is_missing(tmp_path: Path) -> None:
+    page = tmp_path / "fuzz.md"
+    report = Report(page, PARTS)
+    for name in PARTS:
+        report.keep(name, status=DONE, inputs=10, seconds=1.0, result="fine", asked={})
+    assert "none crashed" in page.read_text()
+    report.keep("sockets", status=CUT, inputs=3, seconds=1.0, result="interrupted", asked={})
+    assert "Not complete: sockets" in page.read_text() and "none crashed" not in page.read_text()
+    again = Report(page, PARTS)
+    assert (
+        again.is_done("frames", {}) and not again.is_done("frames", {"inputs": 5}) and not again.is_done("sockets", {})
+    )
+
+
+def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "fuzz.md"
+    monkeypatch.setattr("transfer_backends.prefill.paths.PeerAdmission.refuse", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("tools.fuzz.parts.ROUND", settings(ROUND, phases=[Phase.generate]))
+    monkeypatch.setattr("tools.fuzz.run._prepare", lambda: None)
+    monkeypatch.setattr("sys.argv", ["fuzz", "--parts", "frames", "--inputs", "3000", "--report", str(page)])
+    with pytest.raises(ZeroDivisionError) as caught:
+        main()
+    assert any("prefill reads" in note for note in caught.value.__notes__)
+    assert "| FAILED | ZeroDivisionError" in page.read_text() and "Not complete: frames" in page.read_text()
+
+
+def test_a_hang_ends_the_process_with_1_and_its_stacks() -> None:
+    code = "import tools.fuzz.progress as p, time; p.HANG_S = 0.1; p.Progress('x', 1, print); time.sleep(60)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == 1 and "Timeout" in ended.stderr and "<string>" in ended.stderr
+
+
+def test_streams_are_described_by_their_events() -> None:
+    """Found by `make fuzz`: the schema said that an event is a string; readers of OpenAPI 3.1 take it for each event."""
+    documents = [
+        json.loads(make_document(ROUTES)),
+        router_openapi.make_document(None),
+    ]
+    for document in documents:
+        content = document["paths"]["/generate"]["post"]["responses"]["200"]["content"]
+        event = content["text/event-stream"]["schema"]
+        assert event["type"] == "object" and event["properties"]["data"] == {"type": "string"}
+
+
+def test_clients() -> None:
+    with clients() as attack:
+        for data in stories(10):
+            attack.run(data)
+        assert attack.num_inputs > 200 and attack.statuses.keys() >= {200, 400, 403, 404, 405, 413}

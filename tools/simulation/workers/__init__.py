@@ -1,0 +1,1 @@
+"""The workers of a simulated cluster: their processes, engines, ranks and executors."""

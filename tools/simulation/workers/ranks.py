@@ -1,0 +1,128 @@
+"""The ranks of a simulated worker: which units of a page each holds, and the process that reads and writes them for transfers.
+
+Each rank has KV of its own (rank_models.py); stages before the leader's get what the rank with the same units gets. While a step
+computes, a follower is up to a layer behind its leader. It outlives a leader that dies by a moment, in which its writes go on.
+"""
+
+import random
+from typing import Any, Protocol
+
+from tools.simulation.workers.executor import CheckedModel
+from tools.simulation.world import Process, Violation, World
+from transfer_backends.contract import KVArgs, RankMemory, Region
+from transfer_backends.liveness import ProcessMark
+
+FIRST_PID = 1_000_000  # of followers
+FIRST_PORT = 20_000
+LONGEST_AFTERLIFE_S = 3.0
+
+
+class Follower(Process):
+    """Rank `rank` of a worker; `leader` is its rank 0."""
+
+    def __init__(self, world: World, leader: Process, rank: int, draw: random.Random) -> None:
+        super().__init__(world, node=leader.node, life=leader.life, skew_s=leader.skew_s)
+        self._rank = rank
+        self._afterlife_s = draw.choice([0.0, *(draw.uniform(0.0, LONGEST_AFTERLIFE_S) for _ in range(3))])
+        self.ends_s: float | None = None  # known once its leader is dead
+        leader.on_death.append(self._outlive)
+
+    def _outlive(self) -> None:
+        self.ends_s = self.world.now_s + self._afterlife_s
+        self.world.at(self.ends_s, f"{self.name} ends", self.kill)
+
+    @property
+    def name(self) -> str:
+        return f"{self.node}.{self.life}/{self._rank}"
+
+    def kill(self) -> None:
+        """A no-op the second time: it may die before its leader."""
+        if self.alive:
+            super().kill()
+
+    def mark(self, host: str) -> ProcessMark:
+        number = 100 * self.life + self._rank
+        return ProcessMark(host, FIRST_PID + number, 1, FIRST_PORT + number)
+
+
+class Whole(Protocol):
+    """One life of a worker, with all its ranks."""
+
+    process: Process
+    kv_args: KVArgs
+
+    def models_of(self, tp_rank: int) -> list[CheckedModel]: ...
+    def write_allowed(self, kind: str, idx: int) -> bool: ...
+    def read_allowed(self, kind: str, idx: int) -> bool: ...
+    def copy_row(self, other: Any, src: int, dst: int) -> None: ...
+    def copy_beside(self, other: Any, kind: str, src: int, dst: int) -> None: ...
+
+
+class RankView:
+    """Implements transfer_engine.Memory for one rank: an item of its KV is a unit of a page, in `layers` parts."""
+
+    def __init__(self, whole: Whole, rank: int, process: Process, *, layers: int) -> None:
+        self.whole, self.rank, self.process = whole, rank, process
+        self.polled_s = 0.0
+        self._layers = layers
+        self._sources: dict[tuple[str, int], int] = {}  # (writing worker, unit) -> the rank there that writes it
+
+    @property
+    def ends_s(self) -> float | None:
+        return self.process.ends_s if isinstance(self.process, Follower) else None
+
+    @property
+    def memory(self) -> RankMemory:
+        return self.whole.kv_args.ranks[self.rank]
+
+    @property
+    def page_size(self) -> int:
+        return self.whole.kv_args.page_size
+
+    def region(self, kind: str) -> Region:
+        args = self.whole.kv_args
+        pools = {pool.kind: part.region for pool, part in zip(args.pools, self.memory.pools, strict=True)}
+        return {"kv": self.memory.kv, "aux": args.aux, **pools}[kind]
+
+    def write_allowed(self, kind: str, idx: int) -> bool:
+        return self.whole.write_allowed(kind, self._place(kind, idx)[0])
+
+    def read_allowed(self, kind: str, idx: int) -> bool:
+        return self.whole.read_allowed(kind, self._place(kind, idx)[0])
+
+    def damage(self, item: int, offset: int) -> None:
+        args = self.whole.kv_args
+        if self.rank and args.kv_units < len(args.ranks):
+            return  # a replica: a checksum covers each part of the KV once
+        models = self.whole.models_of(self.rank)
+        models[item % len(models)].damage(self._place("kv", item)[0], offset)
+
+    def copy_from(self, other: "RankView", kind: str, src: int, dst: int, part: range) -> None:
+        if kind == "aux":
+            self.whole.copy_row(other.whole, src, dst)
+            return
+        if kind != "kv":
+            self.process.world.seen[f"writes of {kind}s"] += 1
+            self.whole.copy_beside(other.whole, kind, src, dst)
+            return
+        (src_page, unit), (dst_page, mine) = other._place(kind, src), self._place(kind, dst)
+        if unit != mine:
+            raise Violation(f"{other.process.name} writes unit {unit} where {self.process.name} has unit {mine}")
+        if self._sources.setdefault((other.whole.process.name, unit), other.rank) != other.rank:
+            raise Violation(f"two ranks of {other.whole.process.name} write unit {unit} of {self.process.name}")
+        num, size = self._layers, self.memory.kv.item_bytes
+        layers = range(part.start * num // size, part.stop * num // size)
+        seen = self.process.world.seen
+        seen["writes of some layers"] += len(layers) < num
+        seen["writes of followers"] += bool(self.rank or other.rank)
+        at, of = (unit - self.memory.first_unit) * num, self.memory.num_units * num
+        sources = other.whole.models_of(other.rank)
+        for i, model in enumerate(self.whole.models_of(self.rank)):
+            model.land(sources[i % len(sources)], src_page, dst_page, layers, at=at, of=of, lag=min(1, other.rank))
+
+    def _place(self, kind: str, item: int) -> tuple[int, int]:
+        """Return (page, unit of the model), or of what is no page (item, 0)."""
+        if kind != "kv":
+            return item, 0
+        page, unit = divmod(item, self.memory.num_units)
+        return page, self.memory.first_unit + unit
