@@ -292,7 +292,7 @@ def _compiler() -> list[str]:
 
 
 def _key(source: Path, compiler: list[str], flags: tuple[str, ...]) -> str:
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.rglob("*.h")))]
     parts = (*texts, *compiler, *flags, platform.machine())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 

@@ -1,4 +1,4 @@
-"""Layout of integer weights for linear.c (integer_steps.h)."""
+"""Layout of integer weights for linear.c (tiles/integer_steps.h)."""
 
 from collections.abc import Iterator
 

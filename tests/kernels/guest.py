@@ -104,7 +104,7 @@ def build(source: Path, target: Target, folder: Path, own_flags: Sequence[str] =
     functions = re.findall(r"^(?:int|void) (tandem_\w+)\(", source.read_text(), re.MULTILINE)
     listed = " ".join(f"F({name})" for name in functions)
     command = [target.compiler, *BASE_FLAGS, *own_flags, *target.flags, f"-DFUNCTIONS={listed}"]
-    texts = [path.read_text() for path in (DRIVER, source, KERNELS / "team.c", *sorted(KERNELS.glob("*.h")))]
+    texts = [path.read_text() for path in (DRIVER, source, KERNELS / "team.c", *sorted(KERNELS.rglob("*.h")))]
     program = (
         folder / f"guest-{source.stem}-{hashlib.sha256(chr(0).join([*texts, *command]).encode()).hexdigest()[:20]}"
     )

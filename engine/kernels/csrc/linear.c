@@ -27,11 +27,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "blocks.h"
-#include "integer_steps.h"
+#include "tiles/blocks.h"
+#include "tiles/integer_steps.h"
 #include "rows.h"
 #include "team.h"
-#include "tiles.h"
+#include "tiles/tiles.h"
 
 #define ABI_VERSION 8
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */

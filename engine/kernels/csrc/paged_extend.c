@@ -20,11 +20,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "blocks.h"
+#include "tiles/blocks.h"
 #include "denormals.h"
 #include "fp8.h"
 #include "team.h"
-#include "tiles.h"
+#include "tiles/tiles.h"
 #include "vectors.h"
 
 #define ABI_VERSION 7

@@ -5,7 +5,7 @@
 #define TANDEM_LINES_AVX512_BF16_H
 #include <immintrin.h>
 
-#include "vectors.h"
+#include "../vectors.h"
 
 enum { MAX_ROWS = 8, PAIRED_ROWS = 4, WHOLE_ROWS = 8 };
 

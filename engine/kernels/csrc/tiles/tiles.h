@@ -24,8 +24,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "kind.h"
-#include "vectors.h"
+#include "../kind.h"
+#include "../vectors.h"
 
 #define TILE 16                     /* rows, or outputs, of a tile */
 #define STEP 32                     /* inputs of a tile */

@@ -4,7 +4,7 @@
  */
 #ifndef TANDEM_LINES_FP32_H
 #define TANDEM_LINES_FP32_H
-#include "native.h"
+#include "../native.h"
 
 #if defined(HAVE_AVX512)
 enum { MAX_ROWS = 8, WHOLE_ROWS = 8, PAIRED_ROWS = 4 };

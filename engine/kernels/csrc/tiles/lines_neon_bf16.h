@@ -3,7 +3,7 @@
  */
 #ifndef TANDEM_LINES_NEON_BF16_H
 #define TANDEM_LINES_NEON_BF16_H
-#include "native.h"
+#include "../native.h"
 
 enum { MAX_ROWS = 6, WHOLE_ROWS = 2, PAIRED_ROWS = 1 }; /* 32 registers: 24 hold sums */
 
