@@ -36,7 +36,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten moves api-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -73,7 +73,6 @@ help:
 	@echo "make pins              pins.json: pip resolves images and setups against the index, for CPUs and CUDA (5 minutes)"
 	@echo "make triton-versions   triton_versions.json: registers and spills of each kernel with both versions of Triton"
 	@echo "make house             house.md: sizes, lengths, and imports between rooms"
-	@echo "make moves             move, merge and rename files as tools/moves/table.toml says"
 	@echo "make house-tighten     house.toml: budgets down to today's sizes, which make lint compares"
 	@echo
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
@@ -250,9 +249,6 @@ house: $(STAMP)
 
 # Lowers the rows of house.toml to today's sizes; never raises one.
 # Move, merge and rename files as a table says, in a clean working tree.
-moves: $(STAMP)
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m tools.moves tools/moves/table.toml
-
 house-tighten: $(STAMP)
 	$(BIN)/python -m tools.house --tighten
 

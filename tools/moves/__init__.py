@@ -1,1 +1,0 @@
-"""Moves, merges and renames of files and names, by a table."""
