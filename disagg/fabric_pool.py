@@ -4,7 +4,7 @@ import torch
 
 from engine.kv.kv_pool import AllocateBytes, zeroed_bytes
 from engine.kv.pool_memory import tensor_at
-from transfer_backends.engines.environment import CudaContext
+from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
 from transfer_backends.engines.trial_memory import FabricMemory
 

@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from deploy.launcher.fork_servers import HTTP_MODULES, fork_server
 from disagg.processes.children import openmp_env
 from disagg.processes.preloaded import MODULES
-from engine.device.machine import installed_gpus
+from engine.device.gpus import installed_gpus
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.machine.needs import complaint
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu.engine import Run
 from benchmarks.gpu.target import Target
-from engine.device.machine import VISIBLE, installed_gpus, visible_gpus
+from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2

@@ -22,7 +22,7 @@ from deploy.launcher.roles import ClusterConfig, RoleFlags, check_role, num_rank
 from deploy.launcher.supervisor import Supervisor
 from disagg.config import DisaggConfig
 from engine.config import MEM_FRACTION_OF, EngineConfig, ServerConfig
-from engine.device.machine import VISIBLE, installed_gpus, visible_gpus
+from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from engine.threads import usable_cores
 from router.config import RouterConfig
@@ -31,7 +31,7 @@ from service.http.listening import require_free, url_of
 from service.process.files import write_ready_file
 from service.security.keys import KeyRing
 from service.security.secret import ROUTER_SECRET
-from transfer_backends.engines.registry import installed_torch, torch_cuda_major
+from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 
 # ---- Flags of `tandem up`: its own, and those for workers and router.
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from deploy.launcher.plan import ProcessSpec
 from disagg.processes.children import openmp_env
 from disagg.processes.preloaded import MODULES
-from engine.device.machine import VISIBLE
+from engine.device.gpus import VISIBLE
 from engine.flags.local_defaults import default_threads
 from engine.threads import usable_cores
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE, digest_of, new_socket

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from engine.device.machine import VISIBLE
+from engine.device.gpus import VISIBLE
 from service.process.files import fits
 from service.process.start import die_with_parent
 from service.process.stop_signals import TO_GROUPS

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deploy.launcher.roles import ClusterConfig, RoleFlags
-from engine.device.machine import VISIBLE
+from engine.device.gpus import VISIBLE
 from service.flags import ConfigError
 from service.http.listening import url_of
 

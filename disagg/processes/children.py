@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from engine.device.machine import VISIBLE
+from engine.device.gpus import VISIBLE
 from engine.loop.loop import EngineLoop
 from service.process.child_process import ChildProcess, ForkedProcess, forked, server_in
 from service.process.start import die_with_parent

@@ -10,8 +10,8 @@ import msgspec
 from disagg.config import SchedulerSpec
 from disagg.fabric_pool import kv_bytes_of
 from disagg.feature_transfers import encode_role
-from disagg.processes.checks import why_kv_stays
 from disagg.processes.children import end_by_parent
+from disagg.processes.transfer_machine import why_kv_stays
 from engine.core_parts import EngineUse
 from engine.device.machine import machine_facts
 from engine.encoder import EncoderParts, build_encoder

@@ -14,8 +14,8 @@ import msgspec
 import uvloop
 
 from disagg.config import OtherFrontendSpec, frontend_spec, role_name
-from disagg.processes.checks import make_allowlist
 from disagg.processes.children import OPERATING_ERROR
+from disagg.processes.exposure import make_allowlist
 from engine.frontend.other import run_other_frontend
 from engine.frontend.services import open_worker_gate
 from engine.ipc import IpcPaths

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from disagg.config import JointSpec
 from engine.config import EngineConfig
-from engine.parallel.region import RegionPlan, new_memory
+from engine.parallel.region_plan import RegionPlan, new_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from disagg.processes.rank_start import how_ended, start_rank
 from disagg.processes.rendezvous import Control, Met, NodeBye, joined
 from disagg.processes.role_session import ANY_ADDRESS, SessionPlan
 from engine.flags.nodes import named, ranks_of
-from engine.parallel.region import new_memory
+from engine.parallel.region_plan import new_memory
 from service.flags import ConfigError
 from service.process.files import write_ready_file
 from service.process.message_stream import ChannelClosed

@@ -10,11 +10,11 @@ import msgspec
 from disagg.config import RankSpec
 from disagg.processes.children import POLL_S, Children
 from engine.config import EngineConfig
-from engine.device.machine import VISIBLE, installed_gpus, visible_gpus
+from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.flags.local_defaults import shares_cores
 from service.flags import ConfigError
 from service.process.child_process import ChildProcess
-from transfer_backends.engines.registry import installed_torch, torch_cuda_major
+from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 
 STATUS_WAIT_S = 0.3  # a process that closed its socket ends at once, unless it hangs
 

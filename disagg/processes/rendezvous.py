@@ -19,7 +19,7 @@ import msgspec
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig
 from engine.flags.nodes import ENGINE, PLAN, Wire, address_of, named, ranks_of, wires_at
-from engine.parallel.region import RegionPlan
+from engine.parallel.region_plan import RegionPlan
 from engine.parallel.rendezvous import PROOF_S, RETRY_S, RendezvousError, dial, listen
 from service.flags import ConfigError, option_of
 from service.process.message_stream import ChannelClosed, MessageStream

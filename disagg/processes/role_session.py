@@ -12,8 +12,8 @@ import msgspec
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
 from disagg.config import DisaggConfig, OtherFrontendSpec, SchedulerSpec, read_secret
-from disagg.processes.checks import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
 from disagg.processes.children import Children
+from disagg.processes.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
 from disagg.processes.joint_memory import JointMemory
 from disagg.processes.rank_start import gpus_of_ranks, visible_here
 from engine.config import EngineConfig, ServerConfig

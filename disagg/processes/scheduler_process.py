@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret
-from disagg.processes.checks import check_flags, check_transfer_machine, why_kv_stays
 from disagg.processes.children import OPERATING_ERROR, end_by_parent
+from disagg.processes.transfer_machine import check_flags, check_transfer_machine, why_kv_stays
 from engine.config import EngineConfig
 from engine.core.dp_step import UpdateAgreement
 from engine.flags.kv_events_config import parse_kv_events_config

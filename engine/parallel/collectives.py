@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine.kernels.allreduce import SharedLines, allreduce
 from engine.kernels.build import OUT_OF_STEP, failure
-from engine.parallel.region import FLOAT_BYTES, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import FLOAT_BYTES
 
 TAKES = -(1 << 62)  # as in allreduce.c
 

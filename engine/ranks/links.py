@@ -25,7 +25,8 @@ from engine.parallel.collectives import Collectives, SharedMemoryCollectives
 from engine.parallel.layout import Place
 from engine.parallel.network import NetworkCollectives, RankConnection
 from engine.parallel.process_groups import NcclCollectives, RankGroups
-from engine.parallel.region import RegionPlan, SharedRegion, SharedTokens
+from engine.parallel.region import SharedRegion, SharedTokens
+from engine.parallel.region_plan import RegionPlan
 from engine.parallel.row_exchange import RowExchange
 from engine.parallel.stage_link import GroupLink, HiddenStates, NetworkStageLink, StageLink
 

@@ -10,7 +10,8 @@ import torch
 
 from engine.core.dp_agreement import PromptGate
 from engine.core.dp_step import DECIDES, Row
-from engine.parallel.region import BOARD_ROWS, ROW_NUMBERS, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import BOARD_ROWS, ROW_NUMBERS
 
 _KINDS = {name: type(value) for name, value in asdict(Row(step=0, idle=True)).items()}  # int, bool or float
 assert len(_KINDS) <= ROW_NUMBERS

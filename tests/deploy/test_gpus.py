@@ -12,7 +12,7 @@ from deploy.flags import config_from
 from deploy.launcher.mps import CONTROL, PIPE, mps_for
 from deploy.launcher.plan import ProcessSpec, chosen_gpus, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.roles import ClusterConfig, RoleFlags
-from engine.device.machine import VISIBLE, parse_listing, visible_gpus
+from engine.device.gpus import VISIBLE, parse_listing, visible_gpus
 from service.flags import ConfigError
 from tests.e2e.cluster import wait_until
 

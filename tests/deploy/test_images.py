@@ -24,7 +24,7 @@ from disagg.config import DisaggConfig
 from engine.config import ServerConfig
 from router.config import RouterConfig, check_config
 from tools.image_pins import FILES, direct
-from transfer_backends.engines.registry import MOONCAKE, NIXL, torch_cuda_major
+from transfer_backends.engines.wheels import MOONCAKE, NIXL, torch_cuda_major
 
 REPO = Path(__file__).parents[2]
 IMAGES = ("router", "worker-cpu", "worker-cuda")

@@ -12,7 +12,7 @@ from deploy.commands import router as router_command
 from deploy.commands import serve as serve_command
 from deploy.flags import config_from
 from disagg.config import DisaggConfig
-from disagg.processes.checks import check_nodes_exposure
+from disagg.processes.exposure import check_nodes_exposure
 from disagg.processes.rendezvous import check_same, flags_of
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.nodes import address_of

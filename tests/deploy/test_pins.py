@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from tests.deploy.test_images import pins_in
 from tools.image_pins import LEFT_TO_TORCH, canonical, direct
 from tools.pins import REPO, REPORT, SETS, digest
-from transfer_backends.engines.registry import MOONCAKE, NIXL, installed_torch, torch_cuda_major
+from transfer_backends.engines.wheels import MOONCAKE, NIXL, installed_torch, torch_cuda_major
 
 RESOLVED: dict[str, dict[str, str]] = {
     name: found["versions"] for name, found in json.loads(REPORT.read_text())["sets"].items()

@@ -28,7 +28,7 @@ from disagg.processes.role_session import SessionPlan
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.nodes import wires, wires_at
 from engine.frontend.bootstraps import BootstrapAllowlist
-from engine.parallel.region import RegionPlan
+from engine.parallel.region_plan import RegionPlan
 from engine.parallel.rendezvous import LOST_S, dial
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed

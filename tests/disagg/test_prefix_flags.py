@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.processes.checks import check_flags, make_allowlist
+from disagg.processes.exposure import make_allowlist
 from disagg.processes.scheduler_process import check_prefix_fetch
+from disagg.processes.transfer_machine import check_flags
 from engine.config import EngineConfig, ServerConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError

@@ -10,8 +10,8 @@ import pytest
 
 from disagg.config import DisaggConfig
 from disagg.fabric_pool import fabric_bytes
-from disagg.processes.checks import check_allocator, check_flags, expandable_segments, memlock_warning
 from disagg.processes.scheduler_process import _engine_use
+from disagg.processes.transfer_machine import check_allocator, check_flags, expandable_segments, memlock_warning
 from engine.kv.kv_pool import zeroed_bytes
 from service.flags import ConfigError
 

@@ -15,10 +15,11 @@ MODULES = ("torch", "nixl_cu12", "mooncake", "kubernetes", "opentelemetry", "pro
 BROWSER = (
     "e2e/shared/test_dashboard.py",
     "machine",
-    "http/test_chat_page.py",
-    "http/test_cross_origin.py",
-    "http/test_dashboard.py",
-    "http/test_home.py",
+    "router/http/conftest.py",
+    "router/http/test_chat_page.py",
+    "router/http/test_cross_origin.py",
+    "router/http/test_dashboard.py",
+    "router/http/test_home.py",
 )
 MOONCAKE = ("deploy", "e2e", "faults", "machine", "security", "transfer")
 OTHER_CPUS = ("kernels/test_other_cpus.py",)

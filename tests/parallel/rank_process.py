@@ -6,7 +6,8 @@ import msgspec
 import torch
 
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import RegionPlan, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import RegionPlan
 from engine.parallel.stage_link import StageLink
 from tests.parallel.test_processes import partial_of
 

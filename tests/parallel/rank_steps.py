@@ -16,7 +16,7 @@ from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.collectives import Collectives
 from engine.parallel.layout import ALONE, Place, share_of
-from engine.parallel.region import RegionPlan
+from engine.parallel.region_plan import RegionPlan
 from tests.parallel.ranks_in_threads import run_ranks
 
 PAGE_SIZE, PAGES_EACH, REQUESTS = 8, 12, 4

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from engine.kernels.build import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import RegionPlan, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import RegionPlan
 
 T = TypeVar("T")
 

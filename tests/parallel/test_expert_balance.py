@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.models.expert_balance import ExpertBalance
 from engine.parallel.collectives import SharedMemoryCollectives
 from engine.parallel.expert_placement import Placement, imbalance, trivial
-from engine.parallel.region import RegionPlan
+from engine.parallel.region_plan import RegionPlan
 from tests.parallel.ranks_in_threads import run_ranks
 
 RANKS = RegionPlan(ranks=2)

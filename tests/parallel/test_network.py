@@ -15,7 +15,8 @@ from engine.kernels.build import RanksEnded
 from engine.parallel import rendezvous
 from engine.parallel.collectives import columns_of
 from engine.parallel.network import NetworkCollectives, RankConnection
-from engine.parallel.region import RegionPlan, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import RegionPlan
 from engine.parallel.rendezvous import RendezvousError, dial, listen
 from tests.parallel.ranks_in_threads import opened, together
 from tests.parallel.test_sums import one_by_one, partials_of

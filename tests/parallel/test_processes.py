@@ -12,7 +12,8 @@ import torch
 
 from engine.kernels.build import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import RegionPlan, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import RegionPlan
 from service.process.start import die_with_parent
 
 PLAN = RegionPlan(ranks=2, stages=2, hidden=40, link_rows=1, logits_rows=3, vocab=80, window=64)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.region import BOARD_ROWS, LINE_BYTES, ROW_NUMBERS, RegionPlan
+from engine.parallel.region_plan import BOARD_ROWS, LINE_BYTES, ROW_NUMBERS, RegionPlan
 
 PLANS = st.builds(
     RegionPlan,

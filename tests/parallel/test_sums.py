@@ -15,7 +15,8 @@ from engine.kernels.build import RanksEnded
 from engine.kernels.tape import Tape, Workspace, tape_library
 from engine.parallel import collectives
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
-from engine.parallel.region import RegionPlan, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import RegionPlan
 from tests.parallel.ranks_in_threads import opened, run_ranks, together
 
 HAS_C = allreduce() is not None

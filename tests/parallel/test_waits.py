@@ -13,7 +13,8 @@ import torch
 from engine.kernels.allreduce import allreduce
 from engine.kernels.build import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import RegionPlan, SharedRegion, SharedTokens, late_ranks
+from engine.parallel.region import SharedRegion, SharedTokens, late_ranks
+from engine.parallel.region_plan import RegionPlan
 from engine.parallel.stage_link import StageLink
 from engine.ranks.links import FollowerFutureMap
 from tests.parallel.ranks_in_threads import opened, together

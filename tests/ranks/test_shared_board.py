@@ -4,7 +4,8 @@ import pytest
 
 from engine.core.dp_agreement import PromptGate
 from engine.core.dp_step import Row
-from engine.parallel.region import BOARD_ROWS, RegionPlan, SharedRegion
+from engine.parallel.region import SharedRegion
+from engine.parallel.region_plan import BOARD_ROWS, RegionPlan
 from engine.ranks.shared_board import SharedBoard
 
 

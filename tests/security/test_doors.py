@@ -12,7 +12,7 @@ from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import BootstrapConfig
 from deploy import cli
 from disagg.config import DisaggConfig
-from disagg.processes.checks import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
+from disagg.processes.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.routes import ADMIN_PATHS, ROUTES
 from engine.messages import Bootstrap

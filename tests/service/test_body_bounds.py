@@ -112,7 +112,7 @@ def test_pieces_stay_short_where_all_is_backslashes(run: int, monkeypatch: pytes
 
     marks = bodies._marks
     monkeypatch.setattr(bodies, "_marks", noted)
-    monkeypatch.setattr(bodies, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(bodies, "_JSON_PIECE_BYTES", 8)
     monkeypatch.setattr(bodies, "MAX_PARTS", 3)
     check_bounds(b'{"a":"' + b"\\" * run + (b'"' if run % 2 else b"") + b'[[[["}')
     assert max(map(len, seen)) <= 9

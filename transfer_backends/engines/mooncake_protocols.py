@@ -9,9 +9,8 @@ Mooncake tests only if a variable exists, and MC_FORCE_TCP wins. Wheels have `nv
 x86_64, `nvlink` on aarch64 (0.3.14), and silently replace a transport not built in.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from transfer_backends.contract import BackendUnavailable, Caps
 
@@ -83,43 +82,6 @@ def _lack(protocol: str, machine: Machine) -> str | None:
     if protocol == NEEDS_FABRIC and not machine.has_fabric():
         return f"this GPU gives no memory with fabric handles; start nvidia-imex on every machine of the NVLink fabric, {ELSE_NIXL}"
     return None
-
-
-# ---- RDMA devices for an engine, by SGLang's flag. Pure but for `devices_here`. Never run with
-# RDMA.
-
-IB_FLAG = "--disaggregation-ib-device"
-UCX_VARIABLE = "UCX_NET_DEVICES"
-PORT = 1  # of a device: UCX names ports, Mooncake takes the first active one
-
-
-def devices_here() -> list[str]:
-    return sorted(found.name for found in Path("/sys/class/infiniband").glob("*"))
-
-
-def named_devices(text: str | None, *, here: Collection[str]) -> tuple[str, ...]:
-    """Return the listed devices; () lets the engine choose. Raises BackendUnavailable."""
-    if text is None:
-        return ()
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in here:
-            what = f"there is no {name!r}" if name else f"{text!r} holds an empty name"
-            there = f"has {', '.join(here)}" if here else "is empty or absent"
-            raise BackendUnavailable(f"{IB_FLAG}: {what}; /sys/class/infiniband {there}")
-    return names
-
-
-def ucx_settings(devices: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return UCX's settings. Raises BackendUnavailable if `env` names other devices."""
-    if not devices:
-        return {}
-    wanted = ",".join(f"{name}:{PORT}" for name in devices)
-    if env.get(UCX_VARIABLE, wanted) != wanted:
-        raise BackendUnavailable(
-            f"{IB_FLAG}: {','.join(devices)} contradicts {UCX_VARIABLE}={env[UCX_VARIABLE]}; unset one"
-        )
-    return {UCX_VARIABLE: wanted}
 
 
 # ---- Engine limits for NVLink's 400 GB/s, where a CPU-sized window lasts only 0.2 ms.

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from transfer_backends.contract import BackendUnavailable, Pieces, Region
-from transfer_backends.engines.environment import CudaContext
+from transfer_backends.engines.cuda_context import CudaContext
 
 HOST_BYTES = 4 << 20  # a millisecond over CMA, a few over TCP
 GPU_BYTES = 64 << 20  # 0.2 ms over NVLink

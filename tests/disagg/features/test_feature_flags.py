@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.processes.checks import check_flags, make_allowlist
+from disagg.processes.exposure import make_allowlist
 from disagg.processes.role_session import plan_session
 from disagg.processes.scheduler_process import check_feature_fetch
+from disagg.processes.transfer_machine import check_flags
 from engine.config import EngineConfig, ServerConfig
 from engine.device.feature_pool import PAGE_TOKENS
 from engine.encoder import build_encoder

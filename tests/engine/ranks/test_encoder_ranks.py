@@ -14,7 +14,7 @@ from engine.executor.image_pass import EncoderRanks, deal
 from engine.images import KEY_BYTES, ImageInput
 from engine.models.vision.tower import Pixels
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.region import RegionPlan
+from engine.parallel.region_plan import RegionPlan
 from tests.core.hash_model import NO_MEMORY
 from tests.parallel.ranks_in_threads import run_ranks
 

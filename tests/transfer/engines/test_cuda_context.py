@@ -7,7 +7,7 @@ import pytest
 
 from tests.transfer.engines.cuda_driver import build_driver
 from transfer_backends.contract import BackendUnavailable, Region
-from transfer_backends.engines.environment import CudaContext
+from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.trial_memory import GPU_BYTES, TrialMemory, trial_pieces
 
 

@@ -10,7 +10,8 @@ import pytest
 from tests.transfer.rig import ROOT
 from transfer_backends.contract import BackendUnavailable
 from transfer_backends.control_port import advertised_host
-from transfer_backends.engines.registry import BACKENDS, MOONCAKE, NIXL, make_engine, torch_cuda_major, wheel_of
+from transfer_backends.engines.registry import BACKENDS, make_engine
+from transfer_backends.engines.wheels import MOONCAKE, NIXL, torch_cuda_major, wheel_of
 
 MODULES = {"nixl": ["nixl", "nixl_cu12", "nixl_cu13"], "mooncake": ["mooncake", "mooncake.engine"]}
 CUDA_MAJORS = {

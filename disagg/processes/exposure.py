@@ -1,10 +1,6 @@
-"""Checks before the processes of a worker start: what others can reach, and the machine for a transfer engine."""
+"""Checks of a worker's open addresses, and of those that it may dial."""
 
 import logging
-import re
-import resource
-from collections.abc import Mapping
-from pathlib import Path
 
 from disagg.config import DisaggConfig, read_secret
 from engine.config import EngineConfig, ServerConfig
@@ -14,9 +10,6 @@ from engine.frontend.bootstraps import BootstrapAllowlist
 from service.flags import ConfigError
 from service.security.browser import AllowedAddresses, is_loopback, require_secret
 from service.security.secret import router_secret
-from transfer_backends.engines.mooncake_protocols import IB_FLAG, devices_here, named_devices, ucx_settings
-
-# ---- Checks of a worker's open addresses, and of those that it may dial.
 
 log = logging.getLogger(__name__)
 
@@ -120,85 +113,3 @@ def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
         flag="--disaggregation-bootstrap-allowed",
     )
     return BootstrapAllowlist(allowed, secret=secret, dials_servers=decodes)
-
-
-# ---- Checks of machine and environment for a transfer engine.
-
-CAP_IPC_LOCK = 14  # linux/capability.h
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def check_transfer_machine(disagg: DisaggConfig, env: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Check allocator, devices and pinning. Raises ConfigError, BackendUnavailable."""
-    devices = named_devices(disagg.disaggregation_ib_device, here=devices_here())
-    if disagg.disaggregation_transfer_backend == "nixl":
-        ucx_settings(devices, env)
-    if on_gpu:
-        check_allocator(env)
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    has_rdma = any(Path("/dev/infiniband").glob("uverbs*"))
-    text = memlock_warning(limit_bytes=limit_bytes, effective_capabilities=_capabilities(), has_rdma=has_rdma)
-    if text is not None:
-        log.warning(text)
-
-
-def check_flags(disagg: DisaggConfig) -> None:
-    """Raises ConfigError."""
-    backend, protocol = disagg.disaggregation_transfer_backend, disagg.disaggregation_mooncake_protocol
-    if backend != "mooncake" and protocol != "auto":
-        raise ConfigError(
-            f"--disaggregation-mooncake-protocol: {protocol} is a transport of Mooncake, and --disaggregation-transfer-backend is "
-            f"{backend}; take mooncake there, or leave the protocol out"
-        )
-    if disagg.prefix_fetch and backend == "fake":
-        raise ConfigError(
-            "--prefix-fetch: --disaggregation-transfer-backend fake moves no KV; take nixl or mooncake, or leave --prefix-fetch out"
-        )
-    if backend == "fake" and (disagg.feature_fetch or disagg.disaggregation_mode == "encode"):
-        flag = "--feature-fetch" if disagg.feature_fetch else "--disaggregation-mode encode"
-        raise ConfigError(
-            f"{flag}: --disaggregation-transfer-backend fake moves no features of images; take nixl or mooncake, or leave {flag} out"
-        )
-    if disagg.disaggregation_ib_device is not None and protocol not in ("auto", "rdma"):
-        raise ConfigError(
-            f"{IB_FLAG}: --disaggregation-mooncake-protocol {protocol} uses no RDMA device; take rdma, or leave one of the two out"
-        )
-
-
-def check_allocator(env: Mapping[str, str]) -> None:
-    """Raises ConfigError for expandable segments: cuda_ipc maps only single allocations."""
-    for name in ALLOCATOR_VARIABLES:
-        if expandable_segments(env.get(name, "")):
-            raise ConfigError(
-                f"{name}: expandable_segments:True gives a KV cache that other processes cannot map, so transfers on one "
-                "machine fail; take it out of the variable, or say expandable_segments:False"
-            )
-
-
-def expandable_segments(text: str) -> bool:
-    """Parse torch's allocator settings; the last value counts."""
-    words = re.findall(r"(?:^|,)\s*expandable_segments\s*:\s*(\w+)", text)
-    return bool(words) and words[-1] == "True"
-
-
-def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: bool) -> str | None:
-    """Return the obstacle to pinned memory; `limit_bytes` is the soft RLIMIT_MEMLOCK."""
-    if not has_rdma or limit_bytes == resource.RLIM_INFINITY or effective_capabilities >> CAP_IPC_LOCK & 1:
-        return None
-    return (
-        f"RDMA device, but this process may pin {limit_bytes >> 10} KiB only (RLIMIT_MEMLOCK) and lacks CAP_IPC_LOCK: the "
-        "transfer engine may fall back to TCP. Raise the limit: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
-        "LimitMEMLOCK=infinity for the node's containerd; a capability added to a container reaches root alone"
-    )
-
-
-def _capabilities() -> int:
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1], 16) if found else 0
-
-
-def why_kv_stays(disagg: DisaggConfig) -> str:
-    """Return why KV memory cannot move, or ""."""
-    if not disagg.has_peers or not devices_here():
-        return ""
-    return "the KV memory of this worker is registered with RDMA devices, which keep its pages"
