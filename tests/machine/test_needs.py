@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG, SHARED, STARTED
 from tests.machine import needs
 from tests.machine.needs import TESTS, TREE, complaint
 
@@ -62,3 +63,8 @@ def test_the_users_of_a_package_are_all_listed(word: str, users: tuple[str, ...]
     files = [path for path in TESTS.rglob("*.py") if word in path.read_text()]
     assert files
     assert [path for path in files if not any(path.is_relative_to(TESTS / user) for user in users)] == []
+
+
+def test_the_places_that_are_named_exist():
+    named = {*LONG, *SHARED, *STARTED, *(user for users in needs.USERS.values() for user in users)}
+    assert sorted(place for place in named if not (TESTS / place).exists()) == []
