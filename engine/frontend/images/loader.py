@@ -5,40 +5,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from engine.frontend.images.pixels import PixelMaker
 from engine.frontend.images.placeholders import LoadedMedia
+from engine.frontend.images.source import MediaSource
 from service.http.errors import ApiError, bad_field
-from service.images.bodies import MOST_SHOWN, BadImage, data_of, frames_of, from_base64, is_data_url, with_field
+from service.images.bodies import BadImage, data_of, frames_of, from_base64, is_data_url, with_field
 from service.images.fetch import MAX_IMAGE_BYTES, ImageFetcher
 from service.images.hosts import ImageFlags
-
-# ---- Sources of images.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaSource:
-    """An image or video URL; `field`: its part of the request.
-
-    `is_base64`: base64 if without a scheme. `fps`: frames per second.
-    """
-
-    field: str
-    url: str
-    is_video: bool = False
-    is_base64: bool = False
-    fps: float | None = None
-
-    @property
-    def is_remote(self) -> bool:
-        is_here = is_data_url(self.url) or (self.is_base64 and "://" not in self.url[:MOST_SHOWN])
-        return not self.is_video and not is_here
-
-
-# ---- loader
 
 THREADS = 2
 DEFAULT_FPS = 2.0  # the default of these models' processors

@@ -27,8 +27,8 @@ from engine.frontend.apis.shared.reasoning import check_budget, gate_of, reasoni
 from engine.frontend.apis.shared.request import Chosen, choose_model
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View
-from engine.frontend.images.loader import MediaSource
 from engine.frontend.images.placeholders import LoadedMedia, Marks
+from engine.frontend.images.source import MediaSource
 from engine.frontend.services import Services
 from engine.images import ImageInput
 from engine.messages import LogprobOptions

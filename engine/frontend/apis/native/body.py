@@ -16,7 +16,7 @@ from engine.frontend.apis.shared.request import PerPrompt
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.bootstraps import Host, Port, Room
 from engine.frontend.client.generation import Generation, absorb
-from engine.frontend.images.loader import MediaSource
+from engine.frontend.images.source import MediaSource
 from engine.messages import (
     MAX_REQUESTED_TOKEN_IDS,
     DraftCounts,

@@ -35,7 +35,7 @@ from engine.frontend.apis.shared.request import check_lora_path, namespaces_of
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import answer
-from engine.frontend.images.loader import MediaSource
+from engine.frontend.images.source import MediaSource
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest

@@ -18,8 +18,8 @@ from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.stream import Framing
-from engine.frontend.images.loader import MediaSource
 from engine.frontend.images.placeholders import LoadedMedia
+from engine.frontend.images.source import MediaSource
 from engine.frontend.services import SERVICES, Services
 from service.http.api_shapes import typed_event
 from service.http.errors import ApiError, bad_field, decode_body
