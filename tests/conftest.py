@@ -26,7 +26,14 @@ settings.load_profile("any machine")
 
 SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share servers
 LONG = (
-    *(*SHARED, "e2e", "faults", "transfer/engines/test_contract.py", "attention/triton/test_triton.py", "simulation"),
+    *(
+        *SHARED,
+        "e2e",
+        "tools/test_matrix.py",
+        "transfer/engines/test_contract.py",
+        "attention/triton/test_triton.py",
+        "simulation",
+    ),
     *(
         "engine/device/test_gpu_check.py",
         "security",

@@ -21,7 +21,7 @@ BROWSER = (
     "router/http/test_dashboard.py",
     "router/http/test_home.py",
 )
-MOONCAKE = ("deploy", "e2e", "faults", "machine", "security", "transfer")
+MOONCAKE = ("deploy", "e2e", "machine", "security", "tools", "transfer")
 OTHER_CPUS = ("kernels/test_other_cpus.py",)
 ALERTS = ("deploy/test_alert_rules.py",)
 # Which tests need a package. A package that is not here is needed by all.
