@@ -26,20 +26,9 @@ settings.load_profile("any machine")
 
 SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share servers
 LONG = (
-    *(
-        *SHARED,
-        "e2e",
-        "tools/test_matrix.py",
-        "transfer/engines/test_contract.py",
-        "attention/triton/test_triton.py",
-        "simulation",
-    ),
-    *(
-        "engine/device/test_gpu_check.py",
-        "security",
-        "sampler/test_triton_sampler.py",
-        "transfer/ranks/test_rank_transfers.py",
-    ),
+    *(*SHARED, "e2e", "tools/test_matrix.py", "transfer/engines/test_contract.py"),
+    *("attention/triton/test_triton.py", "simulation", "engine/device/test_gpu_check.py", "security"),
+    *("sampler/test_triton_sampler.py", "transfer/ranks/test_rank_transfers.py"),
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # here, too, for fork servers: a library reads it as it is imported
