@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.bench import run as environment
+from deploy.bench import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = 2

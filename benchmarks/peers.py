@@ -29,7 +29,7 @@ from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, run_workload, warm_up
 from benchmarks.peer_models import BF16, QUANTIZED, SHAPE, SMOLLM2, PeerModel, make_models
 from benchmarks.peer_servers import FOLDERS, LLAMA, TANDEM, TRANSFORMERS, Start, installed, llama_program, starters
-from deploy.bench import run as environment
+from deploy.bench import environment
 from deploy.bench.stats import table
 from engine.device.machine import cpu_kind
 from engine.kernels.build import KIND_VARIABLE

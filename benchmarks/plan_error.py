@@ -29,7 +29,7 @@ import msgspec
 from benchmarks.cluster import tandem_up
 from benchmarks.cpu_use import cpu_use
 from benchmarks.random_model import write_model
-from deploy.bench import run
+from deploy.bench import environment
 from deploy.bench.config import BenchConfig
 from deploy.bench.run import measure
 from deploy.bench.stats import RequestRecord, Summary, summarize, table
@@ -129,7 +129,7 @@ def _compare(one: Round, folder: Path, args: argparse.Namespace) -> dict[str, An
     stretch = max(1.0, 1 / one.cores["fit"])
     planned = {name: _plan(replace(config, host_cores=stretch * one.cores[name]), name, args.rate) for name in LAYOUTS}
     return {
-        "environment": run.describe(),
+        "environment": environment.describe(),
         "load_average": os.getloadavg(),
         "arguments": {name: value for name, value in vars(args).items() if name != "report"},
         "fit": describe(one.found, one.handover),

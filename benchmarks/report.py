@@ -32,7 +32,7 @@ from benchmarks import (
 )
 from benchmarks.cluster import ROOT
 from benchmarks.measures import Measure, Tables, rendered
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 
 KEPT = ROOT / "docs" / "reports"
 PAGE = KEPT / "benchmarks.md"

@@ -28,7 +28,7 @@ import psutil
 from benchmarks.cluster import Cluster, load, load_records, pin_tree, tandem_up
 from benchmarks.cpu_use import SCHEDULER
 from benchmarks.measures import Row, rendered, tell
-from deploy.bench import run
+from deploy.bench import environment
 from deploy.bench.load import Measured
 from deploy.bench.stats import RequestRecord, tpot_s
 from tools.family import family
@@ -83,7 +83,7 @@ def compare(old: Path, new: Path, *, rounds: int, output: Path) -> None:
                 tell(name, round=number, **sample)
     commits = {name: _commit(tree) for name, tree in trees.items()}
     rows = _rows(samples)
-    result = {"environment": run.describe(), "commits": commits, "rows": rows, "samples": samples}
+    result = {"environment": environment.describe(), "commits": commits, "rows": rows, "samples": samples}
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(rendered({f"old: {commits['old']}, new: {commits['new']}, {rounds} rounds": rows}))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 from deploy.bench.stats import table
 from planner.run import Outcome
 from planner.study import Study

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 from tools.cpu_seconds import added_up, file_of, folder_of
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 from tools.image_pins import DOCKER, REPO, canonical, direct
 
 REPORT = REPO / "docs" / "reports" / "pins.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 
 REPORT = Path(__file__).parents[1] / "docs/reports/slow_tests.json"
 

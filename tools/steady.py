@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs/reports/steady_tests.json"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "reports" / "triton_versions.json"

@@ -23,7 +23,7 @@ from benchmarks.goodput.bench import Bench
 from benchmarks.goodput.layouts import LAYOUTS, pinning
 from benchmarks.goodput.loads import LOADS, from_entries, like_conversations
 from benchmarks.random_model import write_model
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 from deploy.bench.workload import read_trace
 from service.flags import ConfigError
 

@@ -1,103 +1,18 @@
 """One run of the bench, from config to result."""
 
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 
 import aiohttp
 import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deploy.bench.config import BenchConfig
+from deploy.bench.environment import describe
 from deploy.bench.load import Measured, Target, run_in_turns, run_load
 from deploy.bench.stats import RequestRecord, Summary, ratio_table, ratios, summarize, summary_table
 from deploy.bench.workload import BenchRequest, make_requests, read_trace
 from deploy.openai_api import first_model
-
-# ---- A measurement's environment: hardware, versions, commit, command.
-
-DISTRIBUTIONS = (
-    "tandem-serve",
-    "torch",
-    "nixl-cu12",
-    "nixl-cu13",
-    "mooncake-transfer-engine-non-cuda",
-    "mooncake-transfer-engine-cuda13",
-    "aiohttp",
-    "triton",
-)
-COMMAND_TIMEOUT_S = 10.0
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def describe() -> dict[str, object]:
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(_without_directories(arg) for arg in sys.argv),
-        "commit": commit(),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": _memory_gib(),
-        "gpu": _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: version for name in DISTRIBUTIONS if (version := _version(name))},
-    }
-
-
-def commit() -> str | None:
-    """Return the source tree's commit ("+changes" if modified)."""
-    root = str(ROOT)
-    found = _said("git", "-C", root, "rev-parse", "--short=12", "HEAD")
-    if not found:
-        return None
-    return found + ("+changes" if _said("git", "-C", root, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _without_directories(argument: str) -> str:
-    """Hide absolute paths."""
-    path = Path(argument)
-    if not path.is_absolute():
-        return argument
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-
-
-def _said(*argv: str) -> str:
-    if shutil.which(argv[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _memory_gib() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-# ---- run
 
 
 async def measure(config: BenchConfig) -> list[Measured]:

@@ -1,6 +1,7 @@
 """The check itself: README is read as it stands, and a machine that cannot make a bare root says why."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_a_terminal_gives_typed_lines_and_plain_output():
     assert session.wait(60) == 3 and "\x1b" not in session.output() and "CPR" not in session.output()
     with pytest.raises(CheckFailedError, match="`talk` ended before it said 'more'"):
         session.until_said("more", 60)
+
+
+@pytest.mark.parametrize("module", ["tools.fresh.__main__", "tools.fresh.inside"])
+def test_the_check_needs_no_installed_package(module: str):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", f"import {module}"]
+    done = subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_command_without_a_terminal_has_none(capsys: pytest.CaptureFixture[str]):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from deploy.bench.run import commit
+from deploy.bench.environment import commit
 from tools.faults.cells import SILENCE_S, Cell, Layout, Size, all_cells, layout_of
 from tools.faults.rig import Rig
 from tools.faults.rig_on_links import RigOnLinks

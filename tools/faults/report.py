@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 from tools.faults.cells import BACKENDS, MOVERS, SILENCE_S, Cell, Fault, Phase, Size, Victim, chosen, why_not
 from tools.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
 from tools.faults.soak_report import render

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 from tools.fresh.bare_root import CLONE, NAMESPACES, TREE, CannotCheckError, bare_root
 
 CANNOT = 3

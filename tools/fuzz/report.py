@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.run import describe
+from deploy.bench.environment import describe
 
 DONE, FAILED, CUT = "done", "FAILED", "cut off"
 HEAD = """# Fuzzing

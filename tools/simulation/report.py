@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.bench.run import commit
+from deploy.bench.environment import commit
 from tools.mutants.planting import bugs_of
 from tools.simulation import scenario
 from tools.simulation.run import Outcome
