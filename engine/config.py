@@ -375,9 +375,6 @@ class EngineConfig(FlagSet):
     constrained_json_disable_any_whitespace: bool = flag(
         False, "generate constrained JSON without whitespace between its parts: fewer tokens"
     )
-    constrained_json_allow_additional_properties: bool = flag(
-        False, "objects of constrained JSON may hold properties that their schema does not list, unless it forbids them"
-    )
     tool_call_parser: str | None = flag(
         None, "format of the model's tool calls; default: tool calls stay plain text", choices=TOOL_CALL_PARSERS
     )

@@ -23,7 +23,7 @@ from engine.core.dp_step import UpdateAgreement
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.nodes import leader_of
 from engine.flags.resolve import agreement_of
-from engine.grammar.compiler import GrammarCompiler, JsonStyle
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.reasoning import ReasoningGates
 from engine.ipc import IpcPaths
@@ -376,10 +376,7 @@ def make_grammar_queue(
             tokenizer,
             vocab_size=model.vocab_size,
             eos_ids=model.eos_token_ids,
-            style=JsonStyle(
-                any_whitespace=not config.constrained_json_disable_any_whitespace,
-                closes_objects=not config.constrained_json_allow_additional_properties,
-            ),
+            any_whitespace=not config.constrained_json_disable_any_whitespace,
         )
     return GrammarQueue(
         compiler,

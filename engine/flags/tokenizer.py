@@ -27,5 +27,4 @@ def _needing_text(config: EngineConfig) -> dict[str, str | bool | None]:
         "--reasoning-parser": config.reasoning_parser,
         "--grammar-backend": None if config.grammar_backend == "none" else config.grammar_backend,
         "--constrained-json-disable-any-whitespace": config.constrained_json_disable_any_whitespace,
-        "--constrained-json-allow-additional-properties": config.constrained_json_allow_additional_properties,
     }

@@ -6,7 +6,6 @@ It gets the exact bytes of every token, so every supported tokenizer works.
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +34,10 @@ _COMPOSED_BY = (*PARTS, *CONDITIONS, *NAMED_CONDITIONS, "$ref")
 
 def closed(schema: Any) -> Any:
     """A copy with closed objects. Raises BadReference; RecursionError if too deep."""
-    return with_additional(schema, False)
-
-
-def with_additional(schema: Any, allowed: bool) -> Any:
     schema = local(schema)
     parts: set[str] = set()  # references to parts of one object, which stay open
     while True:
-        closer = _Closer(parts, allowed)
+        closer = _Closer(parts)
         result = closer.close(schema, (), whole=True)
         if closer.parts == parts:
             return result
@@ -50,8 +45,7 @@ def with_additional(schema: Any, allowed: bool) -> Any:
 
 
 class _Closer:
-    def __init__(self, parts: set[str], allowed: bool) -> None:
-        self._allowed = allowed
+    def __init__(self, parts: set[str]) -> None:
         self._known = parts
         self.parts = set(parts)
 
@@ -67,7 +61,7 @@ class _Closer:
             schema, lambda inner, below: self.close(inner, (*path, *below), whole=_speaks(below[0], schema, alone))
         )
         if alone and isinstance(schema.get("properties"), dict) and not any(key in schema for key in _SILENCED_BY):
-            result["additionalProperties"] = self._allowed
+            result["additionalProperties"] = False
         return result
 
 
@@ -175,30 +169,19 @@ MAX_MESSAGE_CHARS = 300
 _CONVERTER_ERRORS = (ValueError, TypeError, LookupError, RecursionError, AssertionError, GbnfToLarkError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonStyle:
-    """How constrained JSON is written.
+class GrammarCompiler:
+    """Compiles for one model, thread-safe.
 
-    `any_whitespace`: at most MAX_WHITESPACE in a row. `closes_objects`: see compiler.py.
+    `vocab_size`: rows of its logits. `any_whitespace`: JSON has up to MAX_WHITESPACE in a row.
     """
 
-    any_whitespace: bool = True
-    closes_objects: bool = True
-
-    def schema(self, schema: Any) -> Any:
-        return with_additional(schema, not self.closes_objects)
-
-
-class GrammarCompiler:
-    """Compiles for one model, thread-safe. `vocab_size`: rows of its logits."""
-
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], style: JsonStyle | None = None
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
-        self._style = style or JsonStyle()
+        self._any_whitespace = any_whitespace
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, bool]:
@@ -233,8 +216,8 @@ class GrammarCompiler:
     def _source(self, spec: GrammarSpec) -> str:
         match spec.kind:
             case "json_schema":
-                schema = self._style.schema(json.loads(spec.source))
-                return LLMatcher.grammar_from_json_schema(schema, overrides=_options(self._style))
+                schema = closed(json.loads(spec.source))
+                return LLMatcher.grammar_from_json_schema(schema, overrides=self._options())
             case "regex":
                 return LLMatcher.grammar_from_regex(spec.source)
             case "ebnf":
@@ -247,14 +230,13 @@ class GrammarCompiler:
         raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
 
     def _tag_schema(self, schema: Any) -> Any:
-        schema = {} if schema is True else self._style.schema(schema)
-        return {**schema, "x-guidance": _options(self._style)} if isinstance(schema, dict) else schema
+        schema = {} if schema is True else closed(schema)
+        return {**schema, "x-guidance": self._options()} if isinstance(schema, dict) else schema
 
-
-def _options(style: JsonStyle) -> "JsonCompileOptions":
-    if not style.any_whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"}
+    def _options(self) -> "JsonCompileOptions":
+        if not self._any_whitespace:
+            return {"whitespace_flexible": False}
+        return {"whitespace_pattern": rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"}
 
 
 class GrammarState:

@@ -134,7 +134,6 @@ def test_a_worker_without_a_tokenizer_needs_none_for_new_weights(tmp_path: Path)
         ({"reasoning_parser": "qwen3"}, "--reasoning-parser qwen3"),
         ({"grammar_backend": "llguidance"}, "--grammar-backend llguidance"),
         ({"constrained_json_disable_any_whitespace": True}, "--constrained-json-disable-any-whitespace"),
-        ({"constrained_json_allow_additional_properties": True}, "--constrained-json-allow-additional-properties"),
     ],
 )
 def test_flags_that_need_text_contradict_a_worker_without_a_tokenizer(flags: dict[str, Any], said: str) -> None:

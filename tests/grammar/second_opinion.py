@@ -7,7 +7,7 @@ import numpy as np
 import xgrammar as xg
 
 from engine.core.request import StartGrammar
-from engine.grammar.compiler import MAX_WHITESPACE, JsonStyle, Structure, read_structural_tag
+from engine.grammar.compiler import MAX_WHITESPACE, Structure, closed, read_structural_tag
 from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.text.tokenizer import Tokenizer
 
@@ -19,10 +19,10 @@ class XgrammarCompiler:
     """`vocab_size`: rows of the model's logits."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], style: JsonStyle | None = None
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
     ) -> None:
         self._num_words = -(-vocab_size // WORD_BITS)
-        self._style = style or JsonStyle()
+        self._any_whitespace = any_whitespace
         tokens = [b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in range(vocab_size)]
         vocabulary = xg.TokenizerInfo(tokens, xg.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids))
         self._compiler = xg.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
@@ -42,9 +42,9 @@ class XgrammarCompiler:
             case "json_schema":
                 schema = json.loads(spec.source)
                 _check_depth(schema)
-                spaced = self._style.any_whitespace
+                spaced = self._any_whitespace
                 return self._compiler.compile_json_schema(
-                    json.dumps(self._style.schema(schema)),
+                    json.dumps(closed(schema)),
                     any_whitespace=spaced,
                     separators=None if spaced else (",", ":"),
                     strict_mode=False,
@@ -62,9 +62,7 @@ class XgrammarCompiler:
         return self._compiler.compile_structural_tag(xg.StructuralTag(format=triggered))
 
     def _content(self, s: Structure) -> xg.structural_tag.Format:
-        value = xg.structural_tag.JSONSchemaFormat(
-            json_schema=self._style.schema(s.schema), max_whitespace_cnt=MAX_WHITESPACE
-        )
+        value = xg.structural_tag.JSONSchemaFormat(json_schema=closed(s.schema), max_whitespace_cnt=MAX_WHITESPACE)
         if not s.after_number:
             return value
         number = xg.structural_tag.RegexFormat(pattern="[0-9]+")

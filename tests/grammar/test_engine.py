@@ -11,7 +11,7 @@ from engine.core.plan import Plan
 from engine.executor.device_stream import Launch
 from engine.executor.sample_pass import StepOutput
 from engine.executor.step_part import Forward
-from engine.grammar.compiler import GrammarCompiler, JsonStyle
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.queue import Compiler
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -44,7 +44,7 @@ def tokenizer(checkpoint: str) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> Compiler:
-    return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], style=JsonStyle(any_whitespace=False))
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
 
 
 def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.grammar.compiler import closed, with_additional
+from engine.grammar.compiler import closed
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"properties": {"b": {}}}
@@ -29,13 +29,6 @@ CLOSED_B: dict[str, Any] = {**B, "additionalProperties": False}
 )
 def test_what_is_closed(schema: Any, expected: Any) -> None:
     assert closed(schema) == expected
-    assert with_additional(schema, True) == _opened(expected)
-
-
-def _opened(schema: Any) -> Any:
-    if isinstance(schema, dict):
-        return {k: True if k == "additionalProperties" and v is False else _opened(v) for k, v in schema.items()}
-    return [_opened(v) for v in schema] if isinstance(schema, list) else schema
 
 
 OPEN: list[Any] = [

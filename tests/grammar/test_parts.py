@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from engine.grammar.compiler import JsonStyle
 from engine.grammar.queue import Compiler
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.sampler.token_mask import token_mask, unpacked_on_device
@@ -181,7 +180,7 @@ def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[Co
 
 def test_whitespace_between_the_parts_of_json_is_a_choice(backend: str) -> None:
     spec = GrammarSpec("json_schema", '{"type": "object"}')
-    dense = compiler_of(backend, style=JsonStyle(any_whitespace=False))
+    dense = compiler_of(backend, any_whitespace=False)
     check_texts(dense, spec, good=['{"a":1}'], bad=['{"a": 1}'])
 
 
@@ -201,12 +200,10 @@ def test_whitespace_in_a_row_is_bounded(backend: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_objects_are_closed_unless_the_server_says_otherwise(backend: str, place: str) -> None:
+def test_objects_are_closed_unless_their_schema_says_otherwise(backend: str, place: str) -> None:
     kind, source, text = PLACES[place]
     more = text.replace("OBJECT", '{"a": 1, "b": 2}')
     assert not accepts(compiler_of(backend), GrammarSpec(kind, source), more)
-    letter = compiler_of(backend, style=JsonStyle(closes_objects=False))
-    assert accepts(letter, GrammarSpec(kind, source), more)
     says = source.replace('"required"', '"additionalProperties": true, "required"')
     assert accepts(compiler_of(backend), GrammarSpec(kind, says), more)
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.request import Grammar
 from engine.core_parts import EngineUse
-from engine.grammar.compiler import GrammarCompiler, JsonStyle
+from engine.grammar.compiler import GrammarCompiler
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from engine.sampling_params import GrammarSpec
@@ -106,8 +106,7 @@ SCHEMA = {
 
 def in_grammar(path: str, **flags: Any) -> tuple[Any, int]:
     tokenizer = load_tokenizer(Path(path))
-    style = JsonStyle(any_whitespace=False)
-    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], style=style)
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
     start = compiler.compile(GrammarSpec("json_schema", json.dumps(SCHEMA)))
     with EngineInProcess(path, **flags) as engine:
         for i in range(4):
