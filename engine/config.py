@@ -420,11 +420,6 @@ class EngineConfig(FlagSet):
         "with --enable-dp-attention: prompts of one DP rank wait for prompts of the others, since each slows all; a decode worker "
         "ignores it",
     )
-    enable_schedule_enhancer: bool = flag(
-        False,
-        "with --enable-dp-attention and --schedule-policy fcfs: while one DP rank has --max-running-requests and another "
-        "fewer, no prompt enters, for at most 30 steps",
-    )
     num_threads: int | None = flag(
         None,
         "threads of a rank that compute on cpu; default: one per core (or OMP_NUM_THREADS) over --dp-size, at most one per "

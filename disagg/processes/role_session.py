@@ -64,11 +64,6 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
             "--enable-early-rejection: needs --tokenizer-worker-num 1, which sees the queue of all requests"
         )
     rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
-    if engine.enable_schedule_enhancer and disagg.disaggregation_mode != "null":
-        raise ConfigError(
-            f"--enable-schedule-enhancer: not with --disaggregation-mode {disagg.disaggregation_mode}, whose workers decode or "
-            "compute prompts, not both; leave it out"
-        )
     check_pdmux_role(engine, disagg.disaggregation_mode)
     check_tokenizer_flags(engine)
     gpus_of_ranks(engine, visible_here)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.core.dp_step import DECIDES, AgreedStep, PrefillPolicy, Row, agree
+from engine.core.dp_step import DECIDES, AgreedStep, PrefillDelayer, Row, agree
 from engine.core.plan import Plan
 from engine.core.scheduler import Scheduler
 
@@ -45,13 +45,13 @@ class Board(Protocol):
 
 
 class Agreement:
-    """One rank's side; the deciding one has `policies`."""
+    """One rank's side; the deciding one may have a `delayer`."""
 
-    def __init__(self, board: Board, *, rank: int, policies: Sequence[PrefillPolicy] = ()) -> None:
-        assert not policies or rank == DECIDES
+    def __init__(self, board: Board, *, rank: int, delayer: PrefillDelayer | None = None) -> None:
+        assert delayer is None or rank == DECIDES
         self._board = board
         self._rank = rank
-        self._policies = tuple(policies)
+        self._delayer = delayer
         self._next_step = 0
         self._rows: Sequence[Row] = ()  # of the last agreed step
 
@@ -77,7 +77,6 @@ class Agreement:
 
     def row_of(self, plan: Plan, scheduler: Scheduler, *, prefillable: bool, delays: bool) -> Row:
         """Return the row for `plan`; with `delays` even an empty one, since steps end the delay."""
-        allocator = scheduler.memory.allocator
         return Row(
             step=self._next_step,
             idle=not plan.items and not delays,
@@ -85,7 +84,6 @@ class Agreement:
             extend=plan.extend,
             can_graph=not plan.extend,
             prefillable=prefillable,
-            token_usage=(allocator.num_pages - scheduler.memory.available) / allocator.num_pages,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
         )
@@ -96,15 +94,15 @@ class Agreement:
         if len(rows) < self._board.num_ranks:
             return None
         self._rows = rows
-        if self._policies:
-            self._decide(rows)
+        if self._delayer is not None:
+            self._decide(self._delayer, rows)
         return agree(rows)
 
-    def _decide(self, rows: Sequence[Row]) -> None:
+    def _decide(self, delayer: PrefillDelayer, rows: Sequence[Row]) -> None:
         gate = self._board.gate()
         if rows[0].step < gate.since_step:
             return
-        opens = all([policy.allows(rows) for policy in self._policies])  # every policy counts
+        opens = delayer.allows(rows)
         if opens != gate.opens:
             behind = 1 + max(self._board.last_step(rank) for rank in range(self._board.num_ranks))
             self._board.set_gate(PromptGate(opens, behind))

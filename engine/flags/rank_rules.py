@@ -72,17 +72,9 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
 def check_dp_attention(config: EngineConfig) -> None:
     """Raises ConfigError for flags that require or exclude --enable-dp-attention."""
     on = config.enable_dp_attention
-    for name, given in (
-        ("--enable-prefill-delayer", config.enable_prefill_delayer),
-        ("--enable-schedule-enhancer", config.enable_schedule_enhancer),
-    ):
-        if given and not on:
-            raise ConfigError(
-                f"{name}: prompts of DP ranks slow each other with --enable-dp-attention alone; give both"
-            )
-    if config.enable_schedule_enhancer and config.schedule_policy != "fcfs":
+    if config.enable_prefill_delayer and not on:
         raise ConfigError(
-            f"--enable-schedule-enhancer: --schedule-policy {config.schedule_policy} has an order of its own; give fcfs"
+            "--enable-prefill-delayer: prompts of DP ranks slow each other with --enable-dp-attention alone; give both"
         )
     if not on:
         return

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.config import MAX_PREFILL_TOKENS, MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
 from engine.core.dp_agreement import Agreement, Board
-from engine.core.dp_step import DECIDES, PrefillDelayer, PrefillPolicy, ScheduleEnhancer
+from engine.core.dp_step import DECIDES, PrefillDelayer
 from engine.core.estimates import RatioRule, StepBudget
 from engine.core.policy import NO_PRIORITIES, TAIL_SHARE, Limits, Priorities
 from engine.flags.images import check_encoder, vlm_cache_size_mb
@@ -124,13 +124,8 @@ def limits(config: EngineConfig) -> Limits:
 
 def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_only: bool) -> Agreement:
     """A DP rank's side of DP attention. `decodes_only`: no prompts to delay."""
-    policies: list[PrefillPolicy] = []
-    if config.enable_prefill_delayer and not decodes_only:
-        policies.append(PrefillDelayer())
-    if config.enable_schedule_enhancer:
-        assert config.max_running_requests is not None, "resolved"
-        policies.append(ScheduleEnhancer(max_running=config.max_running_requests))
-    return Agreement(board, rank=dp_rank, policies=policies if dp_rank == DECIDES else ())
+    delays = config.enable_prefill_delayer and not decodes_only and dp_rank == DECIDES
+    return Agreement(board, rank=dp_rank, delayer=PrefillDelayer() if delays else None)
 
 
 def ratio_rule(config: EngineConfig) -> RatioRule:

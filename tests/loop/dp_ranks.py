@@ -6,13 +6,12 @@ a rank that sleeps. A step ends when every rank has launched it, so a rank that 
 
 import random
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from engine.core.dp_agreement import Agreement, PromptGate
-from engine.core.dp_step import AgreedStep, PrefillPolicy, Row, UpdateAgreement
+from engine.core.dp_step import AgreedStep, PrefillDelayer, Row, UpdateAgreement
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.request import Request
 from engine.loop.heartbeat import IterationClock
@@ -108,9 +107,7 @@ class Launched:
 class Rank:
     """Executor and ports of one rank's loop."""
 
-    def __init__(
-        self, group: "Group", rank: int, *, depth: int, policies: Sequence[PrefillPolicy], **engine: Any
-    ) -> None:
+    def __init__(self, group: "Group", rank: int, *, depth: int, delayer: PrefillDelayer | None, **engine: Any) -> None:
         self.engine = EngineInATest(**engine)
         self.model = self.engine.model
         self.rank = rank
@@ -128,7 +125,7 @@ class Rank:
             scheduler=self.engine.scheduler,
             pipeline=partial(
                 Pipeline,
-                strategy=JointStrategy(self.engine.scheduler, Agreement(group.board, rank=rank, policies=policies)),
+                strategy=JointStrategy(self.engine.scheduler, Agreement(group.board, rank=rank, delayer=delayer)),
                 executor=self,
                 depth=depth,
                 ended=self.ended,
@@ -223,13 +220,13 @@ class Group:
         *,
         depth: int = 2,
         draw: random.Random,
-        policies: Sequence[PrefillPolicy] = (),
+        delayer: PrefillDelayer | None = None,
         **engine: Any,
     ) -> None:
         self.board = RingBoard(num_ranks, depth=depth)
         self.draw = draw
         self.ranks = [
-            Rank(self, rank, depth=depth, policies=policies if rank == 0 else (), **engine) for rank in range(num_ranks)
+            Rank(self, rank, depth=depth, delayer=delayer if rank == 0 else None, **engine) for rank in range(num_ranks)
         ]
         self.steps = 0
         self._weights: dict[int, str] = {}  # by step

@@ -7,9 +7,7 @@ import pytest
 from engine.core.dp_step import (
     Padding,
     PrefillDelayer,
-    PrefillPolicy,
     Row,
-    ScheduleEnhancer,
     UpdateAgreement,
     agree,
     padding_of,
@@ -27,9 +25,9 @@ def ask(rid: str, prompt: list[int], *, new: int, kind: str = "") -> GenerateReq
 
 
 def group(
-    num_ranks: int, *, seed: int = 1, depth: int = 2, policies: tuple[PrefillPolicy, ...] = (), **engine: object
+    num_ranks: int, *, seed: int = 1, depth: int = 2, delayer: PrefillDelayer | None = None, **engine: object
 ) -> Group:
-    return Group(num_ranks, draw=random.Random(seed), depth=depth, policies=policies, **engine)
+    return Group(num_ranks, draw=random.Random(seed), depth=depth, delayer=delayer, **engine)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -83,7 +81,7 @@ def test_prompts_wait_for_each_other_at_most_so_many_steps() -> None:
     """Rank 0 decodes alone: the prompt of rank 1 waits. Rank 0's next prompt lets both in."""
     starts = {}
     for passes in (1, 8, 1000):
-        ranks = group(2, policies=(PrefillDelayer(max_delay_passes=passes),), radix=False)
+        ranks = group(2, delayer=PrefillDelayer(max_delay_passes=passes), radix=False)
         first, second = ranks.ranks
         first.tell(ask("r", [1, 2, 3], new=80))
         while len(first.engine.tokens.get("r", [])) < 5:
@@ -103,7 +101,7 @@ def test_prompts_wait_for_each_other_at_most_so_many_steps() -> None:
 
 def test_a_prompt_alone_does_not_wait() -> None:
     """Nothing runs that it could slow, and no step would come that ends the delay."""
-    ranks = group(2, policies=(PrefillDelayer(max_delay_passes=1000), ScheduleEnhancer(max_running=4)))
+    ranks = group(2, delayer=PrefillDelayer(max_delay_passes=1000))
     for i in range(3):
         ranks.ranks[i % 2].tell(ask(f"r{i}", [i, 1, 2], new=4))
         ranks.rest()
@@ -119,16 +117,12 @@ def test_anything_on_any_rank_ends_right() -> None:
 def fuzz(seed: int, *, steps: int) -> int:
     """Requests of all kinds, aborts and pauses on some ranks, then rest: every answer is right, and no rank is left behind."""
     draw = random.Random(seed)
-    policies: tuple[PrefillPolicy, ...] = ()
-    if draw.random() < 0.7:
-        policies = (PrefillDelayer(max_delay_passes=draw.choice([2, 30]), low_watermark=draw.choice([None, 0.2])),)
-    if draw.random() < 0.5:
-        policies += (ScheduleEnhancer(max_running=4),)
+    delayer = PrefillDelayer(max_delay_passes=draw.choice([2, 30])) if draw.random() < 0.7 else None
     ranks = Group(
         draw.choice([2, 3, 4]),
         draw=draw,
         depth=draw.choice([1, 2, 2, 3]),
-        policies=policies,
+        delayer=delayer,
         num_pages=draw.choice([24, 200]),
         chunk=draw.choice([4, 8, 16]),
         mixed_chunk=draw.random() < 0.5,
@@ -295,17 +289,3 @@ def test_the_delayer_waits_for_the_last_rank_or_its_limit() -> None:
 
 def test_the_delayer_keeps_no_prompt_where_nothing_runs() -> None:
     assert PrefillDelayer().allows([row(0, prefillable=True), row(0, prefillable=True), row(0)])
-
-
-def test_the_delayer_lets_a_rank_with_much_room_begin() -> None:
-    delayer = PrefillDelayer(low_watermark=0.5)
-    used = [row(1, prefillable=True, token_usage=0.5), row(1, token_usage=0.1)]
-    assert not delayer.allows(used)
-    assert delayer.allows([row(1, prefillable=True, token_usage=0.4), *used])
-
-
-def test_the_enhancer_holds_prompts_while_one_rank_is_full_and_another_is_not() -> None:
-    enhancer = ScheduleEnhancer(max_running=8)
-    full, room = row(1, running=8), row(1, running=7)
-    assert [enhancer.allows([full, room]) for _ in range(32)] == [False] * 30 + [True, False]
-    assert enhancer.allows([full, full]) and enhancer.allows([room, room])

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from disagg.config import DisaggConfig
-from disagg.processes.role_session import plan_session
-from engine.config import EngineConfig, ServerConfig
+from engine.config import EngineConfig
 from engine.flags.rank_rules import check_device, check_ranks
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
@@ -33,11 +31,6 @@ TWO: dict[str, Any] = {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}
         ({**TWO, "lora_paths": ("a=b",)}, "--enable-dp-attention: not with --lora-paths: a rank computes MLPs"),
         ({**TWO, "tp_size": 4, "reduce_units": 2}, "--reduce-units 2: is not a multiple of --tp-size 4; choose 4"),
         ({"enable_prefill_delayer": True}, "--enable-prefill-delayer: prompts of DP ranks slow each other with"),
-        ({"enable_schedule_enhancer": True}, "--enable-schedule-enhancer: prompts of DP ranks slow each other with"),
-        (
-            {**TWO, "enable_schedule_enhancer": True, "schedule_policy": "lpm"},
-            "--enable-schedule-enhancer: --schedule-policy lpm has an order of its own; give fcfs",
-        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(flags: dict[str, Any], said: str) -> None:
@@ -51,11 +44,3 @@ def test_it_is_for_cpus_yet() -> None:
     config = resolve(EngineConfig(model_path=WIDE_MODEL_PATH, **TWO), model, cuda=True)
     with pytest.raises(ConfigError, match="--enable-dp-attention: is for CPUs yet; give --device cpu"):
         check_device(config)
-
-
-def test_the_enhancer_is_for_workers_that_do_both() -> None:
-    engine = EngineConfig(model_path=WIDE_MODEL_PATH, num_threads=1, enable_schedule_enhancer=True, **TWO)
-    for mode in ("prefill", "decode"):
-        with pytest.raises(ConfigError, match=f"--enable-schedule-enhancer: not with --disaggregation-mode {mode}"):
-            plan_session(engine=engine, server=ServerConfig(), disagg=DisaggConfig(disaggregation_mode=mode))
-    assert plan_session(engine=engine, server=ServerConfig(), disagg=DisaggConfig()).engine is engine

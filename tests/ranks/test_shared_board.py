@@ -29,7 +29,7 @@ def boards(woken: list[int]) -> list[SharedBoard]:
 def test_a_row_is_there_for_all_once_it_is_posted(boards: list[SharedBoard], woken: list[int]) -> None:
     assert boards[0].row(1, 0) is None and boards[0].last_step(1) == -1 and not woken
     rows = [
-        Row(step=0, idle=False, tokens=70_000, extend=True, prefillable=True, token_usage=0.3, running=7, waiting=4096),
+        Row(step=0, idle=False, tokens=70_000, extend=True, prefillable=True, running=7, waiting=4096),
         Row(step=1, idle=True, can_graph=False),
     ]
     for row in rows:
