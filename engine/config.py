@@ -241,10 +241,6 @@ class EngineConfig(FlagSet):
         unit="s",
         above=0,
     )
-    disable_consecutive_prefill_overlap: bool = flag(
-        False,
-        "launch no prefill step before the results of the previous prefill step are there: first tokens come earlier",
-    )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_hybrid_swa_memory: bool = flag(False, "keep all KV of layers with a window: a pair must do it alike")
     radix_eviction_policy: str = flag(

@@ -178,7 +178,6 @@ class Plan:
     items: list[PlanItem]
     opens: list[SlotOpen] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
-    wait: bool = False
     masks: dict[int, bytes] = field(default_factory=dict)
     saves: list[PageSave] = field(default_factory=list)
     loads: list[PageLoad] = field(default_factory=list)

@@ -158,7 +158,6 @@ class Limits:
     - chunked_prefill_size: prompt tokens per step, a multiple of page_size, exceeded by last chunks
       up to `tail_tokens`; None: whole prompts, bounded by `max_prefill_tokens`
     - mixed_chunk: decodes ride in prefill steps; multiplexed: two streams (engine/core/pdmux.py)
-    - wait_between_prefills: depth 1 between prefill steps, so that first tokens leave earlier
     - resume_elsewhere: the role chooses retracted requests' KV source
     - sibling_tokens: uncached prefix shared with an earlier prompt that defers one (cache-aware)
     - min_shared_tokens: shared computation for which a prompt waits a step
@@ -176,7 +175,6 @@ class Limits:
     prefill_max_requests: int | None = None
     mixed_chunk: bool = False
     multiplexed: bool = False
-    wait_between_prefills: bool = False
     max_loras_per_batch: int = 0
     lora_drain_wait_s: float | None = None
     policy: str = "fcfs"

@@ -66,7 +66,6 @@ class Scheduler:
         self._results = Results(state, self._departures)
         self.held = HandoffRequests(state, self._departures, self._results, preemption)
         self._seq = 0
-        self._last_was_extend = False
 
     # ---- steps
 
@@ -85,9 +84,6 @@ class Scheduler:
         if not items and not backups.asks_for_a_step and not self.memory.asks_for_a_step(lane):
             return None
         extend = any(item.extend for item in items)
-        wait = extend and self._last_was_extend and self.limits.wait_between_prefills
-        if lane is not Lane.DECODE:
-            self._last_was_extend = extend
         sample_deferred = any(self._awaits_token(item) for item in items)
         self._seq += 1
         counters.steps += 1
@@ -104,7 +100,6 @@ class Scheduler:
             items=items,
             opens=opens,
             closes=self.table.take_closed(lane),
-            wait=wait,
             sample_deferred=sample_deferred,
             lane=lane,
         )

@@ -111,7 +111,6 @@ def limits(config: EngineConfig) -> Limits:
         prefill_max_requests=config.prefill_max_requests,
         mixed_chunk=bool(config.enable_mixed_chunk),
         multiplexed=config.enable_pdmux,
-        wait_between_prefills=config.disable_consecutive_prefill_overlap,
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
         lora_drain_wait_s=LORA_DRAIN_WAIT_S,
         policy=config.schedule_policy,

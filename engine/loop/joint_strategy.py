@@ -42,10 +42,8 @@ class JointStrategy(StepStrategy):
             self._offered[plan.seq] = agreement.post(row)
         return plan
 
-    def may_launch(self, plan: Plan, num_launched: int) -> bool:
+    def may_launch(self, plan: Plan) -> bool:
         """Check that all ranks agree on the step, and set `plan.agreed`."""
-        if not super().may_launch(plan, num_launched):
-            return False
         if (step := self._offered.get(plan.seq)) is None:
             return True
         plan.agreed = self._agreement.agreed(step)

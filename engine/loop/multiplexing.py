@@ -54,9 +54,7 @@ class Multiplexing(StepStrategy, LoopListener):
             self._moved_s[lane] = self._now_s
         return plan
 
-    def may_launch(self, plan: Plan, num_launched: int) -> bool:
-        if not super().may_launch(plan, num_launched):
-            return False
+    def may_launch(self, plan: Plan) -> bool:
         self._count(plan, 1)
         return True
 

@@ -50,9 +50,9 @@ class StepStrategy:
         """Plan a step for a stream that is not `full`, if there is work."""
         return None if paused or full[0] else self.scheduler.schedule(now_s)
 
-    def may_launch(self, plan: Plan, num_launched: int) -> bool:
-        """True if `plan` may be launched now, with steps of its stream in flight."""
-        return not plan.wait or num_launched < self.scheduler.limits.micro_batches
+    def may_launch(self, plan: Plan) -> bool:
+        """True if `plan` is launched now; asked until it is."""
+        return True
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         return self.scheduler.collect(plan, result)
@@ -113,7 +113,7 @@ class StepStream(Generic[L]):
     def _launch(self) -> None:
         while self._planned and self._unsampled is None:
             plan = self._planned[0]
-            if not self._strategy.may_launch(plan, len(self._launched)):
+            if not self._strategy.may_launch(plan):
                 return
             self._planned.popleft()
             self.worked = True

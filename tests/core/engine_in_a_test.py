@@ -202,7 +202,7 @@ class EngineInATest:
             return self._turn_of_lanes()
         plan = self.next_plan()
         at_most = self.scheduler.limits.micro_batches  # steps in flight without overlap
-        while plan is not None and (plan.wait or plan.sample_deferred) and len(self.launched) >= at_most:
+        while plan is not None and plan.sample_deferred and len(self.launched) >= at_most:
             self.collect()
         if plan is not None:
             self.launch(plan)
@@ -228,7 +228,7 @@ class EngineInATest:
         self.lane = lane
         if self._in_flight(lane) >= self.depth or (plan := self.next_plan()) is None:
             return False
-        while (plan.wait or plan.sample_deferred) and self._in_flight(lane):
+        while plan.sample_deferred and self._in_flight(lane):
             self.collect(lane)
         self.launch(plan)
         return True

@@ -51,7 +51,7 @@ class RoleEngine(EngineInATest):
         self.say(self.role.poll(self.now_s))
         plan = self.scheduler.schedule()
         at_most = self.scheduler.limits.micro_batches  # steps in flight without overlap
-        while plan is not None and (plan.wait or plan.sample_deferred) and len(self.launched) >= at_most:
+        while plan is not None and plan.sample_deferred and len(self.launched) >= at_most:
             self.collect()
         if plan is not None:
             if isinstance(self.role, PrefillRole):

@@ -118,7 +118,7 @@ class WorkerInProcess(EngineInProcess):
         if plan is not None:
             if isinstance(self.role, PrefillRole):
                 self.role.launched_pages.on_launch(plan, monotonic())
-            self.seen.plan(plan, in_flight=0 if plan.wait else self.pipeline.num_launched)
+            self.seen.plan(plan, in_flight=self.pipeline.num_launched)
         self.outputs.hear(self.pipeline.advance(plan))
         return worked
 

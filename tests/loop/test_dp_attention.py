@@ -126,7 +126,6 @@ def fuzz(seed: int, *, steps: int) -> int:
         num_pages=draw.choice([24, 200]),
         chunk=draw.choice([4, 8, 16]),
         mixed_chunk=draw.random() < 0.5,
-        wait_between_prefills=draw.random() < 0.3,
         backup_pages=draw.choice([0, 1000]),
         lag=False,
         clip=0,

@@ -105,12 +105,3 @@ def test_a_grammar_that_ends_wastes_one_sample(depth: int) -> None:
     assert len(wasted) == rig.scheduler.counters.wasted_samples == 2  # one each
     counts = rig.scheduler.memory.allocator.counts()
     assert counts["held"] == 0 and rig.scheduler.idle
-
-
-def test_a_step_that_must_wait_is_launched_in_one() -> None:
-    """Two prefills in a row when TTFT matters."""
-    rig = Rig(depth=2, chunk=8, wait_between_prefills=True)
-    for i in range(2):
-        rig.add(f"r{i}", list(range(8)), max_new_tokens=1)
-    rig.run()
-    assert rig.executor.calls == [("launch", 1), ("collect", 1), ("launch", 2), ("collect", 2)]

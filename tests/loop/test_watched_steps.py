@@ -70,17 +70,6 @@ def test_depth_bounds_the_steps_in_flight_and_a_turn_waits_for_none() -> None:
     assert rig.calls == "launch 1, launch 2, collect 1, launch 3"
 
 
-def test_a_plan_without_overlap_waits_until_each_stage_has_one_place() -> None:
-    """Of three prefill steps in a row the third makes a pipeline of two stages deeper than it is."""
-    rig = Rig(depth=3, pp_size=2, chunk=8, wait_between_prefills=True, radix=False)
-    rig.add("r", list(range(40)), max_new_tokens=1)
-    for _ in range(4):
-        rig.move()
-    assert rig.calls == "launch 1, launch 2" and rig.pipeline.num_launched == 3
-    rig.end(1)
-    assert rig.calls == "launch 1, launch 2, collect 1, launch 3"
-
-
 def test_a_step_whose_masks_follow_from_one_in_flight_is_sampled_when_that_has_ended() -> None:
     rig = Rig(depth=2)
     grammar = rig.add("r", [1, 2, 3], max_new_tokens=3).grammar = Fixed(9)

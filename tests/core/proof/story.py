@@ -40,7 +40,6 @@ class Setup:
     lag: bool
     chunk_pages: int | None
     mixed_chunk: bool
-    wait_between_prefills: bool
     radix: bool
     policy: str
     priorities: Priorities
@@ -153,7 +152,6 @@ def _setups(**fixed: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
         lag=st.booleans(),
         chunk_pages=st.sampled_from([None, 1, 2, 3, 8]),
         mixed_chunk=st.booleans(),
-        wait_between_prefills=st.booleans(),
         radix=st.sampled_from([True, True, False]),
         policy=st.sampled_from(POLICIES),
         priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES]),
