@@ -62,9 +62,6 @@ class DisaggConfig(FlagSet):
         "host memory; prefill: a prefill worker computes it again",
         choices=("recompute", "host", "prefill"),
     )
-    disaggregation_handshake_timeout_s: float = flag(
-        10.0, "longest time for the bootstrap look-up and the handshake with a peer", unit="s", above=0
-    )
     disaggregation_kv_checksum: bool = flag(
         False, "compare a checksum of a prompt's KV pages before decode starts (needed on prefill and decode workers)"
     )

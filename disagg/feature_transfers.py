@@ -311,7 +311,7 @@ def feature_fetches(
     manager = DecodeManager(
         args,
         engine_of(spec, pool),
-        replace(config, handshake_timeout_s=min(config.handshake_timeout_s, HANDSHAKE_S)),
+        replace(config, handshake_timeout_s=HANDSHAKE_S),
         lookup=no_lookup,
     )
     start(manager, wakeup)

@@ -89,7 +89,6 @@ def _device(pool: KVPool | StatePool) -> int | None:
 def transfer_config(spec: SchedulerSpec) -> TransferConfig:
     """Raises ConfigError."""
     return TransferConfig(
-        handshake_timeout_s=spec.disagg.disaggregation_handshake_timeout_s,
         control_host=spec.control_host,
         secret=read_secret(spec.disagg.cluster_secret_file),
     )

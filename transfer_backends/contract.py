@@ -164,12 +164,12 @@ class KVArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """Timeouts (seconds) and limits of a manager, from flags by `disagg/transfer_engine.py`."""
+    """Timeouts (seconds) and limits of a manager; addresses and secret are from flags."""
 
     bootstrap_timeout_s: float = 300.0  # prefill: sender opened -> decode's page indices
     waiting_timeout_s: float = 300.0  # decode: indices sent -> first KV
     transfer_timeout_s: float = 120.0  # both: without progress while transferring
-    handshake_timeout_s: float = 10.0  # decode: look-up + registration
+    handshake_timeout_s: float = 10.0  # decode: look-up + registration, as a peer may be starting
     heartbeat_interval_s: float = 0.34  # a freeze is noticed 1 to 1.5 s later, a shorter one never
     heartbeat_max_failures: int = 3
     transfer_retries: int = 1  # prefill: more tries after a failed write, to the same live peer

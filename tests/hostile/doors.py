@@ -24,7 +24,6 @@ from tools.family import family
 
 ANSWER_S = 60.0
 AT_A_TIME = 8
-HANDSHAKE_S = 2
 ROUTERS, WORKERS = ("router", "fleet"), ("unified", "prefill", "decode")
 SERVERS = (*ROUTERS, *WORKERS, "bootstrap")
 
@@ -76,8 +75,7 @@ def ask(url: str, call: Call) -> Answer:
 @contextlib.contextmanager
 def start_doors(folder: Path) -> Iterator[Doors]:
     """At the end every process still runs, all memory is back, and no log has a traceback of ours."""
-    handshake = ("--disaggregation-handshake-timeout", str(HANDSHAKE_S))
-    args = ("--run-dir", str(folder / "logs"), "--workers", "2", "--stream", "threaded", *handshake, *SHIPPED)
+    args = ("--run-dir", str(folder / "logs"), "--workers", "2", "--stream", "threaded", *SHIPPED)
     with contextlib.ExitStack() as stack:
         c = stack.enter_context(cluster(folder, "--transfer-backend", "nixl", *args))
         urls = {role: c.of(role)[0].url for role in ("prefill", "decode")}
