@@ -337,9 +337,6 @@ class EngineConfig(FlagSet):
     cuda_graph_bs: tuple[int, ...] = flag(
         (), "batch sizes to capture as CUDA graphs; default: chosen by --cuda-graph-max-bs", least=1
     )
-    cuda_graph_max_prefill_tokens: int | None = flag(
-        None, "most new tokens of a prompt step that runs as a CUDA graph; 0: none; default: 512", least=0
-    )
     vlm_cache_size_mb: int | None = flag(
         None,
         "memory for features of images, in units of 2^20 bytes: images that come again are not encoded again; "

@@ -99,8 +99,8 @@ def short_prompts(target: Target) -> dict[str, Any]:
     shape, lengths = target.pick((QWEN3_8B, (64, 128, 512)), (TINY, (5,)))
     rows = []
     for graphs in (True, False):
-        flags = {} if graphs else {"cuda_graph_max_prefill_tokens": 0}
-        parts = make_engine(target, shape, context=1024, max_running_requests=1, max_total_tokens=1024, **flags)
+        flags = {"max_running_requests": 1, "max_total_tokens": 1024, "disable_cuda_graph": not graphs}
+        parts = make_engine(target, shape, context=1024, **flags)
         for tokens in lengths:
             steps = Steps(parts, batch=1, context=tokens)
             rows.append(

@@ -43,7 +43,7 @@ _RENAMED: dict[str, Entry] = {
     "--distributed-timeout-seconds": Renamed(("--dist-timeout",), ONE),
     "--enforce-eager": Renamed(("--disable-cuda-graph",)),
     "--disable-decode-cuda-graph": Renamed(("--disable-cuda-graph",)),
-    "--disable-prefill-cuda-graph": Renamed(("--cuda-graph-max-prefill-tokens=0",)),
+    "--disable-prefill-cuda-graph": Missing("give --disable-cuda-graph, which is for prompts and decodes"),
     "--cudagraph-capture-sizes": Renamed(("--cuda-graph-bs",), MANY),
     "--cuda-graph-bs-decode": Renamed(("--cuda-graph-bs",), MANY),
     "--cuda-graph-max-bs-decode": Renamed(("--cuda-graph-max-bs",), ONE),

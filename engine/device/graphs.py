@@ -14,13 +14,12 @@ from engine.executor.graphs import (
     PrefillGraphs,
     RecordedEnd,
     graph_sizes,
-    prefill_graph_sizes,
 )
 from engine.executor.step_part import RecordedSteps
 from engine.flags.speculation import passes_of, topk_of
 from engine.models.decoder import DenseDecoder
 
-MOST_PREFILL_TOKENS = 512  # by default: a GPU computes more for longer than the host needs to launch them
+PREFILL_SIZES = (16, 32, *range(64, 513, 64))  # tokens; a GPU computes more for longer than a host needs to launch them
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +70,9 @@ def make_graphs(
             progress=records.progress,
         )
         found.append(graphs)
-    if records.prefills and (prefill_sizes := _prefill_sizes(config)):
+    if records.prefills:
         prompts = PrefillGraphs(
-            sizes=prefill_sizes,
+            sizes=PREFILL_SIZES,
             capture=capture,
             backend=backend,
             page_table=page_table,
@@ -89,12 +88,12 @@ def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
     if config.disable_cuda_graph:
         return 0
     kinds = 2 if config.enable_lora else 1  # decode steps without and with adapters
-    return len(_decode_sizes(config)) * kinds * decodes + len(_prefill_sizes(config)) * prefills
+    return len(_decode_sizes(config)) * kinds * decodes + len(PREFILL_SIZES) * prefills
 
 
 def max_recorded_rows(config: EngineConfig) -> int:
     """Return the most rows of a recorded step."""
-    return max(_decode_sizes(config)[-1], *_prefill_sizes(config), 0)
+    return max(_decode_sizes(config)[-1], PREFILL_SIZES[-1])
 
 
 def logits_bytes(config: EngineConfig, *, vocab_size: int, decodes: bool) -> int:
@@ -107,9 +106,3 @@ def _decode_sizes(config: EngineConfig) -> list[int]:
     return graph_sizes(
         sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
     )
-
-
-def _prefill_sizes(config: EngineConfig) -> list[int]:
-    given = config.cuda_graph_max_prefill_tokens
-    most = MOST_PREFILL_TOKENS if given is None else given
-    return prefill_graph_sizes(most) if most > 0 else []

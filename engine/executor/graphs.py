@@ -366,8 +366,3 @@ class PrefillGraphs:
             return model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)
 
         return work
-
-
-def prefill_graph_sizes(most: int) -> list[int]:
-    """Choose the numbers of tokens to record: 16, 32, 64, then every 64 up to `most`."""
-    return sorted({size for size in (16, 32, *range(64, most, 64)) if size < most} | {most})

@@ -257,7 +257,6 @@ def _check_cuda_graph(config: EngineConfig, device: str) -> None:
     flags = (
         ("--cuda-graph-bs", bool(sizes)),
         ("--cuda-graph-max-bs", most is not None),
-        ("--cuda-graph-max-prefill-tokens", bool(config.cuda_graph_max_prefill_tokens)),
     )
     for name, given in flags:
         if given and device != "cuda":

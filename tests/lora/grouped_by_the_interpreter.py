@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
+from engine.core_parts import EngineUse
 from engine.executor.graphs import Work
 from engine.kernels.triton import lora, sample
 from engine.layers.linear import SiteShape
@@ -140,7 +141,13 @@ def check_engine(folder: Path) -> None:
     calls = count_launches()
     capture = NotingCapture(calls)
     with started(
-        path, folder, depth=2, stream="threaded", attention_backend="triton", capture=lambda: capture, **no_prefill()
+        path,
+        folder,
+        depth=2,
+        stream="threaded",
+        attention_backend="triton",
+        capture=lambda: capture,
+        use=EngineUse(prefills=False),
     ) as engine:
         assert run(engine, adapters) == expected
         assert alone != [expected["a"], expected["b"]], "the adapters change nothing"
@@ -156,10 +163,6 @@ def run_plain(engine: EngineInProcess) -> list[list[int]]:
         engine.add(f"plain-{rid}", PROMPTS[rid], max_new_tokens=LENGTHS[rid])
     engine.run()
     return [engine.tokens[f"plain-{rid}"] for rid in "ab"]
-
-
-def no_prefill() -> dict[str, object]:
-    return {"cuda_graph_max_prefill_tokens": 0}
 
 
 def count_launches() -> list[int]:

@@ -97,7 +97,7 @@ def check(folder: str, other: str) -> None:
         stream="threaded",
         attention_backend="triton",
         capture=lambda: capture,
-        cuda_graph_max_prefill_tokens=0,
+        use=EngineUse(prefills=False),
         **flags,
     )
     graphs, pool = engine.recorded(DecodeGraphs), engine.parts.pool

@@ -15,7 +15,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
 from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
 from engine.executor.forward import FutureMap
-from engine.executor.graphs import MAX_REQUESTS, PrefillGraphs, graph_sizes, prefill_graph_sizes
+from engine.executor.graphs import MAX_REQUESTS, PrefillGraphs, graph_sizes
 from engine.flags.resolve import resolve
 from engine.kernels.triton.extend_plan import MAX_WHOLE
 from engine.kv.cache_spec import CacheSpec
@@ -49,13 +49,6 @@ def test_many_requests_take_steps_of_32() -> None:
     for batch in range(1, 257):
         padded = next(size for size in sizes if size >= batch)
         assert padded - batch < (8 if batch <= 64 else 32)
-
-
-@pytest.mark.parametrize(
-    ("most", "sizes"), [(1, [1]), (16, [16]), (100, [16, 32, 64, 100]), (256, [16, 32, 64, 128, 192, 256])]
-)
-def test_sizes_of_prompts(most: int, sizes: list[int]) -> None:
-    assert prefill_graph_sizes(most) == sizes
 
 
 @pytest.mark.parametrize(
@@ -111,7 +104,6 @@ def test_prompts_from_their_first_image_on_are_no_graphs(seen: ItemImages) -> No
     [
         ({"cuda_graph_bs": (4,)}, False, "--cuda-graph-bs"),
         ({"cuda_graph_max_bs": 4}, False, "--cuda-graph-max-bs"),
-        ({"cuda_graph_max_prefill_tokens": 64}, False, "--cuda-graph-max-prefill-tokens"),
         ({"cuda_graph_max_bs": 4, "disable_cuda_graph": True}, True, "--cuda-graph-max-bs"),
         ({"cuda_graph_max_bs": 4, "cuda_graph_bs": (4,)}, True, "--cuda-graph-bs"),
     ],
