@@ -281,13 +281,6 @@ class EngineConfig(FlagSet):
         "how long a request waits for its prefix to be read from files: not at all, for all of it, or for a second",
         choices=PREFETCH_POLICIES,
     )
-    hicache_load_ahead_mb: int | None = flag(
-        None,
-        "most bytes that a step loads from host memory for requests that wait, in units of 10^6; default: 64 on cuda, 0 on cpu",
-        unit="MB",
-        least=0,
-        special={0: "prefixes are loaded when their requests are admitted"},
-    )
     kv_events_config: str | None = flag(
         None, 'publish the events of the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
     )

@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,6 +27,7 @@ from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem, SlotOpen
+from engine.flags.resolve import LOAD_AHEAD_MB
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
@@ -173,14 +175,16 @@ def _host_tokens(target: Target) -> dict[str, Any]:
     flags = {"max_total_tokens": target.pick(4096, 128), "max_running_requests": 2, "page_size": PAGE_SIZE}
     flags |= {"device": target.device.type, "attention_backend": target.pick("triton", "torch")}
     tier: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
-    ways: dict[str, dict[str, Any]] = {
-        "no cache": {"disable_radix_cache": True},
-        "at admission": {**tier, "hicache_load_ahead_mb": 0},
-        "ahead": {**tier, "hicache_load_ahead_mb": 64},
+    # flags, and megabytes that a step loads ahead
+    ways: dict[str, tuple[dict[str, Any], int]] = {
+        "no cache": ({"disable_radix_cache": True}, 0),
+        "at admission": (tier, 0),
+        "ahead": (tier, 64),
     }
     tokens, counters = {}, {}
-    for way, more in ways.items():
-        tokens[way], parts = tokens_of(DEFAULT_MODEL_PATH, prompts, new_tokens, **flags, **more)
+    for way, (more, megabytes) in ways.items():
+        with patch.dict(LOAD_AHEAD_MB, {target.device.type: megabytes}):
+            tokens[way], parts = tokens_of(DEFAULT_MODEL_PATH, prompts, new_tokens, **flags, **more)
         host = parts.scheduler.memory.part(HostCache)
         counters[way] = {} if host is None else dict(host.counted)
     different = [way for way in ways if tokens[way] != tokens["no cache"]]

@@ -25,7 +25,9 @@ PROFILE_S = 1.0  # limit for a start
 LORA_DRAIN_WAIT_S = 10.0  # SGLang's default: typical answers with the evicted adapter finish
 GPU_LORA_RANK = 64  # grouped kernels launch for this rank and skip what an adapter lacks
 BACKUP_SHARE = 0.5
-LOAD_AHEAD_MB = {"cpu": 0, "cuda": 64}  # 1.3 ms of a PCIe 5 bus: a step waits for its copies
+# Host prefixes that a step loads for waiting requests, in 10^6 bytes: 1.3 ms of a PCIe 5 bus, as a step waits for its
+# copies. On a CPU a load runs in the step: starting early gains nothing.
+LOAD_AHEAD_MB = {"cpu": 0, "cuda": 64}
 CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # larger is no faster on a CPU, and delays later requests
 
 
@@ -77,7 +79,6 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         max_prefill_tokens=config.max_prefill_tokens or MAX_PREFILL_TOKENS,
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
         num_threads=config.num_threads or 1,  # engine/flags/local_defaults.py has counted cores in a worker
-        hicache_load_ahead_mb=_load_ahead_mb(config.hicache_load_ahead_mb, device),
         enable_mixed_chunk=_mixed_chunk(config, device),
     )
 
@@ -86,11 +87,6 @@ def _mixed_chunk(config: EngineConfig, device: str) -> bool:
     if config.enable_mixed_chunk is None:
         return device == "cpu" and not config.enable_pdmux
     return config.enable_mixed_chunk
-
-
-def _load_ahead_mb(wanted: int | None, device: str) -> int:
-    """On a CPU a load runs in the step: starting early gains nothing."""
-    return LOAD_AHEAD_MB[device] if wanted is None else wanted
 
 
 def depth(config: EngineConfig) -> int:
@@ -223,8 +219,8 @@ def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_by
 
 
 def ahead_pages(config: EngineConfig, *, page_bytes: int) -> int:
-    assert config.hicache_load_ahead_mb is not None, "resolved"
-    size_bytes = config.hicache_load_ahead_mb * 10**6
+    """Host pages that a step loads for waiting requests. `config` is resolved."""
+    size_bytes = LOAD_AHEAD_MB[config.device] * 10**6
     return max(1, size_bytes // page_bytes) if size_bytes else 0
 
 

@@ -15,7 +15,6 @@ from tests.engine.test_host_tier import files, settle
 FAMILIES, PREFIX_TOKENS, NEW_TOKENS, PAGE_SIZE = 8, 256, 6, 8
 TIERED = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file"),
-    *("--hicache-load-ahead-mb", "1"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
     *("--max-total-tokens", "1024", "--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "128"),
     *("--stream", "threaded", "--stream-delay", "0.001", "--log-level", "warning"),

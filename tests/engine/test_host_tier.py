@@ -157,17 +157,9 @@ def test_a_bad_flag_is_an_error_that_names_it(message: str, flags: dict[str, obj
         resolve(EngineConfig(model_path=checkpoint, **flags), load_model_config(checkpoint), cuda=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("device", "given", "megabytes"), [("cuda", None, 64), ("cpu", None, 0), ("cpu", 1, 1)])
-def test_a_step_loads_ahead_where_copies_run_beside_it(
-    device: str, given: int | None, megabytes: int, checkpoint: str
-) -> None:
-    config = EngineConfig(model_path=checkpoint, device=device, hicache_load_ahead_mb=given)
-    assert resolve(config, load_model_config(checkpoint), cuda=True).hicache_load_ahead_mb == megabytes
-
-
-@pytest.mark.parametrize(("megabytes", "pages"), [(0, 0), (1, 3), (64, 213)])
-def test_what_a_step_loads_ahead_is_whole_pages(megabytes: int, pages: int) -> None:
-    config = EngineConfig(hicache_load_ahead_mb=megabytes)
+@pytest.mark.parametrize(("device", "pages"), [("cpu", 0), ("cuda", 213)])
+def test_a_step_loads_whole_pages_ahead_where_copies_run_beside_it(device: str, pages: int) -> None:
+    config = EngineConfig(device=device)
     assert ahead_pages(config, page_bytes=300_000) == pages
     assert ahead_pages(config, page_bytes=10**9) == min(1, pages)
 

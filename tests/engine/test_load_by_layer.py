@@ -181,11 +181,13 @@ def test_a_step_that_reads_nothing_of_a_load_does_not_wait_for_it(
 def test_a_prefix_that_was_loaded_ahead_gives_the_same_tokens(checkpoint: str, stream: str) -> None:
     """Three requests to each of four prefixes, two at a time; the device holds two of them."""
     prompts = [[*prompt_of(40, seed=seed), 20 + i] for i in range(3) for seed in range(4)]
-    flags = {**TINY, "max_total_tokens": 160, "max_running_requests": 2, "hicache_load_ahead_mb": 1}
+    flags = {**TINY, "max_total_tokens": 160, "max_running_requests": 2}
     found = list[list[list[int]]]()
     for cached in (False, True):
         asked = flags if cached else {"page_size": 4, "disable_radix_cache": True}
         with EngineInProcess(checkpoint, **asked, stream="threaded" if stream == "threaded" else "inline") as engine:  # type: ignore[arg-type]
+            if cached:
+                host_of(engine).ahead_pages = 100
             if cached and stream == "late copies":
                 copy_late(engine)
             for i, prompt in enumerate(prompts):
@@ -193,11 +195,11 @@ def test_a_prefix_that_was_loaded_ahead_gives_the_same_tokens(checkpoint: str, s
             engine.run()
             found.append([engine.tokens[str(i)] for i in range(len(prompts))])
             if cached:
-                assert host_counters(engine)["hicache_loaded_ahead_pages"] >= 40
+                assert host_of(engine).counted["hicache_loaded_ahead_pages"] >= 40
     assert found[0] == found[1]
 
 
-def host_counters(engine: EngineInProcess) -> dict[str, int]:
+def host_of(engine: EngineInProcess) -> HostCache:
     host = engine.parts.scheduler.memory.part(HostCache)
     assert host is not None
-    return host.counted
+    return host

@@ -62,7 +62,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self._in: list[PageCopy] = []
         self._found: list[int] = []  # by `open`, for `start`
         self._under_way: dict[int, list[PageCopy]] = {}  # by uncollected plan number
-        self._ahead_pages = self.pages_ahead_left = ahead_pages
+        self.ahead_pages = self.pages_ahead_left = ahead_pages
         self.disk: DiskTier | None = None
         if disk is not None:
             self.disk = DiskTier(
@@ -249,7 +249,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         plan.from_host, self._in = self._in, []
         if plan.to_host or plan.from_host:
             self._under_way[plan.seq] = [*plan.to_host, *plan.from_host]
-        self.pages_ahead_left = self._ahead_pages
+        self.pages_ahead_left = self.ahead_pages
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
         self._under_way.pop(plan.seq, None)

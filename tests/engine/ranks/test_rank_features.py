@@ -275,14 +275,14 @@ def host_cache(engine: EngineInProcess, paths: Paths) -> Answers:
 
 def host_ahead(engine: EngineInProcess, paths: Paths) -> Answers:
     """The prefixes of requests that wait come to the device before their turn, in steps of copies or with others' work."""
+    host = engine.parts.scheduler.memory.part(HostCache)
+    assert host is not None
+    host.ahead_pages = 100
     prompts = {f"{i}": prompt_of(60, 50 + i) for i in range(8)}
     for name, prompt in prompts.items():
         run(engine, "-first", prompts={name: prompt}, max_new_tokens=4, logprobs=None)
     again = run(engine, "-again", prompts=prompts, max_new_tokens=4, logprobs=None)
-    host = engine.parts.scheduler.memory.part(HostCache)
-    assert host is not None
-    counters = host.counted
-    return Answers(again.values, {"ahead": counters["hicache_loaded_ahead_pages"]})
+    return Answers(again.values, {"ahead": host.counted["hicache_loaded_ahead_pages"]})
 
 
 def prefixes(engine: EngineInProcess, paths: Paths) -> Answers:
@@ -383,7 +383,6 @@ FEATURES = {
             "enable_hierarchical_cache": True,
             "max_total_tokens": 320,
             "hicache_ratio": 4.0,
-            "hicache_load_ahead_mb": 1,
             "max_running_requests": 1,
         },
     ),
