@@ -506,11 +506,7 @@ class ServerConfig(ImageFlags):
     )
     enable_early_rejection: bool = flag(
         False,
-        "answer 503 at once if the first token is expected after the request's x-request-timeout (or "
-        "--default-deadline)",
-    )
-    default_deadline_s: float | None = flag(
-        None, "longest time for requests without x-request-timeout; default: no limit", unit="s", above=0
+        "answer 503 at once if the first token is expected after the request's x-request-timeout",
     )
     drain_timeout_s: float = flag(
         30.0,

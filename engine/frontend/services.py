@@ -144,7 +144,7 @@ class Services:
         self.tracer.close()
 
     def timeout_of(self, request: web.BaseRequest) -> float | None:
-        return request_timeout_s(request.headers, default_s=self.spec.server.default_deadline_s)
+        return request_timeout_s(request.headers)
 
     async def encode_all(
         self, texts: Iterable[str], *, field: str, add_special_tokens: bool = True, most: int | None = None
@@ -227,7 +227,7 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
         yield group
 
 
-def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) -> float | None:
+def request_timeout_s(headers: Mapping[str, str]) -> float | None:
     """Raises ApiError(400) for a bad header."""
     for name in UNITS_S:
         text = headers.get(name)
@@ -237,7 +237,7 @@ def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) ->
         if value_s is None:
             raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
         return value_s
-    return default_s
+    return None
 
 
 def _int64(value: int) -> int:

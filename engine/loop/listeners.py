@@ -60,9 +60,7 @@ SOON_S = 0.001
 
 
 def too_late(timeout_s: float) -> FinishReason:
-    message = (
-        f"the request was not done within its timeout of {timeout_s:g} s (x-request-timeout or --default-deadline)"
-    )
+    message = f"the request was not done within its timeout of {timeout_s:g} s (x-request-timeout)"
     return FinishReason(kind="abort", message=message, status=504)
 
 

@@ -204,7 +204,7 @@ def test_ctrl_c_or_a_second_signal_ends_a_worker_at_once(tmp_path: Path, signals
 
 def test_a_request_whose_first_token_would_come_too_late_is_refused_at_once(tmp_path: Path) -> None:
     soon, late = {"x-request-timeout": "3600"}, {"x-envoy-expected-rq-timeout-ms": "0.000001"}
-    with start_worker(tmp_path, server={"enable_early_rejection": True, "default_deadline_s": 1800.0}) as w:
+    with start_worker(tmp_path, server={"enable_early_rejection": True}) as w:
         assert w.post("/generate", {"text": "a"}, headers=late).status_code == 200
         for _ in range(MIN_STARTED):
             assert w.post("/generate", {"text": "a"}).status_code == 200

@@ -240,7 +240,7 @@ class Frontend:
         self, requests: list[GenerateRequest], request: Request, *, earlier: Sequence[TokenOutput] = ()
     ) -> Generation:
         """Who would come too late for its deadline must not get past here."""
-        timeout_s = request_timeout_s(request.headers, default_s=None)
+        timeout_s = request_timeout_s(request.headers)
         forecast = next(iter(self.client.forecasts), None)
         num_tokens = sum(len(r.input_ids) for r in requests)
         wait_s = None if forecast is None else forecast.wait_s(num_tokens, self.aio.time())
