@@ -369,11 +369,6 @@ class EngineConfig(FlagSet):
     )
     enable_return_hidden_states: bool = flag(False, "requests may ask for hidden states (`return_hidden_states`)")
     is_embedding: bool = flag(False, "serve vectors alone: requests to generate are refused")
-    embedding_pooling: str | None = flag(
-        None,
-        "how /v1/embeddings pools a prompt's hidden states into a vector (unset: as the checkpoint says, or last)",
-        choices=("last", "mean"),
-    )
     stream_interval: int = flag(1, "tokens between two messages of a stream; a request may set its own", least=1)
     decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory", least=1)
     watchdog_timeout_s: float = flag(

@@ -133,7 +133,7 @@ def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: 
 async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
     """Return answers for `vector_of`."""
     s = request[SERVICES]
-    return await _pooled(request, prompts, s.spec.engine.embedding_pooling or s.model.head.pooling)
+    return await _pooled(request, prompts, s.model.head.pooling)
 
 
 async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
