@@ -92,7 +92,7 @@ def measure_interference(*, rounds: int = 3, backend: str = "nixl", layers: int 
     """
     everywhere, rows = os.sched_getaffinity(0), list[Row]()
     with random_model(layers=layers) as model:
-        flags = ("--model-path", model, "--prefault-kv")
+        flags = ("--model-path", model)
         with tandem_up("--unified", "--num-threads", "2", *flags) as cluster:
             rows += _beside_prompts("unified, two threads", cluster, Path(model).name, rounds)
         with tandem_up("--transfer-backend", backend, *flags) as cluster:

@@ -172,9 +172,6 @@ class EngineConfig(FlagSet):
         "is beside them",
         least=2,
     )
-    prefault_kv: bool = flag(
-        False, "on cpu: touch all KV memory at start, so that no step waits until the system provides it"
-    )
     max_running_requests: int | None = flag(
         None,
         f"most requests in the running batch; default: {MAX_RUNNING_OF['cpu']} on cpu, {MAX_RUNNING_OF['cuda']} on cuda, or what memory holds",

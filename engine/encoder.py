@@ -253,4 +253,4 @@ def _updater(
 def _memory_of(config: EngineConfig, use: EngineUse, pool: KVPool) -> KVMemory:
     if use.kv_stays or config.device != "cpu":
         return FixedKV(f"{use.kv_stays or 'features on a GPU stay'}; name the tag weights alone")
-    return MappedMemory([pool.buffer], touched=False)
+    return MappedMemory([pool.buffer])

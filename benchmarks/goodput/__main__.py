@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
 
 
 def _flags(model: Path) -> tuple[str, ...]:
-    tokens = ("--max-total-tokens", str(KV_TOKENS), "--prefault-kv")
+    tokens = ("--max-total-tokens", str(KV_TOKENS))
     return ("--model-path", str(model), *tokens, "--log-level", "warning")
 
 

@@ -98,7 +98,7 @@ class Control:
 # leader's.
 OF_A_NODE = frozenset({
     "model_path", "revision", "served_model_name", "random_seed", "num_threads", "node_rank", "mem_fraction_static",
-    "prefault_kv", "dist_timeout_s", "watchdog_timeout_s", "cluster_secret_file", "disaggregation_control_host",
+    "dist_timeout_s", "watchdog_timeout_s", "cluster_secret_file", "disaggregation_control_host",
     "disaggregation_ib_device", "disaggregation_bootstrap_port", "disaggregation_bootstrap_server",
     "disaggregation_bootstrap_allowed",
 })  # fmt: skip

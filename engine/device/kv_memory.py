@@ -52,8 +52,6 @@ def allocate_pool(
         raise ConfigError(
             f"--max-total-tokens: no memory for a KV cache of {size:.1f} GiB ({error}); lower it"
         ) from error
-    if config.prefault_kv and device.type == "cpu":
-        pool.buffer.zero_()
     return pool
 
 

@@ -46,7 +46,7 @@ class Pools:
 
     def memory(self, config: EngineConfig, states: StatePool | None) -> KVMemory:
         if config.device == "cpu":
-            return MappedMemory(self.buffers(states), touched=config.prefault_kv)
+            return MappedMemory(self.buffers(states))
         return self.saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")
 
 

@@ -16,14 +16,10 @@ TAG = "kv_cache"
 
 
 class MappedMemory:
-    """CPU memory whose addresses stay valid, also for a peer's kernel copies or TCP.
+    """CPU memory whose addresses stay valid, also for a peer's kernel copies or TCP."""
 
-    `touched`: at once, as with --prefault-kv.
-    """
-
-    def __init__(self, buffers: Sequence[Tensor], *, touched: bool) -> None:
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = tuple(buffers)
-        self._touched = touched
 
     def release(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -33,9 +29,7 @@ class MappedMemory:
             assert status == 0, f"madvise: errno {ctypes.get_errno()}"
 
     def resume(self) -> None:
-        if self._touched:
-            for buffer in self._buffers:
-                buffer.zero_()
+        """Do nothing: the system gives zeroed pages when they are touched."""
 
 
 class SavedMemory:

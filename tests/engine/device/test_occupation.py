@@ -83,7 +83,7 @@ def test_all_ranks_give_theirs(tmp_path: Path) -> None:
 def test_mapped_memory_leaves_the_process_and_is_zero_when_it_comes_again() -> None:
     buffer = zeroed_bytes(SIZE, torch.device("cpu"))
     buffer.fill_(7)
-    memory, address, process = MappedMemory([buffer], touched=True), buffer.data_ptr(), psutil.Process()
+    memory, address, process = MappedMemory([buffer]), buffer.data_ptr(), psutil.Process()
     full = process.memory_info().rss
     memory.release()
     assert process.memory_info().rss < full - SIZE // 2
