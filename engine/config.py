@@ -260,11 +260,8 @@ class EngineConfig(FlagSet):
         "when a prefix is copied to the host: when computed, when a second request reads it, or when evicted",
         choices=WRITE_POLICIES,
     )
-    hicache_storage_backend: str | None = flag(
-        None, "storage behind the host memory: files in --hicache-storage-dir; default: none", choices=("file",)
-    )
     hicache_storage_dir: str | None = flag(
-        None, "directory of prefix files; each worker takes a numbered directory in it"
+        None, "store prefixes behind the host memory, too: files in a numbered directory of each worker in this one"
     )
     hicache_storage_size_gb: float = flag(
         10.0,

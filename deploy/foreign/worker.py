@@ -183,6 +183,7 @@ _FIXED: dict[str, Entry] = {
     "--response-role": Fixed(("assistant",), "answers are the assistant's"),
     "--chat-template-content-format": Fixed(("auto", "string"), "templates get texts"),
     "--retraction-policy": Fixed(("length", "default"), "the engine chooses which request it retracts"),
+    "--hicache-storage-backend": Fixed(("file",), "prefixes are stored as files, in --hicache-storage-dir"),
     "--logprobs-mode": Fixed(("raw_logprobs",), "logprobs are the model's, before penalties and masks"),
 }
 _MISSING: dict[str, Entry] = {
@@ -262,7 +263,7 @@ _MISSING: dict[str, Entry] = {
     "--enable-force-include-usage": Missing("send stream_options with include_usage"),
     "--stream-response-default-include-usage": Missing("send stream_options with include_usage"),
     "--return-tokens-as-token-ids": Missing("send return_token_ids"),
-    "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-backend file"),
+    "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-dir"),
     "--pdmux-config-path": Missing(SHARE_BY_ITL),
     "--sm-group-num": Missing(SHARE_BY_ITL),
     "--lora-target-modules": Missing("adapters may change any projection that PEFT names"),

@@ -54,9 +54,9 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
             f"--enable-lora: --pp-size {config.pp_size} gives stages of a model with experts or recurrent states unlike layers, of which "
             "one rank does not know another's; divide by --tp-size"
         )
-    if config.hicache_storage_backend is not None and config.nnodes > 1:
+    if config.hicache_storage_dir is not None and config.nnodes > 1:
         raise ConfigError(
-            f"--hicache-storage-backend: the files of all {config.num_ranks} ranks lie on one machine, --nnodes is "
+            f"--hicache-storage-dir: the files of all {config.num_ranks} ranks lie on one machine, --nnodes is "
             f"{config.nnodes}; leave the storage out, host memory works"
         )
     if config.dp_size * config.ranks_here > (cores := usable_cores()):

@@ -239,13 +239,11 @@ def _check_eviction(config: EngineConfig) -> None:
 
 def _check_hicache(config: EngineConfig) -> None:
     if not config.enable_hierarchical_cache:
-        if config.hicache_storage_backend is not None or config.hicache_storage_dir is not None:
-            raise ConfigError("--hicache-storage-backend, --hicache-storage-dir: need --enable-hierarchical-cache")
+        if config.hicache_storage_dir is not None:
+            raise ConfigError("--hicache-storage-dir: needs --enable-hierarchical-cache")
         return
     if config.disable_radix_cache:
         raise ConfigError("--enable-hierarchical-cache: needs the radix cache; leave --disable-radix-cache out")
-    if (config.hicache_storage_backend is None) != (config.hicache_storage_dir is None):
-        raise ConfigError("--hicache-storage-backend file and --hicache-storage-dir: give both or neither")
 
 
 def _check_cuda_graph(config: EngineConfig, device: str) -> None:

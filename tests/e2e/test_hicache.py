@@ -14,7 +14,7 @@ from tests.engine.test_host_tier import files, settle
 
 FAMILIES, PREFIX_TOKENS, NEW_TOKENS, PAGE_SIZE = 8, 256, 6, 8
 TIERED = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file"),
+    *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
     *("--max-total-tokens", "1024", "--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "128"),
     *("--stream", "threaded", "--stream-delay", "0.001", "--log-level", "warning"),
@@ -82,7 +82,7 @@ def test_tokens_are_the_same_from_host_and_from_files_of_an_earlier_process(
 
 def write_files(checkpoint: str, folder: Path) -> None:
     """As a worker of its own does that serves all of it."""
-    flags = {"hicache_storage_backend": "file", "hicache_storage_dir": str(folder), "hicache_ratio": 4.0}
+    flags = {"hicache_storage_dir": str(folder), "hicache_ratio": 4.0}
     shape = {"max_total_tokens": 1024, "page_size": PAGE_SIZE, "chunked_prefill_size": 128}
     with EngineInProcess(checkpoint, enable_hierarchical_cache=True, **flags, **shape) as engine:
         for i, asked in enumerate(bodies()):

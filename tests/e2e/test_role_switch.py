@@ -17,7 +17,7 @@ def test_a_role_that_does_not_start_is_left_again_and_sigterm_ends_a_switch(tmp_
     no_folder, weights = tmp_path / "no-folder", tmp_path / "weights"
     no_folder.touch()
     shutil.copytree(DEFAULT_MODEL_PATH, weights)
-    broken = ("--enable-hierarchical-cache", "--hicache-storage-backend=file", f"--hicache-storage-dir={no_folder}")
+    broken = ("--enable-hierarchical-cache", f"--hicache-storage-dir={no_folder}")
     args = ("--disaggregation-mode=decode", "--port=0", "--disaggregation-bootstrap-port=0")
     with tandem(tmp_path / "worker", "serve", *args, *broken, *SHIPPED) as worker:
         with httpx.Client(base_url=worker.url) as http:

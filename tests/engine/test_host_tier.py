@@ -105,7 +105,7 @@ def test_tokens_are_the_same_when_prefixes_come_back_from_the_host(
 
 
 def test_the_folder_never_holds_more_than_its_limit(start: Start, tmp_path: Path) -> None:
-    engine = start(hicache_storage_backend="file", hicache_storage_dir=str(tmp_path), hicache_storage_size_gb=1e-4)
+    engine = start(hicache_storage_dir=str(tmp_path), hicache_storage_size_gb=1e-4)
     for i, prompt in enumerate(PROMPTS):
         engine.add(f"r{i}", prompt, max_new_tokens=2)
         while engine.turn():
@@ -115,7 +115,7 @@ def test_the_folder_never_holds_more_than_its_limit(start: Start, tmp_path: Path
 
 
 def test_other_weights_do_not_find_the_kv_of_the_first(start: Start, tmp_path: Path) -> None:
-    disk = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "disk"), "hicache_ratio": 4.0}
+    disk = {"hicache_storage_dir": str(tmp_path / "disk"), "hicache_ratio": 4.0}
     engine = start(**disk)
     answers(engine)
     settle(engine)
@@ -145,9 +145,7 @@ def test_checkpoints_differ_by_what_is_in_them_even_where_names_sizes_and_times_
 
 BAD = {
     "needs the radix cache": {"enable_hierarchical_cache": True, "disable_radix_cache": True},
-    "need --enable-hierarchical-cache": {"hicache_storage_backend": "file", "hicache_storage_dir": "/tmp/x"},
-    "--hicache-storage-dir: give both": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
-    "--hicache-storage-backend file and": {"enable_hierarchical_cache": True, "hicache_storage_dir": "/tmp/x"},
+    "needs --enable-hierarchical-cache": {"hicache_storage_dir": "/tmp/x"},
 }
 
 

@@ -96,7 +96,6 @@ def test_prefixes_come_back_from_the_host_and_from_files_of_8_bits_alone(path: s
     """An engine with KV of another type finds none of them."""
     flags = {**FLAGS, "max_total_tokens": 200, "enable_hierarchical_cache": True, "hicache_ratio": 4.0}
     files = {
-        "hicache_storage_backend": "file",
         "hicache_storage_dir": str(tmp_path),
         "hicache_storage_prefetch_policy": "wait_complete",
     }

@@ -277,7 +277,6 @@ def test_files_of_an_earlier_process_have_images_too(served: Served, tmp_path: P
     flags = {
         **FLAGS,
         "enable_hierarchical_cache": True,
-        "hicache_storage_backend": "file",
         "hicache_storage_dir": str(tmp_path),
         "hicache_storage_prefetch_policy": "wait_complete",
     }

@@ -41,13 +41,7 @@ def pages_in_files(folder: Path) -> set[str]:
 
 async def test_it_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None:
     prompts = [prompt_of(size, seed) for seed, size in enumerate((3, 90, 40, 12))]
-    files = (
-        "--enable-hierarchical-cache",
-        "--hicache-storage-backend",
-        "file",
-        "--hicache-storage-dir",
-        str(tmp_path / "kv"),
-    )
+    files = ("--enable-hierarchical-cache", "--hicache-storage-dir", str(tmp_path / "kv"))
     with tandem(tmp_path, "serve", "--tp-size", "2", "--pp-size", "2", *files, *FLAGS) as worker:
         bodies = [
             {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 16}, "stream": True}

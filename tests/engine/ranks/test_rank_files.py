@@ -30,7 +30,6 @@ def engine_of(
         "num_threads": 1,
         "enable_hierarchical_cache": True,
         "hicache_ratio": 2.0,
-        "hicache_storage_backend": "file",
         "hicache_storage_dir": str(folder),
         "hicache_storage_prefetch_policy": "wait_complete",
         **more,

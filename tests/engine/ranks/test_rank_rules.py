@@ -20,8 +20,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_expert_location": "x.json"}, "--init-expert-location: --ep-size 1"),
     ({"pp_size": 2, "stream": "inline"}, "--stream inline: --pp-size 2 computes several steps at once"),
     (
-        {"tp_size": 2, **NODES, "hicache_storage_backend": "file"},
-        "--hicache-storage-backend: the files of all 2 ranks lie on one machine, --nnodes is 2",
+        {"tp_size": 2, **NODES, "hicache_storage_dir": "/tmp/x"},
+        "--hicache-storage-dir: the files of all 2 ranks lie on one machine, --nnodes is 2",
     ),
     (
         {"dp_size": 2, "kv_events_config": EVENTS},
