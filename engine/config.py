@@ -11,7 +11,7 @@ from engine.core.mem_cache.radix_node import EVICTION_POLICIES
 from engine.core.policy import POLICIES
 from engine.text.reasoning import REASONING_FORMATS
 from engine.text.tool_calls import CALL_FORMATS
-from service.flags import FlagSet, flag
+from service.flags import FlagSet, flag, setting
 from service.images.hosts import ImageFlags
 from service.telemetry.context import FORMATS as LOG_FORMATS
 
@@ -372,12 +372,6 @@ class EngineConfig(FlagSet):
         least=0,
         special={0: "no limit"},
     )
-    test_retract: int = flag(
-        0,
-        "for tests: decode steps between two forced retractions of a running request",
-        least=0,
-        special={0: "none is forced"},
-    )
     weight_version: str = flag("default", "name of the weights in meta_info, until an update of the weights changes it")
     dp_size: int = flag(
         1,
@@ -401,11 +395,12 @@ class EngineConfig(FlagSet):
         "64 MiB of weights",
         least=1,
     )
-    stream_delay_s: float = flag(
-        0.0, "for tests: random delay of at most this long before each step of a threaded stream", unit="s", least=0
-    )
     random_seed: int | None = flag(
         None, "seed for requests that bring none; default: drawn at start and shown in /server_info"
+    )
+    test_retract: int = setting(0, "decode steps between two forced retractions; 0: none is forced", least=0)
+    stream_delay_s: float = setting(
+        0.0, "longest of the random delays before steps of a threaded stream", unit="s", least=0
     )
 
     @property

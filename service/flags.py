@@ -21,7 +21,7 @@ class FlagSpec:
     unit: "s" for seconds, in a field that ends in `_s`    option: public name, if irregular
     above, least, most, below: of the number, or of each in a tuple
     special: values with a meaning of their own
-    by_hand: parsed by the command
+    by_hand: no flag, or one that the command parses
     refused: values of other servers, each with the remedy
     """
 
@@ -69,6 +69,11 @@ class FlagSpec:
 def flag(default: Any, help: str, **spec: Any) -> Any:
     """Declare a field that is a flag, with a `FlagSpec`."""
     return dataclasses.field(default=default, metadata={_METADATA: FlagSpec(help=help, **spec)})
+
+
+def setting(default: Any, help: str, **spec: Any) -> Any:
+    """Declare a field that no flag sets, with a `FlagSpec`: a test gives it."""
+    return flag(default, help, by_hand=True, **spec)
 
 
 class FlagSet:

@@ -20,6 +20,7 @@ from disagg.processes.preloaded import MODULES
 from engine.device.gpus import installed_gpus
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.machine.needs import complaint
+from tests.packages import ROOT
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -32,6 +33,7 @@ LONG = (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # here, too, for fork servers: a library reads it as it is imported
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 
 
@@ -52,7 +54,7 @@ def start_fork_servers() -> None:
     if installed_gpus() or SERVER_VARIABLE in os.environ:
         return
     env = {**os.environ, **openmp_env(1, os.environ, shares_cores=False)}
-    http = fork_server(HTTP_MODULES, env=os.environ, variable=HTTP_SERVER_VARIABLE)
+    http = fork_server((*HTTP_MODULES, "tests.e2e.settings"), env=os.environ, variable=HTTP_SERVER_VARIABLE)
     servers = [fork_servers.enter_context(server) for server in (fork_server(MODULES, env=env), http)]
     os.environ.update(servers[0] | servers[1])
 

@@ -16,7 +16,7 @@ from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
 from planner.config import PlanConfig
 from router.config import RouterConfig
-from service.flags import ConfigError, FlagSet, FlagSpec, flag, option_of, spec_of, values_by_name
+from service.flags import ConfigError, FlagSet, FlagSpec, flag, option_of, setting, spec_of, values_by_name
 
 CONFIGS = (
     *(EngineConfig, ServerConfig, DisaggConfig, RouterConfig, BootstrapConfig),
@@ -41,6 +41,7 @@ class Sample(FlagSet):
     mixed: bool | None = flag(None, "a switch that may be undecided")
     urls: tuple[str, ...] = flag((), "addresses")
     by_hand: tuple[int, ...] = flag((), "parsed by the command", by_hand=True)
+    given: int = setting(0, "of tests", least=0)
 
 
 def parser(*, only_given: bool = False) -> Parser:
@@ -51,6 +52,15 @@ def parser(*, only_given: bool = False) -> Parser:
 
 def parse(*argv: str) -> Sample:
     return config_from(parser().parse_strict(argv), Sample, by_hand=())
+
+
+def test_a_setting_has_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--given", "3")
+    assert "unknown argument '--given'" in capsys.readouterr().err
+    assert Sample(given=3).given == 3
+    with pytest.raises(ConfigError, match="must be at least 0"):
+        Sample(given=-1)
 
 
 def test_nothing_given_is_the_dataclass_default() -> None:

@@ -16,12 +16,13 @@ import psutil
 import pytest
 
 from tests.e2e.cluster import Cluster, Started, Worker, child_of, cluster, tandem, wait_until
+from tests.e2e.settings import settings
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tools.family import lives
 
 TWO = ("--tokenizer-worker-num", "2")
-COMMON = ("--max-total-tokens", "16384", "--stream", "threaded", "--stream-delay", "0.004")
+COMMON = ("--max-total-tokens", "16384", "--stream", "threaded")
 LIMITS = ("--max-running-requests", "4", "--max-queued-requests", "4")
 MAX_LIVE = 8
 TRIES = 64  # of connections, until one lands where it should
@@ -110,12 +111,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Unified,
     adapter = make_tiny_adapter(folder / "adapter", checkpoint, seed=1)
     (keys := folder / "keys").write_text(KEY)
     keys.chmod(0o600)
-    flags = (*TWO, *COMMON, "--model-path", checkpoint)
+    flags, env = (*TWO, *COMMON, "--model-path", checkpoint), settings(stream_delay_s=0.004)
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         serve = ("serve", "--port", "0", *flags, *LIMITS, "--enable-lora", "--api-key-file", str(keys))
-        alone = threads.submit(stack.enter_context, tandem(folder / "alone", *serve))
-        logs = ("--run-dir", str(folder / "two" / "logs"))
-        two = threads.submit(stack.enter_context, cluster(folder / "two", "--transfer-backend", "nixl", *logs, *flags))
+        alone = threads.submit(stack.enter_context, tandem(folder / "alone", *serve, env=env))
+        args = ("--transfer-backend", "nixl", "--run-dir", str(folder / "two" / "logs"), *flags)
+        two = threads.submit(stack.enter_context, cluster(folder / "two", *args, env=env))
         yield Unified(alone.result(), keys, checkpoint, adapter), two.result()
 
 

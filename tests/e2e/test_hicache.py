@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, session, state_of, text_of
 from tests.e2e.cluster import SETTLE_S, Cluster, Worker, cluster, wait_until
+from tests.e2e.settings import settings
 from tests.engine.engine_in_process import EngineInProcess, tokens_of
 from tests.engine.test_host_tier import files, settle
 
@@ -17,7 +18,7 @@ TIERED = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
     *("--max-total-tokens", "1024", "--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "128"),
-    *("--stream", "threaded", "--stream-delay", "0.001", "--log-level", "warning"),
+    *("--stream", "threaded", "--log-level", "warning"),
 )
 
 
@@ -61,7 +62,7 @@ def test_tokens_are_the_same_from_host_and_from_files_of_an_earlier_process(
     for file in files(tmp_path / "disk")[::5]:
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     args = ("--model-path", qwen3, "--hicache-storage-dir", str(tmp_path / "disk"), *TIERED)
-    with cluster(tmp_path / "pd", "--transfer-backend", "nixl", *args) as c:
+    with cluster(tmp_path / "pd", "--transfer-backend", "nixl", *args, env=settings(stream_delay_s=0.001)) as c:
         (worker,) = c.of("prefill")
         serve(c, expected)
         first = state(worker)["counters"]

@@ -12,13 +12,14 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, post, session, state_of, text_of
 from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.settings import settings
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import prompt_of, tokens_of
 from tests.models.tiny_checkpoints import EOS
 
 FLAGS = (
     *("--max-total-tokens", "65536", "--chunked-prefill-size", "64", "--log-level", "warning"),
-    *("--stream", "threaded", "--stream-delay", "0.004"),
+    *("--stream", "threaded"),
 )
 WAYS = {
     "unified": ("--unified",),
@@ -41,8 +42,10 @@ def started(bare: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     folder = tmp_path_factory.mktemp("ids")
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         args = ("--skip-tokenizer-init", "--model-path", bare, *FLAGS)
+        env = settings(stream_delay_s=0.004)
         found = {
-            name: threads.submit(stack.enter_context, cluster(folder / name, *way, *args)) for name, way in WAYS.items()
+            name: threads.submit(stack.enter_context, cluster(folder / name, *way, *args, env=env))
+            for name, way in WAYS.items()
         }
         yield {name: future.result() for name, future in found.items()}
 

@@ -15,10 +15,11 @@ import pytest
 
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, tandem
+from tests.e2e.settings import settings
 from tools.family import family
 
 FLAGS = (
-    *("--stream", "threaded", "--stream-delay", "0.02", "--log-level", "warning", "--device", "cpu"),
+    *("--stream", "threaded", "--log-level", "warning", "--device", "cpu"),
     *("--max-total-tokens", "4096", "--page-size", "8", "--num-threads", "1", "--port", "0"),
 )
 NEW = 150
@@ -37,6 +38,7 @@ class Mixed:
 @pytest.fixture
 def mixed(qwen3: str, temp: Path) -> Iterator[Mixed]:
     modes = {"p": "prefill", "d0": "decode", "u": "null", "d1": "decode"}
+    env = settings(stream_delay_s=0.02)
     with (
         ThreadPoolExecutor(len(modes)) as pool,
         ExitStack() as stack,
@@ -45,7 +47,7 @@ def mixed(qwen3: str, temp: Path) -> Iterator[Mixed]:
         def serve(name: str) -> Started:
             own = ("--disaggregation-bootstrap-port", "0") if modes[name] == "prefill" else ()
             role = ("--disaggregation-mode", modes[name], *own)
-            worker = tandem(temp / name, "serve", "--model-path", qwen3, *FLAGS, *role)
+            worker = tandem(temp / name, "serve", "--model-path", qwen3, *FLAGS, *role, env=env)
             started = worker.__enter__()
             stack.push(worker)
             return started

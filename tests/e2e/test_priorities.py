@@ -9,11 +9,12 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate, post, session, state_of, wait_for_state
 from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.settings import settings
 from tests.engine.engine_in_process import prompt_of, tokens_of
 
 pytestmark = pytest.mark.slow
 FLAGS = (
-    *("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded", "--stream-delay", "0.001"),
+    *("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded"),
     *("--max-total-tokens", "640", "--num-reserved-decode-tokens", "0", "--schedule-conservativeness", "0"),
     *("--disaggregation-decode-retraction-backup", "host", "--enable-priority-scheduling"),
 )
@@ -22,7 +23,8 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Memory for few answers at a time, and no reserve: decode retracts. Priorities count."""
-    with cluster(tmp_path_factory.mktemp("pd"), "--model-path", qwen3, *FLAGS) as c:
+    env = settings(stream_delay_s=0.001)
+    with cluster(tmp_path_factory.mktemp("pd"), "--model-path", qwen3, *FLAGS, env=env) as c:
         yield c
 
 

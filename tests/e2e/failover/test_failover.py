@@ -18,9 +18,11 @@ import pytest
 
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, several, tandem
+from tests.e2e.settings import settings
 from tools.family import family
 
-SLOW = ("--stream", "threaded", "--stream-delay", "0.02", "--log-level", "warning", "--device", "cpu")
+SLOW = ("--stream", "threaded", "--log-level", "warning", "--device", "cpu")
+DELAY_S = 0.02
 KV = ("--max-total-tokens", "4096", "--page-size", "8", "--num-threads", "1", "--enable-return-hidden-states")
 NEW = 130
 FAULT_AFTER = 60  # events: an answer that is not streamed has told the router of its first tokens
@@ -45,7 +47,7 @@ def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fl
     if not unified:
         prefill = (*serve, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
         commands |= {"p0": prefill, "p1": prefill}
-    with several(temp, commands) as workers:
+    with several(temp, commands, settings(stream_delay_s=DELAY_S)) as workers:
         answering, computing = ([workers[name] for name in workers if name[0] == role] for role in "ap")
         if unified:
             flags = ["--worker-urls", *(worker.url for worker in answering)]

@@ -11,9 +11,10 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, post, session, state_of, wait_for_state
 from tests.e2e.cluster import POLL_S, Cluster, child_of, cluster
+from tests.e2e.settings import settings
 from tests.engine.engine_in_process import tokens_of
 
-FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded", "--stream-delay", "0.003")
+FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded")
 SMALL = ("--max-total-tokens", "640", "--num-reserved-decode-tokens", "0", "--schedule-conservativeness", "0")
 WAY = ("--disaggregation-decode-retraction-backup", "prefill", "--transfer-backend", "nixl", "--prefill", "2")
 BOUNDED_S = 60.0
@@ -28,7 +29,8 @@ DRAWS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill workers, and a decode worker with memory for few answers at a time and no reserve."""
-    with cluster(tmp_path_factory.mktemp("pd"), "--model-path", qwen3, *FLAGS, *SMALL, *WAY) as c:
+    args, env = ("--model-path", qwen3, *FLAGS, *SMALL, *WAY), settings(stream_delay_s=0.003)
+    with cluster(tmp_path_factory.mktemp("pd"), *args, env=env) as c:
         yield c
 
 

@@ -8,10 +8,11 @@ from tests.e2e.client import session
 from tests.e2e.cluster import several, tandem
 from tests.e2e.failover.test_failover import Bodies, Fleet, busy, failovers, kill, shown, streams
 from tests.e2e.failover.test_moves import metric
+from tests.e2e.settings import settings
 from tests.e2e.test_all_at_once import MODEL
 from tests.frontend.vision import file_of, picture, url_of
 
-FLAGS = ("--stream", "threaded", "--stream-delay", "0.02", "--num-threads", "1", "--max-total-tokens", "4096")
+FLAGS = ("--stream", "threaded", "--num-threads", "1", "--max-total-tokens", "4096")
 NEW, SOME = 90, 20  # events: a busy machine reads them late
 URLS = [url_of(file_of(picture(64, 48, seed=i))) for i in range(2)]
 ENCODED = "tandem_num_encoded_images_total"
@@ -37,7 +38,7 @@ BODIES: Bodies = {"one": native(0), "other": native(1), "two": chat(0, 1), "text
 async def test_answers_to_images_move_and_go_on(temp: Path) -> None:
     serve = ("serve", "--port", "0", *MODEL, *FLAGS, "--disaggregation-mode")
     commands = {"p": (*serve, "prefill", "--disaggregation-bootstrap-port", "0"), "a": (*serve, "decode")}
-    with several(temp, {**commands, "b": commands["a"]}) as workers:
+    with several(temp, {**commands, "b": commands["a"]}, settings(stream_delay_s=0.02)) as workers:
         prefill, answering = workers["p"], [workers["a"], workers["b"]]
         ways = ("--prefill", prefill.url, *(word for worker in answering for word in ("--decode", worker.url)))
         with tandem(temp / "r", "router", "--port", "0", "--pd-disaggregation", *ways) as router:

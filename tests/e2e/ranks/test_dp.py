@@ -11,14 +11,16 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, wait_for_state
 from tests.e2e.cluster import Cluster, Worker, cluster, wait_until
+from tests.e2e.settings import settings
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import tokens_of
 from tools.family import family, lives
 
 TWO = ("--dp-size", "2", "--max-total-tokens", "65536", "--chunked-prefill-size", "128")
-OVERLAP = ("--stream", "threaded", "--stream-delay", "0.004")
+OVERLAP = ("--stream", "threaded")
+DELAY = {"stream_delay_s": 0.004}
 # Every rank of decode gives requests back to ranks of prefill, and has nothing of them left.
-RETRACTED = ("--disaggregation-decode-retraction-backup", "prefill", "--test-retract", "6", "--disable-radix-cache")
+RETRACTED = ("--disaggregation-decode-retraction-backup", "prefill", "--disable-radix-cache")
 SEEDED = {"temperature": 1.0, "seed": 7, "max_new_tokens": 16, "ignore_eos": True}
 ENDED_S = 60.0
 
@@ -27,16 +29,21 @@ ENDED_S = 60.0
 def started(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
     """A unified worker, and a pair. The last tests end them."""
     folder = tmp_path_factory.mktemp("dp")
-    ways = {"unified": ("--unified", "--tokenizer-worker-num", "2"), "pd": ("--transfer-backend", "nixl", *RETRACTED)}
+
+    def logs(name: str) -> tuple[str, str]:
+        return "--run-dir", str(folder / name / "logs")
+
+    ways = {
+        "unified": (("--unified", "--tokenizer-worker-num", "2"), settings(**DELAY)),
+        "pd": (("--transfer-backend", "nixl", *RETRACTED), settings(**DELAY, test_retract=6)),
+    }
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         found = {
             name: threads.submit(
                 stack.enter_context,
-                cluster(
-                    folder / name, *way, "--run-dir", str(folder / name / "logs"), "--model-path", qwen3, *TWO, *OVERLAP
-                ),
+                cluster(folder / name, *way, *logs(name), "--model-path", qwen3, *TWO, *OVERLAP, env=env),
             )
-            for name, way in ways.items()
+            for name, (way, env) in ways.items()
         }
         yield {name: future.result() for name, future in found.items()}
 

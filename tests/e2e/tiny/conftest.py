@@ -8,19 +8,24 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.settings import settings
 from tests.lora.tiny_adapters import make_tiny_adapter
 
 COMMON = (
     *("--max-total-tokens", "65536", "--chunked-prefill-size", "64", "--log-level", "warning"),
-    *("--stream", "threaded", "--stream-delay", "0.004"),
+    *("--stream", "threaded"),
     *("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25", "--enable-return-hidden-states"),
     *("--reasoning-parser", "qwen3"),
 )
 
 
+def delayed() -> dict[str, str]:
+    return settings(stream_delay_s=0.004)
+
+
 @pytest.fixture(scope="package")
 def unified(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(tmp_path_factory.mktemp("unified"), "--unified", "--model-path", qwen3, *COMMON) as c:
+    with cluster(tmp_path_factory.mktemp("unified"), "--unified", "--model-path", qwen3, *COMMON, env=delayed()) as c:
         yield c
 
 
@@ -39,5 +44,6 @@ def pd(qwen3: str, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFa
     """Layers leave as they are computed. Adapter "one" from the start; two in a batch."""
     way = ("--transfer-backend", "nixl", "--disaggregation-layerwise-transfer", "on")
     lora = ("--lora-paths", f"one={adapters['one']}", "--max-loras-per-batch", "2", "--max-loaded-loras", "3")
-    with cluster(tmp_path_factory.mktemp("pd"), *way, *lora, "--model-path", qwen3, *COMMON) as c:
+    args = (*way, *lora, "--model-path", qwen3, *COMMON)
+    with cluster(tmp_path_factory.mktemp("pd"), *args, env=delayed()) as c:
         yield c

@@ -9,14 +9,15 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate_all
 from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.settings import settings
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import tokens_of
 
 MODEL = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log-level", "warning")
-OVERLAP = ("--stream", "threaded", "--stream-delay", "0.001")
+OVERLAP = ("--stream", "threaded")
 OTHERS = {  # besides the clusters of this folder
     "mixed": ("--unified", "--enable-mixed-chunk", "--schedule-policy", "lpm", *OVERLAP),
-    "multiplexed": ("--unified", "--enable-pdmux", "--pdmux-itl", "0.05", "--stream-delay", "0.001"),
+    "multiplexed": ("--unified", "--enable-pdmux", "--pdmux-itl", "0.05"),
     "mooncake": ("--transfer-backend", "mooncake", "--page-size", "4"),
 }
 
@@ -38,7 +39,8 @@ def way(request: pytest.FixtureRequest, qwen3: str, tmp_path_factory: pytest.Tem
     if request.param not in OTHERS:
         yield request.getfixturevalue(request.param)
         return
-    with cluster(tmp_path_factory.mktemp(request.param), *OTHERS[request.param], "--model-path", qwen3, *MODEL) as c:
+    folder, env = tmp_path_factory.mktemp(request.param), settings(stream_delay_s=0.001)
+    with cluster(folder, *OTHERS[request.param], "--model-path", qwen3, *MODEL, env=env) as c:
         yield c
 
 
