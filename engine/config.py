@@ -309,11 +309,6 @@ class EngineConfig(FlagSet):
         least=2,
         most=MAX_DRAFT_TOKENS,
     )
-    speculative_adaptive: bool = flag(
-        True,
-        "draft less where rows and passes cost more than they give; without it, draft as much as other flags allow, except tokens that "
-        "are almost never right",
-    )
     disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched (depth 1)")
     disable_cuda_graph: bool = flag(
         False, "launch decode steps kernel by kernel instead of as CUDA graphs (on cpu: as tapes)"

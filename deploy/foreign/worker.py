@@ -75,6 +75,7 @@ _IGNORED: dict[str, Entry] = {
     ),
     "--disable-uvicorn-access-log": Ignored("--log-level warning leaves the lines of requests out"),
     "--enable-prefix-caching": Ignored(ALWAYS),
+    "--speculative-adaptive": Ignored(ALWAYS),
     "--enable-chunked-prefill": Ignored(ALWAYS),
     "--async-scheduling": Ignored(ALWAYS),
     "--enable-cache-report": Ignored("usage always says how many tokens were cached"),

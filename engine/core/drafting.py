@@ -183,26 +183,6 @@ def _range_of(rows: int) -> int:
     return min(bisect_left(ENDS, rows), len(ENDS) - 1)
 
 
-# ---- Costs that make every draft pay, for --no-speculative-adaptive. Pure.
-
-
-class FreeRows:
-    """`RowCosts` without a unit: more rows cost less."""
-
-    def step(self, rows: int) -> float:
-        return 1 / rows
-
-    def note(self, rows: int, taken_s: float) -> None:
-        """Learn nothing."""
-
-
-class FreePasses(FreeRows):
-    """The same for drafter passes."""
-
-    def step(self, rows: int) -> float:
-        return 0.0
-
-
 # ---- drafting
 
 LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # acceptance thresholds, tried in turn

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.core.drafting import Drafting, FreePasses, FreeRows
+from engine.core.drafting import Drafting
 from engine.core.ngram import NgramDrafter
 from engine.model_files.drafter_config import (
     DRAFT_PATH,
@@ -35,8 +35,6 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     algorithm = config.speculative_algorithm
     _check_model_flags(config)
     if algorithm is None:
-        if not config.speculative_adaptive:
-            raise ConfigError(f"--no-speculative-adaptive: {FLAG} is not given; give both, or leave it out")
         return
     if why := _why_not(config):
         raise ConfigError(f"{FLAG} {algorithm}: {why}")
@@ -171,13 +169,11 @@ def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
     algorithm = config.speculative_algorithm
     if not may_draft(config, decodes=decodes):
         return None
-    most, is_free = rows_of_request(config) - 1, algorithm is not None and not config.speculative_adaptive
+    most = rows_of_request(config) - 1
     return Drafting(
         NgramDrafter(most=most) if algorithm == NGRAM else None,
         most=most,
         passes=passes_of(config) if drafts_by_model(config) else 0,
         topk=topk_of(config),
         counts=config.device == "cpu",
-        costs=FreeRows() if is_free else None,
-        pass_costs=FreePasses() if is_free else None,
     )

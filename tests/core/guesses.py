@@ -2,7 +2,7 @@
 
 import random
 
-from engine.core.drafting import Drafting, FreePasses, FreeRows
+from engine.core.drafting import Drafting
 from engine.core.drafts import Draft
 from engine.core.request import Request
 from tests.core.drafter_model import DrafterModel
@@ -12,6 +12,19 @@ KINDS = ("right", "wrong", "mixed")
 MODELED = "modeled "  # before a kind: the executor's drafter drafts so
 TREES = "trees "  # the same, several guesses for each place
 TOPK = 3
+
+
+class Free:
+    """Costs that make every draft pay: of steps, which cost less with more rows, or of drafter `passes`."""
+
+    def __init__(self, *, passes: bool = False) -> None:
+        self._passes = passes
+
+    def step(self, rows: int) -> float:
+        return 0.0 if self._passes else 1 / rows
+
+    def note(self, rows: int, taken_s: float) -> None:
+        """Learn nothing."""
 
 
 class Guesses:
@@ -41,5 +54,5 @@ def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:
             kind = kind.removeprefix(begin)
             model.drafter = DrafterModel(kind, kv=model.kv, at=model._at, page_size=model.page_size)
             passes = most if topk == 1 else max(1, most // 2)
-            return Drafting(None, most=most, passes=passes, topk=topk, costs=FreeRows(), pass_costs=FreePasses())
-    return Drafting(Guesses(kind, most=most, model=model), most=most, costs=FreeRows())
+            return Drafting(None, most=most, passes=passes, topk=topk, costs=Free(), pass_costs=Free(passes=True))
+    return Drafting(Guesses(kind, most=most, model=model), most=most, costs=Free())

@@ -9,6 +9,7 @@ from engine.core.drafts import MODELED, NO_DRAFT, Draft
 from engine.core.plan import Plan, PlanItem, StateRollback
 from engine.core.request import Request
 from tests.core.engine_in_a_test import request_of
+from tests.core.guesses import Free
 
 
 class Constant:
@@ -264,8 +265,9 @@ def test_a_tree_is_verified_down_to_what_is_unlikely() -> None:
     assert (found.tokens, list(found.parents)) == ([7, 1], [-1, 0])
 
 
-class Noted:
+class Noted(Free):
     def __init__(self) -> None:
+        super().__init__()
         self.rows: list[int] = []
 
     def step(self, rows: int) -> float:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from engine.core.drafting import FreePasses, FreeRows
 from engine.core.drafts import Draft
 from engine.core.plan import StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from tests.core.guesses import Free
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.ranks_in_process import ranks
 
@@ -18,7 +18,7 @@ from tests.engine.ranks.ranks_in_process import ranks
 def always(scheduler: Scheduler) -> None:
     """Let all drafts pay."""
     assert scheduler.drafting is not None
-    scheduler.drafting.costs, scheduler.drafting.pass_costs = FreeRows(), FreePasses()
+    scheduler.drafting.costs, scheduler.drafting.pass_costs = Free(), Free(passes=True)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.flags.resolve import resolve
-from engine.flags.speculation import drafting_of, passes_of, rows_of_request, topk_of, with_drafter
+from engine.flags.speculation import passes_of, rows_of_request, topk_of, with_drafter
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
-from tests.core.engine_in_a_test import request_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 
@@ -49,10 +48,6 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
         (
             {"speculative_num_steps": 3},
             "--speculative-num-steps 3: --speculative-algorithm is not given, and drafts by no",
-        ),
-        (
-            {"speculative_adaptive": False},
-            "^--no-speculative-adaptive: --speculative-algorithm is not given; give both",
         ),
         (
             {"speculative_algorithm": "EAGLE3"},
@@ -139,25 +134,6 @@ def test_a_drafter_is_named_in_the_signature(tmp_path: Path, checkpoint: str) ->
     drafted = with_drafter(resolve(given, model, cuda=False), model)
     own, other = model.signature(), load_model_config(path).signature()
     assert drafted.signature() == f"{own}/drafts by STANDALONE {other}"
-
-
-@pytest.mark.parametrize("algorithm", ["NGRAM", "NEXTN"])
-def test_without_adaption_no_cost_is_too_high(algorithm: str) -> None:
-    """A token that is right half of the time is asked for and verified, though it doubles the step."""
-
-    def drafted(**flags: Any) -> tuple[int, int]:
-        config = EngineConfig(speculative_algorithm=algorithm, device="cpu", **flags)
-        found = drafting_of(config, decodes=True)
-        assert found is not None
-        request = request_of([1, 2, 3, 1, 2, 3, 1, 2], rid="r", max_new_tokens=100)
-        for rows in (1, 2, 4, 8):
-            found.costs.note(rows, float(rows * rows))
-        return len(found.ask([request], rows=1, overlaps=True).passes), len(
-            found.choose([request], rows=1, overlaps=True)
-        )
-
-    assert drafted() == (0, 0)
-    assert sum(drafted(speculative_adaptive=False)) == 1
 
 
 @pytest.mark.parametrize(
