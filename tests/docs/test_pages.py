@@ -18,7 +18,7 @@ from tests.packages import PACKAGES, ROOT
 
 # Flags of other programs, of benchmarks and of tools.
 _FOREIGN = """--build-arg --delete-emptydir-data --force --format --grace-period --ignore-daemonsets --list --merge --no-deps
-    --parts --replicas --resume --scenario --shm-size --small --wait"""
+    --parts --replicas --scenario --shm-size --small --wait"""
 FOREIGN = frozenset(_FOREIGN.split())
 TOP = ("engine", "disagg", "router", "bootstrap_server", "transfer_backends", "service", "deploy", "planner", "tests")
 PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tools', 'benchmarks', 'docs'))})/[\w./*-]*)`")

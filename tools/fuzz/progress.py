@@ -2,24 +2,18 @@
 
 import faulthandler
 import time
-from collections.abc import Callable
 
 from tools.progress import progress
 
-LINE_EVERY_S = 20.0
 HANG_S = 120.0
 
 
 class Progress:
-    """`keep` is called with the count every 20 s, so that a run that is killed leaves what it had.
+    """A hang ends the process with status 1 and the stacks of all threads: nothing that runs in it could say more."""
 
-    A hang ends the process with status 1 and the stacks of all threads: nothing that runs in it could say more.
-    """
-
-    def __init__(self, what: str, total: int, keep: Callable[[int], None]) -> None:
+    def __init__(self, what: str, total: int) -> None:
         self.done = 0
-        self._keep = keep
-        self._started_s = self._told_s = time.monotonic()
+        self._started_s = time.monotonic()
         self._bar = progress(total or None, unit="input", what=what)
         self.moves()
 
@@ -30,9 +24,6 @@ class Progress:
     def add(self, count: int) -> None:
         self.done += count
         self._bar.update(count)
-        if time.monotonic() - self._told_s >= LINE_EVERY_S:
-            self._told_s = time.monotonic()
-            self._keep(self.done)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -1,11 +1,10 @@
-"""The report of `make fuzz`: kept part by part in a JSON file, and the page that is made of it.
+"""The report of `make fuzz`: its parts, as each ends, in a JSON file and a page.
 
 A part that was cut off, has failed, or has not run, is in the page as such.
 """
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,21 @@ both pure cores), `sockets.py` (frames at both managers over TCP), `bodies.py` (
 
 
 class Report:
-    """Results by part. `path`: of the page; the JSON file lies beside it. None: nothing is kept."""
+    """Results by part. `path`: of the page; the JSON file lies beside it, whose other parts stay unless `anew`."""
 
-    def __init__(self, path: Path | None, names: tuple[str, ...]) -> None:
+    def __init__(self, path: Path | None, names: tuple[str, ...], *, anew: bool = False) -> None:
         self._path = path
         self._names = names
         self._parts: dict[str, dict[str, Any]] = {}
         self._about = describe()
-        if path is not None and path.with_suffix(".json").exists():
+        if not anew and path is not None and path.with_suffix(".json").exists():
             kept = json.loads(path.with_suffix(".json").read_text())
             self._parts = {name: part for name, part in kept["parts"].items() if name in names}
 
-    def is_done(self, name: str, asked: Mapping[str, Any]) -> bool:
-        part = self._parts.get(name, {})
-        return part.get("status") == DONE and part["commit"] == self._about["commit"] and part["asked"] == asked
-
-    def forget(self) -> None:
-        self._parts.clear()
-
-    def keep(
-        self, name: str, *, status: str, inputs: int, seconds: float, result: str, asked: Mapping[str, Any]
-    ) -> None:
-        about = {"commit": self._about["commit"], "ended": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
-        self._parts[name] = {
-            **about,
-            "status": status,
-            "inputs": inputs,
-            "seconds": round(seconds, 1),
-            "result": result,
-            "asked": dict(asked),
-        }
+    def keep(self, name: str, *, status: str, inputs: int, seconds: float, result: str) -> None:
+        ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        about = {"commit": self._about["commit"], "ended": ended, "status": status}
+        self._parts[name] = {**about, "inputs": inputs, "seconds": round(seconds, 1), "result": result}
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = {"about": self._about, "parts": self._parts}
