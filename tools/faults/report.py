@@ -1,5 +1,6 @@
 """Writes docs/reports/reliability.md from the results of the matrix and of the soak (JSON files; see `matrix.py`, `soak.py`)."""
 
+import argparse
 import json
 import statistics
 import time
@@ -18,9 +19,7 @@ REPORTS = ROOT / "docs" / "reports"
 PAGE = REPORTS / "reliability.md"
 MATRIX = "fault_matrix.json"
 NOTICE = "death_notice.json"
-RANK_FAULTS = (
-    REPORTS / "rank_faults.json"
-)  # pairs of shapes, cells of faults, the soak; each part with where it was run
+RANK_FAULTS = REPORTS / "rank_faults.json"  # parts: pairs of shapes, cells of faults, starts, the soak
 TITLES = {Size.SINGLE: "", Size.PAIRS: ", pairs"}
 WHERE = {Size.SINGLE: "", Size.PAIRS: "pairs: "}
 SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
@@ -38,12 +37,29 @@ def keep(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
-def begun(path: Path, part: str) -> dict[str, Any]:
-    """The report at `path` as it is, for results of `part` to be added."""
-    report: dict[str, Any] = _read(path) or {}
-    report.setdefault("about", {})[part] = about_run()
-    report.setdefault(part, {})
-    return report
+class Rows:
+    """Rows of one part of docs/reports/rank_faults.json, printed and kept as they come. Its other parts stay."""
+
+    def __init__(self, path: Path, part: str) -> None:
+        self._path, self._part = path, part
+        self._report: dict[str, Any] = _read(path) or {}
+        self._report.setdefault("about", {})[part] = about_run()
+        self._report.setdefault(part, {})
+        self.num_failed = 0
+
+    def add(self, name: str, found: dict[str, Any]) -> None:
+        """`found`: what the row came to, with its `problems`."""
+        self.num_failed += bool(found["problems"])
+        print(f"{'FAILED' if found['problems'] else 'ok    '} {name} {found}", flush=True)
+        self._report[self._part][name] = found
+        keep(self._path, self._report)
+
+
+def rank_parser(part: str, what: str) -> argparse.ArgumentParser:
+    """Arguments of a program of tools/faults/ranks."""
+    parser = argparse.ArgumentParser(prog=f"python -m tools.faults.ranks.{part}", description=what)
+    parser.add_argument("--report", type=Path, default=RANK_FAULTS)
+    return parser
 
 
 def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:

@@ -7,12 +7,10 @@ counters show that the KV came from prefill's ranks: all checksums agree, decode
 states and windows cross between the same shapes; stages keep KV behind windows, so they fit no worker that frees it.
 """
 
-import argparse
 import asyncio
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import BACKENDS
 from tools.faults.household import Household, unclean
 from tools.faults.ranks.subjects import TINY, Subject, tiny
-from tools.faults.report import RANK_FAULTS, begun, keep
+from tools.faults.report import Rows, rank_parser
 
 PROMPTS, NEW = 4, 24
 TIGHT = 560  # tokens: what begins does not fit to its end
@@ -178,8 +176,7 @@ def _one_source(prefill: Shape, decode: Shape) -> bool:
 def run(backend: str, subject: Subject, path: Path) -> int:
     """Every pair that fits; return how many failed. Pairs of tiny models are a part of the report of their own."""
     part = "shapes" if subject.name == RECALL else "group_shapes"
-    report = begun(path, part)
-    fleet, failed, room = Fleet(backend, subject), 0, 1000
+    rows, fleet, room = Rows(path, part), Fleet(backend, subject), 1000
     prefills, decodes = shapes_of(subject.name)
     try:
         for role, shapes in (("prefill", prefills), ("decode", decodes)):
@@ -189,38 +186,24 @@ def run(backend: str, subject: Subject, path: Path) -> int:
         for prefill in prefills:
             for decode in (shape for shape in decodes if prefill.fits(shape)):
                 found = asyncio.run(fleet.cell(prefill, decode, room=room))
+                rows.add(f"{prefill.name} -> {decode.name}, {backend}", found)
                 room += PROMPTS
-                name = f"{prefill.name} -> {decode.name}, {backend}"
-                failed += bool(found["problems"])
-                print(f"{'FAILED' if found['problems'] else 'ok    '} {name} {found}", flush=True)
-                report[part][name] = found
-                keep(path, report)
-        for part in fleet.household.parts.values():
-            if text := part.log.read_text():
-                print(f"---- {part.name}\n{text[-2000:]}", file=sys.stderr)
+        fleet.household.show_logs()
     finally:
         if left := fleet.household.close():
             print(f"left behind: {left}", file=sys.stderr)
-    return failed
+    return rows.num_failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.faults.ranks.shapes", description="pairs of shapes")
+    parser = rank_parser("shapes", "pairs of shapes")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--subjects", nargs="+", choices=(RECALL, *TINY), default=(RECALL, *TINY))
-    parser.add_argument("--report", type=Path, default=RANK_FAULTS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-shapes-") as folder:
-        return 1 if run_all(args.backends, args.subjects, args.report, Path(folder)) else 0
-
-
-def run_all(backends: Sequence[str], subjects: Sequence[str], path: Path, folder: Path) -> int:
-    """Return how many pairs failed."""
-    failed = 0
-    for name in subjects:
-        subject = Subject(RECALL) if name == RECALL else tiny(name, folder)
-        failed += sum(run(backend, subject, path) for backend in backends)
-    return failed
+        subjects = [Subject(RECALL) if name == RECALL else tiny(name, Path(folder)) for name in args.subjects]
+        failed = [run(backend, subject, args.report) for subject in subjects for backend in args.backends]
+    return 1 if any(failed) else 0
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ and go. Every answer is the oracle's: new weights are the old ones, and the adap
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,35 +22,19 @@ from tests.e2e.client import post
 from tests.e2e.cluster import READY_S, wait_until
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tools.faults.household import Household, unclean
-from tools.faults.report import RANK_FAULTS, begun, keep
+from tools.faults.report import Rows, rank_parser
 from tools.faults.traffic import SLOW_S, Mix, Traffic, session
 
 MIX = Mix(at_once=12, most_pairs=90, most_new=160, aborts=0.15, abort_s=0.5, adapted=0.3)
 PAUSED_S = 0.3
 MODES = ("in_place", "retract", "block", "abort")
-COMMON = [
-    "--model-path",
-    "recall-wide",
-    "--chunked-prefill-size",
-    "64",
-    "--log-level",
-    "warning",
-    "--watchdog-timeout",
-    "30",
-]
+COMMON = ["--model-path", "recall-wide", "--chunked-prefill-size", "64", "--log-level", "warning"]
+COMMON += ["--watchdog-timeout", "30"]
 TIGHT = ["--max-total-tokens", "1280", "--schedule-conservativeness", "0", "--max-queued-requests", "256"]
 PAIR = ["--tp-size", "2", "--kv-units", "2", "--disaggregation-kv-checksum", "--disaggregation-mode"]
 RESUMES = ["--disaggregation-decode-retraction-backup", "prefill", "--num-reserved-decode-tokens", "0"]
-COUNTED = [
-    "requests",
-    "steps",
-    "retractions",
-    "aborted",
-    "resumed_computed",
-    "resumed_through_prefill",
-    "recomputed",
-    "kv_transfers",
-]
+COUNTED = ["requests", "steps", "retractions", "aborted", "resumed_computed", "resumed_through_prefill"]
+COUNTED += ["recomputed", "kv_transfers"]
 
 
 class Soak:
@@ -155,9 +137,7 @@ def run(way: str, args: argparse.Namespace) -> dict[str, Any]:
     soak = Soak(way, household, minutes=args.minutes, seed=args.seed)
     try:
         result = asyncio.run(soak.run())
-        for part in household.parts.values():
-            if text := part.log.read_text(errors="replace"):
-                print(f"---- {part.name}\n{text[-3000:]}", file=sys.stderr)
+        household.show_logs()
     finally:
         left = household.close()
     result["problems"] += [f"left behind: {what}" for what in left]
@@ -165,19 +145,15 @@ def run(way: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.faults.ranks.soak", description="a soak of ranks")
+    parser = rank_parser("soak", "a soak of ranks")
     parser.add_argument("--minutes", type=float, default=15.0, help="of each way")
     parser.add_argument("--ways", nargs="+", choices=("unified", "pd"), default=("unified", "pd"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", type=Path, default=RANK_FAULTS)
     args = parser.parse_args()
-    report, bad = begun(args.report, "soak"), False
+    rows = Rows(args.report, "soak")
     for way in args.ways:
-        report["soak"][way] = found = run(way, args)
-        print(f"{way}: {json.dumps(found, indent=1)}", flush=True)
-        keep(args.report, report)
-        bad |= bool(found["problems"])
-    return 1 if bad else 0
+        rows.add(way, run(way, args))
+    return 1 if rows.num_failed else 0
 
 
 if __name__ == "__main__":

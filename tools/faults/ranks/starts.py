@@ -3,7 +3,6 @@
 usage: python -m tools.faults.ranks.starts [--report FILE]
 """
 
-import argparse
 import shutil
 import socket
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.e2e.cluster import wait_until
 from tools.faults.household import ROOT, Household
-from tools.faults.report import RANK_FAULTS, begun, keep
+from tools.faults.report import Rows, rank_parser
 
 DIST_TIMEOUT_S = 15.0
 SWITCHES = "TANDEM_FAULTS_DIR"
@@ -93,16 +92,10 @@ def _flags(start: Start, folder: Path, taken: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.faults.ranks.starts", description="starts that fail")
-    parser.add_argument("--report", type=Path, default=RANK_FAULTS)
-    args = parser.parse_args()
-    report, bad = begun(args.report, "starts"), 0
+    rows = Rows(rank_parser("starts", "starts that fail").parse_args().report, "starts")
     for start in STARTS:
-        report["starts"][start.name] = found = run(start)
-        print(f"{'FAILED' if found['problems'] else 'ok    '} {start.name} {found}", flush=True)
-        bad += bool(found["problems"])
-        keep(args.report, report)
-    return 1 if bad else 0
+        rows.add(start.name, run(start))
+    return 1 if rows.num_failed else 0
 
 
 if __name__ == "__main__":
