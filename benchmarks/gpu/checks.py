@@ -13,7 +13,6 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -27,7 +26,6 @@ from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem, SlotOpen
-from engine.flags.resolve import LOAD_AHEAD_MB
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
@@ -43,12 +41,19 @@ Tokens = dict[str, list[int]]
 PAGE_SIZE = 16
 
 
-def tokens_of(path: str, prompts: list[list[int]], new_tokens: int, **flags: Any) -> tuple[Tokens, EngineParts]:
-    """Return the greedy tokens of `prompts` in float32, and the closed engine. Triton on a CPU runs with eager graphs."""
+def tokens_of(
+    path: str, prompts: list[list[int]], new_tokens: int, *, ahead_pages: int | None = None, **flags: Any
+) -> tuple[Tokens, EngineParts]:
+    """Return the greedy tokens of `prompts` in float32, and the closed engine. Triton on a CPU runs with eager graphs.
+
+    `ahead_pages`: as of HostCache.
+    """
     config = EngineConfig(model_path=path, dtype="float32", **flags)
     eager = config.device == "cpu" and config.attention_backend == "triton"
     capture = EagerCapture if eager else None
     parts = build_engine(config, load_model_config(path), progress=False, capture=capture)
+    if ahead_pages is not None and (host := parts.scheduler.memory.part(HostCache)) is not None:
+        host.ahead_pages = ahead_pages
     run = Run(parts, depth=parts.depth)
     for i, prompt in enumerate(prompts):
         run.add(str(i), prompt=prompt, new_tokens=new_tokens)
@@ -175,16 +180,14 @@ def _host_tokens(target: Target) -> dict[str, Any]:
     flags = {"max_total_tokens": target.pick(4096, 128), "max_running_requests": 2, "page_size": PAGE_SIZE}
     flags |= {"device": target.device.type, "attention_backend": target.pick("triton", "torch")}
     tier: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
-    # flags, and megabytes that a step loads ahead
-    ways: dict[str, tuple[dict[str, Any], int]] = {
-        "no cache": ({"disable_radix_cache": True}, 0),
-        "at admission": (tier, 0),
-        "ahead": (tier, 64),
+    ways: dict[str, dict[str, Any]] = {
+        "no cache": {"disable_radix_cache": True},
+        "at admission": {**tier, "ahead_pages": 0},
+        "ahead": {**tier, "ahead_pages": 100},
     }
     tokens, counters = {}, {}
-    for way, (more, megabytes) in ways.items():
-        with patch.dict(LOAD_AHEAD_MB, {target.device.type: megabytes}):
-            tokens[way], parts = tokens_of(DEFAULT_MODEL_PATH, prompts, new_tokens, **flags, **more)
+    for way, more in ways.items():
+        tokens[way], parts = tokens_of(DEFAULT_MODEL_PATH, prompts, new_tokens, **flags, **more)
         host = parts.scheduler.memory.part(HostCache)
         counters[way] = {} if host is None else dict(host.counted)
     different = [way for way in ways if tokens[way] != tokens["no cache"]]

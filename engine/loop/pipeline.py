@@ -51,7 +51,7 @@ class StepStrategy:
         return None if paused or full[0] else self.scheduler.schedule(now_s)
 
     def may_launch(self, plan: Plan) -> bool:
-        """True if `plan` is launched now; asked until it is."""
+        """True if `plan` is launched now."""
         return True
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
