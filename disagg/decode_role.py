@@ -29,6 +29,7 @@ from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.loop.role import EngineRole
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
+from engine.metric_names import sums
 from transfer_backends.contract import Route
 from transfer_backends.rooms import RoomInUse
 
@@ -65,6 +66,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         self._moves = moves
         self._outputs: list[TokenOutput] = []  # of the poll under way
         self._counters = self.incoming.counters
+        self._counters |= dict.fromkeys(("moved_in", "prealloc_timeouts", "bootstrap_failed", "transfer_failed"), 0)
         self._closed = False
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
@@ -221,8 +223,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         backups = self._scheduler.backups
         own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
         moved = {} if self._moves is None else self._moves.all_counters()
-        arrived = self._counters + self._resumption.counters
-        return {**self._manager.counters, **arrived, **own, **moved}
+        return sums(self._manager.counters, self._counters, self._resumption.counters, own, moved)
 
     def gauges(self) -> dict[str, float]:
         waiting = [t for t in self.incoming.transfers.values() if t.stage is TransferStage.WAITING]

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 MAX_FETCHES = 256  # at a time; more are encoded here
 ATTEMPT = 1  # attempt 0 is a router's request
+COUNTED = ("feature_fetches", "features_fetched", "feature_fetched_tokens")
+COUNTED += tuple(f"feature_fetches_{end}" for end in ("forgone", "refused", "late", "aborted"))
 AVOIDED_S = 5.0  # time without requests for encoders that were late, failed or refused
 
 
@@ -77,6 +79,7 @@ class FeatureFetches:
         self._landed: list[list[int]] = []  # pages owned by the image cache
         self._avoided: dict[str, float] = {}  # control address -> end time
         self.counters = self.incoming.counters
+        self.counters |= dict.fromkeys(COUNTED, 0)
 
     def begin(self, request: Request, now_s: float) -> None:
         """Make `request` wait for its images' features from encoders."""

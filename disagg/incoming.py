@@ -133,7 +133,7 @@ class Incoming(Generic[Transfer]):
     ) -> None:
         """`checksum`: compared with the sender's. `late`: the failure reason of late transfers."""
         self.now_s = 0.0
-        self.counters: Counter[str] = Counter()
+        self.counters = dict.fromkeys(("kv_checksum_failed", "kv_checksum_verified", "metadata_corrupt"), 0)
         self._rows = rows
         self._target = target
         self._checksum = checksum

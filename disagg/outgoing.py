@@ -152,6 +152,9 @@ class TransferGauges:
         }
 
 
+SENT = ("kv_transfers", "kv_sent_bytes", "kv_skipped_bytes", "recomputed", "recomputed_tokens")  # counters
+
+
 class PageSender:
     """Computed prompts without a metadata row, and transfer gauges."""
 
@@ -169,7 +172,7 @@ class PageSender:
         self.metadata = metadata
         self.layerwise = layerwise
         self.gauges = TransferGauges()
-        self.counters: Counter[str] = Counter()
+        self.counters = dict.fromkeys(SENT, 0)
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._checksum = checksum
@@ -302,7 +305,7 @@ class Outgoing:
         self._may_begin = may_begin
         self._name = name
         self._handovers: dict[str, PrefillHandover] = {}
-        self.counters: Counter[str] = Counter()
+        self.counters = {"bootstrap_failed": 0, "transfer_failed": 0}
 
     @property
     def handovers(self) -> Mapping[str, PrefillHandover]:

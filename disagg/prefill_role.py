@@ -6,7 +6,6 @@ Recomputations of requests retracted by decode (disagg/resumption.py) know their
 start, and no client waits for them.
 """
 
-from collections import Counter
 from typing import Protocol
 
 from disagg.feature_fetching import FeatureFetches
@@ -19,6 +18,7 @@ from engine.core.scheduler import ABORTED, Scheduler
 from engine.images import ImageInput
 from engine.loop.role import EngineRole
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, KVSource, TokenOutput, TransferPath
+from engine.metric_names import sums
 from transfer_backends.contract import Work
 from transfer_backends.rooms import RoomInUse
 
@@ -55,7 +55,7 @@ class PrefillRole(EngineRole):
         self._features = features
         self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._compute, name=self.name)
         self.launched_pages = LaunchedPages(pages, self._outgoing.handovers)
-        self._counters: Counter[str] = Counter()
+        self._num_refused = 0  # recomputations
         self._closed_to_peers: str | None = None
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
@@ -113,7 +113,7 @@ class PrefillRole(EngineRole):
         reason = FinishReason(kind="abort", message=why)
         for handover in list(self._outgoing.handovers.values()):
             if not handover.for_prompt and handover.stage is not HandoverStage.ENDING:
-                self._counters["recompute_refused"] += 1
+                self._num_refused += 1
                 self._outgoing.abort(handover, reason)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
@@ -154,7 +154,7 @@ class PrefillRole(EngineRole):
             if wanted.work.cached:
                 error = OFF
             if error:
-                self._counters["recompute_refused"] += 1
+                self._num_refused += 1
                 self._outgoing.refuse(handover, error)
 
     def _images_of(self, work: Work) -> tuple[tuple[ImageInput, ...], str]:
@@ -191,10 +191,10 @@ class PrefillRole(EngineRole):
         }
 
     def counters(self) -> dict[str, float]:
-        own = self._counters + self._outgoing.counters
+        own = {**self._outgoing.counters, "recompute_refused": self._num_refused}
         prefixes = {} if self._prefixes is None else self._prefixes.counters()
         features = {} if self._features is None else self._features.counters
-        return {**self._manager.counters, **own, **self._pages.counters, **prefixes, **features}
+        return sums(self._manager.counters, own, self._pages.counters, prefixes, features)
 
     def gauges(self) -> dict[str, float]:
         prefixes = {} if self._prefixes is None else self._prefixes.gauges()

@@ -1,7 +1,5 @@
 """Both directions of --prefix-fetch at a prefill worker."""
 
-from collections import Counter
-
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
 from disagg.prefix_fetching import FetchPolicy, PrefixFetches, carrier_of
 from engine.core.outputs import output_of, refusal, refused
@@ -30,7 +28,7 @@ class PrefixServer:
         self._pages = pages
         self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._begin, name="prefix")
         self._unsettled: list[PrefillHandover] = []
-        self.counters: Counter[str] = Counter()
+        self._num_refused = 0
 
     def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
         """Open a requested prefix, or refuse it for `refused`, or if nothing new is cached."""
@@ -47,7 +45,7 @@ class PrefixServer:
         if refused is None and len(carrier.pages) <= sender.skip_pages:
             refused = f"{len(carrier.pages)} pages of it are cached, the other worker has {sender.skip_pages}"
         if refused is not None:
-            self.counters["prefixes_refused"] += 1
+            self._num_refused += 1
             self._outgoing.refuse(handover, refused)
 
     def poll(self, now_s: float) -> None:
@@ -81,8 +79,12 @@ class PrefixServer:
 
     def all_counters(self) -> dict[str, float]:
         failed, sent = sum(self._outgoing.counters.values()), self._pages.counters
-        moved = {"prefixes_sent": sent["kv_transfers"], "prefix_sent_bytes": sent["kv_sent_bytes"]} if sent else {}
-        return {**self.counters, **moved, **({"prefixes_unsent": failed} if failed else {})}
+        return {
+            "prefixes_sent": sent["kv_transfers"],
+            "prefix_sent_bytes": sent["kv_sent_bytes"],
+            "prefixes_unsent": failed,
+            "prefixes_refused": self._num_refused,
+        }
 
 
 class PrefixExchange:

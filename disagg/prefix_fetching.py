@@ -126,6 +126,8 @@ log = logging.getLogger(__name__)
 
 FETCH_ATTEMPT = 2**31 - 1  # decode's are retraction counts
 MAX_FETCHES = 8  # at a time: more are better computed
+COUNTED = ("prefix_fetches", "prefix_fetched", "prefix_fetched_tokens")
+COUNTED += tuple(f"prefix_fetches_{end}" for end in ("forgone", "refused", "late", "aborted"))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -155,6 +157,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         super().__init__(scheduler, metadata, checksum=checksum, late="it takes longer than to compute the prefix")
         self._manager = manager
         self.counters = self.incoming.counters
+        self.counters |= dict.fromkeys(COUNTED, 0)
         self._policy = policy
         self._copies: dict[str, Request] = {}  # requested by routers, by rid
         self._page_size = scheduler.memory.allocator.page_size

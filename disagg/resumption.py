@@ -136,6 +136,7 @@ class Resumption(RequestTarget[RequestTransfer]):
         super().__init__(scheduler, metadata, checksum=checksum)
         self._manager = manager
         self.counters = self.incoming.counters
+        self.counters |= {"recompute_failed": 0, "resumed_through_prefill": 0}
         self._moves_bytes = moves_bytes
         self._may_preempt = False
 

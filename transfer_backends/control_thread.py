@@ -4,7 +4,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ TICK_S = 0.02
 REST_S = 5.0  # longest pause while nothing but heartbeats is due
 LOG_EVERY_S = 5.0
 CLOSE_S = 5.0  # for each part of the shutdown
+FAULTS = ("control_errors", "refused_connections", "junk_frames", "protocol_errors")  # counted
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ControlThread:
         """`execute` runs a core's command and returns its link if lost. `pause_s`: maximum wait."""
         self.port = port
         self.wakeup: Callable[[], None] = lambda: None  # called when a state has changed; from any thread
-        self.faults: Counter[str] = Counter()
+        self.faults = dict.fromkeys(FAULTS, 0)
         self._core = core
         self._name = name
         self._clock = clock

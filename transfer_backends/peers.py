@@ -6,9 +6,10 @@ A peer is one incarnation of a process; its link is its current connection.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from transfer_backends.contract import TransferConfig
@@ -103,10 +104,16 @@ class Send(NamedTuple):
     message: Message
 
 
+# Counters of either side. Others are a KeyError: each needs a metric.
+COUNTERS = ("succeeded", "failed", "retried", "late_messages", "stuck_rooms", "sessions_lost")  # decode's first
+COUNTERS += ("posts", "posts_of_followers", "failed_posts", "bytes", "late_completions", "fence_failures", "nudges")
+COUNTERS += ("peers_lost", "orphans_expired", "refused", "connect_failures")
+
+
 @dataclass
 class Effects:
     queue: deque[Any] = field(default_factory=deque)
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: dict[str, int] = field(default_factory=partial(dict.fromkeys, COUNTERS, 0))
 
 
 @dataclass(eq=False)

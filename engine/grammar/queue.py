@@ -10,7 +10,7 @@ Single-threaded.
 import contextlib
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -204,7 +204,7 @@ class GrammarQueue:
             )
         self._waiting: dict[str, _Waiting] = {}
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
-        self._counters: Counter[str] = Counter()
+        self._counters = dict.fromkeys(COUNTERS, 0)
 
     def add(self, request: Request, *, field: str, now_s: float) -> list[TokenOutput]:
         spec = request.sampling.grammar
@@ -284,7 +284,7 @@ class GrammarQueue:
         return list(self._waiting)
 
     def counters(self) -> dict[str, float]:
-        return {name: float(self._counters[name]) for name in COUNTERS}
+        return {**self._counters}
 
     def close(self) -> None:
         if self._threads is not None:

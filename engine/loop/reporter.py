@@ -11,6 +11,7 @@ from engine.loop.listeners import LoopListener, OpenRequests
 from engine.loop.role import EngineRole
 from engine.loop.services import LoopServices
 from engine.messages import StateReply
+from engine.metric_names import check_exported
 
 # ---- Recent engine activity: a log line per interval, and metrics.
 
@@ -153,6 +154,8 @@ CHECK_EVERY_S = 10.0
 
 
 class Reporter:
+    """Reports; raises ValueError at start for a counter or queue without a metric."""
+
     def __init__(
         self,
         *,
@@ -176,6 +179,20 @@ class Reporter:
         self._transfer_paths = services.transfer_paths
         self._next_check_s = 0.0
         self._problems: list[str] = []
+        check_exported(self._counters(), self._queues())
+
+    def _queues(self) -> dict[str, int]:
+        return {"held": self._control.num_held, "grammar": len(self._grammars.rids()), **self._role.queues()}
+
+    def _counters(self) -> dict[str, float]:
+        return {
+            **{k: float(v) for k, v in asdict(self._scheduler.counters).items()},
+            **self._intervals.counters(),
+            "late_compiles": float(self._late_compiles()),
+            **self._grammars.counters(),
+            **self._scheduler.memory.counters(),
+            **self._role.counters(),
+        }
 
     def state(self, call_id: str, *, check: bool) -> StateReply:
         if check:
@@ -186,22 +203,11 @@ class Reporter:
             call_id=call_id,
             role=self._role.name,
             running=scheduler.num_running,
-            queues={
-                "held": self._control.num_held,
-                "grammar": len(self._grammars.rids()),
-                **self._role.queues(),
-            },
+            queues=self._queues(),
             num_pages=allocator.num_pages,
             page_size=allocator.page_size,
             pages=allocator.counts(),
-            counters={
-                **{k: float(v) for k, v in asdict(scheduler.counters).items()},
-                **self._intervals.counters(),
-                "late_compiles": float(self._late_compiles()),
-                **self._grammars.counters(),
-                **scheduler.memory.counters(),
-                **self._role.counters(),
-            },
+            counters=self._counters(),
             gauges={
                 "used_tokens": float((allocator.num_pages - scheduler.memory.available) * allocator.page_size),
                 "waiting_tokens": float(scheduler.waiting_tokens),

@@ -17,9 +17,9 @@ from disagg.processes.rendezvous import check_same, flags_of
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.nodes import address_of
 from engine.flags.rank_rules import check_ranks
-from engine.frontend.metrics.names import QUEUES
 from engine.frontend.routes import ROUTES
 from engine.frontend.routes import need_of as worker_need_of
+from engine.metric_names import QUEUES
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from router.config import RouterConfig, check_config, label_query
 from router.http.access import need_of as router_need_of

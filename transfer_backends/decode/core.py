@@ -7,7 +7,6 @@ thread pools      finder         the prefill worker of a room
                   proofs         whether a lost prefill worker is dead
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,7 @@ from transfer_backends.wire import (
 class Statuses:
     """Handlers; each raises `PeerProtocolError`, changing nothing."""
 
-    def __init__(self, rooms: DecodeRooms, counters: Counter[str]) -> None:
+    def __init__(self, rooms: DecodeRooms, counters: dict[str, int]) -> None:
         self._rooms = rooms
         self._counters = counters
 

@@ -7,7 +7,7 @@ Disk threads run `take_work` and report to `on_done`. Host pages in use are pinn
 take at most half of the host tier each.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -267,7 +267,7 @@ class DiskTier:
         keys: RequestKeys,
         prefetch_policy: str,
         prefetch_timeout_s: float,
-        counters: Counter[str],
+        counters: dict[str, int],
     ) -> None:
         self.index = index
         self._pages = pages

@@ -12,7 +12,6 @@ until their copy is collected.
 After SGLang's HiCache.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -30,6 +29,8 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # by requests that computed or read a node
 TIERS = ("device", "host", "disk")
+COUNTED = (*(f"{tier}_hit_tokens" for tier in TIERS), "skipped_pages", "saved_pages", "loaded_pages")
+COUNTED += ("loaded_ahead_pages", "unwritten_pages", "written_pages", "read_pages", "bad_files", "failed_writes")
 
 
 class HostCache(MemoryPart, TreePart, LowerTier):
@@ -54,7 +55,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
     ) -> None:
         assert write_policy in WRITE_POLICIES and prefetch_policy in PREFETCH_POLICIES
         self.pages = HostPages(num_pages)
-        self.counted: Counter[str] = Counter()
+        self.counted = dict.fromkeys((f"hicache_{name}" for name in COUNTED), 0)
         self.keys = RequestKeys(identity, run_id=run_id)
         self._writes_back = write_policy == "write_back"
         self._uses_to_write = USES_TO_WRITE.get(write_policy)

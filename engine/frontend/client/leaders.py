@@ -26,6 +26,7 @@ from engine.messages import (
     UnloadAdapter,
     UpdateWeights,
 )
+from engine.metric_names import sums
 from service.http.errors import ApiError
 
 # ---- Merges reports of DP ranks. Pure.
@@ -58,10 +59,10 @@ def total_of(states: Sequence[StateReply]) -> StateReply:
     return msgspec.structs.replace(
         first,
         running=sum(s.running for s in states),
-        queues={name: int(value) for name, value in _sums([s.queues for s in states]).items()},
+        queues={name: int(value) for name, value in sums(*(s.queues for s in states)).items()},
         num_pages=sum(s.num_pages for s in states),
-        pages={name: int(value) for name, value in _sums([s.pages for s in states]).items()},
-        counters=_sums([s.counters for s in states]),
+        pages={name: int(value) for name, value in sums(*(s.pages for s in states)).items()},
+        counters=sums(*(s.counters for s in states)),
         gauges=_gauges([s.gauges for s in states]),
         problems=[f"{rank_name(r, num_ranks)}: {text}" for r, s in enumerate(states) for text in s.problems],
         transfer_paths=[path for s in states for path in s.transfer_paths],
@@ -86,17 +87,13 @@ def _joined_values(values: Sequence[int | str]) -> int | str:
     return sum(counts) if len(counts) == len(values) else ", ".join(dict.fromkeys(map(str, values)))
 
 
-def _sums(tables: Sequence[dict[str, int]] | Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(table.get(name, 0) for table in tables) for name in dict.fromkeys(n for t in tables for n in t)}
-
-
 def _gauges(tables: Sequence[dict[str, float]]) -> dict[str, float]:
-    sums = _sums(tables)
-    for name in sums.keys() & set(_MEANS):
-        sums[name] /= len(tables)
-    for name in sums.keys() & set(_ALL_OR_NOT):
-        sums[name] = min(table.get(name, 0.0) for table in tables)
-    return sums
+    totals = sums(*tables)
+    for name in totals.keys() & set(_MEANS):
+        totals[name] /= len(tables)
+    for name in totals.keys() & set(_ALL_OR_NOT):
+        totals[name] = min(table.get(name, 0.0) for table in tables)
+    return totals
 
 
 # ---- Changes on all DP ranks or none: weights, adapters, profiles, pauses.

@@ -8,8 +8,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from engine.frontend.metrics.names import (
+from engine.frontend.metrics.plain import PlainCounter, PlainHistogram
+from engine.messages import StateReply, StepReply
+from engine.metric_names import (
     COUNTERS,
+    LEVELS,
     QUEUES,
     VLLM_NAMES,
     VLLM_STAGES,
@@ -17,8 +20,6 @@ from engine.frontend.metrics.names import (
     gauge_of,
     num_waiting,
 )
-from engine.frontend.metrics.plain import PlainCounter, PlainHistogram
-from engine.messages import StateReply, StepReply
 from engine.text.sample import TextOutput
 from service.http.reconnect import StreamLogs
 
@@ -222,6 +223,8 @@ class _Figures:
         for name in sorted(s.gauges):
             if (gauge := gauge_of(name)) is not None:
                 yield self._gauge(gauge, s.gauges[name])
+        for name in LEVELS.keys() & s.counters.keys():
+            yield self._gauge(LEVELS[name], s.counters[name])
         for name, figure in COUNTERS.items():
             yield self._counter(figure, s.counters.get(name, 0.0))
         lost = s.counters.get("retractions", 0.0) + s.counters.get("preemptions", 0.0)

@@ -4,6 +4,7 @@
 the Gateway API's inference extension work; else `tandem_`.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from engine.messages import StateReply
@@ -98,9 +99,20 @@ GAUGES = {
     "paused": Figure("tandem_paused", "1: generation is paused"),
     "batch_is_full": Figure("tandem_batch_is_full", "1: no waiting request fits"),
 }
+LEVELS = {  # that the transfer backend reports beside its counters
+    "rooms": Figure("tandem_num_transfer_rooms", "transfers that have not ended"),
+    "exposed_rooms": Figure("tandem_num_exposed_rooms", "ended transfers whose pages a peer may still write"),
+    "farewells": Figure("tandem_num_transfer_farewells", "aborted transfers whose peer is not known yet"),
+    "peers": Figure("tandem_num_transfer_peers", "connected workers of the other side"),
+}
 COUNTERS = {
+    "requests": Figure("tandem_num_scheduled_reqs", "requests that entered the scheduler, also for other workers"),
+    "aborted": Figure("tandem_num_aborted_scheduled_reqs", "of them, those that were aborted"),
+    "generation_tokens": Figure("tandem_num_sampled_tokens", "tokens of answers that the scheduler has collected"),
     "bootstrap_failed": Figure("sglang:num_bootstrap_failed_reqs", "requests whose bootstrap failed"),
     "transfer_failed": Figure("sglang:num_transfer_failed_reqs", "requests whose KV transfer failed"),
+    "prealloc_timeouts": Figure("tandem_num_prealloc_timeouts", "requests that found no KV memory in time"),
+    "metadata_corrupt": Figure("tandem_num_corrupt_metadata", "transfers whose metadata row was corrupt"),
     "retried": Figure("sglang:num_prefill_retries", "transfers that were written once more"),
     "grammar_cache_hits": Figure("sglang:num_grammar_cache_hit", "requests whose grammar was compiled before"),
     "grammar_timeouts": Figure("sglang:num_grammar_timeout", "requests whose grammar did not compile in time"),
@@ -110,10 +122,32 @@ COUNTERS = {
     "grammar_failed": Figure("tandem_num_grammar_failed", "requests whose grammar did not compile"),
     "kv_sent_bytes": Figure("tandem_kv_transferred_bytes", "bytes of KV that decode workers have"),
     "kv_transfers": Figure("tandem_num_kv_transfers", "requests whose KV went to a decode worker"),
+    "kv_skipped_bytes": Figure("tandem_kv_skipped_bytes", "bytes of KV that decode workers had cached"),
+    "kv_checksum_verified": Figure("tandem_num_kv_checksum_verified", "transfers whose KV has the sender's checksum"),
     "kv_checksum_failed": Figure("tandem_num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
     "moved_out": Figure("tandem_num_moved_out", "running requests whose KV waited here for another decode worker"),
     "moved_in": Figure("tandem_num_moved_in", "requests that go on here with the KV of another decode worker"),
     "moves_failed": Figure("tandem_num_failed_moves", "requests that moved out and whose KV no worker fetched"),
+    "posts": Figure("tandem_num_transfer_posts", "writes that were posted to the transfer engine"),
+    "posts_of_followers": Figure("tandem_num_follower_transfer_posts", "of them, those of follower ranks"),
+    "bytes": Figure("tandem_transfer_bytes", "bytes of completed writes"),
+    "failed_posts": Figure("tandem_num_failed_transfer_posts", "writes that failed"),
+    "late_completions": Figure("tandem_num_late_transfer_completions", "writes that completed after a new try began"),
+    "late_messages": Figure("tandem_num_late_transfer_messages", "reports of earlier tries, dropped"),
+    "succeeded": Figure("tandem_num_transfers_succeeded", "transfers that succeeded, also for other workers"),
+    "failed": Figure("tandem_num_transfers_failed", "transfers that failed, also for other workers"),
+    "stuck_rooms": Figure("tandem_num_stuck_transfers", "ended transfers whose pages stayed exposed for long"),
+    "sessions_lost": Figure("tandem_num_lost_transfer_sessions", "prefill workers that were lost or began again"),
+    "peers_lost": Figure("tandem_num_lost_transfer_peers", "decode workers that were lost"),
+    "orphans_expired": Figure("tandem_num_expired_transfer_offers", "pages offered for rooms that no request opened"),
+    "fence_failures": Figure("tandem_num_failed_transfer_fences", "paths whose fence failed"),
+    "nudges": Figure("tandem_num_transfer_poll_requests", "requests to peers to poll their engine"),
+    "refused": Figure("tandem_num_refused_transfer_peers", "peers that were refused"),
+    "connect_failures": Figure("tandem_num_failed_transfer_connections", "paths to peers that could not be opened"),
+    "control_errors": Figure("tandem_num_transfer_control_errors", "internal errors of the control thread"),
+    "refused_connections": Figure("tandem_num_refused_control_connections", "control connections of strangers"),
+    "junk_frames": Figure("tandem_num_malformed_control_frames", "malformed control frames, dropped"),
+    "protocol_errors": Figure("tandem_num_transfer_protocol_errors", "control messages out of turn, dropped"),
     "retractions": Figure("tandem_num_retractions", "times that a request lost its memory"),
     "out_of_memory": Figure("tandem_num_out_of_memory_retractions", "retractions because memory ran out"),
     "out_of_memory_tokens": Figure("tandem_out_of_memory_tokens", "tokens whose KV these retractions gave up"),
@@ -236,3 +270,15 @@ def gauge_of(name: str) -> Figure | None:
     if name in ("used_tokens", "cache_hit_rate") or not (name.isidentifier() and name.isascii()):
         return None
     return GAUGES.get(name) or Figure(f"tandem_{name}", "reported by the scheduler")
+
+
+def check_exported(counters: Iterable[str], queues: Iterable[str]) -> None:
+    """Raise ValueError for names without a metric, which would be counted in vain."""
+    missing = {*counters} - COUNTERS.keys() - LEVELS.keys() | {*queues} - QUEUES.keys()
+    if missing:
+        raise ValueError(f"no metric exports {', '.join(sorted(missing))}: add each to engine/metric_names.py")
+
+
+def sums(*tables: Mapping[str, float]) -> dict[str, float]:
+    """Add counters of equal names."""
+    return {name: sum(table.get(name, 0) for table in tables) for name in dict.fromkeys(n for t in tables for n in t)}
