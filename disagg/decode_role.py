@@ -70,8 +70,8 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         self._closed = False
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
-        bootstrap = request.bootstrap
-        if request.alone:
+        bootstrap = request.message.bootstrap
+        if request.message.alone:
             return [refused(request, refusal("input: a decode worker computes no prompts", status=400))]
         if bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a decode worker needs one", status=400))]
@@ -168,7 +168,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         request.times.landed_s = self.incoming.now_s
         request.times.remote_queue_s, request.times.remote_prefill_s = first.queue_s, first.prefill_s
         transfer.take_over(first)
-        if request.source is None:
+        if request.message.source is None:
             self._outputs += held.start_decoding(request, first.result, cached_tokens=cached_tokens)
         else:
             self._counters["moved_in"] += 1
@@ -260,6 +260,6 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
 
 def _route_of(request: Request) -> Route | None:
     """Return where a moved request's KV waits; otherwise the bootstrap server knows."""
-    if request.source is None:
+    if request.message.source is None:
         return None
-    return Route(control=request.source.control, incarnation=request.source.incarnation, shared=True)
+    return Route(control=request.message.source.control, incarnation=request.message.source.incarnation, shared=True)

@@ -84,7 +84,7 @@ class FeatureFetches:
     def begin(self, request: Request, now_s: float) -> None:
         """Make `request` wait for its images' features from encoders."""
         cached = len(self._memory.match_prefix(request).pages) * self._memory.allocator.page_size
-        for image, source in zip(request.images, request.encoders, strict=False):
+        for image, source in zip(request.images, request.message.encoders, strict=False):
             if source is not None and image.end > cached and not self._images.has(image.key):
                 self._wait(request, image, source, now_s)
 
@@ -253,7 +253,7 @@ class FetchingRole(UnifiedRole):
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         refused = super().add(request, now_s)
-        if request.encoders and not refused:
+        if request.message.encoders and not refused:
             self._features.begin(request, now_s)
         return refused
 

@@ -21,7 +21,7 @@ from engine.images import ImageInput
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.loop.role import EngineRole
-from engine.messages import FinishReason, KVSource, TokenOutput
+from engine.messages import FinishReason, GenerateRequest, KVSource, TokenOutput
 from engine.model_files.model_config import ModelConfig
 from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
@@ -104,13 +104,15 @@ class FeatureServer:
         num_tokens = 1 if image is None else image.num_tokens
         ids = [PAD_ID] * (self._scheduler.memory.allocator.pages_for(num_tokens) * self._page_size)
         return Request(
-            rid=f"image-{wanted.room}-{wanted.room_attempt}",
-            input_ids=ids,
-            sampling=NOTHING,
+            message=GenerateRequest(
+                rid=f"image-{wanted.room}-{wanted.room_attempt}",
+                input_ids=ids,
+                sampling=NOTHING,
+                images=[] if image is None else [image],
+            ),
             eos_ids=frozenset(),
             arrived_s=now_s,
             prefill_only=True,
-            images=() if image is None else (image,),
         )
 
     def _misfit(self, request: Request) -> str | None:
@@ -215,7 +217,7 @@ class EncodeRole(EngineRole):
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         """Encode images of the frontend, and return no features."""
-        if not (request.images and request.alone):
+        if not (request.images and request.message.alone):
             return [refused(request, NO_TOKENS)]
         return self._scheduler.add(request)
 

@@ -293,7 +293,7 @@ class RequestTransfer(IncomingTransfer):
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
-        return about(request_id=self.request.request_id, rid=self.key, room=self.room)
+        return about(request_id=self.request.message.request_id, rid=self.key, room=self.room)
 
     def take_over(self, first: FirstToken) -> None:
         """Note retries, and other weights: such KV is not cached."""

@@ -80,7 +80,7 @@ class PrefillHandover:
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
-        return about(request_id=self.request.request_id, rid=self.request.rid, room=self.room)
+        return about(request_id=self.request.message.request_id, rid=self.request.rid, room=self.room)
 
     @property
     def for_prompt(self) -> bool:

@@ -59,12 +59,12 @@ class PrefillRole(EngineRole):
         self._closed_to_peers: str | None = None
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
-        if request.alone:  # an embedding or a score ends here: no decode worker, no transfer
+        if request.message.alone:  # an embedding or a score ends here: no decode worker, no transfer
             self._begin_features(request, now_s)
             return self._scheduler.add(request)
-        if request.bootstrap is None:
+        if request.message.bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
-        if request.prefix_source is not None and request.prefix_source.copy:
+        if request.message.prefix_source is not None and request.message.prefix_source.copy:
             if self._prefixes is None:
                 return [refused(request, refusal(OFF, status=409))]
             return self._prefixes.copy(request, now_s)
@@ -72,7 +72,7 @@ class PrefillRole(EngineRole):
             return [refused(request, error)]
         if request.rid in self._outgoing.handovers:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
-        room, fake = request.bootstrap.room, request.bootstrap.host == FAKE_BOOTSTRAP_HOST
+        room, fake = request.message.bootstrap.room, request.message.bootstrap.host == FAKE_BOOTSTRAP_HOST
         try:
             sender = self._manager.sender(room, fake=fake)
         except (RoomInUse, ValueError) as error:
@@ -88,7 +88,7 @@ class PrefillRole(EngineRole):
         return []
 
     def _begin_features(self, request: Request, now_s: float) -> None:
-        if self._features is not None and request.encoders:
+        if self._features is not None and request.message.encoders:
             self._features.begin(request, now_s)
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
@@ -125,7 +125,7 @@ class PrefillRole(EngineRole):
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         for request in effects.progressed:
-            if not request.alone and not self._pages.layerwise:
+            if not request.message.alone and not self._pages.layerwise:
                 self._pages.send_whole_pages(self._outgoing.handovers[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s

@@ -99,7 +99,7 @@ class PrefixExchange:
 
     def begin(self, request: Request, now_s: float) -> None:
         """Let `request` wait for its prefix if fetching it pays."""
-        self._fetches.begin(request, request.prefix_source, now_s)
+        self._fetches.begin(request, request.message.prefix_source, now_s)
 
     def copy(self, request: Request, now_s: float) -> list[TokenOutput]:
         """Fetch a prefix that no request needs yet, and answer at the end."""

@@ -28,7 +28,7 @@ from disagg.resumption import NOTHING
 from engine.core.memory import match_limit
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.messages import PrefixSource
+from engine.messages import GenerateRequest, PrefixSource
 from transfer_backends.contract import Route, Work
 from transfer_backends.rooms import RoomInUse
 
@@ -168,12 +168,12 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
             return
         if (fetch := self._same(request)) is not None:
             self._wait(request, fetch)
-        elif source is not None and request.bootstrap is not None:
-            self._open(request, request.bootstrap.room, source, now_s)
+        elif source is not None and request.message.bootstrap is not None:
+            self._open(request, request.message.bootstrap.room, source, now_s)
 
     def begin_copy(self, request: Request, now_s: float) -> bool:
         """Fetch the prefix of `request` for later ones; False: impossible or not worthwhile."""
-        self.begin(request, request.prefix_source, now_s)
+        self.begin(request, request.message.prefix_source, now_s)
         if request.arriving:
             self._copies[request.rid] = request
         return request.arriving
@@ -219,7 +219,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
             return
         find_wait_s = self._policy.copy_wait_s if source.copy else self._policy.wait_s
         wait_s, busy = find_wait_s(num_known - cached, now_s), len(self.incoming.transfers) >= MAX_FETCHES
-        carrier = carrier_of(tokens, request.namespace, rid=f"fetch-{room}", now_s=now_s)
+        carrier = carrier_of(tokens, request.message.namespace, rid=f"fetch-{room}", now_s=now_s)
         if wait_s is None or busy or self._scheduler.refusal(carrier) is not None:
             self.counters["prefix_fetches_forgone"] += 1
             return
@@ -264,7 +264,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
             return self.incoming.cancel(fetch, "it was computed here meanwhile")
         if self._scheduler.lower_tier.is_settled(own):
             fetch.given_s = self.incoming.now_s
-            work = Work(tokens=carrier.input_ids, namespace=carrier.namespace, cached=True)
+            work = Work(tokens=carrier.input_ids, namespace=carrier.message.namespace, cached=True)
             self.incoming.provide(fetch, own, skip_pages=carrier.shared_pages, work=work)
 
     def landed(self, fetch: PrefixFetch, first: FirstToken) -> str:
@@ -322,13 +322,10 @@ def _text_before_images(request: Request) -> int:
 def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s: float) -> Request:
     """Return a request without client for KV of `tokens` from or to another worker."""
     return Request(
-        rid=rid,
-        input_ids=tokens,
-        sampling=NOTHING,
+        message=GenerateRequest(rid, tokens, NOTHING, namespace=namespace),
         eos_ids=frozenset(),
         arrived_s=now_s,
         prefill_only=True,
-        namespace=namespace,
         admitted=True,
     )
 

@@ -21,7 +21,7 @@ from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.images import KEY_BYTES, ImageInput, positions_taken
-from engine.messages import FAKE_BOOTSTRAP_HOST
+from engine.messages import FAKE_BOOTSTRAP_HOST, GenerateRequest
 from engine.model_files.tower_config import CHANNELS, ClipTower
 from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import SamplingParams
@@ -103,16 +103,18 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
 def request_for(wanted: RecomputeRequest, now_s: float, images: tuple[ImageInput, ...] = ()) -> Request:
     """Return a request that ends with its KV computed; its sample is dropped."""
     return Request(
-        rid=f"recompute-{wanted.room}-{wanted.room_attempt}",
-        input_ids=list(wanted.work.tokens),
-        sampling=NOTHING,
+        message=GenerateRequest(
+            rid=f"recompute-{wanted.room}-{wanted.room_attempt}",
+            input_ids=list(wanted.work.tokens),
+            sampling=NOTHING,
+            priority=wanted.work.priority,
+            namespace=wanted.work.namespace,
+            images=list(images),
+        ),
         eos_ids=frozenset(),
         arrived_s=now_s,
         prefill_only=True,
-        priority=wanted.work.priority,
         keep_kv=wanted.work.share,
-        namespace=wanted.work.namespace,
-        images=images,
     )
 
 
@@ -146,7 +148,7 @@ class Resumption(RequestTarget[RequestTransfer]):
                 self._scheduler.held.resume_here(request)
 
     def _begin(self, request: Request) -> bool:
-        at = request.bootstrap
+        at = request.message.bootstrap
         if at is None or at.host == FAKE_BOOTSTRAP_HOST or not fits(request.images):
             return False
         try:
@@ -191,9 +193,9 @@ class Resumption(RequestTarget[RequestTransfer]):
         known = request.tokens(0, request.num_tokens - 1)
         work = Work(
             tokens=known,
-            priority=request.priority,
+            priority=request.message.priority,
             share=request.keep_kv,
-            namespace=request.namespace,
+            namespace=request.message.namespace,
             images=packed(request.images),
         )
         self.provide_tokens(transfer, len(known), work=work)

@@ -29,7 +29,7 @@ from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
-from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.messages import GenerateRequest, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from planner.executor import Host, Speculation, Threads, TimedExecutor, Timeline, WorkerClock
 from planner.step_time import Beside, StepTime
@@ -116,9 +116,7 @@ class PlanWorker:
         """Cache the prefix `tokens`, before the first iteration only."""
         memory = self.scheduler.memory
         request = Request(
-            rid="history",
-            input_ids=tokens,
-            sampling=SamplingParams(max_new_tokens=0),
+            message=GenerateRequest("history", tokens, SamplingParams(max_new_tokens=0)),
             eos_ids=frozenset(),
             arrived_s=0.0,
         )

@@ -159,23 +159,23 @@ def _stop_text(request: Request) -> FinishReason | None:
 
 def unseen_from(request: Request) -> int:
     """First position that must be computed for its hidden state, or `num_tokens`."""
-    if request.return_hidden_states or request.pooling == "mean":
+    if request.message.return_hidden_states or request.message.pooling == "mean":
         return request.hidden_launched
     return request.num_tokens
 
 
 def note_launch(request: Request, start: int, end: int) -> int | None:
-    if not request.return_hidden_states and not request.pooling:
+    if not request.message.return_hidden_states and not request.message.pooling:
         return None
     first, request.hidden_launched = max(start, request.hidden_launched), max(end, request.hidden_launched)
-    if request.pooling in ("last", "labels") and end < request.num_tokens:
+    if request.message.pooling in ("last", "labels") and end < request.num_tokens:
         return None
     return first if first < end else None
 
 
 def take(request: Request, item: PlanItem, rows: bytes) -> None:
     assert item.hidden_from is not None
-    if request.pooling:
+    if request.message.pooling:
         request.unsent.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.unsent.hidden, rows)]
         return
     row_bytes = len(rows) // (item.kv_len - item.hidden_from)
@@ -186,13 +186,13 @@ def take(request: Request, item: PlanItem, rows: bytes) -> None:
 
 def _pooled(request: Request, rows: bytes) -> bytes:
     """Unit length by default, as in SGLang and OpenAI; label logits stay."""
-    if request.pooling == "labels":
+    if request.message.pooling == "labels":
         return rows
     vector = array.array("f", _sum(request.unsent.hidden, rows))
-    if request.unit:
+    if request.message.unit:
         divisor = math.sqrt(math.fsum(x * x for x in vector)) or 1.0
     else:
-        divisor = len(request.input_ids) if request.pooling == "mean" else 1
+        divisor = len(request.input_ids) if request.message.pooling == "mean" else 1
     return array.array("f", [x / divisor for x in vector]).tobytes()
 
 

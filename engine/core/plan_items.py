@@ -28,7 +28,7 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
         logprob_from=logprob_from,
         logprob_next=logprob_next,
         hidden_from=hidden_from,
-        pool=request.pooling,
+        pool=request.message.pooling,
         window_start=request.num_synced_window,
         new_window=request.window[request.num_synced_window :],
     )

@@ -42,7 +42,7 @@ class Priorities:
         """Requested priority, higher first; 0 if off."""
         if not self.enabled:
             return 0
-        return -request.priority if self.low_first else request.priority
+        return -request.message.priority if self.low_first else request.message.priority
 
     def urgency(self, request: Request, now_s: float) -> float:
         """Aged priority, higher first."""

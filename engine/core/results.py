@@ -132,7 +132,7 @@ def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
 
 def _may_branch(request: Request) -> bool:
     """Check that tree rows equal chain rows: masks, counts and hidden states follow one path."""
-    return request.grammar is None and not request.sampling.penalized and not request.return_hidden_states
+    return request.grammar is None and not request.sampling.penalized and not request.message.return_hidden_states
 
 
 def _was_right(request: Request, item: PlanItem, number: int) -> bool:

@@ -263,31 +263,13 @@ class EngineLoop:
             return []
         sampling = message.sampling
         request = Request(
-            rid=message.rid,
-            input_ids=message.input_ids,
-            output_ids=list(message.output_ids),
-            num_resumed=len(message.output_ids),
-            source=message.source,
-            prefix_source=message.prefix_source,
-            sampling=sampling,
+            message=message,
             eos_ids=self._eos_ids,
             arrived_s=now_s,
-            logprobs=message.logprobs,
-            bootstrap=message.bootstrap,
             prefill_only=self._role.name == "prefill" and not message.alone,
-            priority=message.priority,
             keep_kv=not message.skip_cache_insert,
-            return_hidden_states=message.return_hidden_states,
-            alone=message.alone,
-            pooling=message.pooling,
-            unit=message.unit,
             adapter=adapter,
-            namespace=message.namespace,
-            request_id=message.request_id,
             stops=self._make_stops(message.input_ids, sampling),
-            input_logprobs_sent=bool(message.output_ids),
-            images=tuple(message.images),
-            encoders=tuple(message.encoders),
         )
         for listener in self._listeners:
             listener.on_added(request, now_s)

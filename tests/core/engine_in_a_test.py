@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from typing import Any
 
 from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
 from engine.core.mem_cache.backups import CopySize
@@ -19,7 +20,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core_parts import memory_of
 from engine.images import ImageInput
-from engine.messages import FinishReason, TokenOutput
+from engine.messages import FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.guesses import drafting
 from tests.core.hash_model import HashModel, LanesModel, next_token, prefix_hash
@@ -37,23 +38,32 @@ def request_of(
     adapter: int = 0,
     namespace: tuple[str, ...] = (),
     images: tuple[ImageInput, ...] = (),
+    alone: bool = False,
     **sampling: object,
 ) -> Request:
     """A request outside an engine, with `generated` output tokens."""
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    return Request(
+    request = new_request(
         rid=rid,
         input_ids=prompt,
         sampling=params,
         stops=stops_of(params),
         eos_ids=frozenset() if eos is None else frozenset({eos}),
         arrived_s=arrived_s,
-        output_ids=[0] * generated,
         priority=priority,
         adapter=adapter,
         namespace=namespace,
-        images=images,
+        images=list(images),
+        alone=alone,
     )
+    request.output_ids = [0] * generated
+    return request
+
+
+def new_request(**values: Any) -> Request:
+    """A request of these fields: of the frontend's message, and of the scheduler's own."""
+    sent = {name: values.pop(name) for name in GenerateRequest.__struct_fields__ if name in values}
+    return Request(message=GenerateRequest(**sent), **values)
 
 
 def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool = True) -> PlanItem:

@@ -1,6 +1,7 @@
 """What is told of drafts adds up: the tokens that decode steps gave a request are those steps and its accepted drafts."""
 
 import pytest
+from msgspec.structs import replace
 
 from engine.messages import DraftCounts
 from tests.core.engine_in_a_test import EngineInATest
@@ -79,7 +80,8 @@ def test_without_drafting_no_draft_is_reported() -> None:
 
 def test_a_retraction_behind_accepted_drafts_sends_no_hidden_state_twice() -> None:
     engine = EngineInATest(drafts="right", most_drafts=3)
-    engine.add("r", [1, 2, 3], max_new_tokens=20).return_hidden_states = True
+    request = engine.add("r", [1, 2, 3], max_new_tokens=20)
+    request.message = replace(request.message, return_hidden_states=True)
     while engine.scheduler.counters.accepted_drafts < 2:
         engine.turn()
     assert engine.scheduler.retract_all() == 1

@@ -12,9 +12,9 @@ from disagg.moving import Moves
 from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.resumption import Bounds
-from engine.core.request import Request
 from engine.messages import MOVED, Bootstrap, FinishReason, KVSource, TokenOutput
 from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import new_request
 from tests.core.hash_model import VOCAB
 from tests.core.named_stops import stops_of
 from tests.core.proof.cycle_grammar import CycleGrammar
@@ -174,11 +174,10 @@ class Trio:
         for token in ask.tokens if grammar is not None else ():
             assert grammar is not None and grammar.accept(token)
         values: dict[str, Any] = {"sampling": SamplingParams(max_new_tokens=ask.new), "eos_ids": frozenset(), **wishes}
-        request = Request(
+        request = new_request(
             rid=ask.name,
             input_ids=ask.prompt,
             output_ids=list(ask.tokens),
-            num_resumed=len(ask.tokens),
             source=source,
             arrived_s=engine.now_s,
             bootstrap=Bootstrap("127.0.0.1", 1, room),

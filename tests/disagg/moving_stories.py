@@ -122,7 +122,7 @@ class _Play:
         for name in ("a", "b"):
             role = self.trio.engines[name].role
             for handover in list(role.incoming.transfers.values()):  # type: ignore[union-attr]
-                if handover.request.source is not None and self.rng.random() < 0.5:
+                if handover.request.message.source is not None and self.rng.random() < 0.5:
                     handover.receiver.abort("a fault of the test")  # type: ignore[union-attr]
             for sent in role._moves._outgoing.handovers.values():  # type: ignore[union-attr]
                 if self.rng.random() < 0.5:

@@ -64,8 +64,7 @@ class PrefixCluster(Cluster):
 
     def warm(self, prompt: list[int], **wishes: object) -> None:
         """Have the source compute `prompt`."""
-        request = request_of(prompt, rid=f"warm{len(self.source.finish)}", max_new_tokens=1, **wishes)
-        request.alone = True
+        request = request_of(prompt, rid=f"warm{len(self.source.finish)}", max_new_tokens=1, alone=True, **wishes)
         self.source.say(self.source.role.add(request, 0.0))
         self.source.run()
 

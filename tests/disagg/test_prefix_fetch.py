@@ -18,7 +18,7 @@ from engine.core.mem_cache.host_cache import HostCache
 from engine.core.request import Request
 from engine.messages import Bootstrap, PrefixSource
 from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import request_of
+from tests.core.engine_in_a_test import new_request, request_of
 from tests.core.hash_model import expected_tokens
 from tests.core.mem_cache.tiers_in_a_test import identity
 from tests.disagg.prefix_roles import PrefixCluster
@@ -275,8 +275,7 @@ def test_pages_that_still_come_from_the_host_are_not_sent() -> None:
     for first in range(3):
         cluster.warm([60 + first, *PROMPT[:50]])
     assert cluster.source.scheduler.memory.cache.num_cached(PROMPT) < PREFIX // 4, "nothing was evicted"
-    again = request_of(PROMPT, rid="again", max_new_tokens=1)
-    again.alone = True
+    again = request_of(PROMPT, rid="again", max_new_tokens=1, alone=True)
     cluster.source.say(cluster.source.role.add(again, 0.0))
     plan = cluster.source.scheduler.schedule()
     assert plan is not None and plan.from_host
@@ -316,7 +315,7 @@ def test_a_host_tier_and_prefixes_of_others_go_together(seed: int, policy: str) 
 
 
 def copy_request(prompt: list[int], room: int, *, known: int, rid: str = "copy") -> Request:
-    return Request(
+    return new_request(
         rid=rid,
         input_ids=prompt,
         sampling=SamplingParams(max_new_tokens=4),

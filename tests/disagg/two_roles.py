@@ -14,10 +14,9 @@ from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.resumption import Bounds
 from engine.core.outputs import StepEffects
-from engine.core.request import Request
 from engine.messages import Bootstrap, FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, new_request
 from tests.core.hash_model import VOCAB
 from tests.core.named_stops import stops_of
 from tests.disagg.wire_in_a_test import Wire
@@ -33,7 +32,7 @@ class RoleEngine(EngineInATest):
     def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object) -> None:
         """`wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
         values: dict[str, Any] = {"sampling": SamplingParams(max_new_tokens=new), "eos_ids": frozenset(), **wishes}
-        request = Request(
+        request = new_request(
             rid=rid,
             input_ids=prompt,
             arrived_s=self.now_s,

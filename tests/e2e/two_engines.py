@@ -19,10 +19,10 @@ from disagg.prefill_role import PrefillRole
 from disagg.processes.scheduler_process import _engine_use
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
-from engine.core.request import Request
 from engine.loop.role import EngineRole
 from engine.messages import Bootstrap, TokenOutput
 from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import new_request
 from tests.engine.engine_in_process import EngineInProcess
 
 HOST = "127.0.0.1"
@@ -96,7 +96,7 @@ class WorkerInProcess(EngineInProcess):
     ) -> None:
         """`wanted`: other fields of the request."""
         values = {"temperature": 0.0, "seed": 0, "ignore_eos": True, **sampling}
-        request = Request(
+        request = new_request(
             rid=rid,
             input_ids=prompt,
             sampling=SamplingParams(max_new_tokens=new, **values),

@@ -11,7 +11,7 @@ from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
-from engine.core.request import Grammar, Request
+from engine.core.request import Grammar
 from engine.core_parts import EngineUse
 from engine.device.measure import MemoryGauge
 from engine.executor.graphs import Capture
@@ -24,6 +24,7 @@ from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.ranks.group import Group
 from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import new_request
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ class EngineInProcess:
     ) -> None:
         """`wanted`: other fields of the request."""
         values = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
-        request = Request(
+        request = new_request(
             rid=rid,
             input_ids=prompt,
             sampling=SamplingParams(**values),  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.core.outputs import StepEffects
-from engine.core.request import Request
 from engine.messages import LogprobOptions, TokenOutput
 from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import new_request
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.kinds import usual
 from tests.models.float64_oracle import Float64Oracle
@@ -36,7 +36,7 @@ class Said:
 
 class Engine(EngineInProcess):
     def ask(self, rid: str, prompt: list[int], *, new: int = NEW_TOKENS, **wanted: object) -> None:
-        request = Request(
+        request = new_request(
             rid=rid,
             input_ids=prompt,
             sampling=SamplingParams(max_new_tokens=new, temperature=0.0, seed=0, ignore_eos=True),

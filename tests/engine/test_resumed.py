@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def before(tokens: list[int], cut: int) -> dict[str, Any]:
-    return {"output_ids": tokens[:cut], "num_resumed": cut}
+    return {"output_ids": tokens[:cut]}
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

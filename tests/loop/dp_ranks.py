@@ -84,9 +84,9 @@ class Role(UnifiedRole):
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         held = self._scheduler.held
-        if request.request_id == CONSTRAINED:
+        if request.message.request_id == CONSTRAINED:
             request.grammar = Fixed(request.max_new_tokens)
-        if request.request_id != LANDS:
+        if request.message.request_id != LANDS:
             return super().add(request, now_s)
         assert held.adopt(request) is None
         if not held.reserve(request):

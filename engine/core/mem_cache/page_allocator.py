@@ -185,7 +185,7 @@ class RequestKeys:
 
     def of(self, request: Request, num_pages: int) -> list[bytes]:
         adapter = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
-        seed = self.identity.seed(adapter, request.namespace)
+        seed = self.identity.seed(adapter, request.message.namespace)
         size, known = self.identity.page_size, request.lower_tiers
         if known.seed != seed:
             known.keys, known.seed = [], seed

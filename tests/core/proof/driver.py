@@ -20,7 +20,7 @@ from engine.core.scheduler import ABORTED
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.announced import Announced
-from tests.core.engine_in_a_test import EngineInATest
+from tests.core.engine_in_a_test import EngineInATest, new_request
 from tests.core.hash_model import Slot, State, is_bad, logprob_of, next_token, prefix_hash
 from tests.core.named_stops import stops_of
 from tests.core.proof.cycle_grammar import CycleGrammar
@@ -146,7 +146,7 @@ class Driver(EngineInATest):
             stop=() if wishes.stop_string is None else (wishes.stop_string,),
             stop_token_ids=wishes.stop_ids,
         )
-        request = Request(
+        request = new_request(
             rid=f"r{len(self.lives)}",
             input_ids=ask.prompt,
             sampling=sampling,

@@ -68,12 +68,14 @@ def _hidden(
     request: Request, ask: Ask, said: list[TokenOutput], tokens: list[int], weights: list[int], *, landed: bool
 ) -> None:
     prompt, rows = b"".join(output.input_hidden for output in said), [row for output in said for row in output.hidden]
-    if request.pooling:
+    if request.message.pooling:
         assert prompt == b"" and len(rows) == 1
         if len(weights) == 1:
-            assert list(array.array("f", rows[0])) == pytest.approx(pooled_of(ask.read, request.pooling, weights[0]))
+            assert list(array.array("f", rows[0])) == pytest.approx(
+                pooled_of(ask.read, request.message.pooling, weights[0])
+            )
         return
-    if not request.return_hidden_states:
+    if not request.message.return_hidden_states:
         assert prompt == b"" and rows == []
         return
     right = hidden_rows_of([*ask.read, *tokens[:-1]], weights[0])

@@ -158,8 +158,7 @@ def test_prompts_are_refused() -> None:
     for request in (request_of([1, 2]), request_of([0] * 6, images=(GOOD,))):
         (output,) = cluster.encoder.role.add(request, 0.0)
         assert output.finish is not None and "this is an encode worker" in output.finish.message
-    alone = request_of([0] * 6, images=(GOOD,), max_new_tokens=0)
-    alone.alone = True
+    alone = request_of([0] * 6, images=(GOOD,), alone=True, max_new_tokens=0)
     cluster.encoder.say(cluster.encoder.role.add(alone, 0.0))
     cluster.encoder.run()
     assert cluster.encoder.finish["r"].kind == "length" and cluster.encoded() == (1, 0)

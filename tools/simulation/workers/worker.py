@@ -531,7 +531,7 @@ class Worker:
     def _asked_of(self, slot: int) -> tuple[tuple[str, ...], PlacedImages]:
         request = next(r for r in self.scheduler.stages.live.values() if r.slot == slot)
         self.around.world.seen["recomputes with images"] += bool(request.images) and request.rid.startswith("recompute")
-        return request.namespace, placed_images(request.images)
+        return request.message.namespace, placed_images(request.images)
 
     # ---- threads
 
