@@ -109,45 +109,40 @@ class PlanItem(msgspec.Struct, frozen=True):
         return self.start + len(self.tokens)
 
 
-@dataclass(slots=True, frozen=True)
-class PageSave:
+class PageSave(msgspec.Struct, frozen=True, array_like=True):
     """Host copy under `key` of `pages`, the last `window` and a recurrent `state` (0: none)."""
 
     key: int
     pages: list[int]
-    window: list[int] = field(default_factory=list)
+    window: list[int] = []
     state: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class PageLoad:
+class PageLoad(msgspec.Struct, frozen=True, array_like=True):
     """Load copy `key` from its page `start` on, with its whole window and state, and drop it."""
 
     key: int
     start: int
     pages: list[int]
-    window: list[int] = field(default_factory=list)
+    window: list[int] = []
     state: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class PageCopy:
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
     """Copy between the device and the host tier."""
 
     page: int
     host_page: int
 
 
-@dataclass(slots=True, frozen=True)
-class StateCopy:
+class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     """Copy of recurrent state slot `src`, or of the zero state if None."""
 
     src: int | None
     dst: int
 
 
-@dataclass(slots=True, frozen=True)
-class StateRollback:
+class StateRollback(msgspec.Struct, frozen=True, array_like=True):
     """Rollback of a row's state to `length` tokens, as the last verify step rejected drafts."""
 
     slot: int

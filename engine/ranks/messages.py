@@ -9,6 +9,7 @@ masks: 3 KB for 256 decodes. Pixels go to the first stage only, with the step th
 
 import socket
 import sys
+from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -88,7 +89,9 @@ class Serving(_Frame, frozen=True):
 
 
 class Step(_Frame, frozen=True):
-    """One plan in columns by item: `slots`, `lens` (empty: 1 each), flat `tokens`, `starts`.
+    """One plan: its fields as they are, except `_OTHERWISE`, and columns by item.
+
+    Columns are `slots`, `lens` (empty: 1 each), flat `tokens`, `starts`.
 
     `seq`: 0 before the first step. `pages`: (item, first index of its row, page ids). `decodes`:
     riders in an extend step. `unsampled`: items. `logprobs`: of prompts, (item, first position,
@@ -106,15 +109,15 @@ class Step(_Frame, frozen=True):
     decodes: list[int]
     unsampled: list[int]
     logprobs: list[tuple[int, int, bool]]
-    opens: list[tuple[int, int, int]] = []  # (slot, adapter, slot of its state)
-    states: list[tuple[int | None, int]] = []
-    snapshots: list[tuple[int | None, int]] = []
-    rewinds: list[tuple[int, int]] = []
-    saves: list[tuple[int, list[int], list[int], int]] = []
-    loads: list[tuple[int, int, list[int], list[int], int]] = []
+    opened: list[tuple[int, int, int]] = []  # (slot, adapter, slot of its state)
+    states: list[StateCopy] = []
+    snapshots: list[StateCopy] = []
+    rewinds: list[StateRollback] = []
+    saves: list[PageSave] = []
+    loads: list[PageLoad] = []
     drops: list[int] = []
-    to_host: list[tuple[int, int]] = []
-    from_host: list[tuple[int, int]] = []
+    to_host: list[PageCopy] = []
+    from_host: list[PageCopy] = []
     windows: list[tuple[int, int, list[int]]] = []  # as `pages`, of the pool of windows
     drafts: list[
         tuple[int, int, int]
@@ -165,14 +168,24 @@ ToLeader = Loaded | Ready | Serving | Done | Failed
 
 _NO_SAMPLING = SamplingParams()
 _ANY_LOGPROBS = LogprobOptions()
+_OTHERWISE = {"items", "opens"} | {
+    "closes",
+    "wait",
+    "masks",
+    "sample_deferred",
+    "joins",
+    "lane",
+}  # in columns | not sent
+_WHOLE = tuple(field.name for field in fields(Plan) if field.name not in _OTHERWISE)  # equal names, or a TypeError
 
 
 def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
     """`sees`: for the first stage; others encode nothing."""
-    items = plan.items
+    items, whole = plan.items, {name: getattr(plan, name) for name in _WHOLE}
+    if not sees:
+        whole |= {"encodes": [], "forgets": []}
     return Step(
-        seq=plan.seq,
-        extend=plan.extend,
+        **whole,
         slots=[item.slot for item in items],
         lens=[item.q_len for item in items] if plan.extend else [],
         tokens=[token for item in items for token in item.tokens],
@@ -185,47 +198,22 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
             for i, item in enumerate(items)
             if item.logprob_from is not None
         ],
-        opens=[(opened.slot, opened.adapter, opened.state) for opened in plan.opens],
-        states=[(copy.src, copy.dst) for copy in plan.states],
-        snapshots=[(copy.src, copy.dst) for copy in plan.snapshots],
-        rewinds=[(rewind.slot, rewind.length) for rewind in plan.rewinds],
-        saves=[(save.key, save.pages, save.window, save.state) for save in plan.saves],
-        loads=[(load.key, load.start, load.pages, load.window, load.state) for load in plan.loads],
-        drops=plan.drops,
-        to_host=[(copy.page, copy.host_page) for copy in plan.to_host],
-        from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
+        opened=[(opened.slot, opened.adapter, opened.state) for opened in plan.opens],
         windows=[(i, item.window_start, item.new_window) for i, item in enumerate(items) if item.new_window],
         drafts=[(i, item.behind, item.place) for i, item in enumerate(items) if item.draft],
         to_draft=[item.to_draft for item in items] if plan.only_drafts else [],
         topk=items[0].topk if plan.only_drafts else 1,
         images=[(i, item.images) for i, item in enumerate(items) if item.images is not None],
-        encodes=plan.encodes if sees else [],
-        forgets=plan.forgets if sees else [],
-        lands=plan.lands,
         answer=answer,
-        agreed=plan.agreed,
     )
 
 
 def plan_of(step: Step) -> Plan:
     """Return a follower's plan: without names, sampling, masks and logprob options."""
     return Plan(
-        seq=step.seq,
-        extend=step.extend,
+        **{name: getattr(step, name) for name in _WHOLE},
         items=_items(step),
-        opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter, state) for slot, adapter, state in step.opens],
-        states=[StateCopy(src, dst) for src, dst in step.states],
-        snapshots=[StateCopy(src, dst) for src, dst in step.snapshots],
-        rewinds=[StateRollback(slot, length) for slot, length in step.rewinds],
-        saves=[PageSave(*save) for save in step.saves],
-        loads=[PageLoad(*load) for load in step.loads],
-        drops=step.drops,
-        to_host=[PageCopy(page, host_page) for page, host_page in step.to_host],
-        from_host=[PageCopy(page, host_page) for page, host_page in step.from_host],
-        encodes=step.encodes,
-        forgets=step.forgets,
-        lands=step.lands,
-        agreed=step.agreed,
+        opens=[SlotOpen(slot, _NO_SAMPLING, [], [], (), adapter, state) for slot, adapter, state in step.opened],
     )
 
 

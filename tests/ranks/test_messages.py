@@ -1,12 +1,25 @@
 """A follower computes from a view of the plan: all that a forward reads, and nothing else."""
 
+import dataclasses
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from engine.core.plan import FeatureRows, ItemImages, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
+from engine.core.plan import (
+    FeatureLand,
+    FeatureRows,
+    ItemImages,
+    PageCopy,
+    PageLoad,
+    PageSave,
+    Plan,
+    PlanItem,
+    SlotOpen,
+    StateCopy,
+    StateRollback,
+)
 from engine.executor.forward import logit_calls
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
@@ -62,40 +75,21 @@ def mixed_plan() -> Plan:
         from_host=[PageCopy(3, 4)],
         states=[StateCopy(None, 6)],
         snapshots=[StateCopy(6, 2)],
+        rewinds=[StateRollback(4, 17)],
+        lands=[FeatureLand(b"l" * 32, [1], 3)],
         encodes=[IMAGE],
         forgets=[b"f" * 32],
     )
 
 
+FOR_THE_LEADER = {"rid", "output_len", "logprobs", "logprob_next", "hidden_from", "pool"}
+
+
 def test_what_the_forward_reads_arrives() -> None:
     plan, arrived = mixed_plan(), through_the_wire(mixed_plan())
-    for name in (
-        "slot",
-        "tokens",
-        "start",
-        "page_start",
-        "new_pages",
-        "window_start",
-        "new_window",
-        "sample",
-        "extend",
-        "logprob_from",
-        "images",
-    ):
+    for name in {*PlanItem.__struct_fields__} - FOR_THE_LEADER:
         assert [getattr(i, name) for i in arrived.items] == [getattr(i, name) for i in plan.items], name
-    for name in (
-        "seq",
-        "extend",
-        "saves",
-        "loads",
-        "drops",
-        "to_host",
-        "from_host",
-        "states",
-        "snapshots",
-        "encodes",
-        "forgets",
-    ):
+    for name in {field.name for field in dataclasses.fields(Plan)} - {"items", "opens", "closes", "masks"}:
         assert getattr(arrived, name) == getattr(plan, name), name
     assert [(opened.slot, opened.adapter, opened.state) for opened in arrived.opens] == [(4, 5, 6)]
     assert [list(rows) for rows in logit_calls(arrived.items)] == [list(rows) for rows in logit_calls(plan.items)]
