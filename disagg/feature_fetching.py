@@ -93,7 +93,7 @@ class FeatureFetches:
         for fetch in list(self.incoming.transfers.values()):
             request = fetch.waiting.pop(rid, None)
             if request is not None:
-                request.features_arriving -= 1
+                request.vision.num_arriving -= 1
                 if not fetch.waiting:
                     self.incoming.cancel(fetch, "the client has gone")
 
@@ -108,7 +108,7 @@ class FeatureFetches:
         fetch = self.incoming.transfers.get(image.key.hex()) or self._open(image, source, now_s)
         if fetch is not None and request.rid not in fetch.waiting:  # an image may repeat
             fetch.waiting[request.rid] = request
-            request.features_arriving += 1
+            request.vision.num_arriving += 1
 
     def _open(self, image: ImageInput, source: FeatureSource, now_s: float) -> FeatureFetch | None:
         is_large = self._allocator.pages_for(image.num_tokens) > self._allocator.num_pages or not fits((image,))
@@ -187,7 +187,7 @@ class FeatureFetches:
 
     def _end_wait(self, fetch: FeatureFetch) -> None:
         for request in fetch.waiting.values():
-            request.features_arriving -= 1
+            request.vision.num_arriving -= 1
 
     def _free_copied(self) -> None:
         for pages in self._images.take_copied():
@@ -217,7 +217,7 @@ class FeatureFetches:
             f"{counts['quarantined']} pages of features in quarantine, not {exposed}"
         )
         for fetch in fetches:
-            gone = [r.rid for r in fetch.waiting.values() if r.finish is None and not r.features_arriving]
+            gone = [r.rid for r in fetch.waiting.values() if r.finish is None and not r.vision.num_arriving]
             assert fetch.waiting and not gone, f"fetches without a waiting request: {gone}"
         owned, used = self.incoming.num_rows, self._metadata.num_used
         assert owned == used, f"{used} rows used, {owned} owned"

@@ -110,7 +110,6 @@ class FeatureServer:
                 sampling=NOTHING,
                 images=[] if image is None else [image],
             ),
-            eos_ids=frozenset(),
             arrived_s=now_s,
             prefill_only=True,
         )

@@ -298,7 +298,7 @@ class RequestTransfer(IncomingTransfer):
     def take_over(self, first: FirstToken) -> None:
         """Note retries, and other weights: such KV is not cached."""
         self.request.keep_kv = self.request.keep_kv and not first.other_weights
-        self.request.transfer_retries += self.receiver.retries()
+        self.request.stats.transfer_retries += self.receiver.retries()
 
 
 AnyRequestTransfer = TypeVar("AnyRequestTransfer", bound=RequestTransfer)

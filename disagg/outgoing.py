@@ -260,7 +260,7 @@ class PageSender:
         """Count work for decode, and moves."""
         if handover.purpose is Purpose.RECOMPUTE:
             self.counters["recomputed"] += 1
-            self.counters["recomputed_tokens"] += handover.request.handed_tokens - handover.request.cached_tokens
+            self.counters["recomputed_tokens"] += handover.request.handed_tokens - handover.request.stats.cached_tokens
         if not handover.moves_bytes:
             return
         skip = handover.sender.skip_pages

@@ -120,7 +120,7 @@ class PrefixExchange:
         self._server.take(wanted, now_s, refused=refused)
 
     def note_computed(self, request: Request, now_s: float) -> None:
-        self._policy.note_prompt(request.num_tokens - request.cached_tokens, request.times.prefill_s, now_s)
+        self._policy.note_prompt(request.num_tokens - request.stats.cached_tokens, request.times.prefill_s, now_s)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         self._now_s = now_s
@@ -164,7 +164,7 @@ class PrefixExchange:
 
 
 def _copied(request: Request) -> TokenOutput:
-    if not request.cached_tokens:
+    if not request.stats.cached_tokens:
         return refused(request, NOT_COPIED)
     request.finish = FinishReason(kind="length")
     return output_of(request, [])

@@ -276,7 +276,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         self.counters["prefix_fetched"] += 1
         self.counters["prefix_fetched_tokens"] += num_new * self._page_size
         for request in fetch.waiting.values():
-            request.cached_tokens = end * self._page_size  # of a copy: others count when admitted
+            request.stats.cached_tokens = end * self._page_size  # of a copy: others count when admitted
             request.arriving = False
         self._scheduler.held.keep(fetch.request, num_pages=end)
         return ""
@@ -323,7 +323,6 @@ def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s
     """Return a request without client for KV of `tokens` from or to another worker."""
     return Request(
         message=GenerateRequest(rid, tokens, NOTHING, namespace=namespace),
-        eos_ids=frozenset(),
         arrived_s=now_s,
         prefill_only=True,
         admitted=True,

@@ -111,7 +111,6 @@ def request_for(wanted: RecomputeRequest, now_s: float, images: tuple[ImageInput
             namespace=wanted.work.namespace,
             images=list(images),
         ),
-        eos_ids=frozenset(),
         arrived_s=now_s,
         prefill_only=True,
         keep_kv=wanted.work.share,
@@ -153,7 +152,7 @@ class Resumption(RequestTarget[RequestTransfer]):
             return False
         try:
             receiver = self._manager.receiver(
-                at.room, bootstrap=f"{at.host}:{at.port}", room_attempt=request.retractions
+                at.room, bootstrap=f"{at.host}:{at.port}", room_attempt=request.stats.retractions
             )
         except RoomInUse:  # a client reused the room
             self.counters["recompute_failed"] += 1

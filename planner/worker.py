@@ -117,7 +117,6 @@ class PlanWorker:
         memory = self.scheduler.memory
         request = Request(
             message=GenerateRequest("history", tokens, SamplingParams(max_new_tokens=0)),
-            eos_ids=frozenset(),
             arrived_s=0.0,
         )
         if memory.admit(request, reserved_pages=0):

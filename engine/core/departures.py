@@ -78,7 +78,7 @@ class Departures:
     def _requeue(self, request: Request, *, elsewhere: bool) -> None:
         self._give_back(request)
         request.unsent.input_logprobs.clear()  # partial: the prompt is recomputed
-        request.retractions += 1
+        request.stats.retractions += 1
         self._state.counters.retractions += 1
         if elsewhere:
             self._stages.held.append(request)

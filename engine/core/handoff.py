@@ -87,9 +87,9 @@ class HandoffRequests:
         self._start(request, cached_tokens=cached_tokens)
 
     def _start(self, request: Request, *, cached_tokens: int) -> None:
-        request.hidden_launched = request.handed_tokens
+        request.unsent.hidden_launched = request.handed_tokens
         self._run(request, num_landed=request.handed_tokens)
-        request.cached_tokens, request.admitted = cached_tokens, True
+        request.stats.cached_tokens, request.admitted = cached_tokens, True
 
     def _run(self, request: Request, *, num_landed: int) -> None:
         request.computed_len = request.launched_len = num_landed

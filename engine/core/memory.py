@@ -245,7 +245,7 @@ def _check_of(part: MemoryPart, requests: Callable[[], Sequence[Request]]) -> Ca
 def _forget(request: Request) -> None:
     request.lock, request.pages, request.dup_pages, request.shared_pages = None, [], [], 0
     request.launched_len = request.computed_len = 0
-    request.snapshots_at, request.answer_snapshot = (), None
+    request.recurrent.snapshots_at, request.recurrent.answer = (), None
 
 
 def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:

@@ -28,7 +28,7 @@ class StepEffects:
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
-    unsent = request.unsent
+    unsent, stats = request.unsent, request.stats
     logprobs, unsent.logprobs = unsent.logprobs, []
     hidden, unsent.hidden = unsent.hidden, []
     input_hidden, unsent.input_hidden = unsent.input_hidden, b""
@@ -38,16 +38,16 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         new_ids=new_ids,
         finish=request.finish,
         prompt_tokens=len(request.input_ids),
-        cached_tokens=min(request.cached_tokens, len(request.input_ids)),
+        cached_tokens=min(stats.cached_tokens, len(request.input_ids)),
         completion_tokens=len(request.output_ids),
         logprobs=logprobs,
         input_logprobs=_input_logprobs_once(request),
-        retractions=request.retractions,
-        preemptions=request.preemptions,
+        retractions=stats.retractions,
+        preemptions=stats.preemptions,
         input_hidden=b"" if aborted else input_hidden,  # perhaps incomplete
         hidden=hidden,
-        cached_by_tier=request.cached_by_tier,
-        transfer_retries=request.transfer_retries,
+        cached_by_tier=stats.cached_by_tier,
+        transfer_retries=stats.transfer_retries,
         drafts=request.drafts.counts() if request.drafts.steps else None,
     )
 
@@ -82,9 +82,9 @@ def input_logprob_part(request: Request, start: int, end: int) -> tuple[int | No
 
 
 def _input_logprobs_once(request: Request) -> list[TokenLogprob]:
-    if request.input_logprobs_sent or request.logprobs is None or request.logprobs.start_len < 0:
+    if request.unsent.input_logprobs_sent or request.logprobs is None or request.logprobs.start_len < 0:
         return []
-    request.input_logprobs_sent = True
+    request.unsent.input_logprobs_sent = True
     first = [TokenLogprob(None, request.input_ids[0])] if request.logprobs.start_len == 0 else []
     return first + request.unsent.input_logprobs
 
@@ -160,15 +160,16 @@ def _stop_text(request: Request) -> FinishReason | None:
 def unseen_from(request: Request) -> int:
     """First position that must be computed for its hidden state, or `num_tokens`."""
     if request.message.return_hidden_states or request.message.pooling == "mean":
-        return request.hidden_launched
+        return request.unsent.hidden_launched
     return request.num_tokens
 
 
 def note_launch(request: Request, start: int, end: int) -> int | None:
-    if not request.message.return_hidden_states and not request.message.pooling:
+    message, unsent = request.message, request.unsent
+    if not message.return_hidden_states and not message.pooling:
         return None
-    first, request.hidden_launched = max(start, request.hidden_launched), max(end, request.hidden_launched)
-    if request.message.pooling in ("last", "labels") and end < request.num_tokens:
+    first, unsent.hidden_launched = max(start, unsent.hidden_launched), max(end, unsent.hidden_launched)
+    if message.pooling in ("last", "labels") and end < request.num_tokens:
         return None
     return first if first < end else None
 

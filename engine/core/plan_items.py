@@ -10,7 +10,7 @@ from engine.core.stages import RequestTable, check_reads
 
 def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
     assert request.slot is not None
-    known = request.num_tokens
+    known, windows = request.num_tokens, request.windows
     check_reads(request, start, end)
     hidden_from = note_launch(request, start, end)
     logprob_from, logprob_next = input_logprob_part(request, start, end)
@@ -29,10 +29,10 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
         logprob_next=logprob_next,
         hidden_from=hidden_from,
         pool=request.message.pooling,
-        window_start=request.num_synced_window,
-        new_window=request.window[request.num_synced_window :],
+        window_start=windows.num_synced,
+        new_window=windows.pages[windows.num_synced :],
     )
-    request.num_synced_window = len(request.window)
+    windows.num_synced = len(windows.pages)
     request.num_synced_pages = len(request.pages)
     request.launched_len = end
     request.inflight += 1
@@ -57,7 +57,7 @@ def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
             extend=False,
             logprobs=request.logprobs,
             hidden_from=note_launch(request, start, start + 1),
-            window_start=request.num_synced_window,
+            window_start=request.windows.num_synced,
             behind=row.behind,
             place=-1 if row.place == row.depth else known + row.place,
         )
@@ -84,7 +84,7 @@ def request_drafts(request: Request, passes: int, *, topk: int) -> PlanItem:
         sample=False,
         output_len=len(request.output_ids),
         extend=False,
-        window_start=request.num_synced_window,
+        window_start=request.windows.num_synced,
         to_draft=passes,
         topk=topk,
     )
@@ -102,5 +102,5 @@ def open_slot(request: Request, table: RequestTable) -> SlotOpen:
         output_ids=list(request.output_ids),
         eos_ids=tuple(sorted(request.eos_ids)),
         adapter=request.adapter,
-        state=request.state,
+        state=request.recurrent.slot,
     )

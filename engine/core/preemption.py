@@ -43,7 +43,7 @@ class Preemption:
 
     def _retract(self, victim: Request) -> None:
         self._departures.retract(victim)
-        victim.preemptions += 1
+        victim.stats.preemptions += 1
         self._counters.preemptions += 1
 
     def _victims(self, request: Request, suffice: Suffice) -> list[Request]:

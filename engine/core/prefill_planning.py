@@ -124,7 +124,7 @@ class PrefillPlanner:
         for request in self._in_order(adapters, now_s):
             if stages.chunked is not None or not admits or adder.exhausted or shared.exhausted:
                 break
-            arriving = request.arriving or request.features_arriving > 0
+            arriving = request.arriving or request.vision.num_arriving > 0
             waits = arriving or self._state.lower_tier.awaits(request, now_s) or not adapters.has_place(request)
             if waits or shared.passes_over(request):
                 continue
@@ -201,10 +201,10 @@ class PrefillPlanner:
     def _note_admitted(self, request: Request) -> None:
         counters = self._state.counters
         counters.resumed_restored += request.saved_len > 0
-        counters.resumed_computed += request.saved_len == 0 and request.retractions > 0
+        counters.resumed_computed += request.saved_len == 0 and request.stats.retractions > 0
         if not request.admitted:
             request.admitted = True
-            request.cached_tokens = request.launched_len
+            request.stats.cached_tokens = request.launched_len
             counters.cached_tokens += request.launched_len
 
     def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:

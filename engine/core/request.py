@@ -160,15 +160,65 @@ class Stops(Protocol):
         """Return the stop in the last token's text; reads only new ids."""
 
 
-# ---- request
+# ---- Parts of a request, each changed by its owner.
 
 
 @dataclass(slots=True, eq=False)
 class Unsent:
+    """Results to send. `hidden_launched`: positions with hidden states computed or in flight."""
+
     logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs_sent: bool = False
     input_hidden: bytes = b""
     hidden: list[bytes] = field(default_factory=list)
+    hidden_launched: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stats:
+    """Statistics of a request's outputs. `cached_by_tier`: device, host, disk; empty: one tier."""
+
+    cached_tokens: int = 0
+    cached_by_tier: list[int] = field(default_factory=list)
+    retractions: int = 0
+    preemptions: int = 0
+    transfer_retries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class WindowRow:
+    """WindowPages: `pages` parallel to a request's, 0: freed; none before `first` is left."""
+
+    pages: list[int] = field(default_factory=list)
+    first: int = 0
+    num_synced: int = 0  # that the executor has
+
+
+@dataclass(slots=True, eq=False)
+class Recurrent:
+    """StateSlots: a `slot` (0: none), ascending lengths with snapshots, slots of those in flight.
+
+    `answer`: node of the answer's last snapshot.
+    """
+
+    slot: int = 0
+    snapshots_at: tuple[int, ...] = ()
+    snapshots: dict[int, int] = field(default_factory=dict)
+    answer: Node | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Vision:
+    """Images of a request. `rope_delta`: RoPE position minus position of the tokens after them.
+
+    `num_arriving`: images whose features it waits for. `num_seen`: leading ones no longer needed.
+    """
+
+    rope_delta: int = 0
+    num_arriving: int = 0
+    num_seen: int = 0
+    key_ids: list[int] | None = None  # of the prompt, made on demand
 
 
 @dataclass(slots=True, frozen=True)
@@ -199,6 +249,9 @@ class LowerTiers:
     ahead: LoadedAhead = LoadedAhead()
 
 
+# ---- request
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """Request; a `prefill_only` one ends after its first token, and its role releases the pages."""
@@ -210,7 +263,7 @@ class Request:
     sampling: SamplingParams = field(init=False)
     images: tuple[ImageInput, ...] = field(init=False)  # in order of the prompt
     logprobs: LogprobOptions | None = field(init=False)
-    eos_ids: frozenset[int]
+    eos_ids: frozenset[int] = frozenset()
     arrived_s: float
     prefill_only: bool = False
     grammar: Grammar | None = None  # advanced with every committed token
@@ -218,7 +271,7 @@ class Request:
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: base model
     stops: Stops | None = None  # advanced with its text; None: no stop strings and regexes
     serial: int = 0  # order of arrival
-    rope_delta: int = 0  # RoPE position minus position of the tokens after images
+    vision: Vision = field(default_factory=Vision)
 
     # Results: generated tokens, and the end
     output_ids: list[int] = field(init=False)  # those of earlier workers first
@@ -226,52 +279,36 @@ class Request:
     moves: bool = False  # left the batch: another worker continues with its KV
     abort: FinishReason | None = None  # reason to end with, at the next check
     unsent: Unsent = field(default_factory=Unsent)
-    input_logprobs_sent: bool = field(init=False)
+    stats: Stats = field(default_factory=Stats)
+    times: Times = field(default_factory=Times)
 
     # Memory, RequestTable: location
     pages: list[int] = field(default_factory=list)
     shared_pages: int = 0
     dup_pages: list[int] = field(default_factory=list)
     lock: Node | None = None
-    window: list[int] = field(default_factory=list)  # pages of window layers, parallel to `pages`; 0: freed
-    window_first: int = 0  # first page of `window` not freed
-    state: int = 0  # recurrent state slot; 0: none
-    snapshots_at: tuple[int, ...] = ()  # ascending lengths with snapshots
-    snapshots: dict[int, int] = field(default_factory=dict)  # slots of snapshots in flight
-    answer_snapshot: Node | None = None  # node of its answer's last snapshot
+    windows: WindowRow = field(default_factory=WindowRow)
+    recurrent: Recurrent = field(default_factory=Recurrent)
     slot: int | None = None
     lane: Lane | None = None  # with PD multiplexing, the stream with its row
     num_synced_pages: int = 0  # pages that the executor has
-    num_synced_window: int = 0  # of `window`
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)
     arriving: bool = False  # waits for its prefix from another worker
-    features_arriving: int = 0  # number of images whose features it waits for
 
     # Planner and Results: progress of steps
     launched_len: int = 0
     computed_len: int = 0
-    hidden_launched: int = 0  # positions with hidden states computed or in flight
     inflight: int = 0  # launched steps not collected
     pending: int = 0  # those that sample a token
     drafts: Drafts = field(default_factory=Drafts)
     admitted: bool = False
     saved_len: int = 0  # Backups: tokens with KV on the host, or on the way
-    num_seen_images: int = 0  # ImageCache: leading images with features no longer needed
-    _key_ids: list[int] | None = field(default=None, init=False)  # of a prompt with images, made on demand
-
-    # Statistics for its outputs
-    cached_tokens: int = 0
-    cached_by_tier: list[int] = field(default_factory=list)  # `cached_tokens` by device, host, disk; empty: one tier
-    retractions: int = 0
-    preemptions: int = 0
-    transfer_retries: int = 0
-    times: Times = field(default_factory=Times)
 
     def __post_init__(self) -> None:
         message = self.message
         self.rid, self.input_ids, self.sampling = message.rid, message.input_ids, message.sampling
         self.logprobs, self.images = message.logprobs, tuple(message.images)
-        self.output_ids, self.input_logprobs_sent = list(message.output_ids), self.num_resumed > 0
+        self.output_ids, self.unsent.input_logprobs_sent = list(message.output_ids), self.num_resumed > 0
 
     @property
     def num_resumed(self) -> int:
@@ -328,9 +365,9 @@ class Request:
         """Return ids for prefix comparison; images have their own (engine/images.py)."""
         found = self.tokens(start, end)
         if self.images:
-            if self._key_ids is None:
-                self._key_ids = key_ids(self.images, self.input_ids, 0)
-            prompt = self._key_ids[start:end]
+            if self.vision.key_ids is None:
+                self.vision.key_ids = key_ids(self.images, self.input_ids, 0)
+            prompt = self.vision.key_ids[start:end]
             found[: len(prompt)] = prompt
         return found
 

@@ -143,4 +143,4 @@ def _was_right(request: Request, item: PlanItem, number: int) -> bool:
 
 def _take_back(request: Request) -> None:
     """Compute again from the newest token, with the sampled one."""
-    request.launched_len = request.hidden_launched = request.computed_len
+    request.launched_len = request.unsent.hidden_launched = request.computed_len

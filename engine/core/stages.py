@@ -86,7 +86,7 @@ class Stages:
 
     def retracted(self) -> list[Request]:
         """Retracted requests that wait to resume, except the role's."""
-        waiting = [r for r in self.waiting.values() if r.retractions > 0]
+        waiting = [r for r in self.waiting.values() if r.stats.retractions > 0]
         return [*waiting, *(r for r in self.draining if r.finish is None), *self.newly_retracted]
 
     def all(self) -> list[Request]:
@@ -145,7 +145,7 @@ class RequestTable:
         assert request.slot is None, f"{request.rid} has slot {request.slot} already"
         slot = self._free.pop()
         self._rows[slot] = request
-        request.slot, request.lane, request.num_synced_pages, request.num_synced_window = slot, None, 0, 0
+        request.slot, request.lane, request.num_synced_pages, request.windows.num_synced = slot, None, 0, 0
         return slot
 
     def reopen(self, request: Request) -> int:
@@ -155,7 +155,7 @@ class RequestTable:
             f"{request.rid}: its row changes lanes under a step in flight"
         )
         self._closed.setdefault(request.lane, []).append(slot)
-        request.lane, request.num_synced_pages, request.num_synced_window = None, 0, 0
+        request.lane, request.num_synced_pages, request.windows.num_synced = None, 0, 0
         return slot
 
     def close(self, request: Request) -> None:

@@ -74,7 +74,7 @@ class SchedulerState:
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.input_ids)
         if request.images:
-            request.rope_delta = rope_delta(request.images)
+            request.vision.rope_delta = rope_delta(request.images)
         self.stages.register(request, serial=self.counters.requests)
 
     def refusal(self, request: Request) -> FinishReason | None:

@@ -187,7 +187,7 @@ class EngineInATest:
         """A request whose prompt was computed elsewhere: adopted, its KV written, its first token known."""
         request = self._request(rid, prompt, **sampling)
         assert self.scheduler.held.adopt(request) is None and self.scheduler.held.reserve(request)
-        self.model.write(request.pages, prompt, state=request.state)
+        self.model.write(request.pages, prompt, state=request.recurrent.slot)
         first = ItemResult(next_token(prefix_hash(prompt)))
         self.say(self.scheduler.held.start_decoding(request, first, cached_tokens=0))
         return request
@@ -277,7 +277,9 @@ class EngineInATest:
     def _owners(self) -> object:
         memory, stages = self.scheduler.memory, self.scheduler.stages
         groups = [allocator.counts() for allocator in memory.allocators]
-        requests = [(r.rid, len(r.pages), r.launched_len, r.computed_len, r.state, r.pending) for r in stages.all()]
+        requests = [
+            (r.rid, len(r.pages), r.launched_len, r.computed_len, r.recurrent.slot, r.pending) for r in stages.all()
+        ]
         return groups, requests, memory.cache.num_pages, memory.cache.num_evictable, sorted(stages.live)
 
     def on_step(self, effects: StepEffects) -> None:

@@ -87,7 +87,7 @@ def test_a_slot_stays_with_its_request_until_it_has_been_taken_back() -> None:
     request = engine.add("r", PROMPT, max_new_tokens=20)
     turn_until_rejected(engine)
     engine.add("prompt", PROMPT[::-1], max_new_tokens=2)
-    plan, slot = engine.next_plan(), request.state
+    plan, slot = engine.next_plan(), request.recurrent.slot
     assert plan is not None and plan.rewinds and {item.rid for item in plan.items} == {"prompt"}
     engine.launch(plan)
     engine.abort("r")
@@ -125,7 +125,7 @@ def test_the_next_turn_of_a_chat_begins_in_an_answer_that_was_drafted(kind: str)
     chat = [*PROMPT, *engine.tokens["turn"], 50]
     request = engine.add("next", chat, max_new_tokens=3)
     engine.run()
-    assert request.cached_tokens == 32 and engine.tokens["next"] == expected_tokens(chat, 3)
+    assert request.stats.cached_tokens == 32 and engine.tokens["next"] == expected_tokens(chat, 3)
     ends = [(item.start, item.kv_len) for plan in engine.plans for item in plan.items if item.draft]
     assert ends and any(kv_len == 24 for _, kv_len in ends)
 

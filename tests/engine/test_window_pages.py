@@ -93,7 +93,9 @@ def test_freed_pages_are_not_read(family: str, dtype: str, overlap: bool, tmp_pa
         while engine.turn():
             engine.parts.device.executor.call(engine.poison)
             running = engine.parts.scheduler.stages.running
-            most = max([most, *(sum(page > 0 for page in r.window) for r in running if len(r.output_ids) > WINDOW)])
+            most = max(
+                [most, *(sum(page > 0 for page in r.windows.pages) for r in running if len(r.output_ids) > WINDOW)]
+            )
         whole = -(-(len(PROMPTS[0]) + NEW) // 4)
         assert 0 < most <= -(-(WINDOW + 1) // 4) + 1 < whole / 5, "pages behind the window go while the answer grows"
         assert engine.tokens == all_kept(family, tmp_path, dtype)

@@ -54,11 +54,11 @@ class Backups:
         if request.serial in self._copies or count == 0:
             return False
         window = self._windows.window_of(request, request.computed_len)
-        copy = CopySize(count, len(window), int(request.state > 0))
+        copy = CopySize(count, len(window), int(request.recurrent.slot > 0))
         if not (self._held + copy).fits(self._room):
             return False
         self._copies[request.serial] = copy
-        self._saves.append(PageSave(request.serial, request.pages[:count], window, request.state))
+        self._saves.append(PageSave(request.serial, request.pages[:count], window, request.recurrent.slot))
         request.saved_len = request.computed_len
         self._copying[request.serial] = request
         request.inflight += 1
@@ -70,7 +70,7 @@ class Backups:
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
         count, window = self._copies.pop(request.serial).pages, self._windows.window_of(request, request.saved_len)
-        self._loads.append(PageLoad(request.serial, start, request.pages[start:count], window, request.state))
+        self._loads.append(PageLoad(request.serial, start, request.pages[start:count], window, request.recurrent.slot))
         request.launched_len = request.computed_len = request.saved_len
         request.saved_len = 0
         self._copying[request.serial] = request

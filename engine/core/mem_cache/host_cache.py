@@ -188,8 +188,8 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             num_ahead = max(0, min(start, ahead.end) - ahead.begin)  # of the `start` pages on the device
             num_read += min(ahead.num_read, num_ahead)
             split = (start - num_ahead, len(host_pages) + num_ahead - num_read, num_read)
-            request.cached_by_tier = [pages * size for pages in split]
-            for tier, tokens in zip(TIERS, request.cached_by_tier, strict=True):
+            request.stats.cached_by_tier = [pages * size for pages in split]
+            for tier, tokens in zip(TIERS, request.stats.cached_by_tier, strict=True):
                 self.counted[f"hicache_{tier}_hit_tokens"] += tokens
 
     # ---- requests that wait

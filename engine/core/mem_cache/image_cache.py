@@ -146,16 +146,16 @@ class ImageCache(MemoryPart, Features):
             self.num_evicted += 1
 
     def retire(self, request: Request) -> None:
-        for image in islice(request.images, request.num_seen_images, None):
+        for image in islice(request.images, request.vision.num_seen, None):
             if image.end > request.computed_len:
                 return
-            self._end_use(request, request.num_seen_images)
-            request.num_seen_images += 1
+            self._end_use(request, request.vision.num_seen)
+            request.vision.num_seen += 1
 
     def free(self, request: Request) -> None:
-        for number in range(request.num_seen_images, len(request.images)):
+        for number in range(request.vision.num_seen, len(request.images)):
             self._end_use(request, number)
-        request.num_seen_images = 0
+        request.vision.num_seen = 0
 
     def _end_use(self, request: Request, number: int) -> None:
         features = self._features.get(request.images[number].key)
@@ -261,7 +261,7 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def _touched(request: Request, start: int, end: int) -> Iterator[ImageInput]:
-    for image in islice(request.images, request.num_seen_images, None):
+    for image in islice(request.images, request.vision.num_seen, None):
         if image.start >= end:
             return
         if image.end > start:
@@ -281,7 +281,8 @@ def _from(images: Sequence[ImageInput], first: int, end: int) -> Iterator[ImageI
 def with_images(item: PlanItem, request: Request) -> PlanItem:
     images, end = request.images, item.kv_len
     if item.start >= images[-1].end:
-        return replace(item, images=ItemImages(rope_delta=request.rope_delta)) if request.rope_delta else item
+        delta = request.vision.rope_delta
+        return replace(item, images=ItemImages(rope_delta=delta)) if delta else item
     begun = [image for image in images if image.start < end]
     if not begun:
         return item

@@ -79,7 +79,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     # ---- requests
 
     def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
-        return self.num_available > 0 or any(r.state for r in without)
+        return self.num_available > 0 or any(r.recurrent.slot for r in without)
 
     def open(self, request: Request, match: Match, *, lands: bool) -> None:
         if lands:
@@ -96,27 +96,27 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         slot = self._take()
         if slot != source:  # else the snapshot itself was evicted for it
             self._begins.append(StateCopy(source or None, slot))
-        request.state = slot
+        request.recurrent.slot = slot
 
     def adopt(self, request: Request) -> None:
         """Allocate a slot whose content arrives from elsewhere, so it must not be zeroed."""
-        request.state = self._take()
+        request.recurrent.slot = self._take()
 
     def free(self, request: Request) -> None:
-        assert not request.snapshots, f"{request.rid}: a snapshot is on its way"
-        self._rewinds.pop(request.state, None)
-        if request.state:
-            self.allocator.free([request.state])
-        request.state = 0
+        assert not request.recurrent.snapshots, f"{request.rid}: a snapshot is on its way"
+        self._rewinds.pop(request.recurrent.slot, None)
+        if request.recurrent.slot:
+            self.allocator.free([request.recurrent.slot])
+        request.recurrent.slot = 0
 
     def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
         return [(self.allocator, self.quarantine(request))]
 
     def quarantine(self, request: Request) -> list[int]:
         """Detach a slot that a transfer peer may still write."""
-        slots = [request.state] if request.state else []
+        slots = [request.recurrent.slot] if request.recurrent.slot else []
         self.allocator.quarantine(slots)
-        request.state = 0
+        request.recurrent.slot = 0
         return slots
 
     def aim(self, request: Request, *, start: int, cached: int) -> None:
@@ -126,10 +126,10 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         """
         last = (request.num_tokens - 1) // self.grid * self.grid
         parting = min(cached // self.grid * self.grid, last)
-        request.snapshots_at = tuple(sorted({at for at in (parting, last) if at > start}))
+        request.recurrent.snapshots_at = tuple(sorted({at for at in (parting, last) if at > start}))
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
-        return ([request.state],)
+        return ([request.recurrent.slot],)
 
     # ---- ends of steps
 
@@ -138,7 +138,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return self._num_shadows
 
     def cut(self, request: Request, start: int, end: int) -> int:
-        return next((at for at in request.snapshots_at if start < at < end), end)
+        return next((at for at in request.recurrent.snapshots_at if start < at < end), end)
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
         """Take a reusable snapshot of the planned step's state."""
@@ -149,7 +149,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
 
     def snapshot(self, request: Request, at: int) -> None:
         """Snapshot the state after `at` tokens in this plan, if there is room."""
-        if at in request.snapshots_at and self.num_available:
+        if at in request.recurrent.snapshots_at and self.num_available:
             self._copy(request, at)
 
     def snapshot_answer(self, request: Request, at: int) -> None:
@@ -164,31 +164,31 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
 
     def keep(self, request: Request, at: int, memory: Memory) -> None:
         """Give the tree a taken snapshot after `at` tokens, where `request` is shared so far."""
-        if (slot := request.snapshots.pop(at, 0)) == 0:
+        if (slot := request.recurrent.snapshots.pop(at, 0)) == 0:
             return
-        above = request.answer_snapshot if at > len(request.input_ids) else None
+        above = request.recurrent.answer if at > len(request.input_ids) else None
         memory.share(request)
         shared = request.shared_pages * memory.allocator.page_size == at == request.computed_len
         if shared and request.keep_kv and request.finish is None and request.lock is not None:
             self.keep_at(slot, request.lock, above=above)
-            request.answer_snapshot = request.lock if at > len(request.input_ids) else None
+            request.recurrent.answer = request.lock if at > len(request.input_ids) else None
         else:
             self.drop(slot)
 
     def reject(self, request: Request, at: int) -> None:
-        if slot := request.snapshots.pop(at, 0):
+        if slot := request.recurrent.snapshots.pop(at, 0):
             self.drop(slot)
         if request.finish is None:
             self.rewind(request)
 
     def rewind(self, request: Request) -> None:
-        self._rewinds[request.state] = request
+        self._rewinds[request.recurrent.slot] = request
 
     def _copy(self, request: Request, at: int) -> None:
         assert at % self.grid == 0, f"{request.rid}: a snapshot off the grid"
         slot = self._take()
-        self._snapshots.append(StateCopy(request.state, slot))
-        request.snapshots[at] = slot
+        self._snapshots.append(StateCopy(request.recurrent.slot, slot))
+        request.recurrent.snapshots[at] = slot
 
     # ---- the tree
 
@@ -259,11 +259,12 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
 
     def check(self, requests: Sequence[Request]) -> None:
         self.allocator.check()
-        slots = [slot for r in requests for slot in (r.state, *r.snapshots.values()) if slot]
+        slots = [slot for r in requests for slot in (r.recurrent.slot, *r.recurrent.snapshots.values()) if slot]
         assert len(slots) == len(set(slots)) == self.allocator.counts()["held"], "held states and owners differ"
-        assert all((r.state > 0) == (len(r.pages) > 0) for r in requests), "pages without a state, or a state without"
+        has_state = [r.recurrent.slot > 0 for r in requests]
+        assert has_state == [len(r.pages) > 0 for r in requests], "pages without a state, or a state without"
         assert not self._begins and not self._snapshots, "copies of states without a plan"
-        assert all(request.state == slot for slot, request in self._rewinds.items()), "a state to take back has gone"
+        assert all(r.recurrent.slot == slot for slot, r in self._rewinds.items()), "a state to take back has gone"
         assert all(node.state == slot and node.parent is not None for slot, node in self._nodes.items())
         assert len(self._nodes) == self.allocator.counts()["cached"]
 

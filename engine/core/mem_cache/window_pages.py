@@ -109,9 +109,9 @@ class WindowPages(MemoryPart, TreePart, Windows):
         """Start with `cached` tree pages and lock the last window, which is complete."""
         self._bounds[request.serial] = self._bound(request)
         first = self.first_page(len(cached) * self.allocator.page_size)
-        request.window = [0] * first + list(cached[first:])
-        request.window_first = first
-        for page in request.window[first:]:
+        request.windows.pages = [0] * first + list(cached[first:])
+        request.windows.first = first
+        for page in request.windows.pages[first:]:
             self._readers[page] += 1
             self._idle.pop(page, None)
 
@@ -119,47 +119,47 @@ class WindowPages(MemoryPart, TreePart, Windows):
         """Allocate the last window of tokens with KV from elsewhere (all, or all but the last)."""
         self._bounds[request.serial] = self._bound(request)
         first = self.first_page(request.num_tokens - 1)
-        request.window = [0] * first + self._take(self.allocator.pages_for(request.num_tokens) - first)
-        request.window_first = first
+        request.windows.pages = [0] * first + self._take(self.allocator.pages_for(request.num_tokens) - first)
+        request.windows.first = first
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
         return (self.window_of(request, num_tokens),)
 
     def window_of(self, request: Request, num_tokens: int) -> list[int]:
-        return request.window[self.first_page(num_tokens) : self.allocator.pages_for(num_tokens)]
+        return request.windows.pages[self.first_page(num_tokens) : self.allocator.pages_for(num_tokens)]
 
     def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
         return [(self.allocator, self.quarantine(request))] if request.pages else []
 
     def quarantine(self, request: Request) -> list[int]:
         """Detach pages of an adopted request that a peer may still write."""
-        pages = request.window[request.window_first :]
+        pages = request.windows.pages[request.windows.first :]
         self.allocator.quarantine(pages)
-        request.window, request.window_first = [], 0
+        request.windows.pages, request.windows.first = [], 0
         del self._bounds[request.serial]
         return pages
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
-        missing = self.allocator.pages_for(end) - len(request.window)
+        missing = self.allocator.pages_for(end) - len(request.windows.pages)
         if missing > 0:
-            request.window += self._take(missing)
+            request.windows.pages += self._take(missing)
 
     def retire(self, request: Request) -> None:
-        first = min(self.first_page(request.computed_len), len(request.window))
-        for i in range(request.window_first, first):
-            self._release(request.window[i])
-            request.window[i] = 0
+        first = min(self.first_page(request.computed_len), len(request.windows.pages))
+        for i in range(request.windows.first, first):
+            self._release(request.windows.pages[i])
+            request.windows.pages[i] = 0
             self.num_retired += 1
-        request.window_first = max(request.window_first, first)
+        request.windows.first = max(request.windows.first, first)
 
     def free(self, request: Request) -> None:
-        for page in request.window[request.window_first :]:
+        for page in request.windows.pages[request.windows.first :]:
             self._release(page)
-        request.window, request.window_first = [], 0
+        request.windows.pages, request.windows.first = [], 0
         self._bounds.pop(request.serial, None)
 
     def own(self, request: Request) -> list[int]:
-        return [page for page in request.window if page and self.allocator.state_of(page) == "held"]
+        return [page for page in request.windows.pages if page and self.allocator.state_of(page) == "held"]
 
     def _release(self, page: int) -> None:
         if page not in self._readers:
@@ -217,8 +217,8 @@ class WindowPages(MemoryPart, TreePart, Windows):
         at: Node | None = inserted.node
         while at is not None and at.parent is not None and end > start:
             begin = end - len(at.pages)
-            for i in range(max(begin, start, request.window_first), end):
-                page = request.window[i]
+            for i in range(max(begin, start, request.windows.first), end):
+                page = request.windows.pages[i]
                 if not at.window[i - begin] and page not in self._readers:
                     self.allocator.to_cache([page])
                     at.window[i - begin] = page
@@ -256,7 +256,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         self.allocator.check()
         held = [page for r in requests for page in self.own(r)]
         assert len(held) == len(set(held)) == self.allocator.counts()["held"], "held window pages and owners differ"
-        reads = [page for r in requests for page in r.window if page and page in self._readers]
+        reads = [page for r in requests for page in r.windows.pages if page and page in self._readers]
         readers = Counter(reads)
         assert all(self._readers[page] == n for page, n in readers.items()), "readers of window pages are lost"
         assert sum(self._readers.values()) == len(reads)
@@ -266,12 +266,12 @@ class WindowPages(MemoryPart, TreePart, Windows):
         assert {r.serial for r in requests if r.pages} == set(self._bounds), "bounds of requests without memory"
         bounds = list(self._bounds.values())
         most, quarantined = self._most(bounds), self.allocator.counts()["quarantined"]
-        held_or_read = sum(1 for r in requests for page in r.window if page)
+        held_or_read = sum(1 for r in requests for page in r.windows.pages if page)
         assert most <= self.allocator.num_pages - quarantined, "more is admitted than there is room for"
         assert held_or_read <= most, "more is held than admitted"
         for r in requests:
-            assert all(r.window[r.window_first :]), f"{r.rid} lost a page of its window"
-            assert not any(r.window[: r.window_first]), f"{r.rid} keeps pages behind its window"
+            assert all(r.windows.pages[r.windows.first :]), f"{r.rid} lost a page of its window"
+            assert not any(r.windows.pages[: r.windows.first]), f"{r.rid} keeps pages behind its window"
 
 
 def _before(node: Node) -> int:

@@ -23,7 +23,7 @@ def answer(engine: EngineInATest, rid: str, prompt: list[int]) -> int:
     while engine.turn():
         pass
     assert engine.tokens[rid] == expected_tokens(prompt, 3)
-    return request.cached_tokens
+    return request.stats.cached_tokens
 
 
 def parts_of(engine: EngineInATest, rid: str) -> list[tuple[int, int]]:
@@ -142,7 +142,9 @@ def test_what_another_request_reads_stays_where_peers_write() -> None:
     assert states is not None and states.num_available == 3
     request = engine.add("again", [*PROMPT, 40], max_new_tokens=30)
     engine.turn()
-    assert request.state and states.num_available == 1, "one slot is its own, one is the snapshot that it reads"
+    assert request.recurrent.slot and states.num_available == 1, (
+        "one slot is its own, one is the snapshot that it reads"
+    )
     while engine.turn():
         engine.scheduler.check()
     assert states.num_available == 3

@@ -18,14 +18,14 @@ def answer(engine: EngineInATest, rid: str, prompt: list[int], new: int = 3) -> 
     while engine.turn():
         pass
     assert engine.tokens[rid] == expected_tokens(prompt, new)
-    return request.cached_tokens
+    return request.stats.cached_tokens
 
 
 def test_a_running_request_holds_one_window() -> None:
     engine = engine_of(radix=False)
     request = engine.add("long", PROMPT[:5], max_new_tokens=100)
     while engine.turn():
-        live = [page for page in request.window if page]
+        live = [page for page in request.windows.pages if page]
         assert len(live) <= 3, "6 tokens lie in at most 3 pages of 4"
     assert engine.tokens["long"] == expected_tokens(PROMPT[:5], 100)
     windows = engine.scheduler.memory.part(WindowPages)

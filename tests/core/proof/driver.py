@@ -109,7 +109,7 @@ class Driver(EngineInATest):
             self._pause(event.kind.removeprefix("pause-"))
 
     def _retracted(self, rid: str) -> bool:
-        return self.lives[rid].request.retractions > 0
+        return self.lives[rid].request.stats.retractions > 0
 
     def come_to_rest(self) -> None:
         self.paused, self.pause_mode = False, ""
@@ -208,8 +208,8 @@ class Driver(EngineInATest):
             if life.stage == "prealloc":
                 self.scheduler.held.release(request)
             else:
-                states = [request.state] if request.state else []
-                life.exposed = Exposed(request.own_pages(), states, [page for page in request.window if page])
+                states = [request.recurrent.slot] if request.recurrent.slot else []
+                life.exposed = Exposed(request.own_pages(), states, [page for page in request.windows.pages if page])
                 life.quarantined = self.scheduler.held.quarantine(request)
                 self.scheduler.held.release(request)
             life.stage = "" if life.stage == "prealloc" else "quarantined"
@@ -234,8 +234,8 @@ class Driver(EngineInATest):
             self.model.write(
                 request.pages,
                 life.ask.read,
-                state=request.state,
-                window=request.window,
+                state=request.recurrent.slot,
+                window=request.windows.pages,
                 adapter=request.adapter,
             )
             self._note_owners()
@@ -250,8 +250,8 @@ class Driver(EngineInATest):
             life.stage = ""
         elif life.stage in ("computed", "reading"):
             self.model.verify(request.pages, life.ask.read[: request.computed_len], adapter=request.adapter)
-            if request.state and life.stage == "computed":
-                self.model.verify_state(request.state, life.ask.read, adapter=request.adapter)
+            if request.recurrent.slot and life.stage == "computed":
+                self.model.verify_state(request.recurrent.slot, life.ask.read, adapter=request.adapter)
             if life.answer is not None and life.stage == "computed":
                 self.say([life.answer])
             self.scheduler.held.release(request)
