@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 
 MAX_FETCHES = 256  # at a time; more are encoded here
 ATTEMPT = 1  # attempt 0 is a router's request
-COUNTED = ("feature_fetches", "features_fetched", "feature_fetched_tokens")
-COUNTED += tuple(f"feature_fetches_{end}" for end in ("forgone", "refused", "late", "aborted"))
+COUNTED = (
+    *("feature_fetches", "features_fetched", "feature_fetched_tokens"),
+    *(f"feature_fetches_{end}" for end in ("forgone", "refused", "late", "aborted")),
+)
 AVOIDED_S = 5.0  # time without requests for encoders that were late, failed or refused
 
 

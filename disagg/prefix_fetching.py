@@ -126,8 +126,10 @@ log = logging.getLogger(__name__)
 
 FETCH_ATTEMPT = 2**31 - 1  # decode's are retraction counts
 MAX_FETCHES = 8  # at a time: more are better computed
-COUNTED = ("prefix_fetches", "prefix_fetched", "prefix_fetched_tokens")
-COUNTED += tuple(f"prefix_fetches_{end}" for end in ("forgone", "refused", "late", "aborted"))
+COUNTED = (
+    *("prefix_fetches", "prefix_fetched", "prefix_fetched_tokens"),
+    *(f"prefix_fetches_{end}" for end in ("forgone", "refused", "late", "aborted")),
+)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from transfer_backends.contract import TransferConfig
@@ -105,15 +104,17 @@ class Send(NamedTuple):
 
 
 # Counters of either side. Others are a KeyError: each needs a metric.
-COUNTERS = ("succeeded", "failed", "retried", "late_messages", "stuck_rooms", "sessions_lost")  # decode's first
-COUNTERS += ("posts", "posts_of_followers", "failed_posts", "bytes", "late_completions", "fence_failures", "nudges")
-COUNTERS += ("peers_lost", "orphans_expired", "refused", "connect_failures")
+COUNTERS = (
+    *("succeeded", "failed", "retried", "late_messages", "stuck_rooms", "sessions_lost"),  # decode's first
+    *("posts", "posts_of_followers", "failed_posts", "bytes", "late_completions", "fence_failures", "nudges"),
+    *("peers_lost", "orphans_expired", "refused", "connect_failures"),
+)
 
 
 @dataclass
 class Effects:
     queue: deque[Any] = field(default_factory=deque)
-    counters: dict[str, int] = field(default_factory=partial(dict.fromkeys, COUNTERS, 0))
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
 
 @dataclass(eq=False)

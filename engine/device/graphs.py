@@ -19,7 +19,11 @@ from engine.executor.step_part import RecordedSteps
 from engine.flags.speculation import passes_of, topk_of
 from engine.models.decoder import DenseDecoder
 
-PREFILL_SIZES = (16, 32, *range(64, 513, 64))  # tokens; a GPU computes more for longer than a host needs to launch them
+PREFILL_SIZES: tuple[int, ...] = (
+    16,
+    32,
+    *range(64, 513, 64),
+)  # tokens; a GPU computes more for longer than a host needs to launch them
 
 log = logging.getLogger(__name__)
 
