@@ -62,13 +62,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved. `disk`: None without files. `events`: of the prefix cache; None: they are not published.
+    """A ready engine.
 
-    `executor`, `adapters`: of all ranks (`adapters` None: without --enable-lora); `device` is the leader's own rank.
-    `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: bytes of the
-    leader's rank by what takes them. `layers_in_pages`: of its layers with KV those whose KV is in `pool`; the others have a window, and a
-    pool of their own. `behind_windows`: as of `engine.device.pools.behind_windows`. `compiles`: of a GPU; its `serve` comes when the worker is ready.
-    `arrivals`: where features of images arrive from encode workers; None: nowhere.
+    - config: resolved; device: the leader's own rank
+    - executor, adapters, kv (in stream order): all ranks; adapters only with --enable-lora
+    - held: that rank's part of the model's KV; layers_in_pages: layers with KV in `pool`, the
+      others have windows in a pool of their own
+    - disk: only with files of the host tier; events: only if the prefix cache is published
+    - memory: bytes of the leader's rank by use
+    - behind_windows: as `engine.device.pools.behind_windows`
+    - compiles: GPU only; its `serve` is called when the worker is ready
+    - arrivals: pool for image features of other workers, if there are any
     """
 
     config: EngineConfig
@@ -107,10 +111,10 @@ def build_engine(
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError.
 
-    `group`: of a leader, whose followers build their parts at the same time (engine/ranks/build.py).
-    `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
-    `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA. `host`: the machine's
-    memory, which a CPU's engine shares.
+    - group: of a leader; its followers build their parts at the same time (engine/ranks/build.py)
+    - wakeup: called in a thread after reads and writes of host tier files
+    - capture, gauge: record graphs and measure memory in place of CUDA
+    - host: the machine's memory, shared by CPU engines
     """
     given, config = config, resolve(config, model_config, cuda=torch.cuda.is_available())
     assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
@@ -322,7 +326,7 @@ def _seat(config: EngineConfig, model: ModelConfig, place: Place, group: Group |
 def _warm(
     config: EngineConfig, model: ModelConfig, executor: Executor, use: EngineUse, *, positions: int, progress: bool
 ) -> None:
-    """The measured steps again, on what serves: by its graphs, and with its page table. Raises ConfigError."""
+    """Repeat the measured steps on the engine that serves, with its graphs. Raises ConfigError."""
     assert config.context_length is not None, "resolved"
     positions = min(positions, config.context_length)
     try:
@@ -351,7 +355,7 @@ def _name_kind(config: EngineConfig) -> None:
 
 
 def _check_sums(config: EngineConfig) -> None:
-    """Raises ConfigError where --reduce-units cannot give what it is for: equal bits for every --tp-size."""
+    """Raises ConfigError if --reduce-units cannot give equal bits for every --tp-size."""
     if not config.reduce_units or config.device != "cpu":
         return
     if config.dtype != "bfloat16":

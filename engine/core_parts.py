@@ -60,7 +60,7 @@ def build_memory(
 ) -> tuple[Memory, PrefixEvents | None]:
     """Return the bookkeeping of all memory, and the prefix cache's events if published.
 
-    `parts`: in the order of engine/core/mem_cache/memory_part.py, None for parts that the engine lacks.
+    `parts`: in the order of engine/core/mem_cache/memory_part.py, None for missing ones.
     """
     enabled = not config.disable_radix_cache
     return memory_of(

@@ -87,7 +87,7 @@ class EncodeRunner:
         self._images = images
 
     def use(self, model: TowerModel | None) -> None:
-        """Encode by another tower of the same shape from the next step on; None: no step comes until there is one."""
+        """Encode by another tower of the same shape from the next step on; None stops encoding."""
         self._model = model
         self._images.forget()
 
@@ -138,7 +138,7 @@ class EncodeExecutor:
         raise AssertionError(f"step {plan.seq} samples nothing")
 
     def launch_sampling(self, launched: EncodeLaunch) -> None:
-        """As `launch_forward`."""
+        """Never called: no plan samples."""
         raise AssertionError(f"step {launched.plan.seq} samples nothing")
 
     def collect(self, launched: EncodeLaunch) -> StepResult:

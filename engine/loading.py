@@ -20,7 +20,7 @@ from service.flags import ConfigError
 def load_at_start(
     config: EngineConfig, model: ModelConfig, load: Load, *, fingerprinted: bool, progress: bool
 ) -> tuple[DenseDecoder, str]:
-    """Return the model and its files' fingerprint ("" unless `fingerprinted`). Raises ConfigError."""
+    """Return the model and its files' fingerprint ("" if not wanted). Raises ConfigError."""
     path = config.model_path
     files = fingerprint_of(config) if fingerprinted else ""
     try:

@@ -1,4 +1,4 @@
-"""Threads of a process: the cores that it may use, and work whose outcome a future has. Never torch."""
+"""Threads of a process: usable cores, and work with its outcome in a future. Never torch."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) without Triton: in plain torch, by C kernels on a CPU, and over the tokens of an index."""
+"""Latent attention (MLA) without Triton: plain torch, C kernels on a CPU, tokens of an index."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention

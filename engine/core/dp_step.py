@@ -11,7 +11,7 @@ DECIDES = 0  # rank that sets the gate for prompts
 
 
 class Padding(Enum):
-    """Token exchange: MAX_LEN pads to the maximum (all-gather), SUM_LEN concatenates (all-reduce)."""
+    """Token exchange: MAX_LEN pads to the maximum (all-gather), SUM_LEN joins (all-reduce)."""
 
     MAX_LEN = "max_len"
     SUM_LEN = "sum_len"

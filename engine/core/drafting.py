@@ -378,7 +378,7 @@ class Drafting:
 
 
 class NoDrafting(Drafting):
-    """Of a scheduler that drafts nothing, not even what a grammar forces."""
+    """Drafting that is switched off: no drafts, not even tokens that a grammar forces."""
 
     def __init__(self) -> None:
         super().__init__(None, most=0)

@@ -1,4 +1,4 @@
-"""Estimates of the scheduler: how long outputs become, how many pages decode needs, how long a step takes."""
+"""Estimates of the scheduler: output lengths, pages for decode, durations of steps."""
 
 import math
 from bisect import bisect_right, insort
@@ -100,7 +100,7 @@ class OutputLengthEstimator:
         return min(limit, self._sorted[min(at, len(self._sorted) - 1)] - known)
 
     def peak_tokens(self, requests: Iterable[Request], *, floor: int) -> int:
-        """Predict the peak of added tokens, each request with at least `floor`, within its limit."""
+        """Predict the peak of added tokens, at least `floor` per request, within its limit."""
         grown = [(max(self.remaining(r), min(floor, r.tokens_left)), r.num_tokens) for r in requests]
         held, peak = 0, 0
         for i, (growth, tokens) in enumerate(sorted(grown, reverse=True), 1):

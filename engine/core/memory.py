@@ -26,7 +26,7 @@ class Detached:
 
 
 class Memory:
-    """Pages plus `parts`, in the order of memory_part.py. `rank`: priority, higher is more urgent."""
+    """Pages plus `parts`, in the order of memory_part.py. `rank`: priority, higher first."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Memory:
         return len(match.pages)
 
     def quarantine(self, request: Request) -> Detached:
-        """Detach own memory that a peer may still write, and unlock the prefix, which it never had."""
+        """Detach own memory that a peer may still write; unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
         pages = request.own_pages()
         if request.lock is not None:

@@ -156,7 +156,7 @@ class Limits:
     """Limits from flags and role.
 
     - chunked_prefill_size: prompt tokens per step, a multiple of page_size, exceeded by last chunks
-      up to `tail_tokens`; None: whole prompts, bounded by `max_prefill_tokens`
+      up to `tail_tokens`; None for whole prompts, bounded by `max_prefill_tokens`
     - mixed_chunk: decodes ride in prefill steps; multiplexed: two streams (engine/core/pdmux.py)
     - resume_elsewhere: the role chooses retracted requests' KV source
     - sibling_tokens: uncached prefix shared with an earlier prompt that defers one (cache-aware)

@@ -209,7 +209,7 @@ class Scheduler:
         return self.memory.allocator.counts()["held"] == 0 and cache.num_evictable == cache.num_pages
 
     def forget_prefixes(self) -> None:
-        """Forget all prefixes and copies of retracted KV; needs `holds_no_kv`, no step in flight."""
+        """Forget all prefixes and copies of retracted KV; needs `holds_no_kv`, no running step."""
         self.backups.forget_all(self.stages.live.values())
         self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False

@@ -1,4 +1,4 @@
-"""Which steps of an engine run as graphs."""
+"""Choice of the steps that run as graphs."""
 
 import logging
 from functools import partial

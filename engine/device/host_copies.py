@@ -19,9 +19,9 @@ FLAG = "--disaggregation-decode-retraction-backup host"
 
 
 def backup_room(config: EngineConfig, pools: Pools, *, slots: int, slot_bytes: int, free_bytes: int) -> CopySize:
-    """Share the host's memory for copies of retracted requests out between the pools; NOTHING: a page or a state finds no room.
+    """Divide host memory for copies of retracted requests among the pools.
 
-    `slots`: of recurrent states; 0: the model has none.
+    NOTHING if a page or a state does not fit. `slots`: of recurrent states, 0 without any.
     """
     found = [(pools.kv.num_pages, pools.kv.page_bytes), (0, 0), (slots, slot_bytes)]
     if pools.windows is not None:

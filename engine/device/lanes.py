@@ -1,6 +1,7 @@
-"""The two lanes of PD multiplexing on a device: an executor each, over one model and one KV pool, and how they share what computes.
+"""Prefill and decode streams of PD multiplexing: one executor each, over one model and KV pool.
 
-On a CPU the lanes divide the threads (engine/executor/pdmux.py). On a GPU both are streams, and decode's has the higher priority.
+On a CPU they divide the threads (engine/executor/pdmux.py). On a GPU they are CUDA streams,
+decode's with the higher priority.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +24,13 @@ FIRST, NEXT = -1, 0  # priorities of streams
 
 
 class Build(Protocol):
-    """As `build_device`, but for what the lanes differ in."""
+    """`build_device` with its other arguments given: the streams differ in these."""
 
     def __call__(self, *, records: Recording, stream: Stream) -> Device: ...
 
 
 def build_lanes(build: Build, config: EngineConfig, records: Recording, *, attention: Callable[[], None]) -> Device:
-    """Build both lanes; the device is decode's, with the executor of both. `config` is resolved. `attention`: as of Executor."""
+    """Build both; return decode's device, with the executor of both. `config` is resolved."""
     assert config.num_threads is not None, "resolved"
     parts = 1
     give: Callable[[int], None] = nothing_to_give

@@ -1,4 +1,4 @@
-"""What an engine's steps take of memory: measured by running the largest ones before the KV pool exists."""
+"""Memory needed by steps: measured by running the largest ones before the KV pool exists."""
 
 import gc
 import logging
@@ -117,9 +117,10 @@ def measured(
     steps_over: StepsOver,
     place: Place,
 ) -> MeasuredMemory | None:
-    """Return what memory there is, and what weights and steps of a rank take. None: of a GPU whose --max-total-tokens says all.
+    """Measure a rank's memory, weights and steps; None if --max-total-tokens is set on a GPU.
 
-    `gauge`: of a GPU. `host`, `free`, `weights`: as in `measure_on_cpu`, the rest as in `measure`. Raises ConfigError.
+    `gauge`: GPU only. `host`, `free`, `weights`: as in `measure_on_cpu`; the rest as in `measure`.
+    Raises ConfigError.
     """
     if config.max_total_tokens is not None:
         return unmeasured(free, weights) if gauge is None else None
@@ -160,10 +161,11 @@ def measure(
     steps_over: StepsOver,
     place: Place = ALONE,
 ) -> MeasuredMemory:
-    """Run every kind of step over a pool of scratch alone, which also compiles its kernels. Raises ConfigError.
+    """Run every kind of step over a scratch pool, which also compiles kernels. Raises ConfigError.
 
-    `decodes`, `prefills`: as in EngineUse. Ranks measure at the same time, each at its `place`: their steps need one another.
-    After vLLM's profiled run. Adapters are not loaded yet: what they add to a step is not in it.
+    `decodes`, `prefills`: as in EngineUse. Ranks measure at the same time, each at its `place`:
+    their steps need one another. Adapters are not loaded yet and not included. After vLLM's
+    profile run.
     """
     assert config.context_length is not None, "resolved"
     gauge.release()
@@ -212,9 +214,10 @@ def measure_on_cpu(
     steps_over: StepsOver,
     place: Place = ALONE,
 ) -> MeasuredMemory:
-    """Run the largest steps over a pool of scratch. `free`: of the machine's memory, for this rank, its `weights` included.
+    """Run the largest steps over a scratch pool. `free`: memory for this rank, with its `weights`.
 
-    Where a prompt step would take a slow machine too long, two shorter ones say what each further token takes, and an image what a larger one does. The rest as in `measure`.
+    Where a prompt step would take too long, the cost of a token is extrapolated from two shorter
+    steps, and the cost of an image from a smaller one. The rest as in `measure`.
     """
     assert config.context_length is not None, "resolved"
     units = len(held_by(config, model_config, place).units)
@@ -264,7 +267,7 @@ def _largest_image(config: EngineConfig, vision: VisionConfig) -> int:
 
 
 def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: EngineConfig) -> int:
-    """The peak of the largest image: each token takes as much as one of the image of `steps`, whose `peak` was measured."""
+    """Extrapolate the peak of the largest image by tokens from the `peak` of `steps.image`."""
     assert steps.image is not None and model.vision is not None
     return peak * max(1, _largest_image(config, model.vision) // steps.image.num_tokens)
 
@@ -305,7 +308,7 @@ def warm(
     decodes: bool,
     progress: bool,
 ) -> None:
-    """Run every kind of step that there may be. `positions`: of a request. Raises DeviceOutOfMemory."""
+    """Run every kind of step. `positions`: maximum of a request. Raises DeviceOutOfMemory."""
     steps = _steps(config, model_config, positions=positions, decodes=decodes)
     begun_s = time.monotonic()
     warm_up(run, steps, progress=progress)

@@ -1,10 +1,10 @@
-"""Decode steps on a CPU as tapes (engine/kernels/tape.py): recorded at the first step of a batch size, then played.
+"""Decode steps on a CPU as tapes (engine/kernels/tape.py), recorded once per batch size.
 
-A tape holds calls of C kernels only. To check that a model's layers are nothing else, the first two steps of a size are
-also computed without the tape, and these results count; if the second one's bits differ, that size has no tape. Sizes of steps with
-drafts come and go: they are recorded once they have come `OFTEN`, of a recurrent model on tapes of their own, whose products stay
-(engine/executor/states.py). Embeddings and positions are copied to where the tape reads
-them; the attention kernel receives pages and lengths as in any step.
+A tape holds calls of C kernels only. As a check, the first two steps of a size also run without the
+tape, and these results count; a size whose second step gives other bits has no tape. Sizes of steps
+with drafts are recorded after `OFTEN` steps; recurrent models have separate tapes for them, which
+keep products (engine/executor/states.py). Embeddings and positions are copied to the tape's inputs;
+the attention kernel receives pages and lengths as in any step.
 """
 
 import logging
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Recorded:
-    """`begun`, `hidden` and `products`: what the tape reads and writes. `is_checked`: it gave the bits of the model itself.
+    """A recorded step. `begun`: its inputs. `is_checked`: it gave the model's own bits.
 
-    `products`: that recurrent layers keep of a step with drafts, by layer.
+    `products`: kept by recurrent layers for steps with drafts, by layer.
     """
 
     tape: Tape
@@ -75,7 +75,7 @@ class DecodeTapes:
         return Forward(self.forward(batch.model, inputs, rows.positions, attend, drafts=rows.step.drafts))
 
     def takes(self, num_rows: int) -> bool:
-        """Whether a decode step of `num_rows` requests can be recorded."""
+        """Return True if a decode step of `num_rows` requests can be recorded."""
         return num_rows <= MAX_ROWS
 
     def forward(
@@ -113,9 +113,9 @@ class DecodeTapes:
     def _compare(
         self, kind: tuple[int, bool], recorded: _Recorded, played: list[Tensor], computed: list[Tensor]
     ) -> Tensor:
-        """Return what was computed without the tape, whose KV was written last; drop a tape that gives other bits.
+        """Return the hidden states computed without the tape; drop a tape with other bits.
 
-        Hidden states, and behind them the products that stay.
+        Their KV was written last. `played`, `computed`: hidden states, then kept products.
         """
         pairs = zip(played, computed, strict=True)
         recorded.is_checked = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)

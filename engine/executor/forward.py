@@ -1,4 +1,4 @@
-"""Rows of a forward pass: tokens that the host does not know yet, and hidden states that become logits."""
+"""Rows of a forward pass: tokens that the host does not know yet, hidden states for logits."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Steps as graphs: decode steps of each batch size and short prompts of each length, recorded once and replayed."""
+"""Steps as graphs, recorded once and replayed: decode by batch size, short prompts by length."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class SampledEnd:
 
 
 class FollowedEnd:
-    """The end of a step on a rank that samples nothing. `is_last`: its stage has the head, of which it gives its columns to the leader."""
+    """End of a step on a follower. `is_last`: its stage computes columns of the logits."""
 
     def __init__(self, *, is_last: bool) -> None:
         self._is_last = is_last
@@ -88,7 +88,7 @@ Work = Callable[[], Tensor]
 
 class Capture(Protocol):
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Record `work`; the result repeats it over the same memory and returns the same tensors or equal ones."""
+        """Record `work`; the result repeats it over the same memory and returns equal tensors."""
 
 
 class CudaCapture:
@@ -322,7 +322,7 @@ class PrefillGraphs:
         return is_short and sum(item.q_len for item in items) <= self.sizes[-1]
 
     def run(self, batch: Batch) -> Forward | None:
-        """Compute the hidden states [T, hidden] of the new tokens; valid until the next step begins. They know no adapters."""
+        """Compute hidden states [T, hidden], valid until the next step; never with adapters."""
         if batch.adapted or not self.takes(batch.plan):
             return None
         batch.arrival.hold_all()
@@ -336,7 +336,7 @@ class PrefillGraphs:
         return self._graphs[size]()[:num_tokens]
 
     def _rows(self, items: list[PlanItem], size: int) -> Tensor:
-        """Return the input of a graph, on the host: [3 * size + 3 * MAX_REQUESTS + 1] int64, see `_work`."""
+        """Return a graph's input on the host: int64 [3 * size + 3 * MAX_REQUESTS + 1] (`_work`)."""
         scratch = self._page_table.scratch_slot
         more, more_requests = size - sum(item.q_len for item in items), MAX_REQUESTS - len(items)
         ids = [token for item in items for token in item.tokens] + [0] * more

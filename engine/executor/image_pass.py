@@ -1,8 +1,7 @@
-"""The images of steps: features that the vision tower computes, or an encode worker has, kept by key until a plan forgets them, and
-the rows that they are put in.
+"""Image features of steps, from the vision tower or another worker, and their rows.
 
-A step that fails has perhaps encoded nothing. One in flight behind it that counts on its features fails like it, and no other:
-the scheduler has later ones encode again.
+Features stay by key until a plan forgets them. A failed step may have encoded nothing: steps in
+flight that need its features fail too, and the scheduler has later ones encode again.
 """
 
 import heapq
@@ -70,7 +69,7 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
 
 
 class Seeing(Protocol):
-    """The part of a model that encodes. `collectives`: of the ranks of its stage; None where there is one."""
+    """Model part that encodes. `collectives`: of its stage, None with one rank."""
 
     @property
     def vision(self) -> VisionTower | None: ...
@@ -80,9 +79,10 @@ class Seeing(Protocol):
 
 
 class ImagePass(StepPart):
-    """Calls come in stream order. `shares`: the ranks of the stage share the images of a step; else each encodes all.
+    """A rank's images in steps; calls come in stream order.
 
-    `arrivals`: where encode workers write features, on rank 0 alone.
+    `shares`: ranks of the stage divide a step's images, else each encodes all. `arrivals`: pool
+    written by other workers, rank 0 only.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ImagePass(StepPart):
         batch.images = self.rows(batch.items)
 
     def rows(self, items: Sequence[PlanItem]) -> ImageRows | None:
-        """Return the rows of a step of `items` that are parts of images; None: there are none. Raises torch.OutOfMemoryError."""
+        """Return the image rows of a step, None without any. Raises torch.OutOfMemoryError."""
         rows, features, begin = list[int](), list[Tensor](), 0
         for item in items:
             for part in () if item.images is None else item.images.rows:
@@ -163,9 +163,9 @@ class ImagePositions(StepPart):
 
 
 def rope_positions(items: Sequence[PlanItem], places: Tensor) -> Tensor:
-    """Return the RoPE positions of tokens, which images may have moved away from their places.
+    """Return the RoPE positions of tokens, which images may move.
 
-    [T] int64, or with tokens of images [3, T] (time, row, column). `places` [T]: of the tokens in their requests.
+    int64 [T], or [3, T] (time, row, column) with image tokens. `places`: [T], in requests.
     """
     if all(item.images is None for item in items):
         return places

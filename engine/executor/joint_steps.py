@@ -1,7 +1,7 @@
-"""Steps of DP attention on one rank: how many rows each DP rank brings to the layers that all compute together.
+"""Steps of DP attention on one rank: rows of each DP rank in the layers computed jointly.
 
-A decode step that all ranks replay from tapes has as many rows on each, the most that one has: the others fill theirs up with rows of
-page 0, whose results nothing reads. Any other step has the rows that were agreed on.
+A decode step that all ranks replay from tapes has the maximum number of rows on each: others pad
+with rows of page 0, whose results are unused. Any other step has the agreed rows.
 """
 
 from collections.abc import Sequence

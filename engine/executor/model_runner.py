@@ -1,6 +1,6 @@
-"""One step on the device, in two halves: forward, then sampling. Runs inside the stream, in plan order.
+"""One step on the device: forward, then sampling. Runs inside the stream, in plan order.
 
-Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
+Never waits for the device: CUDA work is enqueued, with copies of results to pinned memory.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ T = TypeVar("T")
 
 
 class DeviceOutOfMemory(Exception):
-    """The device has no memory for a step. The step has no results; slots, copies and later steps are as planned."""
+    """The device has no memory for a step: no results, but slots and copies as planned."""
 
 
 class ModelRunner:
@@ -135,7 +135,7 @@ class ModelRunner:
         return self.running.model.balance
 
     def expert_gauges(self) -> dict[str, float]:
-        """Return the expert gauges of the running model, {} while its weights are released; from any thread."""
+        """Return the expert gauges of the model, {} while its weights are released. Any thread."""
         return {} if self.running.released else expert_gauges(self.running.model)
 
     def expert_loads(self) -> list[list[int]]:
@@ -146,9 +146,10 @@ class ModelRunner:
         return self.sample(plan, self.forward(plan))
 
     def forward(self, plan: Plan) -> Forward | None:
-        """Run everything before sampling; reads no masks. Return what sampling needs, if there are tokens.
+        """Run everything before sampling; reads no masks. Return sampling's input, if any tokens.
 
-        Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots is not one: later steps rely on them.
+        Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots passes: later steps
+        rely on them.
         """
         if plan.rewinds:
             assert self._states is not None, "the model has no states"
@@ -178,9 +179,9 @@ class ModelRunner:
         self._copies.close()
 
     def sample(self, plan: Plan, forward: Forward | None) -> StepOutput:
-        """Sample tokens, and compute logprobs and hidden states. `forward`: what `forward` of the same plan returned.
+        """Sample tokens; compute logprobs and hidden states. Raises DeviceOutOfMemory.
 
-        Raises DeviceOutOfMemory.
+        `forward`: result of `forward` for the same plan.
         """
         if not plan.items:
             return nothing_sampled({})
@@ -201,7 +202,7 @@ class ModelRunner:
 
 
 def compute(work: Callable[[], T]) -> T:
-    """Raise DeviceOutOfMemory in place of torch's error, whose frames hold the tensors of the step."""
+    """Raise DeviceOutOfMemory in place of torch's error, whose frames hold the step's tensors."""
     try:
         return work()
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""The second half of a step: hidden states -> logits -> tokens, logprobs and hidden states for the host."""
+"""End of a step: hidden states -> logits -> tokens, logprobs and hidden states for the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 @dataclass(slots=True)
 class StepOutput:
-    """Host copies (on CUDA valid after the step's event). Row r of `tokens` belongs to item `sampled[r]`."""
+    """Host copies (on CUDA valid after the step's event). Row r of `tokens`: item `sampled[r]`."""
 
     sampled: list[int]
     tokens: Tensor
@@ -35,7 +35,7 @@ class StepOutput:
 
 
 class SamplePass:
-    """Sampled tokens go to `future_map`, for the steps that are launched before the host knows them."""
+    """Samples tokens, which go to `future_map` for steps launched before the host knows them."""
 
     def __init__(self, *, sampler: TokenSampler, future_map: FutureMap, device: torch.device) -> None:
         self.sampler = sampler
@@ -86,7 +86,7 @@ class SamplePass:
         return output
 
     def _logits(self, model: DenseDecoder, forward: Forward, rows: list[int]) -> Tensor:
-        """Return the logits [len(rows), V] of `rows`, ascending; a recorded step has the logits of all rows."""
+        """Return logits [len(rows), V] of `rows`, ascending; recorded steps have all."""
         if forward.logits is not None:
             return forward.logits
         return model.logits(forward.hidden if len(rows) == len(forward.hidden) else forward.hidden[self._upload(rows)])
@@ -121,7 +121,7 @@ class SamplePass:
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, rows: Sequence[tuple[int, int, LogprobOptions | None]]
     ) -> dict[int, Logprobs]:
-        """Compute the logprobs of all rows that want them at once, by item; rows: (row, item, its options)."""
+        """Compute logprobs of all rows that request them, by item; rows: (row, item, options)."""
         wanted = [(row, item, options) for row, item, options in rows if options is not None]
         if not wanted:
             return {}

@@ -1,10 +1,11 @@
-"""Recurrent states in a step: what requests begin from, where each one's state lies, copies of what the step leaves, and back.
+"""Recurrent states in a step: initial states, slots, checkpoints, and rollback of drafts.
 
-    step with drafts   a state is copied to a shadow slot, then passes all rows of its request; layers keep what these gave them
-    a later one        has rewinds where drafts were rejected: the shadow is copied back, and passes the rows that count
+    step with drafts   checkpoints a state, then passes all rows of its request; layers keep
+                       their products
+    a later one        rolls back rejected drafts: restores the checkpoint, passes accepted rows
 
-So a step without drafts does nothing else than before, and where all drafts are right the copy is all that they cost. Only states are
-computed again: a row's output does not depend on what comes behind it.
+Steps without drafts cost nothing more, and accepted drafts cost only the copy. Only states are
+computed again: a row's output does not depend on later rows.
 """
 
 from collections.abc import Sequence

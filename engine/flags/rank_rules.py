@@ -2,9 +2,9 @@
 
 Tested with --tp-size and --pp-size: tests/engine/ranks/test_rank_features.py, test_rank_files.py,
 test_expert_parallel.py, test_ranks.py, test_speculation.py, test_eagle.py;
-tests/e2e/ranks/test_rank_pairs.py, test_rank_cluster.py, test_drafters.py, test_images.py. Rejected:
-sizes that do not divide the model, --stream inline with stages, files of the hierarchical cache
-with --nnodes, shared ports of KV events (tests/engine/ranks/test_rank_rules.py).
+tests/e2e/ranks/test_rank_pairs.py, test_rank_cluster.py, test_drafters.py, test_images.py.
+Rejected: sizes that do not divide the model, --stream inline with stages, files of the
+hierarchical cache with --nnodes, shared ports of KV events (tests/engine/ranks/test_rank_rules.py).
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""KV pages in files: the format of one, the directory of a worker, the store that `Disk` uses, and its threads."""
+"""KV pages in files: the format, a worker's directory, the store used by `Disk`, its threads."""
 
 import contextlib
 import fcntl
@@ -230,7 +230,7 @@ PageView = Callable[[int], memoryview]  # writable bytes of a host page
 
 class PageStore(Protocol):
     def read(self, work: DiskRead) -> None:
-        """Fill the host page. Raises FileNotFoundError, BadFile, OSError with undefined contents."""
+        """Fill the host page. FileNotFoundError, BadFile and OSError leave undefined contents."""
 
     def write(self, work: DiskWrite) -> None:
         """Write the host page, after deletion of victims. Raises OSError."""

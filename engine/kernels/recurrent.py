@@ -1,4 +1,4 @@
-"""Kernels of recurrent layers: the short convolution, the gated delta rule and Mamba2's state space. C trusts its arguments."""
+"""Kernels of recurrent layers: short convolution, gated delta rule, Mamba2. C checks nothing."""
 
 import ctypes
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
   x[i] is about value(code[i]) * 2 ** (exponent - 127)
 
 e4m3 as in torch.float8_e4m3fn (arXiv:2209.05433). The scale is the smallest power of two that fits:
-products are exact, in bf16 too, so all readers have the same values. engine/kernels/csrc/fp8.h mirrors
-the bits.
+products are exact, in bf16 too, so all readers have the same values. engine/kernels/csrc/fp8.h
+mirrors the bits.
 """
 
 import torch

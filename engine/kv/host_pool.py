@@ -41,7 +41,7 @@ class CudaRegistrar:
 
 
 class PinnedBytes:
-    """Zeroed, pinned memory, first touched by `threads`: registration faults pages in on one core."""
+    """Zeroed, pinned memory, first touched by `threads`: registration would use one core."""
 
     def __init__(self, size_bytes: int, *, registrar: MemoryRegistrar, threads: int) -> None:
         self.tensor = zeroed_bytes(size_bytes, torch.device("cpu"))  # [size_bytes] uint8

@@ -45,7 +45,7 @@ class StepBatch:
     - q_lens: [B] new tokens; kv_lens: [B] cached tokens after this step
     - page_table: int32[slots, max_pages]: page ids of each slot's request, then padding
     - slots: int64[B]; token_pages, token_offsets: int64[T]: destinations
-    - riders: decodes in an extend step; None: any request of one token may be
+    - riders: decodes in an extend step; None if any request of one token may be one
     - state_slots: int32[B] (engine/kv/state_pool.py); windows: tables of a window pool
     - drafted: single-token entries that read a draft of the entry before; paths: in trees
     """

@@ -1,4 +1,4 @@
-"""Loaded adapters on the device, and what a step adds to the layers' results. Runs in stream order."""
+"""Loaded adapters on the device, and their contribution to layers. Runs in stream order."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -67,7 +67,7 @@ def max_tiles(num_rows: int, *, places: int, tile_rows: int) -> int:
 
 
 class StepAdapters(Protocol):
-    """Computes what adapters add. `delta(i)` does it for site i of a model, by the step begun last."""
+    """Adapter computation. `delta(i)`: for site i of a model, by the last step that began."""
 
     records: bool  # whether recorded steps may compute with adapters
 
@@ -76,7 +76,7 @@ class StepAdapters(Protocol):
     def remove(self, number: int) -> None: ...
 
     def begin(self, runs: Sequence[Run], *, recorded: int | None) -> None:
-        """Prepare for a step. `recorded`: rows of the recorded step that computes it; None: it is launched anew."""
+        """Prepare a step. `recorded`: rows of the recorded step that runs it, None if launched."""
 
     def begin_recording(self, rows: int) -> None:
         """Compute from now on as a recorded step of `rows` rows does, until the next `begin`."""
@@ -132,16 +132,16 @@ class AdapterBank:
 
     @property
     def records(self) -> bool:
-        """Whether recorded steps may compute with adapters."""
+        """True if recorded steps may compute with adapters."""
         return self._steps.records
 
     def begin_recording(self, rows: int) -> None:
-        """Compute from now on as a recorded step of `rows` rows with adapters does, until `rest`."""
+        """Compute as a recorded step of `rows` rows with adapters does, until `rest`."""
         self._steps.begin_recording(rows)
 
 
 class SlicedAdapters:
-    """Computes by torch's operators: two products for each adapter, site and slice of neighbouring rows."""
+    """Adapters by torch's operators: two products for each adapter, site and slice of rows."""
 
     records = False
 
@@ -177,7 +177,7 @@ class SlicedAdapters:
 
 
 def add_delta(weights: SiteWeights, x: Tensor, y: Tensor) -> None:
-    """Add the adapter's part for x [n, in] to y [n, out] in place, computed in y's type. Hu et al. 2021, "LoRA"."""
+    """Add the adapter's part for x [n, in] to y [n, out] in y's type. Hu et al. 2021, "LoRA"."""
     low = x.to(y.dtype) @ weights.a.t().to(y.dtype)
     for columns, ranks, b in weights.parts:
         y[:, columns].addmm_(low[:, ranks], b.to(y.dtype))

@@ -1,4 +1,4 @@
-"""Builds a follower: its share of the weights, its KV pool, and what computes its part of each step."""
+"""Builds a follower: its part of the weights, its KV pool, and its part of each step."""
 
 import socket
 import threading
@@ -60,10 +60,10 @@ def build_follower(
     gauge: MemoryGauge | None = None,
     host: HostMemory = HERE,
 ) -> tuple[Follower, RankPools]:
-    """Build rank `rank` in step with its leader (`build_engine`). `wires`, `joint`, `groups`: as `links_of` takes them. `capture`, `gauge`, `host`:
-    as in `build_engine`. Raises ConfigError, and ChannelClosed where the leader ends.
+    """Build a rank in step with its leader. Raises ConfigError; ChannelClosed if it ends.
 
-    On a GPU all that the calling thread enqueues from here on runs in one stream.
+    `wires`, `joint`, `groups`: as in `links_of`. `capture`, `gauge`, `host`: as in `build_engine`.
+    On a GPU all later work of the calling thread is enqueued in one stream.
     """
     given, config = config, resolve(config, model_config, cuda=torch.cuda.is_available())
     check_device(config)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class RankRunner:
-    """A follower's part of steps. `drafts`, `states`: as of ModelRunner.
+    """A follower's part of steps. `drafts`, `states`: as in ModelRunner.
 
-    `after`: link to the next stage; None: this is the last, whose ranks compute logits together.
+    `after`: link to the next stage; the last stage has none and computes columns of the logits.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class RankRunner:
         self._states = states
 
     def run(self, plan: Plan) -> None:
-        """Return once no copy of the step touches the pages of this rank. On a CPU the rest is done, too.
+        """Return once no copy of the step touches this rank's pages; on a CPU all work is done.
 
-        On a GPU it is in the stream, and the leader's result says when it is done.
+        On a GPU it is enqueued, and the leader's result reports its end.
         """
         if plan.rewinds:
             assert self._states is not None, "the model has no states"

@@ -1,4 +1,4 @@
-"""What computes a follower's part of steps: over its KV pool, or while memory is measured over a pool of scratch."""
+"""Step computation of a follower: over its KV pool, or over scratch while memory is measured."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """The uses of a follower by its worker. `decodes`, `prefills`: such steps are recorded. `name`: of the rank, in files."""
+    """Uses of a follower. `decodes`, `prefills`: recorded steps. `name`: of the rank, in files."""
 
     decodes: bool
     prefills: bool

@@ -15,7 +15,7 @@ from engine.sampler.token_mask import TokenMask
 
 
 class TritonSampler:
-    """`Sampler` with the same tokens (engine/kernels/triton/sample.py); row `num_slots` is padding."""
+    """`Sampler` in Triton with equal tokens (kernels/triton/sample.py); row `num_slots` pads."""
 
     def __init__(self, *, num_slots: int, vocab_size: int, device: str | torch.device) -> None:
         assert vocab_size <= triton_sample.MOST_TOKENS, vocab_size

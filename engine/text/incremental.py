@@ -113,8 +113,8 @@ PROMPT_TAIL_TOKENS = 8  # context from the prompt
 class IncrementalText:
     """Text of growing ids; gives out each character once, when complete.
 
-    `prompt_remainder`: last prompt ids, for the first space or a split character; only those after the
-    last special token count. `num_chars`: given out.
+    `prompt_remainder`: last prompt ids, for the first space or a split character; only those after
+    the last special token count. `num_chars`: given out.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, prompt_remainder: Sequence[int], skip_special_tokens: bool) -> None:

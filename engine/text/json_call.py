@@ -1,4 +1,4 @@
-"""Tool calls as one value: a JSON object, JSON behind a header, or a call as Python writes it. Pure."""
+"""Tool calls as one value: a JSON object, JSON after a header, or a Python call. Pure."""
 
 import ast
 import json

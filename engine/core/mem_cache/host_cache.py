@@ -4,10 +4,10 @@
   share, on_read, on_removed --> copied out (plan.to_host) --> written
   admission, load_ahead <------- copied back (plan.from_host) <-- read while the request waits
 
-Pages have chained keys (page_allocator.py). Copies run in plan order on the stream of all page writes,
-so a device page may change owner once its copy is planned. Decode workers, whose peers write
-outside it, have no host tier; peers of a prefix wait until pages are settled. Host pages are pinned
-until their copy is collected.
+Pages have chained keys (page_allocator.py). Copies run in plan order on the stream of all page
+writes, so a device page may change owner once its copy is planned. Decode workers, whose peers
+write outside it, have no host tier; peers of a prefix wait until pages are settled. Host pages are
+pinned until their copy is collected.
 
 After SGLang's HiCache.
 """

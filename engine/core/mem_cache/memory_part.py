@@ -192,7 +192,7 @@ class LowerTier:
         return False
 
     def load_ahead(self, request: Request, memory: "Memory", *, earlier: Sequence[Request], most: int) -> None:
-        """Load up to `most` pages after a waiting request's cached prefix, as evictable tree pages."""
+        """Load up to `most` pages after a waiting request's cached prefix, as evictable pages."""
 
     def is_settled(self, pages: Sequence[int]) -> bool:
         """Check that no planned step still copies `pages` to or from the tier."""

@@ -30,7 +30,7 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class Inserted:
-    """`node` covers the prefix. The tree had the first `existing` pages: callers keep their copies."""
+    """`node` covers the prefix; the tree had its first `existing` pages, callers keep theirs."""
 
     existing: int
     node: Node

@@ -26,10 +26,10 @@ from engine.messages import FinishReason
 
 
 class WindowPages(MemoryPart, TreePart, Windows):
-    """`window`: tokens per query, including its own.
+    """Pages of layers with a sliding window.
 
-    `steps`: maximum in flight. `step_tokens`: prompt tokens per step; None: whole prompts. `rows`:
-    answer tokens per step.
+    `window`: tokens per query, including its own. `steps`: maximum in flight. `step_tokens`: prompt
+    tokens per step, None for whole prompts. `rows`: answer tokens per step.
     """
 
     name = "window pages"

@@ -167,7 +167,7 @@ def extend_kernel(
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Program (unit, head); for SPLIT or latents (unit, KV head) with rows of (token, head) pairs."""
+    """Program (unit, head); with SPLIT or latents (unit, KV head), rows are (token, head) pairs."""
     PAIRS: tl.constexpr = SPLIT or REST > 0
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = DIM + REST

@@ -118,7 +118,7 @@ def peaks_kernel(
     MASKED: tl.constexpr,
     IS_FALLBACK: tl.constexpr,
 ):
-    """Program (row, part). IS_FALLBACK: mask and bans forbid a whole row, so apply only its mask."""
+    """Program (row, part). IS_FALLBACK: the row forbids all tokens, so apply only its mask."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     output_len = tl.load(output_lens_ptr + row)
     if output_len < 0:

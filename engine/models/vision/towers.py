@@ -1,4 +1,4 @@
-"""The vision towers of the families: CLIP's, Qwen3-VL's with learned positions, Qwen2.5-VL's with windows."""
+"""Vision towers by family: CLIP, Qwen3-VL (learned positions), Qwen2.5-VL (windows)."""
 
 from collections.abc import Sequence
 
