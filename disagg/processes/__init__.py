@@ -1,1 +1,1 @@
-"""The processes of a worker: its session in a role, its scheduler, its ranks, its frontends, other machines."""
+"""The processes of a worker: role session, scheduler, ranks, frontends, other machines."""

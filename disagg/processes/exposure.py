@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> None:
-    """Raises `ConfigError`, or warns (--allow-insecure), for open addresses without key or secret."""
+    """Refuse (`ConfigError`) or warn of (--allow-insecure) open addresses without key or secret."""
     warnings = [
         require_secret(
             server.host,

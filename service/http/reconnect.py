@@ -3,8 +3,8 @@
     router -> worker   KEEP_HEADER: retain this stream for `Keep.window_s`, for one owner and body
     worker -> client   "id:" of each event: TAG-UNIT, or TAG-UNIT.EVENT if a unit has several
     client -> router   the same request again, with its X-Request-Id and Last-Event-ID
-    router -> worker   RETAINED_PATH: `RetainedQuestion` with that event; the answer is the rest of its unit
-                       and a `Resume`
+    router -> worker   RETAINED_PATH: `RetainedQuestion` with that event; the answer is the rest of
+                       its unit and a `Resume`
 
 So any router can continue, as after the loss of a worker (resume.py); meanwhile nothing is
 computed. `TAG` is of one worker's part, as others may divide units differently.

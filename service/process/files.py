@@ -1,4 +1,4 @@
-"""Files of processes: maps that several share, directories of Unix sockets, and the file that says where one serves."""
+"""Files of processes: shared memory maps, directories of Unix sockets, the ready file."""
 
 import json
 import mmap

@@ -1,4 +1,4 @@
-"""Records of requests for other tools: spans for an OpenTelemetry collector, and Chrome's trace events for Perfetto."""
+"""Request records for other tools: OpenTelemetry spans, and Chrome trace events for Perfetto."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""RDMA devices for an engine, by SGLang's flag. Pure but for `devices_here`. Never run with RDMA."""
+"""RDMA devices by SGLang's flag. Pure, except for `devices_here`. Never run with RDMA."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
