@@ -67,18 +67,17 @@ def load_tower_alone(
     return TowerModel(tower)
 
 
-# ---- One step of an encoder worker on the device: images -> features -> pages of the feature pool.
-# Runs inside the stream, in plan order.
-#
-# A request's tokens are those of one image, and what other models compute of a token, its KV, is
-# here its row of features: page
-# allocator, prefix tree and transfers need not know the difference.
+# ---- one step
 
 T = TypeVar("T")
 
 
 class EncodeRunner:
-    """`pool`: of features, one layer that keeps a row for each token."""
+    """Step of an encoder worker: images -> features -> pages of `pool`, one layer of token rows.
+
+    Runs inside the stream, in plan order. A request's tokens are those of one image, and a token's
+    KV is its row of features, so page allocator, prefix tree and transfers see no difference.
+    """
 
     def __init__(self, model: TowerModel, *, pool: KVPool, page_table: PageTable, images: ImagePass) -> None:
         self._model: TowerModel | None = model

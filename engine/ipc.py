@@ -98,10 +98,6 @@ def _is_orphan(folder: Path) -> bool:
     return mine and pid.isdigit() and not Path(f"/proc/{pid}").exists()
 
 
-# ---- Message receiver on a Unix socket within a worker; one msgspec struct per message.
-#
-# Without a thread: a message wakes its handler's thread and takes one system call.
-
 M = TypeVar("M")
 
 log = logging.getLogger(__name__)
@@ -112,7 +108,11 @@ BACKLOG = 128
 
 
 class PullSocket(Generic[M]):
-    """Receives `union` from all senders. Undecodable messages are logged and counted."""
+    """Receives `union` from all senders. Undecodable messages are logged and counted.
+
+    Message receiver on a Unix socket within a worker; one msgspec struct per message. Without a
+    thread: a message wakes its handler's thread and takes one system call.
+    """
 
     def __init__(self, endpoint: str, union: Any) -> None:
         Path(endpoint).unlink(missing_ok=True)  # of an ended process
@@ -249,9 +249,7 @@ class _Sender:
         return messages
 
 
-# ---- Message sender within a worker (engine/ipc.py).
-#
-# A temporary thread sends what must wait.
+# ---- sender
 
 MAX_QUEUED_BYTES = 256 << 20  # beyond it the receiver is stuck
 LINGER_S = 0.5  # for the receiver, on close
@@ -263,7 +261,10 @@ class PeerStalled(RuntimeError):
 
 
 class PushSocket:
-    """Sends to `endpoint`, connecting with the first message. Single-threaded."""
+    """Sends to `endpoint`, connecting with the first message. Single-threaded.
+
+    A temporary thread sends what must wait.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint

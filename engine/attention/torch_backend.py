@@ -174,12 +174,12 @@ def _written_out(
     return torch.einsum("hgns,hsd->nhgd", weights, values.float()).reshape(-1, heads, q.shape[2]).to(q.dtype)
 
 
-# ---- CPU attention by C kernels for prompts and single tokens, or by torch.
-#
-# A step may have both (`--enable-mixed-chunk`); a request's kernel does not depend on its batch.
-
-
 class CpuBackend:
+    """CPU attention by C kernels for prompts and single tokens, or by torch.
+
+    A step may have both (`--enable-mixed-chunk`); a request's kernel does not depend on its batch.
+    """
+
     def __init__(self, pool: KVPool) -> None:
         self._prompts: PagedExtend | TorchBackend = make_paged_extend(pool) or TorchBackend(pool)
         self._decode = make_paged_decode(pool)

@@ -130,14 +130,12 @@ class Adapters:
         assert self._max_loaded is None or len(self._by_name) <= self._max_loaded
 
 
-# ---- Adapters allowed in the next step: at most `max_loras_per_batch`, with running ones.
-#
-# Others are skipped, as in SGLang. After `lora_drain_wait_s` the adapter that ends soonest takes no
-# new requests.
-
-
 class AdapterBudget:
-    """Adapters of one step; `growing` requests compute or are about to."""
+    """Adapters of the next step; `growing` requests compute or are about to.
+
+    At most `max_loras_per_batch`, with running ones; others are skipped, as in SGLang. After
+    `lora_drain_wait_s` the adapter that ends soonest takes no new requests.
+    """
 
     def __init__(
         self, limits: Limits, *, growing: Iterable[Request], waiting: Iterable[Request], now_s: float = 0.0

@@ -69,13 +69,7 @@ def padding_of(tokens: Sequence[int], *, extend: bool) -> Padding:
     return Padding.SUM_LEN
 
 
-# ---- DP attention: new weights on all ranks between the same two steps, or on none.
-#
-#   read, drained: READY --all ready--> takes them: TAKEN --all taken--> computes again
-#   cannot: REFUSED -----> ready ranks refuse, too
-#
-# A ready rank plans no items until all have taken the new weights, so no step with tokens mixes
-# weights. Meanwhile it joins other ranks' steps.
+# ---- weight updates
 
 
 class Vote(IntEnum):
@@ -96,7 +90,14 @@ class VoteBoard(Protocol):
 
 
 class UpdateAgreement:
-    """One rank's side; all ranks get the same numbered updates."""
+    """One rank's side: new weights on all ranks between the same two steps, or on none.
+
+      read, drained: READY --all ready--> takes them: TAKEN --all taken--> computes again
+      cannot: REFUSED -----> ready ranks refuse, too
+
+    All ranks get the same numbered updates. A ready rank plans no items until all have taken the
+    new weights, so no step with tokens mixes weights. Meanwhile it joins other ranks' steps.
+    """
 
     def __init__(self, board: VoteBoard, *, rank: int) -> None:
         self._board = board
@@ -147,16 +148,15 @@ class UpdateAgreement:
         return all(self._vote_of(rank) in votes for rank in range(self._board.num_ranks))
 
 
-# ---- DP attention: joint entry of prompts, since one rank's prompt slows all ranks' decodes.
-#
-# DP rank 0 decides after each step.
+# ---- joint entry of prompts
 
 
 class PrefillDelayer:
     """Admits prompts when all ranks have one, or none runs anything. After SGLang's PrefillDelayer.
 
     Others wait up to `max_delay_passes` - 1 steps. Without prompts the gate is closed, or the next
-    would enter by itself.
+    would enter by itself. One rank's prompt slows all ranks' decodes; DP rank 0 decides after each
+    step.
     """
 
     def __init__(self, *, max_delay_passes: int = 30) -> None:

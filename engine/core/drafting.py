@@ -106,10 +106,7 @@ class Chances:
         return FIRST_OF_CONFIDENCE[kind], self._of_confidence[request.sampling.greedy][kind]
 
 
-# ---- Cost of a decode step by rows, learned: a mean per range, interpolated.
-#
-# Costs bend: some kernels compute four rows as fast as one, and eight in twice the time. Old ranges
-# drift to their neighbours, and are tried again as load changes.
+# ---- cost of a decode step
 
 ENDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)  # largest row count of each range
 SHARE = 0.05  # of a step, per added row: products bound by reading weights have room for more
@@ -118,6 +115,12 @@ TRUST_OF_SHARE = 0.25  # prior weight of SHARE, in measurements
 
 
 class RowCosts:
+    """Cost of a decode step by rows, learned: a mean per range, interpolated.
+
+    Costs bend: some kernels compute four rows as fast as one, and eight in twice the time. Old
+    ranges drift to their neighbours, and are tried again as load changes.
+    """
+
     def __init__(self) -> None:
         self._weights = [0.0] * len(ENDS)
         self._seconds = [0.0] * len(ENDS)

@@ -123,18 +123,20 @@ class Drafts:
         return DraftCounts(self.steps, self.drafted, self.accepted)
 
 
-# ---- Rows of a step that verifies a draft tree: order and KV places.
-#
-# Rows are by depth, so lengths do not decrease. The first-candidate path has its own places; others
-# follow, and move if accepted (engine/executor/draft_pass.py).
-#
-#     known  + a + d            rows     known  a  b  d  e  c
-#            |   + e            depth      0    1  1  2  2  2
-#            + b + c            place      0    1  3  2  4  5        behind the known tokens
+# ---- rows of a draft tree
 
 
 class DraftRow(NamedTuple):
-    """`depth` after the known token; `behind`: distance to the row that samples it; KV `place`."""
+    """Row of a step that verifies a draft tree.
+
+    `depth` after the known token; `behind`: distance to the row that samples it; KV `place`. Rows
+    are by depth, so lengths do not decrease. The first-candidate path has its own places; others
+    follow, and move if accepted (engine/executor/draft_pass.py).
+
+        known  + a + d            rows     known  a  b  d  e  c
+               |   + e            depth      0    1  1  2  2  2
+               + b + c            place      0    1  3  2  4  5        behind the known tokens
+    """
 
     token: int
     depth: int

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from engine.core.plan import Plan
 from engine.core.request import Request
 
-# ---- Expected share of max_new_tokens that running requests use, by SGLang's formulas.
-#
-# start    initial * conservativeness
-# decay    linear, to floor_share of the start in decay_steps that decode
-# retract  (generated so far + headroom_tokens each) / (sum of max_new_tokens), over the rest
+# ---- new-token ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioRule:
-    """Constants of the ratio; added tokens per request are capped at `clip_tokens`."""
+    """Expected share of max_new_tokens that running requests use, by SGLang's formulas.
+
+    start    initial * conservativeness
+    decay    linear, to floor_share of the start in decay_steps that decode
+    retract  (generated so far + headroom_tokens each) / (sum of max_new_tokens), over the rest
+    clip     added tokens per request are capped at `clip_tokens`
+    """
 
     initial: float = 0.7
     conservativeness: float = 1.0
@@ -57,15 +59,7 @@ class NewTokenRatio:
         return min(request.tokens_left, self._rule.clip_tokens)
 
 
-# ---- Prediction of the added tokens of present requests, from finished answers.
-#
-# A request with g tokens is predicted to reach the SHARE-quantile of recent answers longer than g.
-# Finished requests free memory, so the need is a peak over time:
-#
-#     by remaining tokens, longest first:   r1 >= r2 >= ... >= rn,  held now: c1, c2, ...
-#     when request i ends, 1..i are there:  sum(c1..ci) + i * ri        peak = the largest of these
-#
-# After the Past-Future scheduler (arXiv:2507.10150, LightLLM).
+# ---- output lengths
 
 WINDOW = 1000  # answers remembered
 FEWEST = 32  # finished answers before a prediction
@@ -74,6 +68,17 @@ SHARE = 0.35
 
 
 class OutputLengthEstimator:
+    """Prediction of the added tokens of present requests, from finished answers.
+
+    A request with g tokens is predicted to reach the SHARE-quantile of recent answers longer than
+    g. Finished requests free memory, so the need is a peak over time:
+
+       by remaining tokens, longest first:   r1 >= r2 >= ... >= rn,  held now: c1, c2, ...
+       when request i ends, 1..i are there:  sum(c1..ci) + i * ri        peak = the largest of these
+
+    After the Past-Future scheduler (arXiv:2507.10150, LightLLM).
+    """
+
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
@@ -109,16 +114,7 @@ class OutputLengthEstimator:
         return max(0, peak - held)
 
 
-# ---- Prompt tokens that a step may have to end in time, learned from durations.
-#
-# *Work*: a token is one unit, plus one per `attention_tokens` tokens before it; encoding an image
-# counts as its tokens. The next step may have
-#
-#   work = allowed seconds / rate,   rate = seconds of the last steps / their work
-#
-# Allowed are `max_step_s`, or three one-page steps, lest chunks shrink to a page. Rates come from
-# steps with half of the allowed work and from too long ones; lower medians of three ignore one slow
-# step. Work grows threefold at most.
+# ---- step budget
 
 NUM_LAST = 3
 INFORMATIVE_SHARE = 0.5
@@ -129,7 +125,18 @@ ROUNDING_TOKENS = 1e-6
 
 
 class StepBudget:
-    """`first_rate`: initial seconds per unit. All arguments are positive."""
+    """`first_rate`: initial seconds per unit. All arguments are positive.
+
+    Prompt tokens that a step may have to end in time, learned from durations. *Work*: a token is
+    one unit, plus one per `attention_tokens` tokens before it; encoding an image counts as its
+    tokens. The next step may have
+
+      work = allowed seconds / rate,   rate = seconds of the last steps / their work
+
+    Allowed are `max_step_s`, or three one-page steps, lest chunks shrink to a page. Rates come from
+    steps with half of the allowed work and from too long ones; lower medians of three ignore one
+    slow step. Work grows threefold at most.
+    """
 
     def __init__(self, *, max_step_s: float, page_size: int, attention_tokens: float, first_rate: float) -> None:
         assert max_step_s > 0 and attention_tokens > 0 and first_rate > 0
@@ -182,15 +189,18 @@ def _lower_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-# ---- Pages that decode keeps free when admitting a request: four rules over present and new ones.
-#
-# measured growth     joint need, by finished answers (estimates.py), or the new-token ratio at first
-# reserved tokens     minimum per request (--num-reserved-decode-tokens), within limits
-# the largest single  the request that may add most can finish
-# the worst case      at most all limits together
+# ---- decode reserve
 
 
 class DecodeReserve:
+    """Pages that decode keeps free when admitting a request: four rules over present and new ones.
+
+    predicted tokens    joint need, by finished answers, or the new-token ratio at first
+    reserved tokens     minimum per request (--num-reserved-decode-tokens), within limits
+    the largest single  the request that may add most can finish
+    the worst case      at most all limits together
+    """
+
     def __init__(
         self, *, floor: int, ratio: NewTokenRatio, growth: OutputLengthEstimator, pages_for: Callable[[int], int]
     ) -> None:

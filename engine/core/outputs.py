@@ -89,18 +89,16 @@ def _input_logprobs_once(request: Request) -> list[TokenLogprob]:
     return first + request.unsent.input_logprobs
 
 
-# ---- Finish checks of a request, in one order.
-#
-# 1 finished   2 aborted   3 no token: NaN logits, or an unknown id   4 length   5 grammar ended
-# 6 stop token or EOS   7 stop string or regex, also at the length's end: clients never see one
-
 NAN_MESSAGE = "the model returned NaN logits for this request"
 
 
 def check_finish(request: Request, *, bad: bool, vocab_size: int = ALL_IDS) -> FinishReason | None:
     """Return the finish reason after the last token, or None.
 
-    Sampled ids from `vocab_size` on end the request.
+    Sampled ids from `vocab_size` on end the request. Order of the checks:
+
+    1 finished   2 aborted   3 no token: NaN logits, or an unknown id   4 length   5 grammar ended
+    6 stop token or EOS   7 stop string or regex, also at the length's end: clients never see one
     """
     if request.finish is not None:
         return request.finish

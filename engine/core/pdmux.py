@@ -25,17 +25,6 @@ class Lane(Enum):
 STREAMS = {Lane.DECODE: 0, Lane.PREFILL: 1}  # of an executor; steps without a lane run on the first
 
 
-# ---- Device share and pace of decode steps during prefill, from the ITL objective.
-#
-#   ITL objective  |<----------------- itl_s ---------------->|
-#   decode         | step |                          | step |    due PACE of it after the last
-#   prefill        | what a step leaves | whole device | ...
-#
-# Decode gets the smallest share that ends within PACE of the objective; prompts the rest, at least
-# MIN_FOR_PROMPTS of the time. Without objective decode has half.
-#
-# Decode share by objective: Semi-PD (arXiv:2504.19867), DynaServe (arXiv:2504.09285).
-
 PACE = 0.75  # of the objective: steps vary, and the loop takes time
 ROOMY = 0.5  # of the objective: below it with one part less, a part returns
 MIN_FOR_PROMPTS = 0.25
@@ -45,7 +34,16 @@ ENOUGH = 3  # of them, to change the share
 
 
 class LaneShare:
-    """Share in `parts` of the device; `waits`: prompts stop during whole-device decodes."""
+    """Share in `parts` of the device; `waits`: prompts stop during whole-device decodes.
+
+      ITL objective  |<----------------- itl_s ---------------->|
+      decode         | step |                          | step |    due PACE of it after the last
+      prefill        | what a step leaves | whole device | ...
+
+    Decode gets the smallest share that ends within PACE of the objective; prompts the rest, at
+    least MIN_FOR_PROMPTS of the time. Without objective decode has half.
+    After Semi-PD (arXiv:2504.19867) and DynaServe (arXiv:2504.09285).
+    """
 
     def __init__(self, *, parts: int, itl_s: float | None, waits: bool) -> None:
         assert parts >= 1 and (itl_s is None or itl_s > 0)

@@ -20,17 +20,15 @@ from engine.core.prefill_adder import AddResult, PrefillAdder
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
-# ---- Deferral of prompts whose beginning another request computes.
-#
-# The tree gets pages after their step: simultaneous requests would each compute a common prefix.
-# Like
-# SGLang's in-batch prefix caching, for any policy.
-
 MAX_PASSED_OVER = 32  # per step: bounds a plan's cost
 
 
 class SharedWork:
-    """Prefixes being computed; a prompt waits for at least `min_tokens` shared ones."""
+    """Prefixes being computed; a prompt waits for at least `min_tokens` shared ones.
+
+    The tree gets pages after their step: simultaneous requests would each compute a common prefix.
+    Like SGLang's in-batch prefix caching, for any policy.
+    """
 
     def __init__(self, memory: Memory, computing: Iterable[Request], *, min_tokens: int) -> None:
         self._memory = memory

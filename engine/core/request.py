@@ -20,24 +20,25 @@ from engine.images import ImageInput, key_ids
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, Stage, TokenLogprob
 from engine.sampling_params import SamplingParams
 
-# ---- Stage times of a request, written by loop and role.
-#
-#     unified   arrived -------------------- started -- first token -------- ended
-#               |        queue_time          | prefill_time | decode_time    |
-#     prefill   arrived ------- queued ----- started -- computed ----------- ended
-#               | bootstrap_time | queue_time | prefill_time | transfer_time |
-#     decode    arrived ------- queued (pages offered to prefill) ---- landed -- ended
-#               | bootstrap_time | queue_time, prefill_time, transfer_time | decode_time |
-#
-# Stages sum to the total. Prefill's metadata row reports decode's queue_time and prefill_time; the
-# rest is transfer.
+# ---- stage times
 
 MAX_CHUNKS = 64  # stored per request: enough for a chart
 
 
 @dataclass(slots=True)
 class Times:
-    """Worker clock seconds; `remote_*`: durations on prefill."""
+    """Stage times of a request in worker clock seconds; `remote_*`: durations on prefill.
+
+        unified   arrived -------------------- started -- first token -------- ended
+                  |        queue_time          | prefill_time | decode_time    |
+        prefill   arrived ------- queued ----- started -- computed ----------- ended
+                  | bootstrap_time | queue_time | prefill_time | transfer_time |
+        decode    arrived ------- queued (pages offered to prefill) ---- landed -- ended
+                  | bootstrap_time | queue_time, prefill_time, transfer_time | decode_time |
+
+    Stages sum to the total. Prefill's metadata row reports decode's queue_time and prefill_time;
+    the rest is transfer.
+    """
 
     arrived_s: float | None = None
     queued_s: float | None = None

@@ -100,18 +100,19 @@ class Stages:
             assert request.computed_len <= request.launched_len
 
 
-# ---- Plan-time checks that no sampled, uncollected token is lost.
-#
-# The device has one cell per slot (engine/executor/forward.py). Steps run in plan order, reads
-# before writes. One cell suffices if each step that samples over a sample in flight also reads it,
-# and slots change owner with nothing in flight.
-#
-#     token at position   known-1 | known ... known+pending-2 | known+pending-1 | not planned
-#                         on host | in flight and read already | in flight, in the cell
+# ---- checks of samples in flight
 
 
 def check_reads(request: Request, start: int, end: int) -> None:
-    """Check that tokens start..end-1 are known, or end with the cell's."""
+    """Check that tokens start..end-1 are known, or end with the cell's.
+
+    The device has one cell per slot (engine/executor/forward.py). Steps run in plan order, reads
+    before writes. One cell suffices if each step that samples over a sample in flight also reads
+    it, and slots change owner with nothing in flight.
+
+        token at position   known-1 | known ... known+pending-2 | known+pending-1 | not planned
+                            on host | in flight and read already | in flight, in the cell
+    """
     known, pending = request.num_tokens, request.pending
     if pending == 0:
         assert end <= known, (

@@ -32,9 +32,7 @@ from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place
 from service.flags import ConfigError
 
-# ---- GPU memory readings, and the wait for this process's share (engine/device/memory_plan.py).
-#
-# Workers on one GPU never race: each stays in its share of the total.
+# ---- a process's share of a GPU
 
 GRAPH_BYTES = 32 << 20  # per graph, an estimate: they share one memory pool
 WAIT_S = 30.0  # an ended process frees its memory a little later
@@ -72,7 +70,11 @@ def await_share(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait up to WAIT_S for this process's share. Raises ConfigError with others' usage."""
+    """Wait up to WAIT_S for this process's share. Raises ConfigError with others' usage.
+
+    GPU memory readings, and the wait for this process's share (engine/device/memory_plan.py).
+    Workers on one GPU never race: each stays in its share of the total.
+    """
     total, until_s = gauge.total(), clock() + WAIT_S
     asked = False
     while (ours := gauge.free() + gauge.own()) < int(share * total):

@@ -141,12 +141,7 @@ class Executor:
             stream.close()
 
 
-# ---- FIFO streams of work; the scheduler's thread waits only to collect.
-#
-# InlineStream   runs at submit (CPU default)
-# ThreadStream   one worker thread (CPU), with injected delays to find races
-# CudaStream     enqueues kernels on a torch.cuda.Stream, and copies of results to pinned memory
-# CudaLane       the same from its own thread, concurrent with the scheduler and another stream
+# ---- streams
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -163,6 +158,14 @@ class StreamTask(Protocol[T_co]):
 
 
 class Stream(Protocol):
+    """FIFO streams of work; the scheduler's thread waits only to collect.
+
+    InlineStream   runs at submit (CPU default)
+    ThreadStream   one worker thread (CPU), with injected delays to find races
+    CudaStream     enqueues kernels on a torch.cuda.Stream, and copies of results to pinned memory
+    CudaLane       the same from its own thread, concurrent with the scheduler and another stream
+    """
+
     def submit(self, work: Callable[[], T]) -> StreamTask[T]:
         """Enqueue work; its exceptions come from `result`."""
 

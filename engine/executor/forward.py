@@ -9,11 +9,7 @@ from torch import Tensor
 
 from engine.core.plan import PlanItem
 
-# ---- Last token of each slot on the device, unknown to the host.
-#
-# Inputs may contain placeholders -(slot + 1), resolved before the forward; sampled tokens are
-# stored.
-# FIFO order is the only synchronization. After SGLang's FutureMap.
+# ---- future map
 
 
 class StepInputs(Protocol):
@@ -33,7 +29,12 @@ class StepInputs(Protocol):
 
 
 class FutureMap:
-    """Future map in `last` int64[slots + 1]; padding stores in the extra cell."""
+    """Future map in `last` int64[slots + 1]; padding stores in the extra cell.
+
+    Last token of each slot on the device, unknown to the host. Inputs may contain placeholders
+    -(slot + 1), resolved before the forward; sampled tokens are stored. FIFO order is the only
+    synchronization. After SGLang's FutureMap.
+    """
 
     def __init__(self, last: Tensor) -> None:
         self._last = last
@@ -59,15 +60,17 @@ class FutureMap:
         """Share stored tokens, in maps over ranks."""
 
 
-# ---- Rows of hidden states for logits, by call, and by request.
-#
-# Ranks that share a vocabulary compute calls together.
+# ---- rows for logits
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions with logits at once: [rows, vocab] float32
 
 
 def first_rows(items: Sequence[PlanItem]) -> list[int]:
-    """Each item's first row, and the end."""
+    """Each item's first row, and the end.
+
+    Rows of hidden states for logits, by call, and by request. Ranks that share a vocabulary compute
+    calls together.
+    """
     return list(accumulate((item.q_len for item in items), initial=0))
 
 

@@ -21,11 +21,12 @@ from engine.models.decoder import DenseDecoder
 from engine.sampler.sampler import NOT_SAMPLED, CapturableSampler
 from service.process.start import no_collections
 
-# ---- What a recorded decode step computes behind its forward: that depends on which rank records
-# it.
+# ---- ends of recorded decode steps
 
 
 class RecordedEnd(Protocol):
+    """Work of a recorded decode step after its forward, by the rank that records it."""
+
     def begin(self, model: DenseDecoder, *, rows: int) -> None:
         """Prepare a recording of steps of at most `rows` rows."""
 
@@ -67,17 +68,7 @@ class FollowedEnd:
         return Forward(hidden, gave_logits=self._is_last)
 
 
-# ---- Decode steps as graphs: recorded per batch size, replayed with one launch.
-#
-# A batch takes the next size. Padded rows are token 0 at position 0 of the scratch row, write to
-# page
-# 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions, slots,
-# output lengths; RoPE positions if multimodal), page table, sampler table, future map, KV pool,
-# weights. Lengths follow from positions on the device. With grammar masks no row is sampled in the
-# graph, but after it. With draft trees it also reads places and paths; other rows have their own
-# places.
-#
-# Ranks record the same sizes in the same order, with the sums of a step.
+# ---- decode graphs
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MAX_BY_DEFAULT = 256
@@ -125,6 +116,15 @@ class DecodeGraphs:
     """`sizes`: batch sizes, ascending, each also recorded with `adapters`.
 
     `depth`: maximum drafts on a tree path, 0 for chains. `sees`: multimodal.
+
+    A batch takes the next size. Padded rows are token 0 at position 0 of the scratch row, write to
+    page 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions,
+    slots, output lengths; RoPE positions if multimodal), page table, sampler table, future map, KV
+    pool, weights. Lengths follow from positions on the device. With grammar masks no row is sampled
+    in the graph, but after it. With draft trees it also reads places and paths; other rows have
+    their own places.
+
+    Ranks record the same sizes in the same order, with the sums of a step.
     """
 
     def __init__(
@@ -263,20 +263,20 @@ def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int) -
     return needed + [size for size in wanted if size >= max_running][:1]
 
 
-# ---- Short prompts as graphs: recorded once for each number of tokens, replayed with one launch.
-#
-# Launching the kernels of a forward one by one takes the host longer than a GPU takes to compute a
-# few hundred tokens. A step takes
-# the graph of the next size: its padded tokens belong to no request and write to page 0, its padded
-# requests have no tokens.
-# Long prefixes are left to kernels that the host cuts by their length, and so are prompts with
-# images from the first one on.
+# ---- prefill graphs
 
 MAX_REQUESTS = 16  # of a recorded step: attention starts programs for each, also for one that is padding
 
 
 class PrefillGraphs:
-    """`sizes`: numbers of new tokens to record, ascending."""
+    """`sizes`: numbers of new tokens to record, ascending.
+
+    Launching the kernels of a forward one by one takes the host longer than a GPU takes to compute
+    a few hundred tokens. A step takes the graph of the next size: its padded tokens belong to no
+    request and write to page 0, its padded requests have no tokens. Long prefixes are left to
+    kernels that the host cuts by their length, and so are prompts with images from the first one
+    on.
+    """
 
     def __init__(
         self,

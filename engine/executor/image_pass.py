@@ -21,12 +21,15 @@ from engine.model_files.tower_config import CHANNELS
 from engine.models.vision.tower import ImageRows, Pixels, VisionTower
 from engine.parallel.collectives import Collectives
 
-# ---- Vision data parallelism: one first-stage rank encodes an image, and broadcasts features.
-#
-# Each rank has the whole tower and encodes images one by one. After SGLang's and vLLM's.
+# ---- vision data parallelism
 
 
 class EncoderRanks:
+    """Vision data parallelism: one first-stage rank encodes an image, and broadcasts features.
+
+    Each rank has the whole tower and encodes images one by one. After SGLang's and vLLM's.
+    """
+
     def __init__(self, *, dtype: torch.dtype, device: torch.device, pixels: Callable[[ImageInput], Pixels]) -> None:
         self._dtype, self._device = dtype, device
         self._pixels = pixels

@@ -196,15 +196,15 @@ def warm_up(run: Callable[[Plan], None], steps: WarmUp, *, progress: bool) -> No
         run(plan)
 
 
-# ---- Detection of Triton compilations while serving, which stop steps for seconds.
-#
-# Uses Triton's hooks around compilation and disk cache (3.6 and 3.7).
-
 log = logging.getLogger(__name__)
 
 
 class CompileLog:
-    """One per process, as hooks are global; `num_late` counts kernels since `serve`."""
+    """One per process, as hooks are global; `num_late` counts kernels since `serve`.
+
+    Detection of Triton compilations while serving, which stop steps for seconds. Uses Triton's
+    hooks around compilation and disk cache (3.6 and 3.7).
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_late = 0

@@ -27,11 +27,7 @@ from service.process.stop_signals import StopSignals, pause, wait_while
 from service.security.keys import KeyGate
 from service.waiter import end_tasks
 
-# ---- Drains a worker: running requests finish or are handed back before HTTP closes.
-#
-# Others get 503 with code "draining", so routers try another worker. Also waits for transfers to
-# and
-# from peers.
+# ---- drain
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +46,9 @@ async def drain(
     """Return once all requests, also of the `others`, have ended or were handed back.
 
     `timeout_s` counts from the first stop signal, `switch_timeout_s` without one from now.
+
+    Others get 503 with code "draining", so routers try another worker. Also waits for transfers to
+    and from peers.
     """
     closed = draining("the server is draining: it takes no new requests")
     client.close(closed)

@@ -22,18 +22,20 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 
-# ---- Closes objects of JSON schemas, as in OpenAI's strict mode. Pure.
-#
-# By default JSON Schema allows additional properties, with which a model then fills its answer.
-# Objects without listed properties stay open, and so do parts of one object in `allOf`, `if` or a
-# `$ref` with `properties`.
+# ---- closed objects of JSON schemas
 
 _SILENCED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _COMPOSED_BY = (*PARTS, *CONDITIONS, *NAMED_CONDITIONS, "$ref")
 
 
 def closed(schema: Any) -> Any:
-    """A copy with closed objects. Raises BadReference; RecursionError if too deep."""
+    """A copy with closed objects. Raises BadReference; RecursionError if too deep.
+
+    Closes objects of JSON schemas, as in OpenAI's strict mode. By default JSON Schema allows
+    additional properties, with which a model then fills its answer. Objects without listed
+    properties stay open, and so do parts of one object in `allOf`, `if` or a `$ref` with
+    `properties`.
+    """
     schema = local(schema)
     parts: set[str] = set()  # references to parts of one object, which stay open
     while True:
@@ -71,12 +73,7 @@ def _speaks(key: str, schema: dict[str, Any], alone: bool) -> bool:
     return key not in CONDITIONS and key not in NAMED_CONDITIONS
 
 
-# ---- Structural tags to a Lark grammar: triggers in free text force what follows. Pure.
-#
-# SGLang's JSON: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end":
-# "</f>"}]}. The grammar (lazy text to a trigger, rest of `begin`, schema, `end`) follows
-# llguidance's
-# `StructTag`.
+# ---- structural tags
 
 HEAD = """%llguidance {}
 start: (TAGS)* tag_end
@@ -122,6 +119,11 @@ def structural_lark(
     """The structural tag as a Lark grammar.
 
     `special_tokens`: ids by name. `schema_of`: transforms schemas. Raises GrammarInvalid.
+
+    Structural tags to a Lark grammar: triggers in free text force what follows. SGLang's JSON:
+    {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}]}. The
+    grammar (lazy text to a trigger, rest of `begin`, schema, `end`) follows llguidance's
+    `StructTag`.
     """
     tag = read_structural_tag(source)
     names = [f"tag_{i}" for i in range(len(tag.structures))]

@@ -24,16 +24,6 @@ from engine.grammar.token_rules import rules_of
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import GrammarInvalid, GrammarSpec
 
-# ---- Threads that compile grammars; a timed-out compilation gets a replacement thread.
-#
-# `ask` --> pending --> running --> done
-#              |
-#              overdue --> given up --> done (late), or never
-#
-# No library can stop a compilation, so it continues at the lowest CPU priority; a late result
-# counts.
-# Single-threaded caller.
-
 LOWEST_PRIORITY = 19
 
 Found = TypeVar("Found")
@@ -49,7 +39,17 @@ class _Compilation(Generic[Found]):
 
 
 class CompileThreads(Generic[Found]):
-    """At most `num_threads` compilations, plus timed-out ones. `compile_` never raises."""
+    """At most `num_threads` compilations, plus timed-out ones. `compile_` never raises.
+
+    Threads that compile grammars; a timed-out compilation gets a replacement thread.
+
+    `ask` --> pending --> running --> done
+                 |
+                 overdue --> given up --> done (late), or never
+
+    No library can stop a compilation, so it continues at the lowest CPU priority; a late result
+    counts. Single-threaded caller.
+    """
 
     def __init__(
         self,

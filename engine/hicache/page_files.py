@@ -19,11 +19,6 @@ from engine.core.mem_cache.disk_tier import DiskDelete, DiskDone, DiskRead, Disk
 from engine.core.mem_cache.page_allocator import KVIdentity
 from service.flags import ConfigError
 
-# ---- File of one KV page: header and bytes.
-#
-# | magic 8 | header length 4, little-endian | header: msgpack of `Header` | zeros | page bytes |
-# |<------------------------- HEADER_BYTES ------------------------------------->|<- page_bytes ->|
-
 MAGIC = b"TANDEMKV"
 VERSION = 1
 HEADER_BYTES = 1024
@@ -31,7 +26,11 @@ _AT = len(MAGIC) + 4
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """`key`: chained hash of all tokens up to the page's end."""
+    """Header of a page's file. `key`: chained hash of all tokens up to the page's end.
+
+    | magic 8 | header length 4, little-endian | msgpack of `Header` | zeros | page bytes |
+    |<------------------------ HEADER_BYTES ------------------------------>|<- page_bytes ->|
+    """
 
     version: int
     identity: KVIdentity
@@ -80,9 +79,7 @@ def checksum(page: memoryview) -> bytes:
     return hashlib.sha256(page).digest()
 
 
-# ---- Directory of one worker's page files: `DIR/N`, N the first unlocked number.
-#
-# Files `<64 hex digits of the key>.kv` are written as `.tmp` and renamed.
+# ---- a worker's directory
 
 MAX_WORKERS = 64  # sharing a DIR
 _NAME = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
@@ -90,6 +87,11 @@ _RANK = re.compile(r"rank\d+")
 
 
 class PageDirectory:
+    """Directory of one worker's page files: `DIR/N`, N the first unlocked number.
+
+    Files `<64 hex digits of the key>.kv` are written as `.tmp` and renamed.
+    """
+
     def __init__(self, path: Path, lock: int | None = None) -> None:
         self.path = path
         self._lock = lock

@@ -23,15 +23,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-# ---- Arithmetic kinds of C kernels by CPU features. Pure.
-#
-# A kind has fixed compiler flags, for equal bits on all machines.
+# ---- arithmetic kinds of C kernels
 
 KIND_VARIABLE = "TANDEM_CPU_KIND"
 
 
 class Kind(IntEnum):
-    """`enum kind` of kind.h."""
+    """`enum kind` of kind.h.
+
+    A kind has fixed compiler flags, for equal bits on all machines.
+    """
 
     GENERIC = 1
     NEON = 2

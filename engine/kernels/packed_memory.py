@@ -57,15 +57,14 @@ def _mapped(size: int) -> Tensor:
     return torch.frombuffer(HugePages(size).lend(), dtype=torch.uint8)
 
 
-# ---- Reused huge pages for temporary tensors.
-#
-# The OS clears pages at the first write, which takes as long as a copy.
-
 MAX_FREE_BYTES = 512 << 20  # kept for later tensors of these sizes
 
 
 class Staging:
-    """Allocator that reuses memory after its last tensor. Single-threaded."""
+    """Allocator that reuses memory after its last tensor. Single-threaded.
+
+    The OS clears pages at the first write, which takes as long as a copy.
+    """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[HugePages]] = defaultdict(list)

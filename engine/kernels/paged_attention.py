@@ -44,10 +44,7 @@ def plain_softmax(head_dim: int) -> Softmax:
     return Softmax(head_dim**-0.5)
 
 
-# ---- Groups of requests with common first pages (a system prompt), which attention reads once.
-#
-# Ideas: Juravsky et al. 2024 (Hydragen), Ye et al. 2024 (cascade inference in FlashInfer). Each
-# request keeps its own order of blocks, so its bits are the same in any batch.
+# ---- requests with common pages
 
 MIN_SHARED = 256  # tokens: fewer hardly save a read
 MAX_ROWS = 32  # per group: its sums and the tokens it reads stay in the L2 cache
@@ -56,7 +53,11 @@ ITEMS_A_THREAD = 4  # minimum of groups times KV heads per thread, to keep all b
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """Groups in `order` of requests, with their first entries and common tokens."""
+    """Groups in `order` of requests, with their first entries and common tokens.
+
+    Ideas: Juravsky et al. 2024 (Hydragen), Ye et al. 2024 (cascade inference in FlashInfer). Each
+    request keeps its own order of blocks, so its bits are the same in any batch.
+    """
 
     order: list[int]
     groups: list[int]

@@ -17,9 +17,7 @@ from engine.kv.state_pool import StatePool
 from engine.threads import usable_cores
 from service.flags import ConfigError
 
-# ---- Pinned host memory: mapped, touched, then registered.
-#
-# torch's allocator would round up to powers of two and never free.
+# ---- pinned host memory
 
 PART_BYTES = 1 << 30  # touched by one thread at a time
 
@@ -41,7 +39,11 @@ class CudaRegistrar:
 
 
 class PinnedBytes:
-    """Zeroed, pinned memory, first touched by `threads`: registration would use one core."""
+    """Zeroed, pinned memory, first touched by `threads`: registration would use one core.
+
+    Pinned host memory: mapped, touched, then registered. torch's allocator would round up to powers
+    of two and never free.
+    """
 
     def __init__(self, size_bytes: int, *, registrar: MemoryRegistrar, threads: int) -> None:
         self.tensor = zeroed_bytes(size_bytes, torch.device("cpu"))  # [size_bytes] uint8

@@ -30,14 +30,16 @@ from engine.kv.fp8 import dequantized, quantized
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
-# ---- Strided views of a pool's tokens: equal layers form one view, so few kernels copy a whole
-# token.
+# ---- strided views of a pool's tokens
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class LikeLayers(NamedTuple):
-    """`rows` of a token, `row_bytes` each, `apart` bytes apart, from byte `begin` of a unit."""
+    """`rows` of a token, `row_bytes` each, `apart` bytes apart, from byte `begin` of a unit.
+
+    Strided views of a pool's tokens: equal layers form one view, so few kernels copy a whole token.
+    """
 
     begin: int
     row_bytes: int

@@ -20,15 +20,13 @@ from engine.kv.state_pool import STATE, StatePool
 from engine.kv.step_batch import upload
 from engine.threads import start_in_thread
 
-# ---- SplitMix64's finalizer on tensors (Steele, Lea, Flood: "Fast splittable pseudorandom number
-# generators", 2014).
-
 GOLDEN = 0x9E3779B97F4A7C15
 MUL_1 = 0xBF58476D1CE4E5B9
 MUL_2 = 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
+    """SplitMix64's finalizer on tensors (Steele, Lea, Flood 2014)."""
     return x - (1 << 64) if x >> 63 else x
 
 
@@ -159,11 +157,7 @@ def values_of(totals: torch.Tensor, wakeup: Callable[[], None]) -> Callable[[], 
     return lambda: landed.result() if landed.done() else None
 
 
-# ---- Checksum of recurrent states, as in engine/kv/page_checksum.py with byte positions.
-#
-# Words have 2 bytes in conv inputs and 4 in recurrent states, so ranks may split between channels
-# and
-# heads. Each contiguous range is a part.
+# ---- checksum of states
 
 BEGIN = 1 << 62  # after all words of pages
 CONV_WORD, RECURRENT_WORD = torch.int16, torch.int32
@@ -171,7 +165,12 @@ assert RECURRENT_WORD.itemsize == STATE.itemsize
 
 
 class StateChecksum:
-    """`layers`: the pool's among the model's recurrent ones."""
+    """`layers`: the pool's among the model's recurrent ones.
+
+    Checksum of recurrent states, as in engine/kv/page_checksum.py with byte positions. Words have 2
+    bytes in conv inputs and 4 in recurrent states, so ranks may split between channels and heads.
+    Each contiguous range is a part.
+    """
 
     def __init__(self, pool: StatePool, *, layers: range, wakeup: Callable[[], None] = lambda: None) -> None:
         self._rows = pool.slots

@@ -58,9 +58,7 @@ def word_cuts(layer_ends: Sequence[int], word_bytes: int) -> list[int]:
     return [0, *(-(-end // word_bytes) for end in layer_ends)]
 
 
-# ---- Strided host rows to the GPU in one operation (cuMemcpy2DAsync).
-#
-# torch would gather them on the host first, synchronously.
+# ---- strided copies (cuMemcpy2DAsync)
 
 LIBRARY = "libcuda.so.1"
 HOST, DEVICE = 1, 2  # CUmemorytype
@@ -88,7 +86,11 @@ class _Copy2D(ctypes.Structure):
 
 
 class CudaRows:
-    """Raises OSError without a CUDA driver."""
+    """Raises OSError without a CUDA driver.
+
+    Strided host rows to the GPU in one operation (cuMemcpy2DAsync). torch would gather them on the
+    host first, synchronously.
+    """
 
     def __init__(self, *, library: str = LIBRARY) -> None:
         self._copy_2d = ctypes.CDLL(library).cuMemcpy2DAsync_v2

@@ -21,9 +21,7 @@ from engine.kernels.recurrent import (
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import upload
 
-# ---- Chunked recurrences S <- e^decay S + k u^T, o = S^T q in torch, for prefill.
-#
-# Bits do not depend on cuts at multiples of `GRID`.
+# ---- chunked recurrences
 
 GRID = 64
 
@@ -32,6 +30,9 @@ class Decays(NamedTuple):
     """Decays between the rows of a chunk.
 
     `total` [heads, GRID]: cumulative logs. `between` [heads, GRID, GRID]: decay from column to row.
+
+    Chunked recurrences S <- e^decay S + k u^T, o = S^T q in torch, for prefill. Bits do not depend
+    on cuts at multiples of `GRID`.
     """
 
     total: Tensor
@@ -189,15 +190,18 @@ class ShortConv:
         return out
 
 
-# ---- Gated DeltaNet without its products (Yang et al. 2024, arXiv:2412.06464).
-#
-# S <- exp(g) S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q       per value head, in fp32
-#
-# delta.c goes by token; torch takes prompts in chunks (engine/layers/recurrence.py).
+# ---- Gated DeltaNet
 
 
 class GatedDelta:
-    """Value head h reads key head h // (value heads / key heads)."""
+    """Value head h reads key head h // (value heads / key heads).
+
+    Gated DeltaNet without its products (Yang et al. 2024, arXiv:2412.06464).
+
+    S <- exp(g) S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q       per value head, in fp32
+
+    delta.c goes by token; torch takes prompts in chunks (engine/layers/recurrence.py).
+    """
 
     def __init__(self, weights: DeltaWeights, *, keys: int, dtype: torch.dtype) -> None:
         on_cpu = weights.norm.device.type == "cpu" and dtype in DTYPES and keys % 2 == 0
@@ -246,16 +250,19 @@ def _delta_chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tenso
     return advance(q, k, own - read @ state, decays, state)
 
 
-# ---- Mamba2 without its products (Dao and Gu 2024, arXiv:2405.21060).
-#
-# t = softplus(raw + bias);  S <- exp(t A) S + B (t x)^T;  o = S^T C + D x
-#
-# Per head, in fp32, with A < 0 and B, C of its group. mamba.c goes by token; torch takes prompts in
-# chunks (engine/layers/recurrence.py).
+# ---- Mamba2
 
 
 class Mamba:
-    """Head h reads B and C of group h // (heads / groups)."""
+    """Head h reads B and C of group h // (heads / groups).
+
+    Mamba2 without its products (Dao and Gu 2024, arXiv:2405.21060).
+
+    t = softplus(raw + bias);  S <- exp(t A) S + B (t x)^T;  o = S^T C + D x
+
+    Per head, in fp32, with A < 0 and B, C of its group. mamba.c goes by token; torch takes prompts
+    in chunks (engine/layers/recurrence.py).
+    """
 
     def __init__(self, weights: MambaWeights, *, keys: int, dtype: torch.dtype) -> None:
         on_cpu = weights.decay.device.type == "cpu" and dtype in DTYPES and keys % 2 == 0

@@ -300,13 +300,7 @@ class ProfileControl(LoopListener):
         self._reply(ControlReply(call_id, False, message, status=400))
 
 
-# ---- Release and return of an idle worker's KV and weight memory.
-#
-#   holds both --ReleaseMemory (idle)--> released --ResumeMemory, UpdateWeights--> holds both
-#
-# Requests are refused meanwhile. Weights reload from their checkpoint, like an update. After
-# SGLang's
-# release_memory_occupation, for training on the same machine.
+# ---- memory occupation
 
 KV, WEIGHTS, GRAPHS = "kv_cache", "weights", "cuda_graph"
 TAGS = (KV, WEIGHTS, GRAPHS)  # graphs follow the weights
@@ -345,7 +339,15 @@ class ReleasedWeights(Protocol):
 
 
 class OccupationControl:
-    """Controller; `why_busy()` is "" when idle, `flush()` drops prefixes, `update` reloads."""
+    """Controller; `why_busy()` is "" when idle, `flush()` drops prefixes, `update` reloads.
+
+    Release and return of an idle worker's KV and weight memory.
+
+      holds both --ReleaseMemory (idle)--> released --ResumeMemory, UpdateWeights--> holds both
+
+    Requests are refused meanwhile. Weights reload from their checkpoint, like an update. After
+    SGLang's release_memory_occupation, for training on the same machine.
+    """
 
     def __init__(
         self,

@@ -20,16 +20,17 @@ from engine.messages import GetStep, StepInfo, StepReply
 from engine.stamps import Stamp
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 
-# ---- Activity of the loop's thread and its start, for any thread.
-#
-#     loading --loaded--> resting <--turning, resting--> turning        any --end--> ended
-#
-# An iteration has at most one step. The loop takes no lock: a reader may miss a new iteration's
-# step.
-
 
 class IterationClock:
-    """`limit_s`: maximum iteration; 0 or less has no limit. Loading is unlimited."""
+    """`limit_s`: maximum iteration; 0 or less has no limit. Loading is unlimited.
+
+    Activity of the loop's thread and its start, for any thread.
+
+        loading --loaded--> resting <--turning, resting--> turning        any --end--> ended
+
+    An iteration has at most one step. The loop takes no lock: a reader may miss a new iteration's
+    step.
+    """
 
     def __init__(self, *, limit_s: float, now_s: float = 0.0) -> None:
         self.limit_s = limit_s

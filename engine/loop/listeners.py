@@ -202,17 +202,16 @@ class Timekeeper(LoopListener):
                 output.stages = stages(request.times, ended_s=now_s)
 
 
-# ---- Durations of launched steps: at depth 2 a step starts when the previous one ends.
-#
-# With pipeline stages it is one stage's time: at most the interval between two ends, and an even
-# part
-# of launch to end. Either is exact for full, or empty, stages.
+# ---- durations of steps
 
 
 class StepDurations(LoopListener):
     """Reports plan and seconds per collected step, except failed steps and those that waited.
 
     `stages`: of the pipeline. `lane`: with PD multiplexing.
+
+    With pipeline stages it is one stage's time: at most the interval between two ends, and an even
+    part of launch to end. Either is exact for full, or empty, stages.
     """
 
     def __init__(self, report: Callable[[Plan, float], None], *, stages: int, lane: Lane | None = None) -> None:

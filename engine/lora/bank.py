@@ -207,15 +207,15 @@ def make_bank(
     return AdapterBank(GroupedAdapters(sites, places=places, max_rank=max_rank, dtype=dtype, device=device))
 
 
-# ---- Adapters of a running engine: read in threads, installed and removed in stream order.
-#
-# engine/core/adapters.py tracks their requests.
+# ---- adapters of a running engine
 
 
 class LoraStore:
     """Loads and unloads adapters.
 
     `in_order` runs work in stream order and waits. `elsewhere`: sites of other stages.
+
+    engine/core/adapters.py tracks their requests.
     """
 
     def __init__(

@@ -214,10 +214,7 @@ def _taken(fields: Fields, *, depth: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-# ---- Image preprocessing configuration.
-#
-# transformers' fields in preprocessor_config.json, video_preprocessor_config.json or
-# processor_config.json; the family has defaults.
+# ---- image preprocessing
 
 IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 TOGETHER = "processor_config.json"  # transformers 5 may write both here
@@ -235,6 +232,9 @@ class PixelRange:
     """Sides are multiples of patch * merge, area is in `least`..`most` (Qwen2-VL).
 
     `over_frames`: the limits count all frames of a video.
+
+    transformers' fields in preprocessor_config.json, video_preprocessor_config.json or
+    processor_config.json; the family has defaults.
     """
 
     least: int

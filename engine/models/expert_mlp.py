@@ -22,13 +22,7 @@ from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut, Extent
 from engine.quant.integers import BLOCK, Weight, columns_of, mxfp4_codes, mxfp4_values
 
-# ---- Loads the experts of a layer and their router.
-#
-# one matrix each    most families
-# two stacks         gate and up of all experts, and down: [experts, outputs, inputs], or in Qwen3-VL
-#                    [experts, inputs, outputs]. The shape decides, or the first, as in transformers
-# fused (gpt-oss)    inputs before outputs, or MXFP4 blocks, outputs first. Blocks stay packed where
-#                    our kernel multiplies them; floats may be quantized (`--quantization`)
+# ---- loading
 
 
 def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> ExpertRouter:
@@ -54,6 +48,14 @@ def load_experts(
     cut: Cut,
     segments: int,
 ) -> Experts | BiasedExperts:
+    """Loads the experts of a layer and their router.
+
+    one matrix each    most families
+    two stacks         gate and up of all experts, and down: [experts, outputs, inputs], or in
+                       Qwen3-VL [experts, inputs, outputs], by shape, else the first
+    fused (gpt-oss)    inputs before outputs, or MXFP4 blocks, outputs first. Blocks stay packed
+                       for our kernel; floats may be quantized (`--quantization`)
+    """
     if config.clamped is not None:
         place = f"{prefix}{names.experts}."
         return _load_fused(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)

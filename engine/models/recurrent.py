@@ -53,12 +53,7 @@ class Remembered:
         return step.products[self._number][rows]
 
 
-# ---- Gated DeltaNet layers (Qwen3-Next, Qwen3.5): a recurrent state instead of KV.
-#
-# x -> q | k | v | z | beta | time    one product
-# q | k | v -> short convolution -> delta rule -> norm, gated by z -> one product
-#
-# A rank has some key heads, the value heads that read them, and their convolution channels.
+# ---- Gated DeltaNet (Qwen3-Next, Qwen3.5)
 
 
 class _DeltaShards(NamedTuple):
@@ -68,7 +63,13 @@ class _DeltaShards(NamedTuple):
 
 
 class DeltaMixer:
-    """A Gated DeltaNet mixer, called like `Attention`, without LoRA sites."""
+    """A Gated DeltaNet mixer, called like `Attention`, without LoRA sites.
+
+    x -> q | k | v | z | beta | time    one product
+    q | k | v -> short convolution -> delta rule -> norm, gated by z -> one product
+
+    A rank has some key heads, the value heads that read them, and their convolution channels.
+    """
 
     def __init__(self, part: ModelPart, prefix: str, config: DeltaConfig) -> None:
         checkpoint, cuts = part.checkpoint, _delta_shards(part, config)
@@ -144,12 +145,7 @@ def _gathered(sizes: list[int], heads: int, *, at: int) -> list[int]:
     return order
 
 
-# ---- Mamba2 layers: instead of attention (Granite 4), or parallel to it (Falcon-H1).
-#
-# x -> gate | values | B | C | time   one product
-# values | B | C -> short convolution -> state space -> gate and norm -> one product
-#
-# A rank has some heads, their groups, which ranks may share, and convolution channels.
+# ---- Mamba2 (Granite 4, Falcon-H1)
 
 
 class _MambaShards(NamedTuple):
@@ -159,7 +155,13 @@ class _MambaShards(NamedTuple):
 
 
 class MambaMixer:
-    """A Mamba2 mixer, called like `Attention`, without LoRA sites."""
+    """A Mamba2 mixer, called like `Attention`, without LoRA sites.
+
+    x -> gate | values | B | C | time   one product
+    values | B | C -> short convolution -> state space -> gate and norm -> one product
+
+    A rank has some heads, their groups, which ranks may share, and convolution channels.
+    """
 
     def __init__(self, part: ModelPart, prefix: str, config: MambaConfig) -> None:
         checkpoint, cuts = part.checkpoint, _mamba_shards(part, config)

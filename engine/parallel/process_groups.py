@@ -21,14 +21,7 @@ from engine.parallel.collectives import columns_of, tree_sum
 from engine.parallel.layout import Place
 from service.flags import ConfigError
 
-# ---- Collectives of GPUs, never run on one: order and arithmetic are tested over gloo.
-#
-# NCCL moves bytes; torch adds in `tree_sum`'s order, for any batch and message size.
-#
-#   small   partials in symmetric memory, read by all ranks: about as fast as a kernel launch
-#   large   each rank adds its slice of all partials, then all gather
-#
-# Graphs may record all calls: none syncs with the host.
+# ---- collectives of GPUs
 
 SMALL_NUMBERS = 1 << 18  # 1 MiB of float32
 
@@ -59,7 +52,16 @@ class SymmetricMemory:
 
 
 class NcclCollectives:
-    """`Collectives` over a torch process group. The leader ends a stuck call by killing ranks."""
+    """`Collectives` over a torch process group. The leader ends a stuck call by killing ranks.
+
+    Collectives of GPUs, never run on one: order and arithmetic are tested over gloo. NCCL moves
+    bytes; torch adds in `tree_sum`'s order, for any batch and message size.
+
+      small   partials in symmetric memory, read by all ranks: about as fast as a kernel launch
+      large   each rank adds its slice of all partials, then all gather
+
+    Graphs may record all calls: none syncs with the host.
+    """
 
     def __init__(self, group: dist.ProcessGroup, *, memory: PeerMemory | None) -> None:
         self.rank, self.size = group.rank(), group.size()

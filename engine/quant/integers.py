@@ -177,9 +177,7 @@ def _no_zeros(scales: Tensor) -> Tensor:
     return torch.where(scales == 0, 1.0, scales)
 
 
-# ---- MXFP4 of gpt-oss: blocks of 32 4-bit values with a power of two as scale.
-#
-# Source: Open Compute Project, "Microscaling Formats (MX) Specification" 1.0.
+# ---- MXFP4 of gpt-oss
 
 BLOCK = 32  # values that share a scale
 BIAS = 127
@@ -190,6 +188,8 @@ def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dty
     """[..., n * 32] in `dtype` from `blocks` [..., n, 16] uint8, low nibble first.
 
     `scales` [..., n] uint8 are exponents plus 127 (255: NaN).
+
+    Source: Open Compute Project, "Microscaling Formats (MX) Specification" 1.0.
     """
     assert blocks.dtype == scales.dtype == torch.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)

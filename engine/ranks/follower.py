@@ -25,14 +25,11 @@ if TYPE_CHECKING:
     from engine.parallel.stage_link import HiddenStates
 
 
-# ---- A follower's part of a step: copies, page rows, forward, then hidden states for the next
-# stage, or its columns of the logits.
-
-
 class RankRunner:
-    """A follower's part of steps. `drafts`, `states`: as in ModelRunner.
+    """A follower's part of steps: copies, page rows, forward, then hidden states or logits.
 
-    `after`: link to the next stage; the last stage has none and computes columns of the logits.
+    `drafts`, `states`: as in ModelRunner. `after`: link to the next stage; the last stage has none
+    and computes its columns of the logits.
     """
 
     def __init__(

@@ -164,16 +164,18 @@ class ReceiverThread:
         return wanted
 
 
-# ---- Liveness probe of followers: a group ends if one does not answer. Pure.
-#
-# The watchdog finds ranks that hang in a step; an idle decode worker would not miss one otherwise.
+# ---- liveness probe
 
 REQUESTS_PER_LIMIT = 4
 STEPS_AHEAD = 2.0  # it queues after steps, each up to the limit
 
 
 class LivenessProbe:
-    """Timer; `limit_s`: longest step, 0 or less disables."""
+    """Timer; `limit_s`: longest step, 0 or less disables.
+
+    Liveness probe of followers: a group ends if one does not answer. The watchdog finds ranks that
+    hang in a step; an idle decode worker would not miss one otherwise.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self.every_s = limit_s / REQUESTS_PER_LIMIT if limit_s > 0 else None

@@ -234,14 +234,16 @@ def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, lo
     )
 
 
-# ---- Future map over ranks: the leader samples, followers need the tokens in the next step.
-#
-# On CPUs it is shared memory; followers wait for a count of sampled steps. The leader overwrites a
-# row in a later step only, whose logits need every follower. GPUs have copies, broadcast in stream
-# order. Pipeline stages plan with known tokens.
+# ---- future map over ranks
 
 
 class LeaderFutureMap(FutureMap):
+    """Future map over ranks: the leader samples, followers need the tokens in the next step.
+
+    CPUs share memory: followers wait for a count of sampled steps; rows are overwritten in later
+    steps, which need every follower. GPUs broadcast copies. Stages plan with known tokens.
+    """
+
     def __init__(self, shared: SharedTokens) -> None:
         super().__init__(shared.row)
         self._shared = shared

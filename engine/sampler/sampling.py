@@ -15,17 +15,18 @@ from engine.kernels import fixed_math
 from engine.kernels.sample import SampledRows, sample_kernel
 from engine.kv.page_checksum import GOLDEN, MUL_1, MUL_2, mix, shift, signed
 
-# ---- Sampling noise as a function of (seed, position, token id), with equal bits on all devices.
-#
-# A sample is argmax(logit / temperature + noise) (Gumbel-max), so it is equal in any batch or
-# process
-# and after a retraction. Bits are SplitMix64's and engine/kernels/fixed_math.py's.
+# ---- sampling noise
 
 _MASK = (1 << 64) - 1
 
 
 def sample_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Signed 64-bit keys; `positions` count earlier output tokens."""
+    """Signed 64-bit keys; `positions` count earlier output tokens.
+
+    Sampling noise as a function of (seed, position, token id), with equal bits on all devices. A
+    sample is argmax(logit / temperature + noise) (Gumbel-max), so it is equal in any batch or
+    process and after a retraction. Bits are SplitMix64's and engine/kernels/fixed_math.py's.
+    """
     return [signed(_mix(_mix(seed & _MASK) + (at + 1) * GOLDEN)) for seed, at in zip(seeds, positions, strict=True)]
 
 

@@ -176,9 +176,7 @@ def joined(parts: Iterable[Any]) -> str:
     return "\n".join(str(part) for part in parts if isinstance(part, TextPart))
 
 
-# ---- Prompts that end inside the last message, which the answer continues.
-#
-# As in transformers, the message is rendered with a mark at its end, where the prompt is cut.
+# ---- continued messages
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARK = "CONTINUED-FROM-HERE "  # the space disappears if the template trims the message
@@ -193,6 +191,8 @@ def render_continued(
 
     `in_reasoning`: the message is unfinished reasoning; if the template omits it, continue its
     empty content.
+
+    As in transformers, the message is rendered with a mark at its end, where the prompt is cut.
     """
     for message, end in _marked(messages[-1], in_reasoning):
         text = render([*messages[:-1], message])

@@ -20,12 +20,7 @@ from engine.messages import FinishReason
 from engine.sampling_params import InvalidParam, SamplingParams
 from engine.text.tokenizer import BROKEN, Tokenizer
 
-# ---- Stop regexes: checked on arrival, searched by the scheduler.
-#
-# RE2 (https://github.com/google/re2) needs linear time and bounded memory, so no pattern can stall
-# a
-# scheduler; it has no backreferences and lookaround. Python's parser computes the maximum match
-# length.
+# ---- stop regexes
 
 MAX_REACH = 256  # characters of a match; longer ones may be missed, because sent text cannot be taken back
 MAX_INSTRUCTIONS = 1000  # of all patterns of a request: at most 1 or 2 ms per token, mostly microseconds
@@ -34,7 +29,12 @@ FIELD = "stop_regex"
 
 
 class StopRegex:
-    """A stop regex. `reach`: maximum match in characters; a stream holds back one less."""
+    """A stop regex. `reach`: maximum match in characters; a stream holds back one less.
+
+    Stop regexes: checked on arrival, searched by the scheduler. RE2 (https://github.com/google/re2)
+    needs linear time and bounded memory, so no pattern can stall a scheduler; it has no
+    backreferences and lookaround. Python's parser computes the maximum match length.
+    """
 
     def __init__(self, pattern: str) -> None:
         """Raises InvalidParam."""
@@ -307,12 +307,7 @@ def _advance(pattern: str, failure: list[int], *, state: int, text: str) -> int:
     return state
 
 
-# ---- The scheduler's search for stop strings and regexes, token by token.
-#
-# Lengths are characters of the client's text (`IncrementalText`):
-#
-# answer:  ... | context | may belong to a stop | text of the newest token |
-# tail:        [ 1       | reach - 1            | any length               ]
+# ---- search for stops
 
 MakeStops = Callable[[Sequence[int], SamplingParams], Stops | None]  # from prompt ids
 
@@ -326,7 +321,13 @@ def no_stops(input_ids: Sequence[int], sampling: SamplingParams) -> None:
 
 
 class StopSearch:
-    """Searches texts with special tokens (stops may name them) and without."""
+    """Searches texts with special tokens (stops may name them) and without.
+
+    Lengths are characters of the client's text (`IncrementalText`):
+
+    answer:  ... | context | may belong to a stop | text of the newest token |
+    tail:        [ 1       | reach - 1            | any length               ]
+    """
 
     def __init__(self, tokenizer: Tokenizer, input_ids: Sequence[int], sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer

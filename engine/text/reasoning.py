@@ -240,15 +240,6 @@ class ReasoningReader:
         return rest
 
 
-# ---- Harmony format of gpt-oss: an answer is messages in channels.
-#
-# <|channel|>analysis<|message|>reasoning<|end|>
-# <|start|>assistant<|channel|>final<|message|>text<|return|>
-# <|start|>assistant<|channel|>commentary to=functions.NAME
-# <|constrain|>json<|message|>{...}<|call|>
-#
-# Source: openai/harmony, docs/format.md.
-
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 HEADS = (CHANNEL, "to=", *ENDS)  # beginnings of a header
@@ -313,6 +304,15 @@ class HarmonyReader:
 
     `names`: allowed functions. `answer`: reads messages of the final channel. `separates`: give out
     reasoning apart from text. `streams`: else reasoning is one part.
+
+    Harmony format of gpt-oss: an answer is messages in channels.
+
+    <|channel|>analysis<|message|>reasoning<|end|>
+    <|start|>assistant<|channel|>final<|message|>text<|return|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>{...}<|call|>
+
+    Source: openai/harmony, docs/format.md.
     """
 
     def __init__(

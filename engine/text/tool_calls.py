@@ -18,16 +18,7 @@ from engine.text.json_call import HeadedCall, JsonCall, PythonCall
 from engine.text.parts import Arguments, CallBegins, Part, PlainText, overlap
 from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
 
-# ---- Formats of tool calls, by SGLang's and vLLM's parser names.
-#
-# qwen25       text <tool_call>\n{...}\n</tool_call>\n<tool_call>...      (Qwen 2.5 and 3, Hermes)
-# llama3       {...}; {...}      or  text <|python_tag|>{...}; {...}        (Llama 3.1, 3.2, 3.3)
-# mistral      text [TOOL_CALLS] [{...}, {...}]  or  [TOOL_CALLS]NAME[ARGS]{...}
-# pythonic     [NAME(key=value), NAME()]
-# llama4       the same, or  text <|python_start|>[...]<|python_end|>
-# deepseekv3, deepseekv31, kimi_k2: a section of calls, the name before the arguments
-# glm45, qwen3_coder: <tool_call> with a tag for each argument (tagged_call.py)
-# array        [{...}, {...}]                                               (a forced call, any model)
+# ---- formats of tool calls
 
 
 class CallScanner(Protocol):
@@ -54,12 +45,21 @@ class CallScanner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How a model writes calls as JSON.
+    r"""How a model writes calls as JSON.
 
     `marker`: text before calls. `bare`: text that starts with it is calls. `bracket`: optional.
     `opener`: starts a call. `separator`: between calls, empty if the opener suffices. `fillers`:
     allowed after a call. `closer`: after the last. `trigger`, `begin`, `after_number`, `end`: the
     structural tag with NAME for the function's; empty if strict schemas are unsupported.
+
+    qwen25       text <tool_call>\n{...}\n</tool_call>\n<tool_call>...      (Qwen 2.5 and 3, Hermes)
+    llama3       {...}; {...}      or  text <|python_tag|>{...}; {...}        (Llama 3.1, 3.2, 3.3)
+    mistral      text [TOOL_CALLS] [{...}, {...}]  or  [TOOL_CALLS]NAME[ARGS]{...}
+    pythonic     [NAME(key=value), NAME()]
+    llama4       the same, or  text <|python_start|>[...]<|python_end|>
+    deepseekv3, deepseekv31, kimi_k2: a section of calls, the name before the arguments
+    glm45, qwen3_coder: <tool_call> with a tag for each argument (tagged_call.py)
+    array        [{...}, {...}]                                      (a forced call, any model)
     """
 
     scanner: Callable[[Schemas], CallScanner] = lambda _: JsonCall()

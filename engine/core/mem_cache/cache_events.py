@@ -146,21 +146,21 @@ def _branch(node: Node) -> Branch:
     return node.branch or TRUNK
 
 
-# ---- Usable prefixes of models with windows or recurrent states, for KV events.
-#
-# Pages without window or state stay in the tree, but are unusable. So a page is announced while a
-# usable prefix passes it; routers count consecutive ones. Prompts that branch off earlier find
-# less,
-# which events cannot express.
-#
-#   root -- page -- page -- page(state) -- page -- page    announced: the first three
-#      +--- page -- page                                   none announced
-#
-# Changes settle when events are taken, as windows come and go page by page.
+# ---- usable prefixes
 
 
 class UsablePrefixes(TreePart):
-    """Between the tree and its `events`, with its `states` or `windows`."""
+    """Usable prefixes of a tree with `states` or `windows`, as KV events.
+
+    Pages without window or state stay in the tree, but are unusable. So a page is announced while
+    a usable prefix passes it; routers count consecutive ones. Prompts that branch off earlier find
+    less, which events cannot express.
+
+      root -- page -- page -- page(state) -- page -- page    announced: the first three
+         +--- page -- page                                   none announced
+
+    Changes settle when events are taken, as windows come and go page by page.
+    """
 
     def __init__(self, events: CacheEvents, *, states: StateSlots | None, windows: WindowPages | None) -> None:
         assert states is not None or windows is not None

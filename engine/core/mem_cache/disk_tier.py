@@ -14,11 +14,7 @@ from dataclasses import dataclass
 from engine.core.mem_cache.page_allocator import KVIdentity, RequestKeys
 from engine.core.request import Request
 
-# ---- Index of page files, and their eviction.
-#
-# A write counts from its decision, a file until its reported deletion, and victims are deleted
-# before
-# the write: bytes on disk never exceed the limit.
+# ---- index of page files
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +57,11 @@ class DiskDone:
 
 
 class DiskIndex:
-    """Index of files in LRU order; delete `excess` first."""
+    """Index of files in LRU order; delete `excess` first.
+
+    A write counts from its decision, a file until its reported deletion, and victims are deleted
+    before the write: bytes on disk never exceed the limit.
+    """
 
     def __init__(self, *, max_bytes: int, file_bytes: int, files: Iterable[tuple[bytes, int]] = ()) -> None:
         self._max_bytes = max_bytes
@@ -160,17 +160,20 @@ class DiskIndex:
         assert self._writing <= set(self._sizes) and self._doomed <= self._writing
 
 
-# ---- States of host tier pages.
-#
-#     take             name                 pin
-# FREE ----> PINNED ---------> NAMED, IDLE ------> NAMED, PINNED     pinned: in use by a copy or
-#  ^           |  (nameless)      |    ^  <------                    file operation, perhaps of
-#  |  unpin    |                  |           unpin                  a step in flight
-#  +-----------+ <----------------+
-#                  evict (least recently used), forget
+# ---- host tier pages
 
 
 class HostPages:
+    """States of host tier pages.
+
+        take             name                 pin
+    FREE ----> PINNED ---------> NAMED, IDLE ------> NAMED, PINNED     pinned: in use by a copy or
+     ^           |  (nameless)      |    ^  <------                    file operation, perhaps of
+     |  unpin    |                  |           unpin                  a step in flight
+     +-----------+ <----------------+
+                     evict (least recently used), forget
+    """
+
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 1
         self.num_pages = num_pages

@@ -130,14 +130,7 @@ class PageAllocator:
             assert self._state.count(state) == expected
 
 
-# ---- Keys of whole KV pages: chained hashes of everything that decides their bytes.
-#
-#   seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)
-#   key[i] = H(key[i-1], tokens of page i)
-#
-# Equal keys mean equal KV, across processes. SHA-256 prevents deliberate collisions, which would
-# read
-# another client's KV.
+# ---- keys of pages
 
 
 class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +170,12 @@ class RequestKeys:
     """Cached page keys of requests.
 
     `run_id` separates processes: files outlive one, adapter numbers do not.
+
+      seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)
+      key[i] = H(key[i-1], tokens of page i)
+
+    Equal keys mean equal KV, across processes. SHA-256 prevents deliberate collisions, which would
+    read another client's KV.
     """
 
     def __init__(self, identity: KVIdentity, *, run_id: str) -> None:

@@ -87,14 +87,6 @@ class TreePart:
         """Raise AssertionError unless `node` has its data of this part."""
 
 
-# ---- Eviction order of prefix tree leaves (--radix-eviction-policy), as in SGLang.
-#
-# lru       least recently used first        mru   most recently used first
-# lfu       fewest requests first            fifo  oldest first
-# priority  lowest priority first            filo  newest first
-#
-# Ties go by LRU. The top of an emptied branch goes first.
-
 _RANKS: dict[str, Callable[[Node], Rank]] = {
     "lru": lambda node: (node.last_used, 0),
     "lfu": lambda node: (node.uses, node.last_used),
@@ -108,9 +100,14 @@ _FIRST = (-(1 << 62), 0)
 
 
 class EvictionOrder:
-    """Heap of evictable leaves with stale entries, removed lazily.
+    """Eviction order of prefix tree leaves (--radix-eviction-policy), as in SGLang.
 
-    A rank may change while locked, or before `note`.
+    lru       least recently used first        mru   most recently used first
+    lfu       fewest requests first            fifo  oldest first
+    priority  lowest priority first            filo  newest first
+
+    Ties go by LRU. The top of an emptied branch goes first. A heap, whose stale entries are removed
+    lazily: a rank may change while locked, or before `note`.
     """
 
     def __init__(self, policy: str) -> None:

@@ -96,22 +96,22 @@ def _gauges(tables: Sequence[dict[str, float]]) -> dict[str, float]:
     return totals
 
 
-# ---- Changes on all DP ranks or none: weights, adapters, profiles, pauses.
-#
-# sent to all --> all accepted: done
-#       \--> all rejected: rejected
-#       \--> some rejected: others undo it, then rejected, naming a rank
-#           \--> an undo fails: `lost`, the worker ends, because answers would depend on the rank
-#
-# Pauses are not undone: a rank only rejects one during another, which holds there.
+# ---- changes on all DP ranks or none
 
 _ADAPTERS = (LoadAdapter, UnloadAdapter)
 
 
 class RankChanges:
-    """Changes of the model on all ranks.
+    r"""Changes of the model on all ranks.
 
     `first`: initial model_path and weight_version. `lost`: why ranks differ.
+
+    sent to all --> all accepted: done
+          \--> all rejected: rejected
+          \--> some rejected: others undo it, then rejected, naming a rank
+              \--> an undo fails: `lost`, the worker ends, because answers would depend on the rank
+
+    Pauses are not undone: a rank only rejects one during another, which holds there.
     """
 
     def __init__(self, links: Sequence[SchedulerLink]) -> None:

@@ -78,16 +78,18 @@ def _every_s(request: web.BaseRequest) -> float:
     return max(value, EVERY_S)
 
 
-# ---- Internal requests for /health_generate and warm-up, through scheduler and model.
-#
-# Disaggregated roles use the fake bootstrap server, so no KV is transferred. An encoder worker
-# encodes a small image.
+# ---- internal requests
 
 IMAGE_TOKENS = 4
 
 
 async def compute_tokens(s: Services, count: int, *, name: str, timeout_s: float | None) -> None:
-    """Compute on every DP rank. Raises ApiError, TimeoutError."""
+    """Compute on every DP rank. Raises ApiError, TimeoutError.
+
+    Internal requests for /health_generate and warm-up, through scheduler and model. Disaggregated
+    roles use the fake bootstrap server, so no KV is transferred. An encoder worker encodes a small
+    image.
+    """
     await asyncio.gather(*(_compute(s, count, r, name=name, timeout_s=timeout_s) for r in range(s.leaders.num_ranks)))
 
 

@@ -31,11 +31,7 @@ from engine.text.sample import TextOutput
 from service.http.api_shapes import json_response, typed_event
 from service.http.errors import object_of
 
-# ---- A chat's answer as Anthropic's message, whole or as typed events. Pure.
-#
-# message_start, then per block content_block_start, content_block_delta ..., content_block_stop;
-# then
-# message_delta, message_stop
+# ---- an answer as a message
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 FULL = "model_context_window_exceeded"
@@ -47,6 +43,10 @@ class MessageShape:
 
     `reader`: makes readers of parts, None for plain text. `mint_id`: of tool calls.
     `fills_context`: the token limit is the context's.
+
+    A chat's answer as Anthropic's message, whole or as typed events. message_start, then per block
+    content_block_start, content_block_delta ..., content_block_stop; then message_delta,
+    message_stop
     """
 
     reader: Callable[[], PartReader] | None

@@ -107,9 +107,7 @@ async def _echo(s: Services, prompt: str | list[int], ids: list[int], *, with_pl
     return Echo(text, await asyncio.to_thread(places_of, tokenizer, ids, text) if with_places else ())
 
 
-# ---- POST /v1/chat/completions/render, /v1/completions/render: vLLM's /inference/v1/generate body.
-#
-# Routers choose a worker by the token ids. Nothing is computed.
+# ---- POST /v1/.../render
 
 # Our names of sampling parameters -> vLLM's.
 _NAMES = {
@@ -123,6 +121,10 @@ _AS_THEY_CAME = ("bad_words", "thinking_token_budget")
 
 
 async def render_chat_completion(request: web.BaseRequest) -> web.Response:
+    """POST /v1/chat/completions/render, /v1/completions/render: vLLM's /inference/v1/generate body.
+
+    Routers choose a worker by the token ids. Nothing is computed.
+    """
     s = request[SERVICES]
     body = await CHATS.read(request)
     plan = await plan_chat(s, body)

@@ -19,9 +19,7 @@ from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFo
 from engine.frontend.apis.shared.request import RequestFields
 from service.http.errors import ApiError, bad_field
 
-# ---- Conversation items as chat messages. Pure.
-#
-# An assistant's items (reasoning, text, calls) become one message.
+# ---- items as chat messages
 
 ROLES = ("user", "assistant", "system", "developer")
 IMAGE = "input_image"
@@ -29,7 +27,11 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def messages_of(items: Iterable[Item], *, field: str) -> list[ChatMessage]:
-    """`field`: of the items, for errors. Raises ApiError(400)."""
+    """`field`: of the items, for errors. Raises ApiError(400).
+
+    Conversation items as chat messages. An assistant's items (reasoning, text, calls) become one
+    message.
+    """
     messages: list[ChatMessage] = []
     for index, item in enumerate(items):
         _add(messages, item, f"{field}[{index}]")

@@ -21,18 +21,17 @@ from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
 from service.responses.items import item_id
 
-# ---- Output items of an answer, and their events. Pure.
-#
-# output_item.added, content_part.added, *_text.delta..., *_text.done, content_part.done,
-#   output_item.done                                      text, reasoning
-# output_item.added, function_call_arguments.delta..., function_call_arguments.done,
-#   output_item.done                                      a call
-
 Event = dict[str, Any]
 
 
 class OutputItems:
-    """Output items so far (`items`). `mint_id`: the `call_id` of calls without id."""
+    """Output items so far (`items`). `mint_id`: the `call_id` of calls without id.
+
+    output_item.added, content_part.added, *_text.delta..., *_text.done, content_part.done,
+      output_item.done                                      text, reasoning
+    output_item.added, function_call_arguments.delta..., function_call_arguments.done,
+      output_item.done                                      a call
+    """
 
     def __init__(self, response_id: str, *, mint_id: MintId) -> None:
         self.items: list[dict[str, Any]] = []
@@ -126,15 +125,12 @@ def _part(type: str) -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-# ---- Assigns tokens' logprobs to texts among reasoning and calls. Pure.
-#
-# A token belongs to the text in which its own text lies or starts.
-
-
 class TextLogprobs:
     """Logprobs of each text: `feed` text and tokens, `take` its logprobs.
 
     `only_text`: no other parts.
+
+    A token belongs to the text in which its own text lies or starts.
     """
 
     def __init__(self, *, only_text: bool) -> None:

@@ -139,13 +139,14 @@ def _names(type_: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(f.encode_name for f in msgspec.structs.fields(type_))
 
 
-# ---- Unknown fields inside body objects, such as `stream_options.foo`. Pure.
-#
-# Open types (`dict`, `Any`) are not checked.
+# ---- unknown fields inside objects
 
 
 def strict(body: type[msgspec.Struct], inside: Collection[str] = ()) -> Any:
-    """`body` without unknown fields, also in its fields `inside`."""
+    """`body` without unknown fields, also in its fields `inside`.
+
+    Open types (`dict`, `Any`) are not checked.
+    """
     return _strict(body, lambda field: field.name in inside, ())
 
 

@@ -329,17 +329,16 @@ class _Said(NamedTuple):
 _NOTHING = _Said(0, 0, 0, False)
 
 
-# ---- Non-streamed answers that may move: frames for the router, then the body.
-#
-# Short answers have no frames.
-
 FRAMES_EVERY_S = 0.25
 
 
 async def answer_framed(
     request: web.BaseRequest, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
 ) -> web.StreamResponse:
-    """Answer a request. `show`: makes the body. Raises ApiError before anything is sent."""
+    """Answer a request. `show`: makes the body. Raises ApiError before anything is sent.
+
+    Short answers have no frames.
+    """
     time_s = asyncio.get_running_loop().time
     answers, response = dict(generation.resumed), None
     frames, due_s = WholeFrames(begun, answers), time_s() + FRAMES_EVERY_S
