@@ -19,12 +19,7 @@ from engine.flags.speculation import drafts_by_model, rows_of_request
 from planner.memory import DrafterTime, plan_seconds
 from planner.step_time import Beside, StepTime
 
-# ---- A machine whose cores steps, transfers (copies) and HTTP share. Pure.
-#
-# Max-min fair, with workers perhaps bound to own cores. The end of work is fixed at its start:
-# later
-# work cannot delay it, but the owner's next work pays the lost time. So no core is used twice, and
-# events keep their order.
+# ---- a shared machine
 
 KEPT_S = 60.0  # older work overlaps no new work, as clocks differ by less than a step
 
@@ -53,6 +48,11 @@ class _Occupancy:
 class Host:
     """Cores of one machine; `cores` is None if workers have own machines. `home_cores`: bound to
     each.
+
+    A machine whose cores steps, transfers (copies) and HTTP share. Max-min fair, with workers
+    perhaps bound to own cores. The end of work is fixed at its start: later work cannot delay it,
+    but the owner's next work pays the lost time. So no core is used twice, and events keep their
+    order.
     """
 
     def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:

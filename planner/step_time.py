@@ -67,19 +67,18 @@ def shape_of(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
     )
 
 
-# ---- Data sheets of GPUs, dense, without sparsity; plans multiply them by an efficiency.
-#
-# NVIDIA A100 (80 GB SXM), L4, L40S, H100 (SXM5), H200 (SXM), HGX B200 (an eighth of the board; half
-# of "sparse"); AMD Instinct MI300X. `link_gb_s` assumes a 400 Gb/s port per GPU (A100: 200, L4 and
-# L40S: 100). `peer_gb_s`: one direction of NVLink (half of the data sheet), Infinity Fabric to
-# seven
-# others, or PCIe 4 x16 (L4, L40S).
+# ---- data sheets of GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A GPU's data sheet. `tflops`: dense bf16. `link_gb_s`: to other machines. `peer_gb_s`: within
     one. 1 GB = 10^9 bytes.
+
+    NVIDIA A100 (80 GB SXM), L4, L40S, H100 (SXM5), H200 (SXM), HGX B200 (an eighth of the board;
+    half of "sparse"); AMD Instinct MI300X. `link_gb_s` assumes a 400 Gb/s port per GPU (A100: 200,
+    L4 and L40S: 100). `peer_gb_s`: one direction of NVLink (half of the data sheet), Infinity
+    Fabric to seven others, or PCIe 4 x16 (L4, L40S).
     """
 
     name: str

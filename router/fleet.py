@@ -190,10 +190,6 @@ class _Fleet:
                     member.start_again()
 
 
-# ---- Messages between the processes of a router: pool changes, and counts for /metrics.
-#
-# Over unix sockets with a shared key; requests of peers are not forwarded again.
-
 KEY_HEADER = "X-Tandem-Sibling"
 SUMMED_GAUGES = (
     *("_inflight_requests", "_inflight_tokens", "_waiting_requests", "_assigned", "_active"),
@@ -202,6 +198,11 @@ SUMMED_GAUGES = (
 
 
 class PeerProcesses:
+    """Messages between the processes of a router: pool changes, and counts for /metrics.
+
+    Over unix sockets with a shared key; requests of peers are not forwarded again.
+    """
+
     def __init__(self, slot: ProcessSlot | None) -> None:
         self._slot = slot
         self._peers = UnixPeers(

@@ -190,17 +190,19 @@ class Forecast:
         return known
 
 
-# ---- The policy's choice among workers predicted to meet a request's SLO. Pure.
-#
-# First from the whole pool, else among those of `Policy.some` that meet it, else a worker with a
-# stale measurement, else the request is refused.
+# ---- choice within the SLO
 
 _NAMES = {"ttft": "the first token", "itl": "the time between tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One SLO. `what`: "ttft" or "itl". `size`: the request's tokens, or 1."""
+    """One SLO. `what`: "ttft" or "itl". `size`: the request's tokens, or 1.
+
+    The policy's choice among workers predicted to meet a request's SLO. First from the whole pool,
+    else among those of `Policy.some` that meet it, else a worker with a stale measurement, else the
+    request is refused.
+    """
 
     what: str
     wanted_s: float

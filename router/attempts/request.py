@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt
 
 
-# ---- The workers that failed one request, and those to try next. Pure.
-#
-# Other workers come first; after a failed join other bootstrap servers, each with `MAX_JOINS`
-# attempts. A failure that the request may have caused is tried once elsewhere: an answer blames the
-# first workers, another failure the request.
+# ---- failed workers
 
 MAX_JOINS = 2
 
@@ -40,6 +36,11 @@ def server_of(worker: Worker) -> Server | None:
 class FailedWorkers(msgspec.Struct):
     """Failures of one request: dead workers, errors of live ones, and `num_own` of these that the
     request may have caused.
+
+    The workers that failed one request, and those to try next. Other workers come first; after a
+    failed join other bootstrap servers, each with `MAX_JOINS` attempts. A failure that the request
+    may have caused is tried once elsewhere: an answer blames the first workers, another failure the
+    request.
     """
 
     last: CallFailed

@@ -28,12 +28,6 @@ from service.kv_events import (
     token_seed,
 )
 
-# ---- Blocks of a worker with its own hashes: keys come from token ids. Pure.
-#
-# Its blocks differ from those of our keys, so a block is a position in the run of its event, and
-# the
-# run keeps the hash chain (kv_events.py).
-
 MAX_BLOCKS = 1 << 20  # per worker; further ones are ignored
 
 
@@ -84,6 +78,12 @@ _UNKNOWN: _Block = (_Run(0), -1)
 
 
 class TokenBlocks:
+    """Blocks of a worker with its own hashes: keys come from token ids.
+
+    Its blocks differ from those of our keys, so a block is a position in the run of its event, and
+    the run keeps the hash chain (kv_events.py).
+    """
+
     def __init__(self, index: PrefixIndex, worker_id: int) -> None:
         self._index = index
         self._worker_id = worker_id

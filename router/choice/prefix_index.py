@@ -203,13 +203,7 @@ class PrefixIndex:
         yield from self._leaving
 
 
-# ---- Keys of prompt prefixes (service/kv_events.py). Pure.
-#
-# They hash the prompt's JSON text or token ids; without a tokenizer, only ids match workers'
-# events.
-# 16 kB cost 32 hashes (30 us). Prompts below a block (128 tokens) have no key: recomputing them
-# beats
-# any detour.
+# ---- keys of prompts
 
 MAX_KEYS = 4096  # per prompt: 2 MiB of text
 
@@ -227,7 +221,12 @@ def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
 
 
 def prompt_keys(parsed: ParsedBody) -> list[int]:
-    """Return a prompt's keys: of a batch of ids its first prompt, of a batch of texts all."""
+    """Return a prompt's keys: of a batch of ids its first prompt, of a batch of texts all.
+
+    They hash the prompt's JSON text or token ids; without a tokenizer, only ids match workers'
+    events. 16 kB cost 32 hashes (30 us). Prompts below a block (128 tokens) have no key:
+    recomputing them beats any detour.
+    """
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
     if parsed.api in CHATS:
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))

@@ -12,12 +12,6 @@ from router.pool.worker import Worker
 from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, write_header
 from service.kv_events import BLOCK_TOKENS
 
-# ---- Choice of hot prefixes to copy to a second worker, within a budget. Pure.
-#
-# Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it. A copy may overdraw
-# the
-# budget; the next waits until it is paid back.
-
 HOT_HITS = 6.0
 HALF_LIFE_S = 30.0
 PAUSE_S = 30.0  # between two copies of the same prefix
@@ -26,6 +20,12 @@ MAX_KEPT = 4096  # prefixes whose hits are counted
 
 
 class Replication:
+    """Choice of hot prefixes to copy to a second worker, within a budget.
+
+    Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it. A copy may overdraw
+    the budget; the next waits until it is paid back.
+    """
+
     def __init__(self, *, bytes_a_s: float) -> None:
         self._bytes_a_s = bytes_a_s
         self._hits: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # (hits, time), least recent first

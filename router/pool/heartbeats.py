@@ -25,13 +25,7 @@ from router.pool.worker import Worker
 from service.http.heartbeats import PATH, Beat, HeartbeatReader, NoHeartbeats
 from service.waiter import loop_time_s
 
-# ---- HTTP probes of one worker, and detection of its silence.
-#
-# A frozen process refuses no connection. Silence before a failed check only makes requests prefer
-# other workers. Streaming workers are never silent. Without heartbeats busy, silent workers are
-# probed every quarter of the limit.
-#
-#     last byte ---- probe ---- probe ---- probe ---- limit: its requests move
+# ---- probes
 
 BEATS = 4  # probes per silence limit
 ROUNDING_S = 0.001  # precision of timers
@@ -41,7 +35,14 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 @dataclass(slots=True, kw_only=True)
 class Prober:
-    """Probes. `on_silence(worker, silent)` is called repeatedly."""
+    """Probes. `on_silence(worker, silent)` is called repeatedly.
+
+    HTTP probes of one worker, and detection of its silence. A frozen process refuses no connection.
+    Silence before a failed check only makes requests prefer other workers. Streaming workers are
+    never silent. Without heartbeats busy, silent workers are probed every quarter of the limit.
+
+        last byte ---- probe ---- probe ---- probe ---- limit: its requests move
+    """
 
     session: aiohttp.ClientSession
     credentials: Credentials

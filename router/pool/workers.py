@@ -14,11 +14,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, Loads, Pool, Role, Way, Worker
 from service.http.errors import ApiError
 
-# ---- The models behind the router, and the model a request means. Pure.
-#
-# Workers with one base model form a group, whose adapters may differ. A worker that reports none
-# may
-# serve any. With one group workers check `model`; only an adapter's name narrows the choice.
+# ---- models of workers
 
 MAX_NAMES = 1024  # per worker
 
@@ -37,7 +33,11 @@ class UnknownModel(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Served models: `bases`, `names` with adapters, `owners` name -> bases."""
+    """Served models: `bases`, `names` with adapters, `owners` name -> bases.
+
+    Workers with one base model form a group, whose adapters may differ. A worker that reports none
+    may serve any. With one group workers check `model`; only an adapter's name narrows the choice.
+    """
 
     bases: Names = ()
     names: Names = ()

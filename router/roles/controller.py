@@ -191,15 +191,7 @@ def _why_unknown(workers: Sequence[Seen], pools: dict[Role, list[Seen]]) -> str:
     return ""
 
 
-# ---- Workers' demand, counted in workers, by their reports. Pure.
-#
-#     prefill   seconds of prompts arriving per second + seconds of queued prompts / --auto-roles-ttft
-#     decode    max of: KV held and requested / capacity, requests / --max-running-requests,
-#               ITL / --auto-roles-itl
-#
-# Prefill's is offered load plus workers to clear the queue within the SLO. Smoothed over
-# `window_s`,
-# arrivals and prefill speed for longer, as prompts vary.
+# ---- demand of workers
 
 WINDOW_SHARE = 1 / 3  # smoothing window as share of --auto-roles-sustain
 SPEED_WINDOWS = 6.0  # windows to measure the speed of prefill
@@ -225,7 +217,17 @@ class _Trend:
 
 @dataclass(slots=True)
 class Gauge:
-    """Demands at regular calls of `read`."""
+    """Demands at regular calls of `read`.
+
+    Workers' demand, counted in workers, by their reports.
+
+      prefill   seconds of prompts arriving per second + seconds of queue / --auto-roles-ttft
+      decode    max of: KV held and requested / capacity, requests / --max-running-requests,
+                ITL / --auto-roles-itl
+
+    Prefill's is offered load plus workers to clear the queue within the SLO. Smoothed over
+    `window_s`, arrivals and prefill speed for longer, as prompts vary.
+    """
 
     flags: AutoRolesFlags
     window_s: float = field(init=False)
