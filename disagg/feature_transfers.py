@@ -29,19 +29,20 @@ from transfer_backends.contract import KVArgs, RecomputeRequest, Work
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.prefill.manager import PrefillManager
 
-# ---- Image features that an encoder worker computes for others, once per image.
-#
-#   take -> WAITING -- no other request encodes its image --> COMPUTING, by Outgoing as a prompt:
-#       in the tree: locked there, and sent; else a request, encoded by a step
-#
-# An image is a request with its key for tokens (engine/images.py), so the prefix tree caches
-# features.
-
 PAD_ID = 0  # pads an image to whole pages
 
 
 class FeatureServer:
-    """Owner of peers' requests, until no operation reads their pages."""
+    """Owner of peers' requests, until no operation reads their pages.
+
+    Image features that an encoder worker computes for others, once per image.
+
+      take -> WAITING -- no other request encodes its image --> COMPUTING, by Outgoing as a prompt:
+          in the tree: locked there, and sent; else a request, encoded by a step
+
+    An image is a request with its key for tokens (engine/images.py), so the prefix tree caches
+    features.
+    """
 
     def __init__(self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, bounds: Bounds) -> None:
         self._scheduler = scheduler

@@ -26,11 +26,7 @@ from transfer_backends.contract import ABORTED_BY_DECODE, Gate, PeerPath, Recomp
 from transfer_backends.ports import KVSender
 from transfer_backends.rooms import KVPoll
 
-# ---- Sender's record of a request's hand-over; the receiver's is in disagg/incoming.py.
-#
-#     WAITING (for pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
-#
-# A record stays ENDING until no operation reads its pages.
+# ---- record of a hand-over
 
 
 class HandoverStage(Enum):
@@ -61,6 +57,12 @@ class PrefillHandover:
     - moves_bytes: False for a fake transfer, without metadata row
     - last_pages: sent with the last chunk, at `last_sent_s`
     - tail: extra state after the last page; checksum: of pages and tail
+
+    Sender's record of a request's hand-over; the receiver's is in disagg/incoming.py.
+
+        WAITING (for pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
+
+    A record stays ENDING until no operation reads its pages.
     """
 
     request: Request
@@ -110,12 +112,7 @@ class Senders(Protocol):
     def close(self) -> None: ...
 
 
-# ---- Order in which pages and metadata of a prompt leave. Pure: senders move the bytes.
-#
-# whole pages    when their chunk is computed, if they are many; the rest with the last chunk
-# layer by layer when their chunk is launched, gated: the manager posts each written layer group
-# tail           after the last chunk's pages: other memory (`Memory.tail`)
-# metadata row   last, so that nothing is complete before
+# ---- order of pages and metadata
 
 KEPT = 64  # transfers that the gauges look back on
 
@@ -156,7 +153,15 @@ SENT = ("kv_transfers", "kv_sent_bytes", "kv_skipped_bytes", "recomputed", "reco
 
 
 class PageSender:
-    """Computed prompts without a metadata row, and transfer gauges."""
+    """Computed prompts without a metadata row, and transfer gauges.
+
+    Order in which pages and metadata of a prompt leave. Pure: senders move the bytes.
+
+    whole pages    when their chunk is computed, if they are many; the rest with the last chunk
+    layer by layer when their chunk is launched, gated: the manager posts each written layer group
+    tail           after the last chunk's pages: other memory (`Memory.tail`)
+    metadata row   last, so that nothing is complete before
+    """
 
     def __init__(
         self,

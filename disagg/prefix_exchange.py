@@ -14,14 +14,17 @@ NOT_COPIED = refusal("the prefix did not come: its worker has it no more, or was
 OFF = "this worker sends no prefixes (--prefix-fetch)"
 
 
-# ---- Prefixes sent by a prefill worker to another one, from its tree without computation.
-#
-#   take --locked, settled--> Outgoing, as a computed prompt --> unlocked after the last read
-#
-# Missing or excess prefixes are refused at once: the other worker computes them.
+# ---- sent prefixes
 
 
 class PrefixServer:
+    """Prefixes sent by a prefill worker to another one, from its tree without computation.
+
+      take --locked, settled--> Outgoing, as a computed prompt --> unlocked after the last read
+
+    Missing or excess prefixes are refused at once: the other worker computes them.
+    """
+
     def __init__(self, *, scheduler: Scheduler, manager: Senders, pages: PageSender) -> None:
         self._scheduler = scheduler
         self._manager = manager

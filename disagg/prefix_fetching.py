@@ -32,13 +32,6 @@ from engine.messages import GenerateRequest, PrefixSource
 from transfer_backends.contract import Route, Work
 from transfer_backends.rooms import RoomInUse
 
-# ---- Decision to fetch a prefix or compute it, and the maximum wait. Pure.
-#
-#   fetch      latency of recent small fetches + bytes / bandwidth of recent large ones
-#   compute    tokens * time per token of recent prompts of about this length (a power of two)
-#
-# Fetches are forgotten after `MEMORY_S`: a slow link gets another try.
-
 ASSUMED_BYTES_A_S = 1e9  # before the first fetch: TCP on a good network, or a copy inside a small machine
 ASSUMED_LATENCY_S = 0.01
 LARGE_BYTES = 4 << 20  # a smaller fetch is dominated by latency
@@ -50,6 +43,14 @@ KEPT = 32
 
 
 class FetchPolicy:
+    """Decision to fetch a prefix or compute it, and the maximum wait.
+
+      fetch      latency of recent small fetches + bytes / bandwidth of recent large ones
+      compute    tokens * time per token of recent prompts of about this length (a power of two)
+
+    Fetches are forgotten after `MEMORY_S`: a slow link gets another try.
+    """
+
     def __init__(self, *, token_bytes: float) -> None:
         self._token_bytes = token_bytes
         self._fetches = _Rate(memory_s=MEMORY_S)

@@ -5,18 +5,21 @@ from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-# ---- State of a transfer: KVPoll and its transitions. Pure.
-#
-# Names and values are SGLang's (`disaggregation/base/conn.py`); ranks agree on the minimum.
-#
-#     Bootstrapping --> WaitingForInput --> Transferring --> Success
-#           |                 |                  |
-#           +-----------------+------------------+---------> Failed
+# ---- state of a transfer
 
 RoomKey = tuple[int, int]  # (bootstrap_room, room_attempt)
 
 
 class KVPoll(IntEnum):
+    """State of a transfer: KVPoll and its transitions.
+
+    Names and values are SGLang's (`disaggregation/base/conn.py`); ranks agree on the minimum.
+
+        Bootstrapping --> WaitingForInput --> Transferring --> Success
+              |                 |                  |
+              +-----------------+------------------+---------> Failed
+    """
+
     Failed = 0
     Bootstrapping = 1
     WaitingForInput = 2

@@ -174,15 +174,7 @@ def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-# ---- Plan of extra-state bytes between ranks with different TP. Pure.
-#
-# Items (a request's state, say) are cut differently per TP size; a rank's parts are contiguous:
-#
-#   model      | layer 0: q | k | v | heads | layer 1: q | k | v | heads |
-#   rank 0     | q0 | k0 | v0 | heads 0 | q0 | k0 ...   extents: [q0], [k0], [v0 with heads 0], ...
-#
-# A pair exchanges common bytes in few strips. The source with most of them serves, for few
-# connections.
+# ---- extra states of ranks with different TP
 
 
 class Strip(NamedTuple):
@@ -193,7 +185,17 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideShard:
-    """Part of each item that a pair exchanges; `whole` includes padding and merges neighbours."""
+    """Part of each item that a pair exchanges; `whole` includes padding and merges neighbours.
+
+    Plan of extra-state bytes between ranks with different TP. Items (a request's state, say) are
+    cut differently per TP size; a rank's parts are contiguous:
+
+     model      | layer 0: q | k | v | heads | layer 1: q | k | v | heads |
+     rank 0     | q0 | k0 | v0 | heads 0 | q0 | k0 ...   extents: [q0], [k0], [v0 with heads 0], ...
+
+    A pair exchanges common bytes in few strips. The source with most of them serves, for few
+    connections.
+    """
 
     pool: int
     pair: Pair

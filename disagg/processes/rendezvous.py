@@ -24,12 +24,7 @@ from engine.parallel.rendezvous import PROOF_S, RETRY_S, RendezvousError, dial, 
 from service.flags import ConfigError, option_of
 from service.process.message_stream import ChannelClosed, MessageStream
 
-# ---- Messages between machines of a group, over one permanent connection per node to node 0.
-#
-#     node -> 0:   NodeHello (version, number, flags)
-#     0 -> node:   NodeWelcome once all are there, or NodeRefused; NodeBye at the end
-#
-# End of file without NodeBye: the other machine's part has ended.
+# ---- messages
 
 
 class _Frame(msgspec.Struct, frozen=True, tag=True):
@@ -37,7 +32,15 @@ class _Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeHello(_Frame, frozen=True):
-    """First message; nodes of higher numbers connect to `port`."""
+    """First message; nodes of higher numbers connect to `port`.
+
+    Messages between machines of a group, over one permanent connection per node to node 0.
+
+        node -> 0:   NodeHello (version, number, flags)
+        0 -> node:   NodeWelcome once all are there, or NodeRefused; NodeBye at the end
+
+    End of file without NodeBye: the other machine's part has ended.
+    """
 
     version: str
     node: int

@@ -34,13 +34,12 @@ from transfer_backends.wire import (
     layout_of,
 )
 
-# ---- Prefill's reports about rooms. Pure.
-#
-# Reports of an earlier write try are counted and dropped: they end neither transfer nor exposure.
-
 
 class Statuses:
-    """Handlers; each raises `PeerProtocolError`, changing nothing."""
+    """Handlers; each raises `PeerProtocolError`, changing nothing.
+
+    Reports of an earlier write try are counted and dropped: they end neither transfer nor exposure.
+    """
 
     def __init__(self, rooms: DecodeRooms, counters: dict[str, int]) -> None:
         self._rooms = rooms

@@ -67,16 +67,17 @@ class DecodeRoom(Room):
         self.looking, self.retry.at_s = False, None
 
 
-# ---- Queue of look-ups at each bootstrap server. Pure.
-#
-# A server that hangs holds a thread until timeout; `MAX_LOOKUPS_A_SERVER` leaves threads for
-# others.
+# ---- look-ups
 
 MAX_LOOKUPS_A_SERVER = 4
 
 
 class LookUpLine:
-    """Tables by server, only while a look-up is in flight."""
+    """Tables by server, only while a look-up is in flight.
+
+    A server that hangs holds a thread until timeout; `MAX_LOOKUPS_A_SERVER` leaves threads for
+    others.
+    """
 
     def __init__(self) -> None:
         self._under_way: Counter[str] = Counter()

@@ -52,10 +52,6 @@ def trial_pieces(mine: Region, theirs: Region, *, max_piece_bytes: int = GPU_BYT
     )
 
 
-# ---- GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU.
-#
-# Machines of one NVLink fabric can map it, unlike memory of cudaMalloc.
-
 ALLOCATOR = "nvlink_allocator.so"
 WITH_FABRIC = 1  # the probe's result for cuMemCreate with a fabric handle
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -66,7 +62,11 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class FabricMemory:
-    """Raises BackendUnavailable without Mooncake's allocator."""
+    """Raises BackendUnavailable without Mooncake's allocator.
+
+    GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU. Machines of
+    one NVLink fabric can map it, unlike memory of cudaMalloc.
+    """
 
     def __init__(self, context: CudaContext, *, library: str | None = None) -> None:
         try:

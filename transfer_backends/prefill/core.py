@@ -20,16 +20,16 @@ from transfer_backends.prefill.rooms import Outbox, PrefillRoom, PrefillRooms
 from transfer_backends.rooms import KVPoll, PeerProtocolError
 from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo
 
-# ---- End of engine operations. Pure.
-#
-# After a failed write prefill writes everything again (`transfer_retries`), once nothing of the
-# last
-# try can land (paths.py). Results of earlier tries are dropped (docs/design/handover.md).
-
 PROGRESS_EVERY_S = 0.25  # each report wakes threads of both sides during a step
 
 
 class Completions:
+    """End of engine operations.
+
+    After a failed write prefill writes everything again (`transfer_retries`), once nothing of the
+    last try can land (paths.py). Results of earlier tries are dropped (docs/design/handover.md).
+    """
+
     def __init__(
         self,
         rooms: PrefillRooms,
