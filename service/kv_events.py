@@ -156,14 +156,7 @@ def read_message(frames: Sequence[bytes], decode: Decode = decode_events) -> tup
     return read_seq(frames[1]), decode(frames[2])
 
 
-# ---- Keys of prompt prefixes, alike in routers and workers, so that KV events match. Pure.
-#
-#     link[-1] = H(seed)     link[i] = H(link[i - 1], next BLOCK_BYTES of the prompt)
-#     key = first 8 bytes of a link
-#
-# Token ids are four bytes, little-endian. A page has the key of H(last link before its end, bytes
-# after it), so a block's last page has the block's. The lowest bit is 1 at a block's end. SHA-1 is
-# hashlib's fastest; collisions only misroute their own client.
+# ---- keys of prompts
 
 BLOCK_BYTES = 512
 TOKEN_BYTES = 4
@@ -175,6 +168,15 @@ _sha1 = hashlib.sha1
 
 
 def open_chain(seed: bytes) -> bytes:
+    """Keys of prompt prefixes, alike in routers and workers, so that KV events match.
+
+        link[-1] = H(seed)     link[i] = H(link[i - 1], next BLOCK_BYTES of the prompt)
+        key = first 8 bytes of a link
+
+    Token ids are four bytes, little-endian. A page has the key of H(last link before its end, bytes
+    after it), so a block's last page has the block's. The lowest bit is 1 at a block's end. SHA-1
+    is hashlib's fastest; collisions only misroute their own client.
+    """
     return _sha1(seed, usedforsecurity=False).digest()
 
 

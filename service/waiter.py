@@ -83,18 +83,17 @@ class Pauses:
             waiter.wake()
 
 
-# ---- Thread pools for work that would block an event loop.
-#
-# One call into C keeps the interpreter, so it must be short for the longest input; in between the
-# loop gets it within `SWITCH_S`.
-
 SWITCH_S = 0.0005  # Python's default of 5 ms, times 16 streams, would show in ITL
 
 T = TypeVar("T")
 
 
 class Aside:
-    """Runs work below `inline` in the loop, from `huge` on in a separate pool."""
+    """Runs work below `inline` in the loop, from `huge` on in a separate pool.
+
+    Thread pools for work that would block an event loop. One call into C keeps the interpreter, so
+    it must be short for the longest input; in between the loop gets it within `SWITCH_S`.
+    """
 
     def __init__(self, name: str, *, inline: int, huge: int, threads: int = 1) -> None:
         self._inline = inline

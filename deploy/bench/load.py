@@ -99,15 +99,15 @@ async def _open_loop(one: One, requests: Sequence[BenchRequest], *, started_at: 
             group.create_task(one(request))
 
 
-# ---- Sends and times one OpenAI request. Errors are counted, not raised.
-#
-# Tokens are the server's `usage`, else text events.
-
 DETAIL_CHARS = 300
 
 
 class Target:
-    """A server under test; requests share `session`."""
+    """A server under test; requests share `session`.
+
+    Sends and times one OpenAI request. Errors are counted, not raised. Tokens are the server's
+    `usage`, else text events.
+    """
 
     def __init__(self, url: str, *, session: aiohttp.ClientSession, config: BenchConfig, model: str) -> None:
         self._endpoint = url.rstrip("/") + ("/v1/chat/completions" if config.api == "chat" else "/v1/completions")

@@ -15,11 +15,7 @@ import msgspec
 from deploy.bench.config import BenchConfig
 from service.flags import ConfigError
 
-# ---- Reader of traces in Mooncake's format (FAST'25): JSON lines, perhaps gzipped.
-#
-# `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (prefix-chained blocks of
-# 512
-# tokens: equal ids at equal positions are a shared prefix).
+# ---- traces in Mooncake's format
 
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -35,7 +31,12 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: str) -> list[TraceEntry]:
-    """Return all entries. Raises ConfigError."""
+    """Return all entries. Raises ConfigError.
+
+    Reader of traces in Mooncake's format (FAST'25): JSON lines, perhaps gzipped. `timestamp` (ms),
+    `input_length`, `output_length` (tokens), `hash_ids` (prefix-chained blocks of 512 tokens: equal
+    ids at equal positions are a shared prefix).
+    """
     try:
         data = Path(path).read_bytes()
         text = gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data

@@ -147,12 +147,7 @@ def seconds_of(text: str, name: str) -> float | None:
     return value_s if 0.0 < value_s < math.inf else None
 
 
-# ---- Owners of request names: a `rid` belongs to the key that sent it.
-#
-#     router -> worker   CALLER_HEADER: digest of the client's key, or NO_KEY
-#
-# Routers use a key of their own, so name the owner; without the header it is the request's key. A
-# digest is as secret as its key.
+# ---- owners of request names
 
 CALLER_HEADER = "X-Tandem-Caller"
 NO_KEY = "-"  # names shared by all
@@ -160,6 +155,13 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def caller_header(request: web.BaseRequest) -> dict[str, str]:
+    """Owners of request names: a `rid` belongs to the key that sent it.
+
+        router -> worker   CALLER_HEADER: digest of the client's key, or NO_KEY
+
+    Routers use a key of their own, so name the owner; without the header it is the request's key. A
+    digest is as secret as its key.
+    """
     return {CALLER_HEADER: _own(request) or NO_KEY}
 
 

@@ -74,15 +74,18 @@ def invoked_path(body: bytes) -> str:
     raise ApiError(400, f"the body fits no API: it needs one of {', '.join(_PATHS)}", code="unknown_body")
 
 
-# ---- Routes that need a model with a special head, and alternatives.
-#
-# 404, as OpenAI's SDK would retry a 501.
+# ---- models with special heads
 
 EMBEDDINGS = "/v1/embeddings makes vectors to compare"
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
+    """Routes that need a model with a special head, and alternatives.
+
+    404, as OpenAI's SDK would retry a 501.
+    """
+
     needs: str
     instead: str
 

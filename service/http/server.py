@@ -283,10 +283,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
 _log.addFilter(_is_ours)
 
 
-# ---- Writes of events from the callback that receives them, as waking the request's task would
-# double
-# their cost.
-
 MAX_UNDRAINED_BYTES = 60_000  # aiohttp drains above 64 KiB
 
 
@@ -295,6 +291,7 @@ class DirectWrites:
 
     The task resumes at the end, on errors, and if a write may have to drain, which a callback
     cannot.
+
     """
 
     def __init__(

@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from service.flags import ConfigError, FlagSet, flag
 from service.security.browser import Address, AllowedAddresses
 
-# ---- Public Internet addresses. Pure.
-#
-# By IANA's special addresses (RFC 6890), as `is_global` of `ipaddress` varies; also without
-# multicast, IPv4 translations and tunnels, and a cloud service in public space.
-
 _UNICAST = ipaddress.ip_network("2000::/3")  # all assigned IPv6; excludes mapped IPv4 and NAT64 (64:ff9b::/96)
 _SPECIAL = tuple(
     map(
@@ -28,7 +23,11 @@ _SPECIAL = tuple(
 
 
 def is_public(address: Address) -> bool:
-    """Return whether it is public. Not for IPv4 inside IPv6, which may be any host."""
+    """Return whether it is public. Not for IPv4 inside IPv6, which may be any host.
+
+    By IANA's special addresses (RFC 6890), as `is_global` of `ipaddress` varies; also without
+    multicast, IPv4 translations and tunnels, and a cloud service in public space.
+    """
     if isinstance(address, ipaddress.IPv6Address) and address not in _UNICAST:
         return False
     return not any(address in network for network in _SPECIAL)

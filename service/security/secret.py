@@ -83,14 +83,7 @@ def _vouched_text(host: str, port: int, rooms: Sequence[int]) -> bytes:
     return "\n".join([host, str(port), *map(str, rooms)]).encode()
 
 
-# ---- Signed HTTP calls in a cluster: replay-safe, without synchronized clocks. Pure.
-#
-#     call without or with an old challenge  -> 401 and `X-Cluster-Challenge: C`
-#     call with `X-Cluster-Auth: C:N:MAC`    -> served; the answer carries `X-Cluster-Auth: MAC`
-#
-# Challenge C changes every `PERIOD_S` and at each start; the last two are valid. Nonce N is
-# accepted
-# once. A call's MAC covers C, N, method, path with query, body; an answer's N, status, body.
+# ---- signed HTTP calls
 
 AUTH_HEADER = "X-Cluster-Auth"
 CHALLENGE_HEADER = "X-Cluster-Challenge"
@@ -118,7 +111,17 @@ class Verdict(Enum):
 
 
 class Verifier:
-    """The server's side, of one start."""
+    """The server's side, of one start.
+
+    Signed HTTP calls in a cluster: replay-safe, without synchronized clocks.
+
+        call without or with an old challenge  -> 401 and `X-Cluster-Challenge: C`
+        call with `X-Cluster-Auth: C:N:MAC`    -> served; the answer carries `X-Cluster-Auth: MAC`
+
+    Challenge C changes every `PERIOD_S` and at each start; the last two are valid. Nonce N is
+    accepted once. A call's MAC covers C, N, method, path with query, body; an answer's N, status,
+    body.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive(secret, "http calls")

@@ -75,10 +75,7 @@ OPERATIONS = {
 }
 
 
-# ---- Log lines as text or JSON, with the request id of the task or `extra=about(...)`.
-#
-# {"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", ...
-#  "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
+# ---- log lines
 
 FORMATS = ("text", "json")
 _ABOUT = "about"
@@ -104,6 +101,12 @@ def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]
 
 
 class JsonFormatter(logging.Formatter):
+    """Log lines as text or JSON, with the request id of the task or `extra=about(...)`.
+
+    {"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", ...
+     "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
+    """
+
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process

@@ -13,11 +13,7 @@ from service.flags import ConfigError
 from service.telemetry.context import TraceParent
 from service.telemetry.records import Exporter, Record, Span
 
-# ---- Export to an OpenTelemetry collector (OTLP over HTTP) by the gen_ai conventions.
-#
-# https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the
-# extra
-# `otel`. A thread sends batches; spans are dropped while the collector is away.
+# ---- OpenTelemetry
 
 DEFAULT_ENDPOINT = "http://localhost:4318"
 PATH = "/v1/traces"
@@ -47,7 +43,12 @@ def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Export
 
 
 class OtlpExporter(Exporter):
-    """Exporter to a collector, under the service.name tandem-PROCESS."""
+    """Exporter to a collector, under the service.name tandem-PROCESS.
+
+    Export to an OpenTelemetry collector (OTLP over HTTP) by the gen_ai conventions.
+    https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the
+    extra `otel`. A thread sends batches; spans are dropped while the collector is away.
+    """
 
     exports = True
 
@@ -118,19 +119,20 @@ def _attributes(record: Record) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value}
 
 
-# ---- Records as Chrome's trace event format, for https://ui.perfetto.dev. Pure.
-#
-# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Workers and
-# routers
-# are processes, requests threads, overlapping stages further ones. Arrows lead from a router's call
-# to the worker.
+# ---- Chrome's trace event format
 
 _ORDER = {"router": 0, "prefill": 1, "decode": 2}
 Lane = list[Span]
 
 
 def trace_file(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the content, in microseconds from the first start."""
+    """Return the content, in microseconds from the first start.
+
+    Records as Chrome's trace event format, for https://ui.perfetto.dev.
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Workers and
+    routers are processes, requests threads, overlapping stages further ones. Arrows lead from a
+    router's call to the worker.
+    """
     origin_s = min((record.start_s for record in records), default=0.0)
     calls = {(r.request_id, call.attributes["url.full"]): call for r in records for call in _upstream_calls(r)}
     drawing = _Drawing(origin_s)
