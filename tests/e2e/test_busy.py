@@ -3,7 +3,6 @@ lets it go."""
 
 import asyncio
 import contextlib
-import os
 import random
 import re
 import time
@@ -18,8 +17,8 @@ import pytest
 from tests.e2e.client import generate, session
 from tests.e2e.cluster import READY_S, Started, tandem, wait_until
 from tests.e2e.workload import recall_body
+from tools.faults.switches import switched
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ("--health-check-interval-secs=0.2", "--health-check-timeout-secs=2", "--health-failure-threshold=1")
 DOWN_S = 2.2  # by these flags a worker that answers no check is down after so long
 HELD_S = 3 * DOWN_S
@@ -43,12 +42,10 @@ class Pd:
 @pytest.fixture(scope="module")
 def pd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pd]:
     folder = tmp_path_factory.mktemp("busy")
-    inject = os.pathsep.join([str(ROOT / "tools" / "faults" / "inject"), str(ROOT)])
-    switched = {"TANDEM_FAULTS_DIR": str(folder), "PYTHONPATH": inject}
     serve = ("serve", "--port", "0", "--max-total-tokens", "16384", "--decode-log-interval", "4")
     prefill = ("--disaggregation-mode=prefill", "--disaggregation-bootstrap-port=0", f"--watchdog-timeout={STALLED_S}")
     with contextlib.ExitStack() as stack:
-        p = stack.enter_context(tandem(folder / "prefill", *serve, *prefill, env=switched))
+        p = stack.enter_context(tandem(folder / "prefill", *serve, *prefill, env=switched(folder)))
         d = stack.enter_context(tandem(folder / "decode", *serve, "--disaggregation-mode=decode"))
         asked = ("router", "--port", "0", "--pd-disaggregation", "--prefill", p.url, "--decode", d.url, *CHECKS)
         r = stack.enter_context(tandem(folder / "router", *asked))

@@ -36,9 +36,9 @@ from planner.study import Study, study_of
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item
 from tests.engine.ranks.ranks_in_process import ranks
+from tests.models.recall_drafters import build
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.planner.planned import STEP_TIME, assert_at_rest, cluster, request_at
-from tools.recall.drafters import build
 
 FOREVER = float("inf")
 FREE = Fitted(

@@ -15,7 +15,6 @@ cut, is the layout's:
                 (`rig_on_machines.py`)
 """
 
-import os
 from collections.abc import Mapping
 
 import httpx2 as httpx
@@ -24,8 +23,9 @@ import psutil
 from deploy.launcher.probe import free_ports
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import CHILDREN, Layout, Size, Victim
-from tools.faults.household import ROOT, Household, State
+from tools.faults.household import Household, State
 from tools.faults.network import LOOPBACK, Link, Network
+from tools.faults.switches import switched
 
 WORKERS = ("prefill", "decode")
 POOL_TOKENS = 8192
@@ -86,15 +86,11 @@ class Rig:
 
     def begin(self, name: str) -> None:
         """Start a part at its address, the one that it always has."""
-        switched = {
-            "TANDEM_FAULTS_DIR": str(self._switches),
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tools" / "faults" / "inject"), str(ROOT)]),
-        }
         self.household.begin(
             name,
             self._command(name),
             url=f"http://{self._host(name)}:{self._port[name]}",
-            env={**(switched if role_of(name) in self.switched else {}), **self._env},
+            env={**(switched(self._switches) if role_of(name) in self.switched else {}), **self._env},
             health="/health" if name == "bootstrap" else None,
             before=self._before(name),
         )

@@ -5,7 +5,7 @@ How a phase is held, without a sleep and without touching production code:
     bootstrapping   decode's look-up link is clogged: prefill has the requests, no handshake can end
     waiting         one request that may fill decode's pool runs (`Hog`); the handshakes are done (the look-ups were
                     answered), and decode has no pages to give
-    transferring    the switch around prefill's engine holds the writes (`inject/sitecustomize.py`)
+    transferring    the switch around prefill's engine holds the writes (`switches.py`)
     decoding        long answers; every stream has had its first tokens
 
 The fault comes when `/check` of both workers (or the streams) show the phase; the hold ends once the fault is complete

@@ -3,7 +3,7 @@
 Layer 0 is Gated DeltaNet: its convolution brings the word before, whose name it adds to `before`. So a token is right only if the state
 is that of the tokens before it. The other layers are those of `recall-wide`, all gates open; norms add 1 to their weights.
 
-The MTP layer looks up as the drafters of `recall-wide` do (tools/recall/drafters.py): a lost hidden state is a wrong draft.
+The MTP layer looks up as the drafters of `recall-wide` do (tests/models/recall_drafters.py): a lost hidden state is a wrong draft.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ from tests.e2e.client import session, text_of
 from tests.e2e.cluster import POLL_S, SETTLE_S, Started, several, tandem
 from tests.e2e.failover.test_failover import KV, SLOW, Fleet, busy, events_of, failovers, kill
 from tests.e2e.workload import recall_prompt
-from tools.recall.drafters import build
+from tests.models.recall_drafters import build
 from tools.recall.oracle import continuation
 
 NEW, FAULT_AFTER = 150, 4  # tokens; events, of up to five tokens each

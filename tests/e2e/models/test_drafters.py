@@ -1,6 +1,6 @@
 """Drafters through two workers: the first step behind a hand-over accepts as many as a unified worker's, whatever crosses how.
 
-The drafters are right (tools/recall/drafters.py), and read the model's hidden states: the first draft needs the one before the last token
+The drafters are right (tests/models/recall_drafters.py), and read the model's hidden states: the first draft needs the one before the last token
 of the prompt, which lies in the tail of a page.
 """
 
@@ -20,8 +20,8 @@ from tests.e2e.two_engines import System, disaggregated, run, unified
 from tests.e2e.workload import recall_prompt
 from tests.engine.drafts.drafters import Fared, always, fared
 from tests.engine.drafts.test_draft_trees import all_of_a_tree
+from tests.models.recall_drafters import build
 from tools.recall.build import build as build_model
-from tools.recall.drafters import build
 from tools.recall.oracle import continuation
 
 NEW = 40

@@ -20,9 +20,9 @@ from tests.engine.drafts.drafters import always, answers_to, engine_of, fared
 from tests.engine.drafts.test_eagle import NEW, PROMPTS, RIGHT
 from tests.engine.drafts.test_standalone_drafter import answers, by
 from tests.engine.engine_in_process import EngineInProcess
+from tests.models.recall_drafters import build
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.models.tiny_drafters import make_tiny_eagle
-from tools.recall.drafters import build
 
 TOPK, STEPS = 2, 4
 PROMPT = [20 + i * i % 11 for i in range(50)]

@@ -21,9 +21,9 @@ from tests.engine.drafts.drafters import always, answers_to, engine_of, fared, s
 from tests.engine.drafts.test_standalone_drafter import Answers, answers, ask_all
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.ranks_in_process import ranks
+from tests.models.recall_drafters import build
 from tests.models.tiny_checkpoints import HYBRIDS, make_tiny_checkpoint
 from tests.models.tiny_drafters import make_tiny_eagle
-from tools.recall.drafters import build
 from tools.recall.oracle import continuation
 
 KINDS = ("EAGLE", "EAGLE3")

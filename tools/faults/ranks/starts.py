@@ -13,11 +13,11 @@ from typing import Any
 
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.e2e.cluster import wait_until
-from tools.faults.household import ROOT, Household
+from tools.faults.household import Household
 from tools.faults.report import Rows, rank_parser
+from tools.faults.switches import switched
 
 DIST_TIMEOUT_S = 15.0
-SWITCHES = "TANDEM_FAULTS_DIR"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run(start: Start) -> dict[str, Any]:
             "worker",
             ["serve", *_flags(start, household.folder, taken.getsockname()[1])],
             url="",
-            env={SWITCHES: str(switches), "PYTHONPATH": f"{ROOT / 'tools/faults/inject'}:{ROOT}"},
+            env=switched(switches),
         )
         wait_until(lambda: not part.alive, within_s=4 * DIST_TIMEOUT_S, what="its end")
         took_s = time.monotonic() - began_s

@@ -1,7 +1,7 @@
 """Test-only: puts a switch around the transfer engine of each rank of a prefill worker.
 
-Python imports a module of this name at start when its folder is on PYTHONPATH, which only the fault tests put there; no
-production code knows of it. Switches are files in $TANDEM_FAULTS_DIR:
+Python imports `sitecustomize` at start, and `switched` puts one on PYTHONPATH that calls `install`; no production code knows
+of it. Switches are files in $TANDEM_FAULTS_DIR:
 
     hold    while it exists, writes of KV are accepted but not begun: they wait as behind a link that does not move
     fail    holds a number: that many of the next writes end as FAILED without having begun
@@ -17,6 +17,19 @@ Handshakes and fences (`probe`, `fence`) go to the engine as they are, so what f
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SWITCHES = "TANDEM_FAULTS_DIR"
+START = "from tools.faults.switches import install\n\ninstall()\n"
+
+
+def switched(folder: Path) -> dict[str, str]:
+    """Return the environment of a worker whose switches are files in `folder`."""
+    start = folder / "start"
+    start.mkdir(exist_ok=True)
+    (start / "sitecustomize.py").write_text(START)
+    return {SWITCHES: str(folder), "PYTHONPATH": os.pathsep.join([str(start), str(ROOT)])}
 
 
 def _install_engine(folder: Path) -> None:
@@ -35,20 +48,20 @@ def _install_engine(folder: Path) -> None:
         return left > 0
 
     class Op:
-        def __init__(self, peer, pieces):
+        def __init__(self, peer: Any, pieces: Any) -> None:
             self.peer, self.pieces, self.inner = peer, pieces, None
 
     class Switched:
-        def __init__(self, engine):
+        def __init__(self, engine: Any) -> None:
             self._engine = engine
 
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)
 
-        def post(self, peer, pieces):
+        def post(self, peer: Any, pieces: Any) -> Any:
             return Op(peer, pieces)
 
-        def poll(self, op):
+        def poll(self, op: Any) -> Any:
             if not isinstance(op, Op):
                 return self._engine.poll(op)
             if op.inner is None:
@@ -65,14 +78,14 @@ def _install_engine(folder: Path) -> None:
     registry.make_engine = lambda name, **options: Switched(make_engine(name, **options))
 
 
-def _install_steps(hold) -> None:
+def _install_steps(hold: Path) -> None:
     import time
 
     from engine.loop.pipeline import Pipeline
 
     advance = Pipeline.advance
 
-    def held(self, plan):
+    def held(self: Any, plan: Any) -> Any:
         while plan is not None and hold.exists():
             time.sleep(0.01)
         return advance(self, plan)
@@ -91,7 +104,7 @@ def _install_rank(folder: Path) -> None:
     from engine.ranks import build
     from engine.ranks.follower import RankRunner
 
-    def refuse(*args, **more):
+    def refuse(*args: Any, **more: Any) -> None:
         raise PermissionError(13, "Permission denied", "model.safetensors")
 
     if (folder / "unreadable").exists():
@@ -103,7 +116,7 @@ def _install_rank(folder: Path) -> None:
     run = RankRunner.run
     part = "decode" if '"disaggregation_mode":"decode"' in "".join(sys.orig_argv) else "prefill"
 
-    def held(self, plan):
+    def held(self: Any, plan: Any) -> None:
         while plan.items and (folder / f"{part}-rank-steps").exists():
             time.sleep(0.01)
         run(self, plan)
@@ -111,8 +124,9 @@ def _install_rank(folder: Path) -> None:
     RankRunner.run = held
 
 
-if "TANDEM_FAULTS_DIR" in os.environ:
-    folder = Path(os.environ["TANDEM_FAULTS_DIR"])
+def install() -> None:
+    """Install the switches of this process, a scheduler or a follower."""
+    folder = Path(os.environ[SWITCHES])
     if "disagg.processes.scheduler_process" in sys.orig_argv:
         _install_engine(folder)
         _install_steps(folder / "steps")
