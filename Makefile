@@ -235,7 +235,7 @@ triton-versions: $(STAMP) $(TRITON_VENV)/bin/python
 
 # After a change of routes or bodies; a test compares the page.
 api-table: $(STAMP)
-	$(BIN)/python -m tools.api_table.page
+	$(BIN)/python -m tools.api_table
 
 model-table: $(STAMP)
 	$(BIN)/python -m tests.e2e.models.zoo

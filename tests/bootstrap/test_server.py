@@ -4,47 +4,18 @@ import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import LONGEST_PAUSE_S, MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
-from bootstrap_server.registry import BootstrapConfig
 from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
 from tests.transfer.rig import until
 
 SECRET = b"open sesame"
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., BootstrapServer]]:
-    with contextlib.ExitStack() as stack:
-
-        def start(*, shared: bool = True, secret: bytes | None = None, port: int = 0, **config: Any) -> BootstrapServer:
-            server = BootstrapServer(BootstrapConfig(port=port, **config), shared=shared, secret=secret)
-            stack.callback(server.close)
-            server.start()
-            return server
-
-        yield start
-
-
-@pytest.fixture
-def register() -> Iterator[Callable[..., Registrar]]:
-    with contextlib.ExitStack() as stack:
-
-        def start(server_port: int, *args: Any, secret: bytes | None = None, **kwargs: Any) -> Registrar:
-            registrar = Registrar(f"127.0.0.1:{server_port}", worker(*args, **kwargs), secret=secret)
-            stack.callback(registrar.close)
-            registrar.start()
-            return registrar
-
-        yield start
 
 
 def fetch(port: int, method: str, path: str, body: Any = None, headers: Any = None) -> http.client.HTTPResponse:

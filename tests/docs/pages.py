@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.packages import ROOT
 
-WRITTEN = ROOT / "docs" / "api.md"  # by tools/api_table
+WRITTEN = ROOT / "docs" / "api.md"  # by tools/api_table.py
 PAGES = [
     ROOT / "README.md",
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "reports" not in path.parts and path != WRITTEN),

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks import peers, plan_error
 from benchmarks.report import KEPT, MEASURES, with_section
 from tests.packages import ROOT
-from tools.api_table import page as api_table
+from tools import api_table
 from tools.faults import report as faults
 from tools.fuzz.report import HEAD
 

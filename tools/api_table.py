@@ -1,4 +1,4 @@
-"""`make api-table`: writes docs/api.md from the routes and bodies of this tree and from anchors.json."""
+"""`make api-table`: writes docs/api.md from the routes and bodies of this tree and from api_anchors.json."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from router.config import RouterConfig
 from service.http.home import HOME, SHARED
 from service.http.routes import UNSERVED
 from tests.packages import ROOT
-from tools.api_table.anchors import ANCHORS
+from tools.api_anchors import ANCHORS
 
 PAGE = ROOT / "docs" / "api.md"
 INSIDE = "/generate sampling_params"

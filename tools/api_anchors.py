@@ -1,6 +1,6 @@
 """Reads the routes and the fields of bodies of SGLang and vLLM out of their wheels, by their syntax; nothing of them runs.
 
-python -m tools.api_table.anchors sglang-0.5.23-*.whl vllm-0.33.0-*.whl
+python -m tools.api_anchors sglang-0.5.23-*.whl vllm-0.33.0-*.whl
 """
 
 import ast
@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ANCHORS = Path(__file__).with_name("anchors.json")
+ANCHORS = Path(__file__).with_suffix(".json")
 METHODS = ("get", "post", "put", "delete", "patch")
 # Folders of a wheel with routes, and where the bodies of a path are: "file:Class, ..."
 ENTRYPOINTS = {"sglang": "sglang/srt/entrypoints/", "vllm": "vllm/entrypoints/"}

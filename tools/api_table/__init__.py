@@ -1,1 +1,0 @@
-"""docs/api.md: routes and fields beside those of SGLang and vLLM."""
