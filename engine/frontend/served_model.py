@@ -15,6 +15,7 @@ from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_confi
 from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.chat_template import ChatTemplate, load_chat_template
+from engine.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
 from service.http.errors import ApiError
@@ -41,6 +42,7 @@ class ServedModel:
     vocab_size: int
     context_length: int
     sampling_defaults: Mapping[str, float | int]
+    reasoning: ReasoningFormat | None
     info: Mapping[str, Any]
     lora: bool
     vision: VisionConfig | None = None
@@ -49,6 +51,10 @@ class ServedModel:
     @property
     def has_text(self) -> bool:
         return self.loaded_tokenizer is not None
+
+    @property
+    def generates(self) -> bool:
+        return self.head.kind == TOKENS
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -94,6 +100,7 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
         vocab_size=config.vocab_size,
         context_length=engine.context_length or config.max_position_embeddings,
         sampling_defaults=load_sampling_defaults(folder, vocab_size=config.vocab_size),
+        reasoning=REASONING_FORMATS.get(engine.reasoning_parser or ""),
         info={
             "model_path": path,
             "served_model_name": served_name,

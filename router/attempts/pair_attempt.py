@@ -18,7 +18,7 @@ from router.choice.prefix_sources import PrefixHeaders
 from router.client.upstream import Upstream
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
-from service.http.dp_rank import RANK_HEADER
+from service.http.guard import RANK_HEADER
 from service.security.secret import VOUCHER_HEADER, vouch
 from service.waiter import Waiter
 

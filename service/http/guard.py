@@ -147,6 +147,22 @@ def seconds_of(text: str, name: str) -> float | None:
     return value_s if 0.0 < value_s < math.inf else None
 
 
+# ---- the DP rank in a client's header, as in vLLM and SGLang
+
+RANK_HEADER = "x-data-parallel-rank"
+MAX_DIGITS = 9
+
+
+def rank_in(headers: Mapping[str, str]) -> int | None:
+    """Return the rank, if any. Raises ApiError(400)."""
+    text = headers.get(RANK_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise ApiError(400, f"{RANK_HEADER}: must be the number of a DP rank, got {text[:40]!r}", field=RANK_HEADER)
+    return int(text)
+
+
 # ---- owners of request names
 
 CALLER_HEADER = "X-Tandem-Caller"

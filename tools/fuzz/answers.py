@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.frontend.apis.chat.calls import GPT_OSS, Reading
+from engine.frontend.apis.chat.reading import GPT_OSS, Reading
 from engine.text import tool_calls
 from engine.text.parts import PartReader, PlainReader, WholeAnswer, joined
 from engine.text.reasoning import ENDS, HEADS, MESSAGE, REASONING_FORMATS, Opening, ReasoningFormat

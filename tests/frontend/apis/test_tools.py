@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage, template_messages
-from engine.frontend.apis.chat.calls import reading_of
-from engine.frontend.apis.chat.plan import chat_constraint
+from engine.frontend.apis.chat.reading import chat_constraint, reading_of
 from engine.frontend.apis.chat.tools import (
     AllowedTools,
     ChosenFunction,

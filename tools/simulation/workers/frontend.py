@@ -192,8 +192,12 @@ class Frontend:
         body = decode_body(request.body, GenerateBody)
         if (body.resume is None) is (RESUME_HEADER in request.headers):
             raise Violation(f"{self._process.name}: a resumed answer and its header belong together")
-        requests = with_image_encoders(self._as_web(request), going_on(body.resume, self._read(body)))
-        with self._begin(requests, request, earlier=earlier_of(body.resume, requests)) as generation:
+        requests, earlier = self._read(body), list[TokenOutput]()
+        if body.resume is not None:
+            requests = going_on(body.resume, requests)
+            earlier = earlier_of(body.resume, requests)
+        requests = with_image_encoders(self._as_web(request), requests)
+        with self._begin(requests, request, earlier=earlier) as generation:
             generation.can_move = FRAMES_HEADER in request.headers
             if body.stream:
                 begun = _begun(request, requests)

@@ -88,7 +88,8 @@ async def detokenize(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     data = await request.read()
     body = await BODIES.run(partial(decode_body, data, DetokenizeBody), size=len(data))
-    check_ids_only(s, body)
+    if not s.model.has_text:
+        check_ids_only(body)
     lists, single = id_lists(body.tokens, field="tokens")
     await BODIES.run(lambda: _check(s, lists), size=sum(map(len, lists)))
     texts = await s.decode_all(lists, skip_special_tokens=body.skip_special_tokens is not False)

@@ -10,10 +10,10 @@ from aiohttp import web
 from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, MessagesBody
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of
 from engine.frontend.apis.chat.calls import MintId
-from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
+from engine.frontend.apis.chat.plan import ChatPlan, plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import MintedIds, ids_of
-from engine.frontend.apis.shared.samples import Counts, Usage
+from engine.frontend.apis.shared.samples import Counts, Usage, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.parts import (
@@ -183,7 +183,9 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
         chat = await beside_loop(request, partial(sampled_chat_of, body, reasons=reasons))
         plan = await plan_chat(s, chat)
         view = partial(MessageView, _shape(s, body, plan, ids_of(request)))
-        return await answer_chat(request, chat, plan, id_prefix="msg_", view=view, framing=TYPED, cut=True)
+        return await answer_samples(
+            request, chat, plan, field="messages", id_prefix="msg_", view=view, framing=TYPED, cut=True
+        )
 
 
 async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
@@ -197,7 +199,7 @@ async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
 def _shape(s: Services, body: MessagesBody, plan: ChatPlan, ids: MintedIds) -> MessageShape:
     return MessageShape(
         reader=plan.reader,
-        mint_id=plan.call_ids.minted_by(ids.mint, "toolu_"),
+        mint_id=plan.minting(ids.mint, "toolu_"),
         fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
     )

@@ -23,7 +23,8 @@ from service.http.errors import bad_field, decode_or_none
 
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAY_BE_NULL = ("assistant", "tool", "function")  # roles whose content may be null
+RESULTS = ("tool", "function")  # roles of calls' results
+MAY_BE_NULL = ("assistant", *RESULTS)  # roles whose content may be null
 MEDIA = ("image_url", "video_url")
 PARTS = ("text", *MEDIA, "refusal")
 AUDIO = ("input_audio", "audio_url", "audio")
@@ -108,12 +109,21 @@ class ChatBody(RequestFields, kw_only=True):
     function_call: Any = None
     modalities: list[str] | None = None
 
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools) or self.tool_choice is not None
+
+    @property
+    def has_earlier_calls(self) -> bool:
+        return any(m.tool_calls or m.function_call is not None or m.role in RESULTS for m in self.messages)
+
 
 def check_chat(body: ChatBody) -> None:
     check_request(body)
     if body.function_call not in (None, "none", "auto"):
         raise bad_field("function_call", "is not supported; use tools and tool_choice", code="unsupported_parameter")
-    check_tools(body.tools, body.tool_choice)
+    if body.has_tools:
+        check_tools(body.tools, body.tool_choice)
     if body.modalities not in (None, [], ["text"]):
         raise bad_field("modalities", "only text is supported", code="unsupported_parameter")
     check_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)

@@ -1,69 +1,47 @@
 """Plan of a chat: engine request and answer reader."""
 
-import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody, RetainedMessage, check_chat, sources_of, template_messages
-from engine.frontend.apis.chat.calls import CallIds, Reading, as_taken, call_ids, reading_of
-from engine.frontend.apis.chat.tools import (
-    forced,
-    forced_calls,
-    names_one,
-    refuse_strict,
-    strict_calls,
-    template_tools,
-    usable,
-)
-from engine.frontend.apis.shared.constraints import Constraint, only_one
+from engine.frontend.apis.chat.calls import CallIds, MintId, as_taken, call_ids
+from engine.frontend.apis.chat.reading import AS_TEXT, Reading, chat_constraint, checked_reading, opened
+from engine.frontend.apis.chat.tools import template_tools
+from engine.frontend.apis.shared.constraints import Constraint
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
-from engine.frontend.apis.shared.reasoning import check_budget, gate_of, reasoning_format
-from engine.frontend.apis.shared.request import Chosen, choose_model
-from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
-from engine.frontend.apis.shared.stream import EVENTS, Framing, View
+from engine.frontend.apis.shared.request import choose_model
+from engine.frontend.apis.shared.samples import SamplesPlan, body_constraint, sampling_of
 from engine.frontend.images.placeholders import LoadedMedia, Marks
 from engine.frontend.images.source import MediaSource
 from engine.frontend.services import Services
-from engine.images import ImageInput
 from engine.messages import LogprobOptions
-from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.chat_template import ChatTemplate, TemplateRefused, render_continued
 from engine.text.parts import PartReader
-from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningTokens, opening_of
-from engine.text.tokenizer import Tokenizer
-from engine.text.tool_calls import CallFormat
 from service.http.errors import bad_field
 
-log = logging.getLogger(__name__)
-
 PAGE_CHARS = 1024
-NO_PARSER = "this server was started without --tool-call-parser"
 TOGGLES = ("enable_thinking", "thinking")  # template variables that toggle reasoning
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatPlan:
-    """`sampling.n` samples of one prompt. `reader`: of parts, None for plain text.
+class ChatPlan(SamplesPlan):
+    """Samples of one prompt. `reader`: of parts, None for plain text. `call_ids`: None without calls."""
 
-    `count_reasoning`: makes counters, if the model reasons. `images`: at their places in
-    `input_ids`.
-    """
-
-    input_ids: list[int]
-    images: list[ImageInput]
-    sampling: SamplingParams
-    constraint: Constraint | None
-    logprobs: LogprobOptions | None
-    model: Chosen
     reader: Callable[[], PartReader] | None
-    count_reasoning: Callable[[], ReasoningTokens] | None
-    call_ids: CallIds
+    call_ids: CallIds | None
+
+    @property
+    def input_ids(self) -> list[int]:
+        return self.prompts[0]
+
+    def minting(self, mint: Callable[[str], str], prefix: str) -> MintId:
+        """Make ids of calls from unique ones."""
+        return (lambda name, index: mint(prefix)) if self.call_ids is None else self.call_ids.minted_by(mint, prefix)
 
 
 async def plan_chat(
@@ -81,39 +59,38 @@ async def plan_chat(
     """
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
-    reasoning = reasoning_format(s)
-    check_reasoning(s, body, reasoning)
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    reading = reading_of(body, reasoning=reasoning, tool_parser=s.spec.engine.tool_call_parser)
-    check_calls(body, reading)
-    constraint = chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
-    if body.skip_special_tokens is None and any(map(s.model.tokenizer.is_special, reading.markers)):
-        body.skip_special_tokens = False  # the reader needs its markers
+    has_parts = body.has_tools or s.model.reasoning is not None or body.thinking_token_budget is not None
+    reading = checked_reading(s, body) if has_parts else None
+    constraint = body_constraint(body) if reading is None else _constraint(body, reading)
     sources = sources_of(body.messages)
     loaded = await load_media(s, sources, known) if sources else []
-    prompt, prefix = await s.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
-    opening = Opening.CLOSED if reasoning is None else opening_of(reasoning, prompt, prefix=prefix)
-    text = prompt + prefix
-    input_ids, images = await _prompt(s, text, loaded, add_special_tokens=add_special_tokens, fits=fits)
+    text, prefix = await s.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
+    prompt = await _prompt(s, text + prefix, loaded, add_special_tokens=add_special_tokens, fits=fits)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    answer = (
+        AS_TEXT if reading is None else opened(s, body, reading, text, prefix, is_constrained=constraint is not None)
+    )
     return ChatPlan(
         sampling=sampling_of(
-            s,
-            body,
-            max_tokens=limit,
-            name=name,
-            constraint=constraint,
-            reasoning=_gate(body, reasoning, opening, constraint),
+            s, body, max_tokens=getattr(body, name), name=name, constraint=constraint, reasoning=answer.gate
         ),
-        input_ids=input_ids,
-        images=images,
+        prompts=[prompt.ids],
+        images=[prompt.images],
         constraint=constraint,
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         model=model,
-        reader=reading.reader(opening),
-        count_reasoning=None if reasoning is None else partial(_counter, reading, opening, s.model.tokenizer),
-        call_ids=call_ids(s.spec.engine.tool_call_parser, s.model.tool_template, messages=body.messages),
+        reader=answer.reader,
+        count_reasoning=answer.count_reasoning,
+        call_ids=None if reading is None else _call_ids(s, body),
     )
+
+
+def _constraint(body: ChatBody, reading: Reading) -> Constraint | None:
+    return chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
+
+
+def _call_ids(s: Services, body: ChatBody) -> CallIds:
+    return call_ids(s.spec.engine.tool_call_parser, s.model.tool_template, messages=body.messages)
 
 
 async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_special_tokens: bool, fits: bool) -> Prompt:
@@ -136,78 +113,15 @@ def rendering_size(s: Services, body: ChatBody) -> int:
     return size + PAGE_CHARS * (len(body.messages) + len(body.tools or ()))
 
 
-def check_calls(body: ChatBody, reading: Reading) -> None:
-    """Explicit "auto" is rejected without parser, as in vLLM; else warn."""
-    if not reading.functions or reading.calls is not None or reading.calls_in_channels:
-        return
-    if body.tool_choice == "auto":
-        raise bad_field("tool_choice", f"auto: {NO_PARSER}; use required, or none", code="unsupported_parameter")
-    warn_of_unread_calls()
-
-
-@cache
-def warn_of_unread_calls() -> None:
-    """Log once; the answers stay useful."""
-    log.warning("a request has tools, and %s: calls by the model's choice stay text", NO_PARSER)
-
-
-def check_reasoning(s: Services, body: ChatBody, format: ReasoningFormat | None) -> None:
-    if body.reasoning_effort == "none" and format is HARMONY:
-        raise bad_field("reasoning_effort", "this model always reasons; use low, medium or high")
-    check_budget(s, body.thinking_token_budget, field="thinking_token_budget")
-
-
-def _gate(
-    body: ChatBody, format: ReasoningFormat | None, opening: Opening, constraint: Constraint | None
-) -> ReasoningGate | None:
-    if format is None:
-        return None
-    return gate_of(format, opening, budget=body.thinking_token_budget, is_constrained=constraint is not None)
-
-
-def _counter(reading: Reading, opening: Opening, tokenizer: Tokenizer) -> ReasoningTokens:
-    assert reading.reasoning is not None
-    ends = tuple(marker for marker in (reading.reasoning.end, reading.interrupts) if marker)
-    return ReasoningTokens(start=reading.reasoning.start, ends=ends, opening=opening, token_bytes=tokenizer.token_bytes)
-
-
-async def answer_chat(
-    request: web.BaseRequest,
-    body: ChatBody,
-    plan: ChatPlan,
-    *,
-    id_prefix: str,
-    view: Callable[..., View],
-    framing: Framing = EVENTS,
-    cut: bool = False,
-) -> web.StreamResponse:
-    """Answer a chat. `view` takes id, model, created, usage. Raises ApiError."""
-    return await answer_samples(
-        request,
-        body,
-        id_prefix=id_prefix,
-        prompts=[plan.input_ids],
-        images=[plan.images],
-        params=plan.sampling,
-        logprobs=plan.logprobs,
-        constraint=plan.constraint,
-        model=plan.model,
-        field="messages",
-        view=view,
-        framing=framing,
-        count_reasoning=plan.count_reasoning,
-        cut=cut,
-    )
-
-
 def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
     """The prompt text, and the start of the answer (`continue_final_message`)."""
-    tools = template_tools([] if body.tool_choice == "none" else body.tools or [])
+    tools = template_tools(body.tools) if body.tools and body.tool_choice != "none" else None
     template = s.model.template_for(tools=tools is not None)
     if template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
     messages = template_messages(body.messages, reads=template.reads, places=_places(template, s.model.marks))
-    messages = as_taken(messages, template.reads)
+    if body.has_earlier_calls:
+        messages = as_taken(messages, template.reads)
     extra = {
         "tools": tools,
         **_effort(body.reasoning_effort),
@@ -241,17 +155,3 @@ def _places(template: ChatTemplate, marks: Marks) -> Mapping[str, Any]:
 
 def _effort(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, **dict.fromkeys(TOGGLES, effort != "none")} if effort else {}
-
-
-def chat_constraint(body: ChatBody, format: CallFormat | None, *, in_channels: bool = False) -> Constraint | None:
-    """Forced calls as constraint; strict functions apply only without another.
-
-    `in_channels`: harmony calls, without schema support.
-    """
-    tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
-    if forced(body.tool_choice):
-        only = names_one(body.tool_choice) or body.parallel_tool_calls is False
-        return only_one(forced_calls(tools, only_one=only), plain)
-    if plain is None and in_channels:
-        refuse_strict(tools)
-    return plain or (strict_calls(tools, format) if format is not None else None)

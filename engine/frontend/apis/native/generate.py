@@ -27,13 +27,11 @@ from engine.frontend.apis.shared.fields import (
     prompt_ids,
     prompts_ids,
 )
-from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
-from engine.frontend.apis.shared.prefix_sources import with_prefix_source
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
 from engine.frontend.apis.shared.request import check_lora_path, namespaces_of
-from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
-from engine.frontend.apis.shared.routed import routed_rank
+from engine.frontend.apis.shared.resumable import resume_of, started_of
+from engine.frontend.apis.shared.samples import start
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.images.source import MediaSource
 from engine.frontend.services import SERVICES, Services
@@ -42,7 +40,6 @@ from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
 from service.http.errors import bad_field
-from service.http.guard import owner_in
 from service.waiter import BODIES
 
 DEFAULT_NEW_TOKENS = 128
@@ -54,7 +51,6 @@ PARAMS_BYTES = 2048  # reading as much costs as much as checking parameters
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
-    timeout_s = s.timeout_of(request)
     body = await READER.read(request)
     prompts, images, single = await _prompts(s, body)
     given = [p or SamplingBody() for p in each("sampling_params", body.sampling_params, len(prompts))]
@@ -78,16 +74,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         fitted = [_after_reasoning(s, body, p, ids) for p, ids in zip(fitted, prompts, strict=True)]
     requests, groups = _requests(request, body, prompts=prompts, images=images, given=given, params=fitted, n=n)
     resume = resume_of(request)
-    requests = with_prefix_source(request, going_on(resume, requests))
-    requests = with_image_encoders(request, requests) if images else requests
-    generation = s.client.generate(
-        requests,
-        groups=groups if resume is None else resume.groups,
-        timeout_s=timeout_s,
-        dp_rank=routed_rank(body, request.headers),
-        earlier=earlier_of(resume, requests),
-        owner=owner_in(request),
-    )
+    requests, generation = start(request, body, requests, groups=groups if resume is None else resume.groups)
     view = NativeView(
         generation,
         requests,

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.calls import CallIds
-from engine.frontend.apis.chat.plan import answer_chat, plan_chat
+from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.ollama.body import (
     CHAT,
     GENERATE,
@@ -36,7 +36,7 @@ from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.request import choose_model
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.parts import WholeAnswer
@@ -164,10 +164,17 @@ async def _answer_chat(
     request: web.BaseRequest, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
 ) -> web.StreamResponse:
     plan = await plan_chat(request[SERVICES], chat)
-    mint_id = plan.call_ids.minted_by(ids_of(request).mint, "call_")
+    mint_id = plan.minting(ids_of(request).mint, "call_")
     shape = OllamaShape(model=body.model, start_ns=start_ns, show=show, reader=plan.reader, mint_id=mint_id)
-    return await answer_chat(
-        request, chat, plan, id_prefix="chat-", view=partial(OllamaView, shape), framing=LINES, cut=True
+    return await answer_samples(
+        request,
+        chat,
+        plan,
+        field="messages",
+        id_prefix="chat-",
+        view=partial(OllamaView, shape),
+        framing=LINES,
+        cut=True,
     )
 
 
@@ -178,19 +185,16 @@ async def _complete(
     model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
     mint_id = CallIds().minted_by(ids_of(request).mint, "call_")
     shape = OllamaShape(model=body.model, start_ns=start_ns, show=response_text, reader=None, mint_id=mint_id)
-    return await answer_samples(
-        request,
-        fields,
-        id_prefix="gen-",
+    plan = SamplesPlan(
         prompts=[await prompt_ids(s, prompt, field="prompt")],
-        params=sampling_of(s, fields, max_tokens=fields.max_tokens, name="max_tokens", constraint=constraint),
-        logprobs=None,
+        sampling=sampling_of(s, fields, max_tokens=fields.max_tokens, name="max_tokens", constraint=constraint),
         constraint=constraint,
+        logprobs=None,
         model=model,
-        field="prompt",
-        view=partial(OllamaView, shape),
-        framing=LINES,
-        cut=True,
+    )
+    view = partial(OllamaView, shape)
+    return await answer_samples(
+        request, fields, plan, id_prefix="gen-", field="prompt", view=view, framing=LINES, cut=True
     )
 
 

@@ -8,9 +8,10 @@ from aiohttp import web
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.calls import MintId
-from engine.frontend.apis.chat.plan import answer_chat, plan_chat
+from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.openai.view import OpenAIView, ending_of
 from engine.frontend.apis.shared.resumable import ids_of
+from engine.frontend.apis.shared.samples import answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.parts import (
     AnswerReaders,
@@ -163,8 +164,8 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         body,
         tokenizer=s.model.tokenizer,
         reader=plan.reader,
-        mint_id=plan.call_ids.minted_by(ids_of(request).mint, "call_"),
+        mint_id=plan.minting(ids_of(request).mint, "call_"),
         prompts=[plan.input_ids] * plan.sampling.n,
         weight_version=lambda: s.weight_version,
     )
-    return await answer_chat(request, body, plan, id_prefix="chatcmpl-", view=view)
+    return await answer_samples(request, body, plan, field="messages", id_prefix="chatcmpl-", view=view)

@@ -20,7 +20,6 @@ from engine.frontend.apis.openai.view import (
     check_completion,
 )
 from engine.frontend.apis.openai.view import READER as COMPLETIONS
-from engine.frontend.apis.shared.constraints import Constraint
 from engine.frontend.apis.shared.fields import (
     check_num_samples,
     check_priority,
@@ -29,8 +28,8 @@ from engine.frontend.apis.shared.fields import (
     prompts_ids,
     prompts_of,
 )
-from engine.frontend.apis.shared.request import Chosen, RequestFields, choose_model
-from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.request import RequestFields, choose_model
+from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
@@ -40,15 +39,10 @@ from service.http.api_shapes import json_response
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionPlan:
-    """A checked completion. `prompts`: of the body; `input_ids`: of each."""
+class CompletionPlan(SamplesPlan):
+    """A checked completion. `given`: prompts of the body."""
 
-    prompts: list[str | list[int]]
-    input_ids: list[list[int]]
-    sampling: SamplingParams
-    constraint: Constraint | None
-    logprobs: LogprobOptions | None
-    model: Chosen
+    given: list[str | list[int]]
 
 
 async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
@@ -65,7 +59,7 @@ async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
     if body.logprobs is not None:
         logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
     return CompletionPlan(
-        prompts=prompts, input_ids=ids, sampling=params, constraint=constraint, logprobs=logprobs, model=model
+        given=prompts, prompts=ids, sampling=params, constraint=constraint, logprobs=logprobs, model=model
     )
 
 
@@ -73,20 +67,16 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
     body = await READER.read(request)
     plan = await plan_completion(s, body)
-    n, ids = plan.sampling.n, plan.input_ids
+    n, ids = plan.sampling.n, plan.prompts
     echoes = [
         await _echo(s, prompt, tokens, with_places=plan.logprobs is not None) if body.echo else Echo()
-        for prompt, tokens in zip(plan.prompts, ids, strict=True)
+        for prompt, tokens in zip(plan.given, ids, strict=True)
     ]
     return await answer_samples(
         request,
         body,
+        plan,
         id_prefix="cmpl-",
-        prompts=ids,
-        params=plan.sampling,
-        logprobs=plan.logprobs,
-        constraint=plan.constraint,
-        model=plan.model,
         field="prompt",
         cut=body.max_tokens is None,
         view=partial(
@@ -131,7 +121,7 @@ async def render_chat_completion(request: web.BaseRequest) -> web.Response:
     sampling = fit_to_context(
         plan.sampling,
         num_prompt_tokens=len(plan.input_ids),
-        images=plan.images,
+        images=plan.images[0],
         context_length=s.context_length,
         field="messages",
     )
@@ -141,7 +131,7 @@ async def render_chat_completion(request: web.BaseRequest) -> web.Response:
             **_shared(body, plan.model.shown),
             "request_id": body.rid or s.mint_id("chatcmpl-"),
             "token_ids": plan.input_ids,
-            "features": _features(plan.images),
+            "features": _features(plan.images[0]),
             "sampling_params": _sampling(body, sampling, plan.logprobs),
             "cache_salt": salt,
         }
@@ -152,10 +142,10 @@ async def render_completion(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = await COMPLETIONS.read(request)
     plan = await plan_completion(s, body)
-    id, many = body.rid or s.mint_id("cmpl-"), len(plan.input_ids) > 1
-    salts, cut = each("cache_salt", body.cache_salt, len(plan.input_ids)), body.max_tokens is None
+    id, many = body.rid or s.mint_id("cmpl-"), len(plan.prompts) > 1
+    salts, cut = each("cache_salt", body.cache_salt, len(plan.prompts)), body.max_tokens is None
     rows = []
-    for i, ids in enumerate(plan.input_ids):
+    for i, ids in enumerate(plan.prompts):
         sampling = fit_to_context(
             plan.sampling, num_prompt_tokens=len(ids), context_length=s.context_length, field="prompt", cut=cut
         )

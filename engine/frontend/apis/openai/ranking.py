@@ -14,7 +14,7 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples
-from engine.frontend.apis.shared.heads import check_classifies
+from engine.frontend.apis.shared.heads import no_labels
 from engine.frontend.apis.shared.prefill_only import (
     PrefillOnlyBody,
     check_computes_prompts,
@@ -154,7 +154,8 @@ CLASSIFY_READER = BodyReader(
 async def classify(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = await CLASSIFY_READER.read(request)
-    check_classifies(s)
+    if not s.model.head.labels:
+        raise no_labels()
     check_computes_prompts(s)
     prompts = await prompts_in(request, body, body.input, field="input", prefix="classify-")
     labels = s.model.head.labels

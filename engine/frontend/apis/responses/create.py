@@ -10,13 +10,14 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
-from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
+from engine.frontend.apis.chat.plan import ChatPlan, plan_chat
 from engine.frontend.apis.responses.body import READER, Item, ResponseBody
 from engine.frontend.apis.responses.chat import NAMES, to_chat
 from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
+from engine.frontend.apis.shared.samples import answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.images.placeholders import LoadedMedia
 from engine.frontend.images.source import MediaSource
@@ -185,11 +186,13 @@ async def _answer(
         body,
         plan,
         tokenizer=s.model.tokenizer,
-        mint_id=plan.call_ids.minted_by(ids_of(request).mint, "call_"),
+        mint_id=plan.minting(ids_of(request).mint, "call_"),
         on_done=_nothing if keeper is None else keeper.put,
     )
     with nullcontext() if keeper is None else keeper.running(chat.rid):
-        return await answer_chat(request, chat, plan, id_prefix=RESPONSE, view=view, framing=FRAMING)
+        return await answer_samples(
+            request, chat, plan, field="messages", id_prefix=RESPONSE, view=view, framing=FRAMING
+        )
 
 
 async def _truncated(s: Services, chat: ChatBody) -> ChatPlan:

@@ -74,7 +74,8 @@ class BodyReader(Generic[T]):
             extra = request[EXTRA_HEADERS] | {IGNORED_HEADER: shown(ignored)}
             request[EXTRA_HEADERS] = extra
             request[SERVICES].ignored.note(request.path, ignored)
-        check_ids_only(request[SERVICES], body)
+        if not request[SERVICES].model.has_text:
+            check_ids_only(body)
         return body
 
     def decode(self, data: bytes, names: Collection[str] = ()) -> tuple[T, list[str]]:

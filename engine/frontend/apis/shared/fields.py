@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
-from engine.frontend.apis.shared.heads import check_generates
+from engine.frontend.apis.shared.heads import no_generation
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
 from engine.images import ImageInput, positions_taken
@@ -67,7 +67,8 @@ def build_sampling(
     reasoning: ReasoningGate | None = None,
 ) -> SamplingParams:
     """`defaults`: the checkpoint's. Raises ApiError(400, 404)."""
-    check_generates(s)
+    if not s.model.generates:
+        raise no_generation(s.model)
     grammar: dict[str, Any] = {} if constraint is None else {constraint.spec.kind: constraint.spec.source}
     if constraint is not None:
         names = {**(names or {}), constraint.spec.kind: constraint.field}
@@ -274,7 +275,7 @@ def fit_to_context(
 
     Raises ApiError(400) if it does not fit.
     """
-    taken = positions_taken(num_prompt_tokens, images)
+    taken = positions_taken(num_prompt_tokens, images) if images else num_prompt_tokens
     room = context_length - taken
     wanted = params.max_new_tokens
     if room < 1:

@@ -7,7 +7,6 @@ import msgspec
 
 from engine.frontend.apis.shared.constraints import ResponseFormat
 from engine.frontend.served_model import NO_TOKENIZER
-from engine.frontend.services import Services
 from service.http.errors import bad_field
 
 IDS = "tokenize it yourself, and send token ids"
@@ -23,20 +22,15 @@ class _Rule(NamedTuple):
     remedy: str
 
 
-def check_ids_only(s: Services, body: msgspec.Struct) -> None:
+def check_ids_only(body: msgspec.Struct, *, inside: str = "") -> None:
     """Raise ApiError(400) for the first field that needs a tokenizer."""
-    if not s.model.has_text:
-        _check(body, inside="")
-
-
-def _check(body: msgspec.Struct, *, inside: str) -> None:
     for name, rule in _RULES.items():
         if name in body.__struct_fields__ and rule.asks(getattr(body, name)):
             raise bad_field(inside + name, f"{NO_TOKENIZER}; {rule.remedy}", code="unsupported_parameter")
     params = getattr(body, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
         if one is not None:
-            _check(one, inside="sampling_params.")
+            check_ids_only(one, inside="sampling_params.")
 
 
 def _is_given(value: Any) -> bool:

@@ -10,9 +10,8 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of, too_long
-from engine.frontend.apis.shared.heads import check_generates
-from engine.frontend.apis.shared.request import PerPrompt, choose_model, namespaces_of
-from engine.frontend.apis.shared.routed import routed_rank
+from engine.frontend.apis.shared.heads import no_generation
+from engine.frontend.apis.shared.request import PerPrompt, choose_model, namespaces_of, routed_rank
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -170,7 +169,8 @@ async def next_logprobs(
     request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
     """Logprobs of `token_ids` as each prompt's next token. Raises ApiError(404) without head."""
-    check_generates(request[SERVICES])
+    if not request[SERVICES].model.generates:
+        raise no_generation(request[SERVICES].model)
     requests = [
         GenerateRequest(
             rid=rid,

@@ -2,17 +2,13 @@
 
 from engine.frontend.services import Services
 from engine.sampling_params import ReasoningGate
-from engine.text.reasoning import REASONING_FORMATS, Opening, ReasoningFormat
+from engine.text.reasoning import Opening, ReasoningFormat
 from service.http.errors import bad_field
-
-
-def reasoning_format(s: Services) -> ReasoningFormat | None:
-    return REASONING_FORMATS.get(s.spec.engine.reasoning_parser or "")
 
 
 def needed_format(s: Services, *, field: str) -> ReasoningFormat:
     """Raises ApiError(400) without one."""
-    format = reasoning_format(s)
+    format = s.model.reasoning
     if format is None:
         raise bad_field(field, "this server was started without --reasoning-parser", code="unsupported_parameter")
     return format

@@ -1,14 +1,16 @@
 """Request fields except the prompt. Pure."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from engine.frontend.apis.shared.constraints import ResponseFormat, Schema, StructuredOutputs
+from engine.frontend.apis.shared.constraints import GrammarFields, ResponseFormat, Schema, StructuredOutputs
 from engine.frontend.apis.shared.fields import SamplingFields, each
 from engine.frontend.bootstraps import Host, Port, Room
 from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field
+from service.http.guard import RANK_HEADER, rank_in
 from service.kv_events import MAX_NAMESPACE_CHARS, namespace_of
 
 # ---- Prefix cache namespaces: `cache_salt` (vLLM, SGLang), `extra_key` (SGLang). Pure.
@@ -80,7 +82,34 @@ def _adapter_in(s: Services, model: str | None) -> str:
     )
 
 
+# ---- The client's DP rank: `routed_dp_rank`, `data_parallel_rank` (SGLang) or header. Pure.
+
+
+class DpFields(Protocol):
+    """A protocol, because msgspec structs have one base."""
+
+    routed_dp_rank: int | None
+    data_parallel_rank: int | None
+
+
+def routed_rank(body: DpFields, headers: Mapping[str, str]) -> int | None:
+    """Raises ApiError(400)."""
+    new, old = body.routed_dp_rank, body.data_parallel_rank
+    if new is not None and old is not None and new != old:
+        raise bad_field("data_parallel_rank", f"is {old}, and routed_dp_rank is {new}; give one of them")
+    name, named = ("data_parallel_rank", old) if new is None else ("routed_dp_rank", new)
+    in_header = rank_in(headers)
+    if named is not None and in_header is not None and named != in_header:
+        raise bad_field(name, f"is {named}, and the header {RANK_HEADER} is {in_header}; give one of them")
+    return in_header if named is None else named
+
+
 # ---- request
+
+_CONSTRAINTS = (
+    *GrammarFields.__struct_fields__,
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -115,6 +144,10 @@ class RequestFields(SamplingFields, kw_only=True):
     lora_path: str | None = None
     cache_salt: PerPrompt = None
     extra_key: PerPrompt = None
+
+    @property
+    def is_constrained(self) -> bool:
+        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
 
     @property
     def include_usage(self) -> bool:

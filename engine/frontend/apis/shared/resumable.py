@@ -126,10 +126,8 @@ def ids_of(request: web.BaseRequest) -> MintedIds:
     return ids
 
 
-def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+def going_on(resume: Resume, requests: list[GenerateRequest]) -> list[GenerateRequest]:
     """Restore the first worker's samples with their tokens. Raises ApiError(400)."""
-    if resume is None:
-        return requests
     by_sample = (resume.names, resume.seeds, resume.output_ids, resume.ended, resume.logprobs, resume.prompt_logprobs)
     if {len(values) for values in by_sample} != {len(requests)}:
         raise bad_field(RESUME_FIELD, f"is of {len(resume.seeds)} samples, and the request has {len(requests)}")
@@ -154,9 +152,9 @@ def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[Gen
     ]
 
 
-def earlier_of(resume: Resume | None, requests: Sequence[GenerateRequest]) -> list[TokenOutput]:
-    """Output of another worker by sample, empty for a new answer."""
-    return [] if resume is None else [_earlier(resume, i, request) for i, request in enumerate(requests)]
+def earlier_of(resume: Resume, requests: Sequence[GenerateRequest]) -> list[TokenOutput]:
+    """Output of another worker by sample."""
+    return [_earlier(resume, i, request) for i, request in enumerate(requests)]
 
 
 def _earlier(resume: Resume, index: int, request: GenerateRequest) -> TokenOutput:
@@ -218,7 +216,36 @@ def _leaving(moved: Mapping[int, KVSource | None]) -> bytes:
     )
 
 
-class Frames:
+class Unframed:
+    """Events as a client gets them."""
+
+    def leaves_out(self, output: TextOutput) -> bool:
+        """True if the output only reports that its sample moved."""
+        return False
+
+    def before(self, index: int, output: TextOutput, events: list[bytes]) -> bytes:
+        """An output's frames and events, empty without events."""
+        return b"".join(events)
+
+    def before_last(self, events: list[bytes]) -> bytes:
+        return b"".join(events)
+
+    def nothing(self) -> bytes:
+        """The last line of a stream without events."""
+        return b""
+
+    def leave(self, moved: Mapping[int, KVSource | None]) -> bytes:
+        """The last lines of a stream that moved."""
+        raise AssertionError("only a framed stream moves")
+
+    def failed(self, status: int) -> bytes:
+        return b""
+
+
+UNFRAMED = Unframed()
+
+
+class Frames(Unframed):
     """Frames before events; tokens of held-back text wait for its event.
 
     `repeats`: events repeat all logprobs of a sample. `num_events`: that the client has, if
@@ -241,8 +268,11 @@ class Frames:
         self._num_events = num_events
         self._waiting: dict[int, bytes] = {}
 
+    def leaves_out(self, output: TextOutput) -> bool:
+        tokens = output.tokens
+        return tokens.finish is None and not (tokens.new_ids or output.text or tokens.input_logprobs)
+
     def before(self, index: int, output: TextOutput, events: list[bytes]) -> bytes:
-        """An output's frames and events, empty without events."""
         frames = self._waiting.pop(index, b"") + self._frames_of(index, output.tokens)
         if not events:
             self._waiting[index] = frames
@@ -254,18 +284,17 @@ class Frames:
         return self._unit(last_frame(), events) if events else b""
 
     def nothing(self) -> bytes:
-        """The last line of a stream without events."""
         return whole_frame() if self._begin else b""
 
     def leave(self, moved: Mapping[int, KVSource | None]) -> bytes:
-        """Return the last lines of a stream that moved.
-
-        Held-back text stays so there; logprobs of its tokens are recomputed.
-        """
+        """Held-back text stays so there; logprobs of its tokens are recomputed."""
         waiting = b"".join(self._waiting.values())
         if waiting and self._loses_logprobs:
             return self._begin + _leaving(dict.fromkeys(moved))
         return self._begin + waiting + _leaving(moved)
+
+    def failed(self, status: int) -> bytes:
+        return failed_frame(status)
 
     def _unit(self, frames: bytes, events: list[bytes]) -> bytes:
         if self._num_events is not None:

@@ -14,10 +14,8 @@ from service.http.reconnect import KEEP_HEADER, Keep, RetainedQuestion, StreamLo
 from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
 
 
-def open_retained(request: web.BaseRequest, generation: Generation, begun: Begun | None) -> StreamLog | None:
-    """Retain an SSE stream, if a router requests it. Raises ApiError(403)."""
-    if begun is None or KEEP_HEADER not in request.headers:
-        return None
+def open_retained(request: web.BaseRequest, generation: Generation, begun: Begun) -> StreamLog:
+    """Retain an SSE stream for the router. Raises ApiError(403)."""
     s = request[SERVICES]
     keep = keep_of(request.headers[KEEP_HEADER], s.spec.secret)
     stream = log_of(

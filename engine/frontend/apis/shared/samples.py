@@ -22,10 +22,10 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
-from engine.frontend.apis.shared.request import Chosen, RequestFields, namespaces_of
+from engine.frontend.apis.shared.request import Chosen, DpFields, RequestFields, namespaces_of, routed_rank
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
-from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
+from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest, LogprobOptions
@@ -33,6 +33,8 @@ from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
 from engine.text.sample import TextOutput
 from service.http.guard import owner_in
+from service.http.image_encoders import ENCODERS_HEADER
+from service.http.prefix_source import PREFIX_HEADER
 
 # ---- Token usage of a request. Pure.
 
@@ -94,8 +96,30 @@ class Usage:
 
 # ---- samples
 
+# What completes the requests, by the router's header that asks for it.
+_BY_HEADER = ((PREFIX_HEADER, with_prefix_source), (ENCODERS_HEADER, with_image_encoders))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesPlan:
+    """`sampling.n` samples of each prompt, prompt-major.
+
+    `images`: per prompt, at their places in it. `count_reasoning`: makes a sample's counter, if the
+    model reasons.
+    """
+
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    constraint: Constraint | None
+    logprobs: LogprobOptions | None
+    model: Chosen
+    images: Sequence[list[ImageInput]] = ()
+    count_reasoning: Callable[[], ReasoningTokens] | None = None
+
 
 def body_constraint(body: RequestFields) -> Constraint | None:
+    if not body.is_constrained:
+        return None
     return only_one(format_constraint(body.response_format), plain_constraint(body), structured_constraint(body))
 
 
@@ -124,84 +148,103 @@ def sampling_of(
 async def answer_samples(
     request: web.BaseRequest,
     body: RequestFields,
+    plan: SamplesPlan,
     *,
     id_prefix: str,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    logprobs: LogprobOptions | None,
-    constraint: Constraint | None,
-    model: Chosen,
     field: str,
     view: Callable[..., View],
-    images: Sequence[list[ImageInput]] = (),
-    cut: bool = False,
     framing: Framing = EVENTS,
-    count_reasoning: Callable[[], ReasoningTokens] | None = None,
+    cut: bool = False,
 ) -> web.StreamResponse:
-    """Run `params.n` samples of each prompt, prompt-major. Raises ApiError.
+    """Run the samples. Raises ApiError.
 
     `field`: of the prompts. `cut`: fit the answer to the context. `view`: takes id, model, created,
-    usage. `images`: per prompt. `count_reasoning`: makes a sample's counter.
+    usage.
     """
-    s, n = request[SERVICES], params.n
-    resume = resume_of(request)
+    s, resume = request[SERVICES], resume_of(request)
     id = body.rid or s.mint_id(id_prefix) if resume is None else resume.id
-    samplings = [
+    created = int(time.time()) if resume is None else resume.created
+    samples = _requests(s, request, body, plan, id=id, samplings=_samplings(s, plan, field=field, cut=cut))
+    groups = [id] * len(samples)
+    requests, generation = start(request, body, samples, groups=groups)
+    usage = Usage(list(map(len, plan.prompts)), n=plan.sampling.n, count_reasoning=plan.count_reasoning)
+    return await answer(
+        request,
+        generation,
+        view=view(id=id, model=plan.model.shown, created=created, usage=usage),
+        stream=bool(body.stream),
+        framing=framing,
+        begun=started_of(request, requests, id=id, groups=groups, created=created),
+        has_logprobs=plan.logprobs is not None,
+    )
+
+
+def start(
+    request: web.BaseRequest, body: DpFields, requests: list[GenerateRequest], *, groups: list[str]
+) -> tuple[list[GenerateRequest], Generation]:
+    """Send requests, completed by what a router names. Raises ApiError."""
+    s, resume = request[SERVICES], resume_of(request)
+    requests = requests if resume is None else going_on(resume, requests)
+    for header, completed in _BY_HEADER:
+        if header in request.headers:
+            requests = completed(request, requests)
+    generation = s.client.generate(
+        requests,
+        groups=groups,
+        timeout_s=s.timeout_of(request),
+        dp_rank=routed_rank(body, request.headers),
+        earlier=() if resume is None else earlier_of(resume, requests),
+        owner=owner_in(request),
+    )
+    return requests, generation
+
+
+def _samplings(s: Services, plan: SamplesPlan, *, field: str, cut: bool) -> list[SamplingParams]:
+    return [
         sampling
-        for i, ids in enumerate(prompts)
+        for i, ids in enumerate(plan.prompts)
         for sampling in s.samples_of(
             fit_to_context(
-                params,
+                plan.sampling,
                 num_prompt_tokens=len(ids),
-                images=images[i] if images else (),
+                images=plan.images[i] if plan.images else (),
                 context_length=s.context_length,
                 field=field,
                 cut=cut,
             )
         )
     ]
-    bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
-    namespaces = namespaces_of(body, len(prompts))
+
+
+def _requests(
+    s: Services,
+    request: web.BaseRequest,
+    body: RequestFields,
+    plan: SamplesPlan,
+    *,
+    id: str,
+    samplings: Sequence[SamplingParams],
+) -> list[GenerateRequest]:
+    n = plan.sampling.n
+    bootstraps = s.bootstraps_of(request, body, num_prompts=len(plan.prompts), n=n)
+    namespaces = namespaces_of(body, len(plan.prompts))
     hidden_states = check_hidden_states(s, body.return_hidden_states)
     interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
-    requests = [
+    return [
         GenerateRequest(
             rid=id if len(samplings) == 1 else f"{id}-{i}",
-            input_ids=prompts[i // n],
+            input_ids=plan.prompts[i // n],
             sampling=sampling,
-            logprobs=logprobs,
+            logprobs=plan.logprobs,
             bootstrap=bootstraps[i],
             stream=bool(body.stream),
             stream_interval=interval,
             priority=priority,
-            grammar_field="" if constraint is None else constraint.field,
-            lora=model.lora,
+            grammar_field="" if plan.constraint is None else plan.constraint.field,
+            lora=plan.model.lora,
             namespace=namespaces[i // n],
             return_hidden_states=hidden_states,
-            images=images[i // n] if images else [],
+            images=plan.images[i // n] if plan.images else [],
         )
         for i, sampling in enumerate(samplings)
     ]
-    requests, groups = with_prefix_source(request, going_on(resume, requests)), [id] * len(requests)
-    requests = with_image_encoders(request, requests) if images else requests
-    generation = s.client.generate(
-        requests,
-        groups=groups,
-        timeout_s=s.timeout_of(request),
-        dp_rank=routed_rank(body, request.headers),
-        earlier=earlier_of(resume, requests),
-        owner=owner_in(request),
-    )
-    usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
-    created = int(time.time()) if resume is None else resume.created
-    shown = view(id=id, model=model.shown, created=created, usage=usage)
-    begun = started_of(request, requests, id=id, groups=groups, created=created)
-    return await answer(
-        request,
-        generation,
-        view=shown,
-        stream=bool(body.stream),
-        framing=framing,
-        begun=begun,
-        has_logprobs=logprobs is not None,
-    )

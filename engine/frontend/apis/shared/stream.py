@@ -1,20 +1,22 @@
 """HTTP answers of a generation: JSON or server-sent events."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.resumable import Frames, answer_framed, has_last, resume_of
+from engine.frontend.apis.shared.resumable import UNFRAMED, Frames, Unframed, answer_framed, has_last, resume_of
 from engine.frontend.apis.shared.retained import end_retained, open_retained
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
-from service.http.api_shapes import DONE, SSE_HEADERS, event, json_response
+from service.http.api_shapes import DONE, SSE_HEADERS, CoalescedResponse, event, json_response
 from service.http.errors import ApiError
 from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
-from service.http.resume import Begun, failed_frame
+from service.http.reconnect import KEEP_HEADER, StreamLog
+from service.http.resume import Begun
 from service.http.routes import errors_of
 from service.http.server import DirectWrites
 
@@ -68,27 +70,38 @@ async def answer(
     sample from the start.
     """
     with generation:
-        generation.can_move = begun is not None
+        if begun is None:
+            if not stream:
+                return json_response(view.body(await generation.collect()))
+            return await _stream(request, generation, view=view, framing=framing, frames=UNFRAMED)
+        generation.can_move = True
         if not stream:
-            if begun is not None:
-                return await answer_framed(request, generation, show=view.body, begun=begun)
-            return json_response(view.body(await generation.collect()))
-        with KeepAlive(request, interval_s=_silence_s(request)) as alive:
-            resume, frames = resume_of(request), None
-            kept = open_retained(request, generation, begun) if framing.headers is SSE_HEADERS else None
-            num_events = 0 if resume is None else resume.num_events
-            if begun is not None:
-                numbered = None if framing.number_from is None else num_events
-                frames = Frames(begun, repeats=repeats, num_events=numbered, kept=kept, has_logprobs=has_logprobs)
-            for index, output in generation.resumed:
-                view.chunks(index, output)  # the client has them
-            if framing.number_from is not None:
-                framing.number_from(view, num_events)
-            try:
-                return await _stream(request, generation, view=view, framing=framing, alive=alive, frames=frames)
-            finally:
-                if kept is not None:
-                    end_retained(request, kept)
+            return await answer_framed(request, generation, show=view.body, begun=begun)
+        with _retained(request, generation, framing, begun) as kept:
+            numbered = _num_events(request) if framing.number_from else None
+            frames = Frames(begun, repeats=repeats, num_events=numbered, kept=kept, has_logprobs=has_logprobs)
+            return await _stream(request, generation, view=view, framing=framing, frames=frames)
+
+
+@contextmanager
+def _retained(
+    request: web.BaseRequest, generation: Generation, framing: Framing, begun: Begun
+) -> Iterator[StreamLog | None]:
+    """Retain server-sent events, if the router requests it."""
+    if KEEP_HEADER not in request.headers or framing.headers is not SSE_HEADERS:
+        yield None
+        return
+    kept = open_retained(request, generation, begun)
+    try:
+        yield kept
+    finally:
+        end_retained(request, kept)
+
+
+def _num_events(request: web.BaseRequest) -> int:
+    """Events that the client has of another worker."""
+    resume = resume_of(request)
+    return 0 if resume is None else resume.num_events
 
 
 def _silence_s(request: web.BaseRequest) -> float:
@@ -96,64 +109,59 @@ def _silence_s(request: web.BaseRequest) -> float:
 
 
 async def _stream(
+    request: web.BaseRequest, generation: Generation, *, view: View, framing: Framing, frames: Unframed
+) -> web.StreamResponse:
+    for index, output in generation.resumed:
+        view.chunks(index, output)  # the client has them
+    if framing.number_from:
+        framing.number_from(view, _num_events(request))
+    with KeepAlive(request, interval_s=_silence_s(request)) as alive:
+        try:
+            response = await _events(request, generation, view=view, framing=framing, alive=alive, frames=frames)
+        except ApiError as e:
+            if alive.stream is None:
+                raise
+            response = alive.stream  # too late for a status; `done` does not follow
+            await response.write(frames.failed(e.status) + errors_of(request).last_event(e))
+        await alive.end()
+        await response.write_eof()
+        return response
+
+
+async def _events(
     request: web.BaseRequest,
     generation: Generation,
     *,
     view: View,
     framing: Framing,
     alive: KeepAlive,
-    frames: Frames | None,
-) -> web.StreamResponse:
-    try:
-        news = [] if generation.done else await generation.next()
-        response = await alive.open(headers=framing.headers)
+    frames: Unframed,
+) -> CoalescedResponse:
+    def show(outputs: list[tuple[int, TextOutput]]) -> bytes:
+        return b"".join([_shown(view, framing, index, output, frames) for index, output in outputs])
 
-        def show(outputs: list[tuple[int, TextOutput]]) -> bytes:
-            return b"".join([_shown(view, framing, index, output, frames) for index, output in outputs])
-
-        await _write(response, show(news))
-        direct = DirectWrites(request, response, take=lambda: show(generation.take()), is_over=lambda: generation.ends)
-        with generation.followed(direct.on_change):
-            while not generation.ends:
-                events = show(generation.take()) if generation.has_news else await direct.wait()
-                await _write(response, events)
-        await _write(response, show(generation.take()))
-        if frames is not None and generation.moved:
-            await response.write(frames.leave(generation.moved))
-        else:
-            await _write_last(request, response, view=view, framing=framing, frames=frames)
-    except ApiError as e:
-        if alive.stream is None:
-            raise
-        response = alive.stream
-        if frames is not None:
-            await response.write(failed_frame(e.status))
-        await response.write(errors_of(request).last_event(e))  # too late for a status; `done` does not follow
-    await alive.end()
-    await response.write_eof()
+    news = [] if generation.done else await generation.next()
+    response = await alive.open(headers=framing.headers)
+    await _write(response, show(news))
+    direct = DirectWrites(request, response, take=lambda: show(generation.take()), is_over=lambda: generation.ends)
+    with generation.followed(direct.on_change):
+        while not generation.ends:
+            events = show(generation.take()) if generation.has_news else await direct.wait()
+            await _write(response, events)
+    await _write(response, show(generation.take()))
+    if generation.moved:
+        await response.write(frames.leave(generation.moved))
+        return response
+    if not has_last(request):
+        await _write(response, frames.before_last(list(map(framing.encode, view.last()))))
+    await _write(response, framing.done or frames.nothing())
     return response
 
 
-async def _write_last(
-    request: web.BaseRequest, response: web.StreamResponse, *, view: View, framing: Framing, frames: Frames | None
-) -> None:
-    if not has_last(request):
-        last = list(map(framing.encode, view.last()))
-        await _write(response, b"".join(last) if frames is None else frames.before_last(last))
-    await _write(response, framing.done or (b"" if frames is None else frames.nothing()))
-
-
-def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames: Frames | None) -> bytes:
-    if frames is None:
-        return b"".join(map(framing.encode, view.chunks(index, output)))
-    if _has_left(output):  # a view from the start would repeat the last event
+def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames: Unframed) -> bytes:
+    if frames.leaves_out(output):  # a view from the start would repeat the last event
         return b""
     return frames.before(index, output, list(map(framing.encode, view.chunks(index, output))))
-
-
-def _has_left(output: TextOutput) -> bool:
-    """True if the output only reports that its sample moved."""
-    return output.tokens.finish is None and not (output.tokens.new_ids or output.text or output.tokens.input_logprobs)
 
 
 async def _write(response: web.StreamResponse, events: bytes) -> None:
