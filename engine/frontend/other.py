@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -182,7 +181,7 @@ async def run_other_frontend(
         slot = FrontendSlot(row=row, shared=shared)
         s = make_services(spec, leaders=leaders, gate=gate, dead=lambda: None, slot=slot)
         for rank, (_, pull) in enumerate(sockets):
-            pull.attach(loop, partial(s.client.on_message, rank=rank))
+            pull.attach(loop, s.client.of_rank(rank))
         async with _handling(s, ipc) as handle:
             internal = make_internal_handle(s)
             async with (

@@ -18,7 +18,7 @@ from engine.frontend.errors import draining
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import FrontendSlot, FrontendSpec, Services, limits_of, make_services
 from engine.ipc import MAIN_FRONTEND, IpcPaths
-from engine.messages import StateReply, ToFrontend
+from engine.messages import StateReply
 from engine.stamps import Stamps
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
@@ -155,9 +155,10 @@ async def run_frontend(
         dead = _dead(processes, leaders, slot.others)
         services = make_services(spec, leaders=leaders, gate=gate, dead=dead, slot=slot)
         client = services.client
-        on_message = client.on_message if slot.others is None else slot.others.informed(client.on_message)
         for rank, (_, pull) in enumerate(sockets):
-            pull.attach(loop, _of_rank(on_message, rank))
+            handle_message = client.of_rank(rank)
+            informed = handle_message if slot.others is None else slot.others.informed(handle_message, rank)
+            pull.attach(loop, informed)
         handle = make_handle(services, max_open=client.max_live + SPARE_REQUESTS)
         if slot.others is not None:
             forwarded = serving_unix(
@@ -186,10 +187,6 @@ async def run_frontend(
             finally:
                 services.beating.end()
                 services.close()
-
-
-def _of_rank(handle: Callable[[ToFrontend, int], None], rank: int) -> Callable[[ToFrontend], None]:
-    return lambda message: handle(message, rank)
 
 
 async def _slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:

@@ -5,6 +5,7 @@ Wire names are unique, so late outputs of an aborted request never reach a new o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -14,9 +15,8 @@ from engine.frontend.client.dp_policy import RankPolicy, Rule
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.rank_loads import RankLoads
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD
-from engine.frontend.client.shared_requests import LiveNames, Name, SharedRequests
+from engine.frontend.client.shared_requests import LiveNames, Name, RankLoads, SharedRequests
 from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
@@ -130,24 +130,14 @@ class EngineClient:
         a used name or unknown rank.
         """
         self._check_open(len(requests))
-        ranks = self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
+        ranks = self._ranks_of(requests, dp_rank)
         self._check_timeout(requests, ranks, timeout_s)
         names, texts = [Name(owner, r.rid) for r in requests], [self._open_text(r) for r in requests]
         grouped = names if groups is None else [Name(owner, group) for group in groups]
         takes_over = bool(earlier)  # an earlier try may still be leaving under the same names
         if not takes_over:
             self._names.check(names, grouped)
-        context = CURRENT.get()
-        samples = [
-            Sample(
-                name=r.rid,
-                wire_rid=self.leaders.mint_wire_rid(r.rid),
-                num_prompt_tokens=len(r.input_ids),
-                is_empty=r.sampling.max_new_tokens == 0 and not r.alone,
-                trace=SampleTrace(self._traces, r, r.rid, context, rank if self.leaders.num_ranks > 1 else None),
-            )
-            for r, rank in zip(requests, ranks, strict=True)
-        ]
+        samples = [self._sample_of(r, rank) for r, rank in zip(requests, ranks, strict=True)]
         over = {i for i, before in enumerate(earlier) if before.finish is not None}
         generation = Generation(
             samples,
@@ -172,7 +162,7 @@ class EngineClient:
                 self._names.add(name, sample.wire_rid)
         try:
             left = [one for i, one in enumerate(zip(requests, samples, ranks, strict=True)) if i not in over]
-            self._send(left, request_id=context.request_id, timeout_s=timeout_s)
+            self._send(left, timeout_s=timeout_s)
         except BaseException:
             generation.__exit__(None, None, None)
             raise
@@ -215,6 +205,10 @@ class EngineClient:
             live.generation.fail(error)
         self.leaders.fail_calls(error, gone=error.code == ENGINE_DEAD)
 
+    def of_rank(self, rank: int) -> Callable[[ToFrontend], None]:
+        """The receiver of a scheduler's messages."""
+        return partial(self.on_message, rank=rank)
+
     def on_message(self, message: ToFrontend, rank: int = 0) -> None:
         """`rank`: of the sending scheduler."""
         now_s = self._now_s()
@@ -236,7 +230,6 @@ class EngineClient:
         self,
         samples: list[tuple[GenerateRequest, Sample, int]],
         *,
-        request_id: str,
         timeout_s: float | None,
     ) -> None:
         sent = [
@@ -245,7 +238,7 @@ class EngineClient:
                 rid=sample.wire_rid,
                 sampling=msgspec.structs.replace(r.sampling, max_new_tokens=1) if sample.is_empty else r.sampling,
                 timeout_s=timeout_s,
-                request_id=request_id,
+                request_id=CURRENT.get().request_id,
             )
             for r, sample, _ in samples
         ]
@@ -256,6 +249,22 @@ class EngineClient:
             self.observer.on_start(sample.num_prompt_tokens)
             if self.forecasts:
                 self.forecasts[rank].add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
+
+    def _ranks_of(self, requests: list[GenerateRequest], dp_rank: int | None) -> list[int]:
+        """`dp_rank`: named by the client."""
+        if self.leaders.num_ranks == 1 and dp_rank is None:
+            return [0] * len(requests)
+        return self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
+
+    def _sample_of(self, request: GenerateRequest, rank: int) -> Sample:
+        dp_rank = rank if self.leaders.num_ranks > 1 else None
+        return Sample(
+            name=request.rid,
+            wire_rid=self.leaders.mint_wire_rid(request.rid),
+            num_prompt_tokens=len(request.input_ids),
+            is_empty=request.sampling.max_new_tokens == 0 and not request.alone,
+            trace=SampleTrace(self._traces, request, request.rid, CURRENT.get(), dp_rank),
+        )
 
     def _free_names(self, generation: Generation) -> None:
         """Free names before the end is written: the client can then reuse them at any frontend."""

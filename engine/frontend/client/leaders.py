@@ -212,11 +212,21 @@ R = TypeVar("R")
 
 
 class Leaders:
-    """All DP ranks as one. `links`: by DP rank. `adapters`, `updated`: only what all ranks have."""
+    """All DP ranks as one. `links`: by DP rank. `adapters`, `updated`: only what all ranks have.
+
+    `info`: facts of rank 0; others differ in measurements and addresses. `kv_tokens`: maximum
+    sequence that fits every rank.
+    """
 
     def __init__(self, links: Sequence[SchedulerLink]) -> None:
         self.links = tuple(links)
+        self.num_ranks = len(self.links)
         self.ready = asyncio.Event()  # all ranks
+        self.info: dict[str, int | float | str | bool | list[int] | None] = {}
+        self.kv_tokens: int | None = None
+        self.now_s = self.links[0].now_s
+        self.mint_call_id = self.links[0].mint_call_id
+        self.mint_wire_rid = self.links[0].mint_wire_rid
         self.updated: dict[str, int | str] = {}
         self.adapters: dict[str, str] = {}
         self._changes = RankChanges(self.links)
@@ -226,21 +236,6 @@ class Leaders:
             link.adapters = dict(adapters)
         self.adapters = dict(adapters)
         self._changes.first = {"model_path": model_path, "weight_version": weight_version}
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.links)
-
-    @property
-    def info(self) -> dict[str, int | float | str | bool | list[int] | None]:
-        """Facts of rank 0; others differ in measurements and addresses."""
-        return self.links[0].info
-
-    @property
-    def kv_tokens(self) -> int | None:
-        """Maximum sequence that fits every rank."""
-        found = [kv for link in self.links if isinstance(kv := link.info.get("max_total_num_tokens"), int)]
-        return min(found, default=None)
 
     @property
     def released(self) -> list[str]:
@@ -254,15 +249,6 @@ class Leaders:
     @property
     def last_message_s(self) -> float:
         return min(link.last_message_s for link in self.links)
-
-    def now_s(self) -> float:
-        return self.links[0].now_s()
-
-    def mint_call_id(self) -> str:
-        return self.links[0].mint_call_id()
-
-    def mint_wire_rid(self, name: str) -> str:
-        return self.links[0].mint_wire_rid(name)
 
     async def states(self, *, check: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> list[StateReply]:
         """Raises ApiError(503) on timeout."""
@@ -299,10 +285,16 @@ class Leaders:
 
     def on_message(self, message: SchedulerReady | Reply, rank: int = 0) -> None:
         self.links[rank].on_message(message)
-        if isinstance(message, SchedulerReady) and all(link.ready.is_set() for link in self.links):
-            self.ready.set()
+        if isinstance(message, SchedulerReady):
+            self._on_ready()
         if isinstance(message, ControlReply) and concerns_requests(message):
             self._agree()
+
+    def _on_ready(self) -> None:
+        found = [kv for link in self.links if isinstance(kv := link.info.get("max_total_num_tokens"), int)]
+        self.info, self.kv_tokens = self.links[0].info, min(found, default=None)
+        if all(link.ready.is_set() for link in self.links):
+            self.ready.set()
 
     def _agree(self) -> None:
         first, *others = self.links

@@ -67,16 +67,16 @@ class OtherFrontends:
         while len(await self._peers.request("GET", READY)) < self._peers.num:
             await asyncio.sleep(READY_POLL_S)
 
-    def informed(self, handle: Callable[[ToFrontend, int], None]) -> Callable[[ToFrontend, int], None]:
+    def informed(self, handle: Callable[[ToFrontend], None], rank: int) -> Callable[[ToFrontend], None]:
         """Wrap `handle`: other frontends get changes of adapters or weights first."""
 
-        def on_message(message: ToFrontend, rank: int) -> None:
+        def on_message(message: ToFrontend) -> None:
             if isinstance(message, ControlReply) and concerns_requests(message):
                 task = asyncio.create_task(self._inform(RankReply(rank, message), handle))
                 self._changes.add(task)
                 task.add_done_callback(self._changes.discard)
             else:
-                handle(message, rank)
+                handle(message)
 
         return on_message
 
@@ -115,9 +115,9 @@ class OtherFrontends:
         await end_tasks(self._changes)
         await self._peers.close()
 
-    async def _inform(self, change: RankReply, handle: Callable[[ToFrontend, int], None]) -> None:
+    async def _inform(self, change: RankReply, handle: Callable[[ToFrontend], None]) -> None:
         async with self._one_change:
             answers = await self._peers.request("POST", REPLY, change, timeout_s=CHANGE_TIMEOUT_S)
             if len(answers) < self._peers.num:
                 self.lost = f"a frontend process did not take a change of adapters or weights in {CHANGE_TIMEOUT_S:g} s"
-            handle(change.reply, change.rank)
+            handle(change.reply)

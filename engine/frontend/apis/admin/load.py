@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.metrics.worker import cache_hit_rate, used_tokens
+from engine.frontend.metrics.schedulers import cache_hit_rate, used_tokens
 from engine.messages import StateReply, StepReply
 
 PD_QUEUES = {

@@ -149,9 +149,9 @@ AS_TEXT = Opened()
 
 def checked_reading(s: Services, body: ChatBody) -> Reading:
     """Raises ApiError(400). Makes the markers visible that the reader needs."""
-    check_reasoning(s, body, s.model.reasoning)
+    _check_reasoning(s, body, s.model.reasoning)
     reading = reading_of(body, reasoning=s.model.reasoning, tool_parser=s.spec.engine.tool_call_parser)
-    check_calls(body, reading)
+    _check_calls(body, reading)
     if body.skip_special_tokens is None and any(map(s.model.tokenizer.is_special, reading.markers)):
         body.skip_special_tokens = False
     return reading
@@ -169,22 +169,22 @@ def opened(s: Services, body: ChatBody, reading: Reading, prompt: str, prefix: s
     )
 
 
-def check_calls(body: ChatBody, reading: Reading) -> None:
+def _check_calls(body: ChatBody, reading: Reading) -> None:
     """Explicit "auto" is rejected without parser, as in vLLM; else warn."""
     if not reading.functions or reading.calls is not None or reading.calls_in_channels:
         return
     if body.tool_choice == "auto":
         raise bad_field("tool_choice", f"auto: {NO_PARSER}; use required, or none", code="unsupported_parameter")
-    warn_of_unread_calls()
+    _warn_of_unread_calls()
 
 
 @cache
-def warn_of_unread_calls() -> None:
+def _warn_of_unread_calls() -> None:
     """Log once; the answers stay useful."""
     log.warning("a request has tools, and %s: calls by the model's choice stay text", NO_PARSER)
 
 
-def check_reasoning(s: Services, body: ChatBody, format: ReasoningFormat | None) -> None:
+def _check_reasoning(s: Services, body: ChatBody, format: ReasoningFormat | None) -> None:
     if body.reasoning_effort == "none" and format is HARMONY:
         raise bad_field("reasoning_effort", "this model always reasons; use low, medium or high")
     check_budget(s, body.thinking_token_budget, field="thinking_token_budget")

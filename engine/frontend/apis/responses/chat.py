@@ -1,9 +1,11 @@
-"""A response's body as a chat's. Pure."""
+"""A response's body as a chat's, cut to the context."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart, PlacedPart
+from engine.frontend.apis.chat.plan import ChatPlan, plan_chat
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
 from engine.frontend.apis.responses.body import (
     MODES,
@@ -16,7 +18,11 @@ from engine.frontend.apis.responses.body import (
     check_response,
 )
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
+from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
 from engine.frontend.apis.shared.request import RequestFields
+from engine.frontend.images.placeholders import LoadedMedia
+from engine.frontend.images.source import MediaSource
+from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field
 
 # ---- items as chat messages
@@ -248,3 +254,63 @@ def _format(format: TextFormat | None) -> ResponseFormat | None:
         schema=format.schema, name=format.name, description=format.description, strict=format.strict
     )
     return ResponseFormat(type=format.type, json_schema=schema)
+
+
+# ---- `truncation: auto`: drops the oldest turns, never instructions.
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The conversation by turns.
+
+    `head`: leading system messages, kept. `starts`: possible starts, at user messages.
+    """
+
+    messages: list[ChatMessage]
+    head: int
+    starts: list[int]
+
+    def without(self, dropped: int) -> list[ChatMessage]:
+        return self.messages[: self.head] + self.messages[self.starts[dropped - 1] :] if dropped else self.messages
+
+
+def _turns_of(messages: list[ChatMessage]) -> _Turns:
+    head = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    return _Turns(messages, head, [i for i, m in enumerate(messages) if i > head and m.role == "user"])
+
+
+async def _truncated(turns: _Turns, plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], *, room: int) -> ChatPlan:
+    """Drop the fewest turns to fit `room`, at most all but one."""
+    best = await _fitting(turns.messages, plan, room)
+    low, high = 1, len(turns.starts)
+    if best is not None:
+        return best
+    while low < high:
+        middle = (low + high) // 2
+        if await _fitting(turns.without(middle), plan, room) is not None:
+            high = middle
+        else:
+            low = middle + 1
+    return await plan(turns.without(high))
+
+
+async def _fitting(
+    messages: list[ChatMessage], plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], room: int
+) -> ChatPlan | None:
+    try:
+        found = await plan(messages)
+    except ApiError as error:
+        if error.code != CONTEXT_EXCEEDED:
+            raise
+        return None
+    return found if len(found.input_ids) <= room else None
+
+
+async def truncated_chat(s: Services, chat: ChatBody) -> ChatPlan:
+    known: dict[MediaSource, LoadedMedia] = {}
+
+    async def plan(messages: list[ChatMessage]) -> ChatPlan:
+        chat.messages = messages
+        return await plan_chat(s, chat, known)
+
+    return await _truncated(_turns_of(chat.messages), plan, room=s.context_length - (chat.max_completion_tokens or 1))

@@ -2,28 +2,24 @@
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.chat.body import ChatBody, ChatMessage
-from engine.frontend.apis.chat.plan import ChatPlan, plan_chat
+from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.responses.body import READER, Item, ResponseBody
-from engine.frontend.apis.responses.chat import NAMES, to_chat
+from engine.frontend.apis.responses.chat import NAMES, to_chat, truncated_chat
 from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
-from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.samples import answer_samples
 from engine.frontend.apis.shared.stream import Framing
-from engine.frontend.images.placeholders import LoadedMedia
-from engine.frontend.images.source import MediaSource
 from engine.frontend.services import SERVICES, Services
 from service.http.api_shapes import typed_event
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.errors import bad_field, decode_body
 from service.http.guard import owner_in
 from service.responses import api
 from service.responses.api import StoredHandler, caller_of, named_response
@@ -37,56 +33,6 @@ from service.responses.items import (
     to_store,
 )
 from service.responses.store import LocalBook
-
-# ---- `truncation: auto`: drops the oldest turns, never instructions.
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The conversation by turns.
-
-    `head`: leading system messages, kept. `starts`: possible starts, at user messages.
-    """
-
-    messages: list[ChatMessage]
-    head: int
-    starts: list[int]
-
-    def without(self, dropped: int) -> list[ChatMessage]:
-        return self.messages[: self.head] + self.messages[self.starts[dropped - 1] :] if dropped else self.messages
-
-
-def turns_of(messages: list[ChatMessage]) -> Turns:
-    head = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
-    return Turns(messages, head, [i for i, m in enumerate(messages) if i > head and m.role == "user"])
-
-
-async def truncated(turns: Turns, plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], *, room: int) -> ChatPlan:
-    """Drop the fewest turns to fit `room`, at most all but one."""
-    best = await _fitting(turns.messages, plan, room)
-    low, high = 1, len(turns.starts)
-    if best is not None:
-        return best
-    while low < high:
-        middle = (low + high) // 2
-        if await _fitting(turns.without(middle), plan, room) is not None:
-            high = middle
-        else:
-            low = middle + 1
-    return await plan(turns.without(high))
-
-
-async def _fitting(
-    messages: list[ChatMessage], plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], room: int
-) -> ChatPlan | None:
-    try:
-        found = await plan(messages)
-    except ApiError as error:
-        if error.code != CONTEXT_EXCEEDED:
-            raise
-        return None
-    return found if len(found.input_ids) <= room else None
-
 
 # ---- Stored responses of a standalone worker.
 
@@ -180,7 +126,7 @@ async def _answer(
 ) -> web.StreamResponse:
     resume = resume_of(request)
     chat.rid = s.mint_id(RESPONSE) if resume is None else resume.id
-    plan = await (_truncated(s, chat) if body.truncation == "auto" else plan_chat(s, chat))
+    plan = await (truncated_chat(s, chat) if body.truncation == "auto" else plan_chat(s, chat))
     view = partial(
         ResponseView,
         body,
@@ -193,16 +139,6 @@ async def _answer(
         return await answer_samples(
             request, chat, plan, field="messages", id_prefix=RESPONSE, view=view, framing=FRAMING
         )
-
-
-async def _truncated(s: Services, chat: ChatBody) -> ChatPlan:
-    known: dict[MediaSource, LoadedMedia] = {}
-
-    async def plan(messages: list[ChatMessage]) -> ChatPlan:
-        chat.messages = messages
-        return await plan_chat(s, chat, known)
-
-    return await truncated(turns_of(chat.messages), plan, room=s.context_length - (chat.max_completion_tokens or 1))
 
 
 def _nothing(response: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -14,19 +16,23 @@ from service.http.reconnect import KEEP_HEADER, Keep, RetainedQuestion, StreamLo
 from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
 
 
-def open_retained(request: web.BaseRequest, generation: Generation, begun: Begun) -> StreamLog:
-    """Retain an SSE stream for the router. Raises ApiError(403)."""
-    s = request[SERVICES]
-    keep = keep_of(request.headers[KEEP_HEADER], s.spec.secret)
+@contextmanager
+def retained(request: web.BaseRequest, generation: Generation, begun: Begun) -> Iterator[StreamLog]:
+    """Retain an SSE stream for the router that requests it. Raises ApiError(403)."""
+    s, loop = request[SERVICES], asyncio.get_running_loop()
     stream = log_of(
         generation,
-        keep=keep,
+        keep=keep_of(request.headers[KEEP_HEADER], s.spec.secret),
         tag=secrets.token_hex(8),
         request_id=request[REQUEST_ID],
         head=head_of(begun, resume_of(request)),
     )
     s.kept.open(stream)
-    return stream
+    try:
+        yield stream
+    finally:
+        s.kept.ended(stream, loop.time())
+        loop.call_later(stream.keep.window_s, lambda: s.kept.forget_old(loop.time()))
 
 
 def keep_of(header: str, secret: bytes | None) -> Keep:
@@ -46,12 +52,6 @@ def head_of(begun: Begun, resume: Resume | None) -> bytes:
 def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, head: bytes) -> StreamLog:
     """A client that fetches the rest ends the generation."""
     return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=lambda: generation.fail(_taken()))
-
-
-def end_retained(request: web.BaseRequest, stream: StreamLog) -> None:
-    kept, loop = request[SERVICES].kept, asyncio.get_running_loop()
-    kept.ended(stream, loop.time())
-    loop.call_later(stream.keep.window_s, lambda: kept.forget_old(loop.time()))
 
 
 async def kept_stream(request: web.BaseRequest) -> web.Response:

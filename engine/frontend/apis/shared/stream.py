@@ -1,21 +1,21 @@
 """HTTP answers of a generation: JSON or server-sent events."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from engine.frontend.apis.shared.resumable import UNFRAMED, Frames, Unframed, answer_framed, has_last, resume_of
-from engine.frontend.apis.shared.retained import end_retained, open_retained
+from engine.frontend.apis.shared.retained import retained
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.api_shapes import DONE, SSE_HEADERS, CoalescedResponse, event, json_response
 from service.http.errors import ApiError
 from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
-from service.http.reconnect import KEEP_HEADER, StreamLog
+from service.http.reconnect import KEEP_HEADER
 from service.http.resume import Begun
 from service.http.routes import errors_of
 from service.http.server import DirectWrites
@@ -77,25 +77,11 @@ async def answer(
         generation.can_move = True
         if not stream:
             return await answer_framed(request, generation, show=view.body, begun=begun)
-        with _retained(request, generation, framing, begun) as kept:
+        keeps = KEEP_HEADER in request.headers and framing.headers is SSE_HEADERS
+        with retained(request, generation, begun) if keeps else nullcontext() as kept:
             numbered = _num_events(request) if framing.number_from else None
             frames = Frames(begun, repeats=repeats, num_events=numbered, kept=kept, has_logprobs=has_logprobs)
             return await _stream(request, generation, view=view, framing=framing, frames=frames)
-
-
-@contextmanager
-def _retained(
-    request: web.BaseRequest, generation: Generation, framing: Framing, begun: Begun
-) -> Iterator[StreamLog | None]:
-    """Retain server-sent events, if the router requests it."""
-    if KEEP_HEADER not in request.headers or framing.headers is not SSE_HEADERS:
-        yield None
-        return
-    kept = open_retained(request, generation, begun)
-    try:
-        yield kept
-    finally:
-        end_retained(request, kept)
 
 
 def _num_events(request: web.BaseRequest) -> int:
