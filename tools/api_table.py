@@ -14,7 +14,7 @@ from engine.frontend.apis.chat import body as chat
 from engine.frontend.apis.native import body as native
 from engine.frontend.apis.native import score
 from engine.frontend.apis.ollama import body as ollama
-from engine.frontend.apis.openai import embeddings, view
+from engine.frontend.apis.openai import completions, embeddings
 from engine.frontend.apis.responses import body as responses
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.routes import OPENAPI_PATH, ROUTES
@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "api.md"
 INSIDE = "/generate sampling_params"
 READERS: Mapping[str, BodyReader[Any]] = {
     "/v1/chat/completions": chat.READER,
-    "/v1/completions": view.READER,
+    "/v1/completions": completions.READER,
     "/v1/embeddings": embeddings.READER,
     "/v1/responses": responses.READER,
     "/v1/messages": anthropic.MESSAGES,

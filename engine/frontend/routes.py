@@ -20,10 +20,14 @@ from engine.frontend.apis.ollama import answers as ollama
 from engine.frontend.apis.ollama import answers as ollama_models
 from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaGenerateBody, ShowBody
 from engine.frontend.apis.openai.chat import chat_completions
-from engine.frontend.apis.openai.completions import completions, render_chat_completion, render_completion
+from engine.frontend.apis.openai.completions import (
+    CompletionBody,
+    completions,
+    render_chat_completion,
+    render_completion,
+)
 from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
 from engine.frontend.apis.openai.ranking import ClassifyBody, PairScoreBody, RerankBody, classify, rerank, score_pairs
-from engine.frontend.apis.openai.view import CompletionBody
 from engine.frontend.apis.responses import create
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.apis.openai.view import READER
+from engine.frontend.apis.openai.completions import READER
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.prefill_only import TURN_PROMPTS, turns_of
 from engine.frontend.services import GROUP_CHARS, INLINE_CHARS, MAX_TEXT_BYTES, Services

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.frontend.apis.native.body import GenerateBody, SamplingBody
-from engine.frontend.apis.openai.view import CompletionBody
+from engine.frontend.apis.openai.completions import CompletionBody
 from engine.frontend.apis.shared import ids_only
 from tests.frontend.conftest import Worker, byte_tokenizer, check_log, start_worker, write_checkpoint
 

@@ -1,6 +1,8 @@
-"""POST /v1/chat/completions: body -> plan -> view."""
+"""POST /v1/chat/completions: body -> plan -> view; the base of OpenAI's views."""
 
-from collections.abc import Callable
+import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,9 +11,9 @@ from aiohttp import web
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.plan import plan_chat
-from engine.frontend.apis.openai.view import OpenAIView, ending_of
+from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.samples import answer_samples
+from engine.frontend.apis.shared.samples import Counts, Usage, answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.parts import (
     AnswerReaders,
@@ -26,6 +28,126 @@ from engine.text.parts import (
 )
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
+
+# ---- Optional fields of a choice: token ids (vLLM, SGLang), last hidden state (SGLang). Pure.
+
+
+class Extras:
+    """In a stream, ids come with the next text, hidden states last."""
+
+    def __init__(self, body: RequestFields, prompts: Sequence[list[int]]) -> None:
+        self._token_ids = bool(body.return_token_ids)
+        self._hidden_states = bool(body.return_hidden_states)
+        self._prompts: dict[int, list[int]] = dict(enumerate(prompts))  # not shown yet
+        self._new: defaultdict[int, list[int]] = defaultdict(list)  # tokens not shown yet
+        self._last: dict[int, bytes] = {}
+
+    def add(self, index: int, output: TextOutput) -> None:
+        self._new[index] += output.tokens.new_ids
+        if output.tokens.hidden:
+            self._last[index] = output.tokens.hidden[-1]
+
+    def take(self, index: int, *, finished: bool) -> dict[str, Any]:
+        shown: dict[str, Any] = {}
+        if self._token_ids:
+            shown["token_ids"] = self._new.pop(index, [])
+            if index in self._prompts:
+                shown["prompt_token_ids"] = self._prompts.pop(index)
+        if self._hidden_states and finished:
+            shown["hidden_states"] = array.array("f", self._last.pop(index, b"")).tolist()
+        return shown
+
+
+# ---- Base of the views of chats and completions. Pure.
+
+
+def usage_of(counts: Counts) -> dict[str, Any]:
+    return {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
+        "reasoning_tokens": counts.reasoning,
+    }
+
+
+class OpenAIView:
+    """Base of both views. `prompts`: by sample, for `return_token_ids`."""
+
+    object: str
+    chunk_object: str
+
+    def __init__(
+        self,
+        body: RequestFields,
+        *,
+        weight_version: Callable[[], str],
+        id: str,
+        model: str,
+        created: int,
+        usage: Usage,
+        prompts: Sequence[list[int]] = (),
+    ) -> None:
+        self._request = body
+        wanted = body.return_token_ids or body.return_hidden_states
+        self._extras = Extras(body, prompts) if wanted else None
+        self._weight_version = weight_version
+        self._head = {"id": id, "created": created, "model": model}
+        self._usage = usage
+
+    def body(self, answers: list[TextOutput]) -> dict[str, Any]:
+        for index, output in enumerate(answers):
+            self._usage.add(index, output)
+        choices = [self._choice(index, output) for index, output in enumerate(answers)]
+        if self._extras is not None:
+            for choice, output in zip(choices, answers, strict=True):
+                self._extras.add(choice["index"], output)
+                choice |= self._extras.take(choice["index"], finished=True)
+        return {
+            **self._head,
+            "object": self.object,
+            "choices": choices,
+            "usage": usage_of(self._usage.total()),
+            "metadata": {"weight_version": self._weight_version()},
+        }
+
+    def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        self._usage.add(index, output)
+        deltas = self._deltas(index, output)
+        if self._extras is not None:
+            self._extras.add(index, output)
+            if deltas:
+                self._attach(deltas[-1], self._extras.take(index, finished=output.tokens.finish is not None))
+        return [self._chunk(index, delta) for delta in deltas]
+
+    def last(self) -> list[dict[str, Any]]:
+        if not self._request.include_usage:
+            return []
+        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": usage_of(self._usage.total())}]
+
+    def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        if self._request.continuous_usage:
+            chunk["usage"] = usage_of(self._usage.of_sample(index))
+        elif self._request.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _attach(self, choice: dict[str, Any], extras: dict[str, Any]) -> None:
+        choice.update(extras)
+
+    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+def ending_of(output: TextOutput) -> dict[str, Any]:
+    finish = output.tokens.finish
+    return {"finish_reason": finish.kind if finish else None, "matched_stop": finish.matched if finish else None}
+
 
 # ---- OpenAI's chat answers, whole or in deltas. Pure.
 

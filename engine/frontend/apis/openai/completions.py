@@ -4,22 +4,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.plan import plan_chat
-from engine.frontend.apis.openai.view import (
-    DEFAULT_COMPLETION_TOKENS,
-    READER,
-    CompletionBody,
-    CompletionView,
-    Echo,
-    check_completion,
-)
-from engine.frontend.apis.openai.view import READER as COMPLETIONS
+from engine.frontend.apis.openai.chat import OpenAIView, ending_of
+from engine.frontend.apis.shared.body_reader import COMPLETION, BodyReader
 from engine.frontend.apis.shared.fields import (
     check_num_samples,
     check_priority,
@@ -28,14 +21,122 @@ from engine.frontend.apis.shared.fields import (
     prompts_ids,
     prompts_of,
 )
-from engine.frontend.apis.shared.request import RequestFields, choose_model
+from engine.frontend.apis.shared.request import RequestFields, check_range, check_request, choose_model
 from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.stream import finite
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
-from engine.messages import LogprobOptions
+from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
-from engine.text.incremental import places_of
+from engine.text.incremental import Span, places_of
+from engine.text.sample import TextOutput
 from service.http.api_shapes import json_response
+from service.http.errors import bad_field
+
+# ---- Body of /v1/completions, and its checks. Pure.
+
+MAX_COMPLETION_LOGPROBS = 5
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class CompletionBody(RequestFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+READER = BodyReader(body=CompletionBody, refused=COMPLETION, looked_into=("stream_options", "response_format"))
+
+
+def check_completion(body: CompletionBody) -> None:
+    check_request(body)
+    check_range("logprobs", body.logprobs, MAX_COMPLETION_LOGPROBS)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_field(
+            "best_of",
+            "must equal n: this server returns every sample, and sampling more to keep the best is not supported",
+        )
+
+
+# ---- Text completions with logprobs. Pure.
+
+
+class Echo(NamedTuple):
+    """A prompt's text and its tokens' places."""
+
+    text: str = ""
+    spans: Sequence[Span] = ()
+
+
+class CompletionView(OpenAIView):
+    """Answer to one completion. `echoes`: by sample. `has_text`: false for chunks without text."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, body: CompletionBody, *, echoes: list[Echo], has_text: bool, **head: Any) -> None:
+        super().__init__(body, **head)
+        self._has_text = has_text
+        self._logprobs = body.logprobs is not None
+        self._echoes = echoes
+        self._begun: set[int] = set()
+
+    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        text = self._echoes[index].text + output.text
+        return {"index": index, "text": text, "logprobs": self._logprobs_of(index, output), **ending_of(output)}
+
+    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        text = output.text if index in self._begun else self._echoes[index].text + output.text
+        logprobs = self._logprobs_of(index, output)
+        self._begun.add(index)
+        finished = output.tokens.finish is not None
+        if self._has_text and not text and not finished and not (logprobs and logprobs["tokens"]):
+            return []
+        ending = ending_of(output) if finished else {"finish_reason": None, "matched_stop": None}
+        return [{"index": index, "text": text, "logprobs": logprobs, **ending}]
+
+    def _logprobs_of(self, index: int, output: TextOutput) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        table, echo, tokens = _Columns(), self._echoes[index], output.tokens
+        for lp, (text, top), (begin, end) in zip(
+            tokens.input_logprobs, output.input_logprob_texts, echo.spans, strict=False
+        ):
+            table.add(lp, _as_it_stands(text, echo.text[begin:end]), top, begin)
+        for lp, (text, top), (begin, _) in zip(
+            tokens.logprobs, output.logprob_texts, output.logprob_spans, strict=False
+        ):
+            table.add(lp, text, top, len(echo.text) + begin)
+        return table.columns
+
+
+class _Columns:
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(self, lp: TokenLogprob, text: str, top: list[str], offset: int) -> None:
+        self.columns["tokens"].append(text)
+        self.columns["token_logprobs"].append(finite(lp.logprob))
+        self.columns["top_logprobs"].append(None if lp.logprob is None else _by_text(lp, text, top))
+        self.columns["text_offset"].append(offset)
+
+
+def _by_text(lp: TokenLogprob, text: str, top: list[str]) -> dict[str, float | None]:
+    """Alternatives by text; duplicates (parts of characters) by id, in vLLM's form."""
+    shown: dict[str, float | None] = {}
+    for other, (logprob, token_id) in zip(top, lp.top, strict=False):
+        is_taken = other in shown or other == text
+        shown[f"token_id:{token_id}" if is_taken and token_id != lp.token_id else other] = finite(logprob)
+    return {**shown, text: finite(lp.logprob)}
+
+
+def _as_it_stands(text: str, seen: str) -> str:
+    """The first token's text without the leading space it has elsewhere."""
+    return seen if text == " " + seen else text
+
+
+# ---- completions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +241,7 @@ async def render_chat_completion(request: web.BaseRequest) -> web.Response:
 
 async def render_completion(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    body = await COMPLETIONS.read(request)
+    body = await READER.read(request)
     plan = await plan_completion(s, body)
     id, many = body.rid or s.mint_id("cmpl-"), len(plan.prompts) > 1
     salts, cut = each("cache_salt", body.cache_salt, len(plan.prompts)), body.max_tokens is None
