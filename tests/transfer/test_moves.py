@@ -5,8 +5,7 @@ import numpy as np
 from tests.transfer.cores import ARGS, CAPS, MARK, decode_core, prefill_core, registration
 from tests.transfer.engines.hand_engine import HandEngine
 from transfer_backends.contract import Route
-from transfer_backends.decode.lookup import LookUp
-from transfer_backends.decode.proof import Connect
+from transfer_backends.decode.lookup import Connect, LookUp
 from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.liveness import Liveness
 from transfer_backends.rooms import KVPoll

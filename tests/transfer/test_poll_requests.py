@@ -3,7 +3,7 @@
 from tests.transfer.cores import MARK, decode_core, prefill_core, registration
 from tests.transfer.rig import ChildWorker, until
 from transfer_backends.contract import Route
-from transfer_backends.decode.proof import EAGER_S
+from transfer_backends.decode.lookup import EAGER_S
 from transfer_backends.prefill.paths import POLL_REQUEST_EVERY_S
 from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import PollRequest, Registered

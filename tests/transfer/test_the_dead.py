@@ -15,8 +15,9 @@ from tests.transfer.cores import CAPS, CONFIG, KEY, MARK, decode_core
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import LookupFailed, Route, TransferConfig
+from transfer_backends.decode.lookup import Connect
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Connect, Prove
+from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
 from transfer_backends.decode.rooms import MAX_LOOKUPS_A_SERVER, MAX_PENDING_ABORTS
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark, liveness, of_worker
@@ -160,9 +161,9 @@ def test_the_dead_are_not_connected_to_again() -> None:
     assert any(isinstance(item, Connect) for item in core.effects.queue)
     for number in range(2 * MAX_DEAD):
         core.proofs.on_proof(f"x{number}", Liveness.DEAD, 100.0)
-    assert len(core.proofs._dead) == MAX_DEAD and not core.proofs.is_dead("p", 100.0)
+    assert len(core.proofs.ended) == MAX_DEAD and "p" not in core.proofs.ended
     core.proofs.on_proof("late", Liveness.DEAD, 100.0 + DEAD_S)
-    assert list(core.proofs._dead) == ["late"]
+    assert list(core.proofs.ended) == ["late"]
 
 
 def test_a_peer_that_answers_is_not_dead_despite_a_late_proof() -> None:

@@ -17,7 +17,7 @@ from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
 from transfer_backends.contract import Caps, KVArgs, RankMemory, Region, Route, TransferConfig
 from transfer_backends.decode.core import DecodeCore
-from transfer_backends.decode.proof import Connect
+from transfer_backends.decode.lookup import Connect
 from transfer_backends.liveness import Liveness, ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.inbox import Chunk

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from transfer_backends.contract import Caps, KVArgs, Route, TransferConfig
-from transfer_backends.decode.lookup import PrefillFinder
-from transfer_backends.decode.proof import Connections, PrefillPeer, Proofs
-from transfer_backends.decode.rooms import DecodeRoom, DecodeRooms, LookUpLine
+from transfer_backends.decode.lookup import Connections, PrefillFinder
+from transfer_backends.decode.proof import Proofs
+from transfer_backends.decode.rooms import DecodeRoom, DecodeRooms, LookUpLine, PrefillPeer
 from transfer_backends.peers import Link, PeerTable
 from transfer_backends.rooms import KVPoll, PeerProtocolError
 from transfer_backends.wire import (
@@ -139,7 +139,7 @@ class DecodeCore:
             handshake_timeout_s=config.handshake_timeout_s,
             drain_timeout_s=config.drain_timeout_s,
         )
-        self.finder = PrefillFinder(self.rooms, self.peers, self.connections, self.proofs, line)
+        self.finder = PrefillFinder(self.rooms, self.peers, self.connections, self.proofs.ended, line)
         self.effects = self.peers.effects
         self._config = config
         self._next_scan_s = 0.0

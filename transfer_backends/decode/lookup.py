@@ -1,17 +1,101 @@
-"""Search for a room's prefill worker: look-ups, cached routes, retries. Pure.
+"""Search for a room's prefill worker, and connections to those found. Pure.
 
 A bootstrap server with one prefill worker is looked up once per DP rank; with several (*shared*)
 once per room.
 """
 
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from transfer_backends.contract import LookupFailed, Route
-from transfer_backends.decode.proof import Connections, PrefillPeer, Proofs
-from transfer_backends.decode.rooms import DecodeRoom, DecodeRooms, LookUpLine
-from transfer_backends.peers import PeerTable
-from transfer_backends.rooms import KVPoll
+from transfer_backends.decode.rooms import DecodeRoom, DecodeRooms, LookUpLine, PrefillPeer
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.peers import Link, PeerTable
+from transfer_backends.rooms import KVPoll, RoomKey
+from transfer_backends.wire import Register
+
+# ---- Connections to prefill workers. Pure.
+
+MAX_GONE = 32
+EAGER_S = 0.25  # after a poll request; the next one comes earlier if needed
+
+
+@dataclass(frozen=True)
+class Connect:
+    link: Link
+    control: str
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    link: Link
+
+
+class Connections:
+    """Links to prefill workers; recompute look-ups exclude the recently dropped `gone`."""
+
+    def __init__(
+        self, peers: PeerTable[PrefillPeer], *, register: Callable[[str], Register], handshake_timeout_s: float
+    ) -> None:
+        self.gone: deque[str] = deque(maxlen=MAX_GONE)
+        self._peers = peers
+        self._queue = peers.effects.queue
+        self._register = register
+        self._handshake_timeout_s = handshake_timeout_s
+        self._next_link = 1
+        self._eager_until_s = 0.0
+
+    def obtain(self, route: Route, now_s: float) -> PrefillPeer:
+        peer = self._peers.get(route.incarnation)
+        if peer is None:
+            peer = PrefillPeer(route.incarnation, self._peers.heartbeat(now_s), deadline_s=0.0, route=route)
+            self._peers.add(peer)
+            self.connect(peer, now_s)
+        return peer
+
+    def connect(self, peer: PrefillPeer, now_s: float) -> None:
+        peer.deadline_s = now_s + self._handshake_timeout_s
+        peer.registered = False
+        self._peers.join(peer, self._next_link)
+        self._queue.append(Connect(self._next_link, peer.route.control))
+        self._next_link += 1
+        self._peers.send(peer, self._register(peer.incarnation))
+
+    def on_registered(self, peer: PrefillPeer, marks: tuple[ProcessMark, ...]) -> list[RoomKey]:
+        """Return the rooms whose abort waited for it."""
+        peer.registered = True
+        peer.marks = marks
+        peer.proof.reset()
+        aborts, peer.unsent_aborts = peer.unsent_aborts, []
+        return aborts
+
+    def disconnect(self, peer: PrefillPeer) -> None:
+        if peer.link is not None:
+            self._queue.append(Disconnect(peer.link))
+            self._peers.part(peer)
+
+    def drop(self, peer: PrefillPeer) -> None:
+        self.disconnect(peer)
+        self._peers.drop(peer)
+        self.gone.append(peer.incarnation)
+
+    def overdue(self, now_s: float) -> list[PrefillPeer]:
+        return [peer for peer in self._peers if peer.connecting and now_s >= peer.deadline_s]
+
+    def on_poll_request(self, now_s: float) -> None:
+        self._eager_until_s = now_s + EAGER_S
+
+    def eager(self, now_s: float) -> bool:
+        """A peer connects or waits for its writes: poll the engine often.
+
+        Shared memory and RDMA need no polls, and each one interrupts a decode step.
+        """
+        return now_s < self._eager_until_s or any(peer.connecting for peer in self._peers)
+
+
+# ---- Search: look-ups, cached routes, retries. Pure.
 
 MAX_SERVERS = 4096  # remembered bootstrap servers; requests name them
 
@@ -31,18 +115,20 @@ class LookUp:
 
 
 class PrefillFinder:
+    """`ended`: dead incarnations, and until when they are remembered."""
+
     def __init__(
         self,
         rooms: DecodeRooms,
         peers: PeerTable[PrefillPeer],
         connections: Connections,
-        proofs: Proofs,
+        ended: Mapping[str, float],
         line: LookUpLine,
     ) -> None:
         self._rooms = rooms
         self._peers = peers
         self._connections = connections
-        self._proofs = proofs
+        self._ended = ended
         self._line = line
         self._routes: dict[str, dict[int, Route]] = {}  # by rank, for bootstrap servers with one prefill worker
         self._shared: dict[str, None] = {}  # bootstrap servers with several workers
@@ -158,7 +244,7 @@ class PrefillFinder:
 
     def _attach(self, room: DecodeRoom, route: Route, now_s: float) -> None:
         room.end_search()
-        if self._proofs.is_dead(route.incarnation, now_s):
+        if now_s < self._ended.get(route.incarnation, now_s):
             self._on_dead_owner(room, route, now_s)
             return
         if self._peers.get(route.incarnation) is None and self._peers.is_full:

@@ -7,8 +7,8 @@ from functools import partial
 from transfer_backends.contract import Clock, KVArgs, LookupFailed, Route, Tail, TransferConfig, Work
 from transfer_backends.control_thread import TICK_S, ControlThread
 from transfer_backends.decode.core import DecodeCore
-from transfer_backends.decode.lookup import LookUp
-from transfer_backends.decode.proof import Connect, Disconnect, Prove
+from transfer_backends.decode.lookup import Connect, Disconnect, LookUp
+from transfer_backends.decode.proof import Prove
 from transfer_backends.decode.rooms import MAX_LOOKUPS_A_SERVER, DecodeRoom, DecodeRooms
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer

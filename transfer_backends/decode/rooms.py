@@ -14,15 +14,35 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from transfer_backends.contract import KVArgs, Route, Tail, Work
-from transfer_backends.decode.proof import PrefillPeer
-from transfer_backends.peers import PeerTable, RetryTimer
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.peers import Peer, PeerTable, RetryTimer
 from transfer_backends.rooms import IllegalTransition, KVPoll, Room, RoomKey, RoomTable
 from transfer_backends.wire import Abort, Recompute, TransferInfo, clip, pack_ids
 
-# ---- State of one transfer on decode. Pure.
+# ---- State of one transfer on decode, and its prefill worker. Pure.
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
+FIRST_PROOF_S = 0.02
+LONGEST_PROOF_S = 1.0
+
+
+@dataclass(eq=False, kw_only=True)
+class PrefillPeer(Peer):
+    """Prefill worker; `marks` is () until it first registered us.
+
+    `settled_at_s`: running time at which its last bytes have landed.
+    """
+
+    route: Route
+    marks: tuple[ProcessMark, ...] = ()
+    unsent_aborts: list[RoomKey] = field(default_factory=list)
+    proof: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_PROOF_S, LONGEST_PROOF_S))
+    settled_at_s: float | None = None
+
+    @property
+    def connecting(self) -> bool:
+        return not self.registered and not self.lost
 
 
 @dataclass(eq=False)
