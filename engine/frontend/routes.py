@@ -9,7 +9,6 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.admin import control, health, info, role_switch, tokens
-from engine.frontend.apis.admin.health import heartbeats
 from engine.frontend.apis.anthropic.body import CountTokensBody, MessagesBody
 from engine.frontend.apis.anthropic.messages import count_tokens, messages
 from engine.frontend.apis.chat.body import ChatBody
@@ -17,7 +16,6 @@ from engine.frontend.apis.native.body import GenerateBody
 from engine.frontend.apis.native.generate import generate
 from engine.frontend.apis.native.score import EncodeBody, ScoreBody, encode, score
 from engine.frontend.apis.ollama import answers as ollama
-from engine.frontend.apis.ollama import answers as ollama_models
 from engine.frontend.apis.ollama.body import OllamaChatBody, OllamaGenerateBody, ShowBody
 from engine.frontend.apis.openai.chat import chat_completions
 from engine.frontend.apis.openai.completions import (
@@ -30,7 +28,6 @@ from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
 from engine.frontend.apis.openai.ranking import ClassifyBody, PairScoreBody, RerankBody, classify, rerank, score_pairs
 from engine.frontend.apis.responses import create
 from engine.frontend.apis.responses.body import ResponseBody
-from engine.frontend.apis.responses.create import create_response
 from engine.frontend.apis.shared.retained import kept_stream
 from service.http import openapi
 from service.http.api_shapes import EVENTS_TYPE, LINES_TYPE, shape_of
@@ -84,7 +81,7 @@ _admin = partial(ApiRoute, "POST", need=Access.ADMIN)  # affects every client, w
 _ROUTES = (
     _open("/health", health.health),
     _open("/liveness", health.liveness, anywhere=True),
-    replace(_open(HEARTBEATS, heartbeats), is_alias=True),  # for routers
+    replace(_open(HEARTBEATS, health.heartbeats), is_alias=True),  # for routers
     _open("/health_generate", health.health_generate),
     _open("/metrics", info.metrics, plain_text=True),
     _open("/ping", health.health),
@@ -102,7 +99,7 @@ _ROUTES = (
     _tokens("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
     _tokens("/v1/completions/render", render_completion, CompletionBody, computes=False),
     _tokens("/v1/chat/completions/render", render_chat_completion, ChatBody, computes=False),
-    ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
+    ApiRoute("POST", "/v1/responses", create.create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
     ApiRoute("GET", "/v1/responses/{id}", create.get_response),
     ApiRoute("DELETE", "/v1/responses/{id}", create.delete_response),
     ApiRoute("POST", "/v1/responses/{id}/cancel", create.cancel_response),
@@ -121,10 +118,10 @@ _ROUTES = (
     _tokens(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
     _tokens("/api/chat", ollama.chat, OllamaChatBody, streams=LINES_TYPE),
     _tokens("/api/generate", ollama.generate, OllamaGenerateBody, streams=LINES_TYPE),
-    ApiRoute("POST", "/api/show", ollama_models.show, ShowBody),
-    ApiRoute("GET", "/api/tags", ollama_models.tags),
-    ApiRoute("GET", "/api/ps", ollama_models.ps),
-    ApiRoute("GET", "/api/version", ollama_models.version),
+    ApiRoute("POST", "/api/show", ollama.show, ShowBody),
+    ApiRoute("GET", "/api/tags", ollama.tags),
+    ApiRoute("GET", "/api/ps", ollama.ps),
+    ApiRoute("GET", "/api/version", ollama.version),
     ApiRoute("POST", "/abort_request", control.abort_request, control.AbortBody, empty=True, body_required=False),
     ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),  # for routers
     ApiRoute("POST", MOVE_OUT, control.move_out, control.MoveOutBody),

@@ -53,9 +53,8 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 INLINE_CHARS = 2000  # shorter texts are tokenized inline: cheaper than a thread switch
 GROUP_CHARS = 64 << 10  # of short texts per thread job, so that other requests get in between
 HUGE_CHARS = 1 << 20  # such a text takes a second; only these wait for one another
-MAX_TEXT_BYTES = (
-    8 << 20
-)  # per text, or `BYTES_PER_TOKEN` per token of a longer context: tokenizing takes some 70 times its memory
+# Per text, or `BYTES_PER_TOKEN` per token of a longer context: tokenizing takes some 70 times its memory.
+MAX_TEXT_BYTES = 8 << 20
 BYTES_PER_TOKEN = 8
 
 

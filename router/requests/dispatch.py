@@ -43,15 +43,7 @@ from router.requests.relay import (
 from router.requests.responses import Responses, RetainedStream
 from service.http.api_shapes import REQUEST_ID
 from service.http.errors import ApiError
-from service.http.guard import (
-    CALLER,
-    CLIENT_GONE,
-    ENVOY_HEADER,
-    RANK_HEADER,
-    TIMEOUT_HEADER,
-    caller_header,
-    rank_in,
-)
+from service.http.guard import CALLER, CLIENT_GONE, ENVOY_HEADER, RANK_HEADER, TIMEOUT_HEADER, caller_header, rank_in
 from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.resume import FrameRecord
 from service.http.routes import errors_of, invoked_path

@@ -65,9 +65,8 @@ async def answer(
 ) -> web.StreamResponse:
     """Serve the generation, then abort what is unfinished.
 
-    Headers wait for the first output, so that its error has a status, at most
-    --sse-keep-alive-interval. `begun`: it may move to another worker. `repeats`: events show a
-    sample from the start.
+    Headers wait for the first output, so that its error has a status, at most until a comment is
+    due. `begun`: it may move to another worker. `repeats`: events show a sample from the start.
     """
     with generation:
         if begun is None:
