@@ -35,6 +35,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.part import ModelPart
 from engine.models.vision.tower import VisionTower
 from engine.models.vision.towers import load_tower
+from engine.parallel.collectives import SINGLE_RANK, Collectives
 from service.flags import ConfigError
 
 # ---- A model with only its vision tower loaded.
@@ -45,7 +46,7 @@ class TowerModel:
     """The model as the image pass needs it."""
 
     vision: VisionTower
-    collectives: None = None
+    collectives: Collectives = SINGLE_RANK
 
 
 def load_tower_alone(
@@ -99,13 +100,13 @@ class EncodeRunner:
 
     def _encode(self, model: TowerModel, plan: Plan) -> None:
         self._images.prepare(model, plan)
-        found = self._images.rows(plan.items)
-        if found is None:
+        rows, features = self._images.rows(plan.items)
+        if not rows:
             return
-        slots, positions = (upload(torch.tensor(ids), self._page_table.device) for ids in _places(plan.items))
-        pages, offsets = self._page_table.locate(slots[found.rows], positions[found.rows])
-        rows = found.features.unsqueeze(1)
-        self._pool.write(0, pages, offsets, rows, rows)
+        slots, positions = (upload(torch.tensor(ids)[rows], self._page_table.device) for ids in _places(plan.items))
+        pages, offsets = self._page_table.locate(slots, positions)
+        written = torch.cat(features).unsqueeze(1)
+        self._pool.write(0, pages, offsets, written, written)
 
 
 def _places(items: list[PlanItem]) -> tuple[list[int], list[int]]:

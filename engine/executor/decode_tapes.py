@@ -42,8 +42,9 @@ class _Recorded:
         for mine, now in zip(self.begun, begun, strict=True):
             mine.copy_(now)
         self.tape.play()
-        if self.products and model.states is not None:
-            model.states.products = dict(self.products)
+        if self.products:
+            for states in model.states:
+                states.products = dict(self.products)
         return self.hidden.clone()  # the memory is the next step's
 
 
@@ -83,7 +84,7 @@ class DecodeTapes:
     ) -> Tensor:
         """`model.forward` of a step that `takes` accepted and the attention backend has begun."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
-        kind = size, model.states is not None and drafts
+        kind = size, bool(model.states) and drafts
         if drafts and kind not in self._tapes:
             self._seen[size] += 1
             if self._seen[size] < OFTEN:
@@ -127,5 +128,4 @@ class DecodeTapes:
 
 def _kept(model: DenseDecoder) -> dict[int, Tensor]:
     """The products that the step which has just run keeps."""
-    states = model.states
-    return dict(states.products) if states is not None and states.keeps else {}
+    return {layer: kept for states in model.states if states.keeps for layer, kept in states.products.items()}

@@ -105,7 +105,7 @@ class AcceptedRows:
 
 
 def judged_rows(
-    items: Sequence[PlanItem], tokens: Tensor | None, *, collectives: Collectives | None, device: torch.device
+    items: Sequence[PlanItem], tokens: Tensor | None, *, collectives: Collectives, device: torch.device
 ) -> AcceptedRows:
     """Judge the drafts of a step.
 
@@ -123,9 +123,7 @@ def judged_rows(
     own = torch.zeros(len(chosen), device=device)
     if tokens is not None:
         own = ((tokens.to(device)[at] == guesses) | (guesses < 0)).float()
-    if collectives is not None:
-        own = collectives.sum(own[:, None], dtype=torch.float32)[:, 0]
-    right = own > 0
+    right = collectives.sum(own[:, None], dtype=torch.float32)[:, 0] > 0
     return AcceptedRows([items[i] for i in chosen], rows, above, _with_all_before(right, above, _deepest(parents)))
 
 

@@ -133,7 +133,7 @@ class DraftSteps:
         tails: Tails | None,
         backend: AttentionBackend,
         sampler: TokenSampler | None,
-        collectives: Collectives | None,
+        collectives: Collectives,
     ) -> None:
         self._page_table = page_table
         self._tails = tails
@@ -219,8 +219,7 @@ class DraftSteps:
             assert logits is not None, "the rank that samples has all logits"
             rows = [item for item in paths.items for _ in range(paths.width)]
             self._sample(self._sampler, logits, rows, number, into=best)
-        if self._collectives is not None:
-            best = self._collectives.sum(best.flatten(0, 1), dtype=torch.float32).view_as(best)
+        best = self._collectives.sum(best.flatten(0, 1), dtype=torch.float32).view_as(best)
         shape = len(paths.items), paths.width, paths.topk
         return best[0].to(torch.int64).view(shape), best[1].view(shape)
 

@@ -72,13 +72,13 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
 
 
 class Seeing(Protocol):
-    """Model part that encodes. `collectives`: of its stage, None with one rank."""
+    """Model part that encodes. `collectives`: of its stage's ranks."""
 
     @property
     def vision(self) -> VisionTower | None: ...
 
     @property
-    def collectives(self) -> Collectives | None: ...
+    def collectives(self) -> Collectives: ...
 
 
 class ImagePass(StepPart):
@@ -123,29 +123,30 @@ class ImagePass(StepPart):
         else:
             size = (land.num_tokens, model.vision.feature_size)
             features = torch.empty(size, dtype=self._dtype, device=self._device)
-        if model.collectives is not None:
-            model.collectives.share(features)
+        model.collectives.share(features)
         return features
 
     def _encoded(self, model: Seeing, images: Sequence[ImageInput]) -> list[Tensor]:
         assert model.vision is not None, "images for a model without a tower"
-        if self._ranks is not None and model.collectives is not None:
+        if self._ranks is not None:
             return self._ranks.encode(model.vision, images, model.collectives)
         return model.vision.encode([self._pixels(image) for image in images])
 
     def begin(self, batch: Batch) -> None:
         """Raises torch.OutOfMemoryError."""
-        batch.images = self.rows(batch.items)
+        rows, features = self.rows(batch.items)
+        if rows:
+            batch.images = ImageRows(upload(torch.tensor(rows), self._device), torch.cat(features))
 
-    def rows(self, items: Sequence[PlanItem]) -> ImageRows | None:
-        """Return the image rows of a step, None without any. Raises torch.OutOfMemoryError."""
+    def rows(self, items: Sequence[PlanItem]) -> tuple[list[int], list[Tensor]]:
+        """Return the image rows of a step and their features. Raises torch.OutOfMemoryError."""
         rows, features, begin = list[int](), list[Tensor](), 0
         for item in items:
             for part in () if item.images is None else item.images.rows:
                 rows += range(begin + part.at, begin + part.at + part.count)
                 features.append(self._found(part.key).narrow(0, part.first, part.count))
             begin += item.q_len
-        return ImageRows(upload(torch.tensor(rows), self._device), torch.cat(features)) if rows else None
+        return rows, features
 
     def _found(self, key: bytes) -> Tensor:
         features = self._features.get(key)

@@ -16,7 +16,7 @@ from engine.kv.page_copies import Arrival
 from engine.kv.step_batch import PageTable, StepBatch, upload
 from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
-from engine.models.vision.tower import ImageRows
+from engine.models.vision.tower import NO_IMAGES, StepImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Batch:
         self.items = plan.items
         self.tapes = not plan.extend
         self.adapted = False
-        self.images: ImageRows | None = None
+        self.images: StepImages = NO_IMAGES
         self._backend = backend
         self._page_table = page_table
         self._step_inputs = inputs

@@ -234,16 +234,21 @@ def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtyp
 
 
 class Embedding:
-    """Token vectors. `table` [len(own), hidden]: rows `own` of the vocabulary."""
+    """Token vectors, times `scale`. `table` [len(own), hidden]: rows `own` of the vocabulary."""
 
-    def __init__(self, table: torch.Tensor, *, own: range, collectives: Collectives | None = None) -> None:
+    def __init__(self, table: torch.Tensor, *, own: range, scale: float, collectives: Collectives) -> None:
         assert len(table) == len(own), (table.shape, own)
         self._table = table
         self._own = own
+        self._scale = scale
         self._collectives = collectives
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._collectives is None:
+        rows = self._rows(ids)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._collectives.size == 1:
             return self._table.index_select(0, ids)
         rows = ids - self._own.start
         clamped = rows.clamp(0, len(self._own) - 1)

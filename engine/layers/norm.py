@@ -102,7 +102,7 @@ class WholeNorm:
         *,
         sizes: tuple[int, int],
         eps: float,
-        collectives: Collectives | None,
+        collectives: Collectives,
         copies: int,
     ) -> None:
         self._weights = weights
@@ -116,8 +116,7 @@ class WholeNorm:
         parts = qkv[:, :q], qkv[:, q : q + k]
         squares = torch.stack([part.float().square().sum(-1) for part in parts], 1)
         squares[:, 1] /= self._copies
-        if self._collectives is not None:
-            squares = self._collectives.sum(squares, dtype=torch.float32)
+        squares = self._collectives.sum(squares, dtype=torch.float32)
         for i, (part, weight) in enumerate(zip(parts, self._weights, strict=True)):
             scale = torch.rsqrt(squares[:, i : i + 1] / self._sizes[i] + self._eps)
             part.copy_(part.float() * scale * weight)

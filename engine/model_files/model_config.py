@@ -93,6 +93,10 @@ class ModelConfig:
     def is_dense(self, layer: int) -> bool:
         return self.experts is None or layer in self.experts.dense_layers
 
+    @property
+    def deepstack_levels(self) -> int:
+        return 0 if self.vision is None else self.vision.deepstack_levels
+
     def has_kv(self, layer: int) -> bool:
         recurrent = self.recurrent
         return recurrent is None or recurrent.beside_attention or layer not in recurrent.layers

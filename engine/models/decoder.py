@@ -6,21 +6,22 @@ stream are replicated. With DP attention, all DP ranks divide the MLPs.
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
-from engine.layers.linear import Embedding, LinearSite, SiteShape
-from engine.layers.norm import add
+from engine.layers.linear import Embedding, Linear, LinearSite, SiteShape
+from engine.layers.norm import NoNorm, Normed
 from engine.layers.recurrence import StepStates
-from engine.layers.rope import LayerRopes
+from engine.layers.rope import LayerRopes, Turn
 from engine.models.attention import Attend
 from engine.models.draft_model import DraftModel
 from engine.models.expert_balance import ExpertBalance
-from engine.models.layer import Layer, Mixture
+from engine.models.layer import Layer, Mixture, layer_of
 from engine.models.part import EMBEDDING, ModelPart
-from engine.models.vision.tower import ImageRows
+from engine.models.vision.tower import NO_IMAGES, StepImages
 from engine.models.vision.towers import load_tower
 from engine.parallel.collectives import Collectives
 
@@ -41,29 +42,21 @@ class DenseDecoder:
             for layer in share.layers
             if config.has_kv(layer)
         ]
-        tied = config.tie_word_embeddings and config.generates
-        table = part.table(EMBEDDING) if place.is_first_stage or (tied and place.is_last_stage) else None
-        self._embedding = self._norm = self._head = self._labels = None
-        if place.is_first_stage:
-            assert table is not None
-            self._embedding = Embedding(table, own=share.vocab, collectives=part.collectives)
-        self._embedding_scale = _rounded(config.arithmetic.embedding_scale, part.checkpoint.dtype)
+        self._embed, self._head = _ends(part)
         self._layers = [
-            Layer(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
+            layer_of(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
             for index in share.layers
         ]
-        self._recurrent = [layer.recurrent for layer in self._layers if layer.recurrent is not None]
-        self._states: StepStates | None = None
-        if place.is_last_stage:
-            self._norm = part.last_norm()
-            self._head = part.head(table if tied else None) if config.generates else NoHead(len(share.vocab))
-            self._labels = label_matrix(part)
+        self._calls: list[Layer | _Watched] = [*self._layers]
+        self._recurrent = [mixer for layer in self._layers for mixer in layer.recurrent]
+        self._states: tuple[StepStates, ...] = ()  # one, of a model with recurrent layers
+        self._norm: Normed = part.last_norm() if place.is_last_stage else NoNorm()
+        self._labels = _label_matrix(part)
         self._balance = part.balance
         self.drafter: DraftModel | None = None
-        self._watched: tuple[int, ...] = ()
-        self._seen_inside: dict[int, torch.Tensor] = {}
+        self._watched: list[_Watched] = []
         self.vision = load_tower(part)
-        self._deepstack_levels = 0 if config.vision is None else config.vision.deepstack_levels
+        self._deepstack_levels = config.deepstack_levels
         part.leave_the_rest()
         self._turns = LayerRopes(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 
@@ -72,7 +65,8 @@ class DenseDecoder:
         """True if a step only calls our C kernels, so that a tape can record it."""
         config, numbers = self._config, self._config.arithmetic
         own = numbers.norm == "rms" and numbers.is_gated and not numbers.clip
-        return own and config.qk_norm != "whole" and config.experts is None and not self.is_watched
+        dense = all(map(config.is_dense, range(config.num_layers)))
+        return own and dense and config.qk_norm != "whole" and not self.is_watched
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
@@ -83,15 +77,20 @@ class DenseDecoder:
         return self._config.vocab_size
 
     def cache_specs(self) -> list[CacheSpec]:
-        return list(self._specs) + ([] if self.drafter is None else self.drafter.cache_specs())
+        return list(self._specs)
 
     def state_specs(self) -> list[StateSpec]:
         return [layer.states.spec for layer in self._recurrent]
 
     def use_states(self, states: StatePool) -> None:
-        self._states = StepStates(states)
+        step = StepStates(states)
+        self._states = (step,)
         for number, layer in enumerate(self._recurrent):
-            layer.states.use(self._states, number)
+            layer.states.use(step, number)
+
+    def draft_with(self, drafter: DraftModel) -> None:
+        self.drafter = drafter
+        self._specs += drafter.cache_specs()
 
     def linear_sites(self) -> list[LinearSite]:
         """LoRA sites, in the same order for all models of one shape."""
@@ -106,7 +105,7 @@ class DenseDecoder:
         ]
 
     @property
-    def collectives(self) -> Collectives | None:
+    def collectives(self) -> Collectives:
         return self._collectives
 
     @property
@@ -118,48 +117,45 @@ class DenseDecoder:
         return self._balance
 
     def mixtures(self) -> dict[int, Mixture]:
-        found = zip(self._share.layers, (layer.mixture for layer in self._layers), strict=True)
-        return {index: mixture for index, mixture in found if mixture is not None}
+        found = zip(self._share.layers, self._layers, strict=True)
+        return {index: mixture for index, layer in found for mixture in layer.mixtures}
 
     def forward(
-        self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: ImageRows | None = None
+        self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: StepImages = NO_IMAGES
     ) -> torch.Tensor:
         """Return [T, hidden], normed after the last stage. Arguments as in `begin`."""
         return self.layers(self.begin(inputs, positions, images), attend, images)
 
-    def begin(self, inputs: torch.Tensor, positions: torch.Tensor, images: ImageRows | None = None) -> Begun:
+    def begin(self, inputs: torch.Tensor, positions: torch.Tensor, images: StepImages = NO_IMAGES) -> Begun:
         """Return hidden states [T, hidden] and RoPE tables.
 
         `inputs`: token ids [T] i64, or [T, hidden] of the stage before. `positions`: [T] or [3, T]
         (M-RoPE) i64. `images`: replace embeddings.
         """
-        if self._states is not None:
-            self._states.begin()
-        hidden = inputs if self._embedding is None else self.embedded(inputs)
-        if images is not None:
-            assert self.vision is not None, "the first stage of a model that sees has images"
-            hidden = images.embedded(hidden)
-        return hidden, *self._turns.at(positions)
+        for states in self._states:
+            states.begin()
+        return images.embedded(self._embed(inputs)), *self._turns.at(positions)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, hidden] for token ids [T] i64, first stage only."""
-        assert self._embedding is not None
-        rows = self._embedding(ids)
-        return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
+        return self._embed(ids)
 
     def watch(self, layers: tuple[int, ...]) -> None:
         """Keep inputs of `layers` in each step, for a drafter; disables recording."""
-        self._watched = layers
+        self._watched = [_Watched(self._layers[layer]) for layer in layers]
+        for layer, watched in zip(layers, self._watched, strict=True):
+            self._calls[layer] = watched
 
     @property
     def is_watched(self) -> bool:
         return bool(self._watched)
 
     def seen_inside(self) -> list[torch.Tensor]:
-        return [self._seen_inside[layer] for layer in self._watched]
+        return [watched.inputs for watched in self._watched]
 
     @property
-    def states(self) -> StepStates | None:
+    def states(self) -> Sequence[StepStates]:
+        """Return the states of recurrent layers in a step; without such layers there are none."""
         return self._states
 
     def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: torch.Tensor) -> None:
@@ -167,29 +163,25 @@ class DenseDecoder:
 
         `counts`: rows per request; `slots` [requests] i32: states.
         """
-        assert self._states is not None, "use_states() comes first"
-        self._states.begin_again(counts, slots)
+        for states in self._states:
+            states.begin_again(counts, slots)
         for layer in self._recurrent:
             layer.pass_again(rows)
 
     def keep_states(self) -> Callable[[], object]:
         """Save recurrent states after `begin`; the returned function restores them."""
-        return (lambda: None) if self._states is None else self._states.keep()
+        kept = [states.keep() for states in self._states]
+        return lambda: [put_back() for put_back in kept]
 
-    def layers(self, begun: Begun, attend: Attend, images: ImageRows | None = None) -> torch.Tensor:
+    def layers(self, begun: Begun, attend: Attend, images: StepImages = NO_IMAGES) -> torch.Tensor:
         """Run the layers; may modify `begun` and return a part of it."""
         x, *turns = begun
         delta = None
-        for index, (layer, way) in enumerate(zip(self._layers, self._turns.way_of, strict=True)):
-            if index in self._watched:
-                self._seen_inside[index] = x.clone() if delta is None else x + delta
+        for index, (layer, way) in enumerate(zip(self._calls, self._turns.way_of, strict=True)):
             delta = layer(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
-            if images is not None and index < self._deepstack_levels:
+            if index < self._deepstack_levels:
                 delta = images.deepened(delta, index)
-        if self._norm is not None:
-            return self._norm.of_sum(x, delta)
-        assert delta is not None, "a stage has a layer"
-        return add(x, delta)
+        return self._norm.of_sum(x, delta)
 
     def join(self) -> None:
         """Join the MLPs of other DP ranks without own tokens."""
@@ -201,18 +193,12 @@ class DenseDecoder:
 
         Only rank 0 of the last stage gets them, perhaps valid until the next call.
         """
-        assert self._head is not None, "the last stage has the head"
-        if self._collectives is None:
-            return self._shaped(self._head.in_float32(hidden, out=out))
-        columns, total = self._share.vocab, self._config.vocab_size
-        logits = self._collectives.gather_columns(self._head.in_float32(hidden), columns=columns, total=total)
-        if logits is None:
-            return None
-        return self._shaped(logits if out is None else out.copy_(logits))
+        logits = self._head.in_float32(hidden, out=out)
+        return None if logits is None else self._shaped(logits)
 
     def label_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [n, labels] fp32 of a classifier, last stage only."""
-        assert self._labels is not None, "the model has no labels"
+        assert len(self._labels), "the model has no labels"
         return hidden.float() @ self._labels.T
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -222,12 +208,67 @@ class DenseDecoder:
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    return torch.tensor(value, dtype=dtype).item()
-
-
 def _of_layer(index: int, name: str) -> str:
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{index}.", name)
+
+
+class _Watched:
+    """A layer whose inputs a drafter reads."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self.inputs = torch.empty(0)  # [T, hidden] of the last step
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        self.inputs = x.clone() if delta is None else x + delta
+        return self._layer(x, delta, turn, attend)
+
+
+# ---- Both ends of a stage: token ids or hidden states come in, logits or hidden states go out.
+
+
+class Head(Protocol):
+    def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return logits [n, vocab] fp32 of `x` [n, hidden], in `out` if given; None except on rank 0."""
+
+
+def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], Head]:
+    """Return what makes hidden states of a step's inputs, and the head."""
+    config, place = part.config, part.place
+    embed: Callable[[torch.Tensor], torch.Tensor] = _received
+    head: Head = HeadOfLaterStage()
+    tied = config.tie_word_embeddings and config.generates and place.is_last_stage
+    if place.is_first_stage or tied:
+        table = part.table(EMBEDDING)
+        if place.is_first_stage:
+            scale = torch.tensor(config.arithmetic.embedding_scale, dtype=part.checkpoint.dtype).item()
+            embed = Embedding(table, own=part.share.vocab, scale=scale, collectives=part.collectives)
+        if tied:
+            return embed, _over_ranks(part, part.tied_head(table))
+    if place.is_last_stage:
+        head = _over_ranks(part, part.head() if config.generates else NoHead(len(part.share.vocab)))
+    return embed, head
+
+
+def _received(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def _over_ranks(part: ModelPart, head: "Linear | NoHead") -> Head:
+    return head if part.collectives.size == 1 else DividedHead(part, head)
+
+
+class DividedHead:
+    """A head whose columns lie on all ranks of the stage."""
+
+    def __init__(self, part: ModelPart, own: "Linear | NoHead") -> None:
+        self._own, self._collectives = own, part.collectives
+        self._columns, self._total = part.share.vocab, part.config.vocab_size
+
+    def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        own = self._own.in_float32(x)
+        logits = self._collectives.gather_columns(own, columns=self._columns, total=self._total)
+        return logits if logits is None or out is None else out.copy_(logits)
 
 
 class NoHead:
@@ -240,7 +281,16 @@ class NoHead:
         return torch.zeros(len(x), self._width, device=x.device) if out is None else out.zero_()
 
 
-def label_matrix(part: ModelPart) -> torch.Tensor | None:
-    count = len(part.config.head.labels)
-    shape = [count, part.config.hidden_size]
-    return part.checkpoint.take("score.weight", shape, dtype=torch.float32) if count else None
+class HeadOfLaterStage:
+    """Stands for the head on earlier stages, which compute no logits."""
+
+    def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        raise AssertionError("the last stage has the head")
+
+
+def _label_matrix(part: ModelPart) -> torch.Tensor:
+    """Return the classes [labels, hidden] of a classifier, fp32; no rows on other stages and models."""
+    count = len(part.config.head.labels) if part.place.is_last_stage else 0
+    if not count:
+        return torch.empty((0, part.config.hidden_size), device=part.checkpoint.device)
+    return part.checkpoint.take("score.weight", [count, part.config.hidden_size], dtype=torch.float32)

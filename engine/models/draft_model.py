@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.kv.cache_spec import LAYER, CacheSpec
 from engine.models.attention import Attend
-from engine.models.vision.tower import ImageRows
+from engine.models.vision.tower import NO_IMAGES, StepImages
 
 if TYPE_CHECKING:
     from engine.models.decoder import DenseDecoder
@@ -42,7 +42,7 @@ class DraftModel(Protocol):
         features: Tensor | None,
         positions: Tensor,
         attend: Attend,
-        images: ImageRows | None = None,
+        images: StepImages = NO_IMAGES,
     ) -> Tensor:
         """Return [T, size] for `ids` [T] i64 and the features of the tokens before them.
 
@@ -66,9 +66,8 @@ class Lender:
         assert model is not None, "its weights are released"
         return model
 
-    def embedded(self, ids: Tensor, images: ImageRows | None) -> Tensor:
-        rows = self.model.embedded(ids)
-        return rows if images is None else images.embedded(rows)
+    def embedded(self, ids: Tensor, images: StepImages) -> Tensor:
+        return images.embedded(self.model.embedded(ids))
 
 
 class StandaloneModel:
@@ -94,7 +93,7 @@ class StandaloneModel:
         features: Tensor | None,
         positions: Tensor,
         attend: Attend,
-        images: ImageRows | None = None,
+        images: StepImages = NO_IMAGES,
     ) -> Tensor:
         return self._model.forward(ids, positions, attend)
 

@@ -24,9 +24,9 @@ from engine.models.cache_specs import reading_layer_specs
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import Lender
-from engine.models.layer import DenseMLP, Layer
+from engine.models.layer import DenseMLP, layer_of
 from engine.models.part import ModelPart
-from engine.models.vision.tower import ImageRows
+from engine.models.vision.tower import NO_IMAGES, StepImages
 from engine.parallel.layout import Cut
 from service.flags import ConfigError
 
@@ -74,7 +74,7 @@ class EagleLayer:
         features: Tensor | None,
         positions: Tensor,
         attend: Attend,
-        images: ImageRows | None = None,
+        images: StepImages = NO_IMAGES,
     ) -> Tensor:
         assert features is not None
         embedded, (cos, sin) = self._lender.embedded(ids, images), self._turns.at(positions)
@@ -107,13 +107,9 @@ class _DraftHead:
 
     def logits(self, rows: Tensor) -> Tensor | None:
         """Return [n, vocab] fp32, -inf for absent tokens; None except on rank 0."""
-        logits = self._linear.in_float32(rows)
-        if self._collectives is not None:
-            gathered = self._collectives.gather_columns(logits, columns=self._columns, total=self._count)
-            if gathered is None:
-                return None
-            logits = gathered
-        if self._ids is None:
+        own = self._linear.in_float32(rows)
+        logits = self._collectives.gather_columns(own, columns=self._columns, total=self._count)
+        if logits is None or self._ids is None:
             return logits
         all_tokens = logits.new_full((len(rows), self._vocab_size), -torch.inf)
         return all_tokens.index_copy_(1, self._ids, logits)
@@ -146,7 +142,7 @@ class NextnLayer:
             part.norm(name.format(index)) for name in (names.embedding_norm, names.hidden_norm, names.norm)
         )
         self._join, _ = part.columns([join], [Cut.whole(hidden)], inputs=2 * hidden)
-        self._layer = Layer(part, index, place=0, prefix=names.layer.format(index))
+        self._layer = layer_of(part, index, place=0, prefix=names.layer.format(index))
         self._turns = LayerRopes(config, range(index, index + 1), dtype=checkpoint.dtype, device=checkpoint.device)
         self._specs = reading_layer_specs(config, part.share, dtype=checkpoint.dtype_name)
         self._lender: Lender | None = None
@@ -173,7 +169,7 @@ class NextnLayer:
         features: Tensor | None,
         positions: Tensor,
         attend: Attend,
-        images: ImageRows | None = None,
+        images: StepImages = NO_IMAGES,
     ) -> Tensor:
         assert features is not None
         assert self._lender is not None, "use() comes first"

@@ -89,9 +89,9 @@ def _load_stacks(
 
 
 def _transposed(part: ModelPart, name: str, rows: Sequence[Extent], inputs: Extent, *, segments: int) -> Weight:
-    read = part.read_inputs(name, inputs, segments)
+    read = part.matrices.read_inputs(name, inputs, segments)
     parts = [part.checkpoint.take(name, [read, own]).mT for own in rows]
-    return part.rounded(torch.cat(parts), inputs)
+    return part.matrices.rounded(torch.cat(parts), inputs)
 
 
 def _load_fused(
@@ -120,8 +120,8 @@ def _load_fused(
 def _floats(
     part: ModelPart, name: str, experts: Cut, order: Sequence[int], rows: Cut, columns: Cut, *, segments: int
 ) -> list[Weight]:
-    stack = part.checkpoint.take(name, [experts, part.read_inputs(name, columns, segments), rows]).mT
-    return [part.rounded(stack[place], columns) for place in order]
+    stack = part.checkpoint.take(name, [experts, part.matrices.read_inputs(name, columns, segments), rows]).mT
+    return [part.matrices.rounded(stack[place], columns) for place in order]
 
 
 def _blocks(
@@ -164,10 +164,7 @@ class ExpertMLP:
         own = norm.of_sum(x, delta)
         if self._exchange is not None:
             return self._exchange.compute(own, self._partial)
-        partial = self._partial(own)
-        if self._collectives is None:
-            return partial.to(own.dtype)
-        return summed(self._collectives, partial, dtype=own.dtype)
+        return summed(self._collectives, self._partial(own), dtype=own.dtype)
 
     def join(self) -> None:
         assert self._exchange is not None, "without DP attention no rank computes for others"

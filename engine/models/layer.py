@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from engine.layers.linear import GATES, LinearSite, sums_matrix
-from engine.layers.norm import NoNorm, Norm, Normed, Scaled, add
+from engine.layers.norm import NoNorm, Normed, Scaled, add
 from engine.layers.rope import Turn
 from engine.model_files.head_config import family_of
 from engine.model_files.recurrent_config import MambaConfig
@@ -42,53 +42,67 @@ _NORMS = {
 RecurrentMixer = DeltaMixer | MambaMixer | ParallelMixers
 
 
+def layer_of(part: ModelPart, index: int, *, place: int, prefix: str = "") -> "Layer":
+    """Load layer `index`; `place`: its index among the stage's layers with KV."""
+    kind: type[Layer] = Layer
+    if part.config.norms == "beside":
+        kind = ParallelLayer
+    elif _NORMS[part.config.norms].after_mlp or part.config.arithmetic.residual_scale != 1.0:
+        kind = ShapedLayer
+    return kind(part, index, place=place, prefix=prefix or f"model.layers.{index}.")
+
+
 class Layer:
-    """Layer `index`; `place`: its index among the stage's layers with KV."""
+    """A layer with norms before attention and MLP."""
 
-    def __init__(self, part: ModelPart, index: int, *, place: int, prefix: str = "") -> None:
-        names, scale = _NORMS[part.config.norms], part.config.arithmetic.residual_scale
-        prefix = prefix or f"model.layers.{index}."
+    def __init__(self, part: ModelPart, index: int, *, place: int, prefix: str) -> None:
+        names = _NORMS[part.config.norms]
 
-        def norm(name: str) -> Norm:
-            return part.norm(f"{prefix}{name}_layernorm")
+        def norm(name: str) -> Normed:
+            return part.norm(f"{prefix}{name}_layernorm") if name else NoNorm()
 
-        def after(name: str) -> Norm | Scaled | None:
-            if name:
-                return norm(name)
-            return None if scale == 1.0 else Scaled(scale)
-
-        self._attention_norm: Normed = norm(names.before_attention) if names.before_attention else NoNorm()
-        self._mlp_norm: Normed = norm(names.before_mlp) if names.before_mlp else NoNorm()
-        self._after_attention = after(names.after_attention)
-        self._after_mlp = after(names.after_mlp)
-        self._is_beside = part.config.norms == "beside"
+        self._attention_norm, self._mlp_norm = norm(names.before_attention), norm(names.before_mlp)
         self._attention = _mixer(part, prefix, index, place=place)
         self._mlp = _feed_forward(part, prefix, index)
         self.sites = [*self._attention.sites, *self._mlp.sites]
-        self.mixture = None if isinstance(self._mlp, DenseMLP | SharedMLP) else self._mlp
+        self.recurrent = (self._attention,) if isinstance(self._attention, RecurrentMixer) else ()
+        self.mixtures = () if isinstance(self._mlp, DenseMLP | SharedMLP) else (self._mlp,)
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
         """Add `delta`, the previous layer's output, to x; return this layer's.
 
         The addition is fused with a norm.
         """
-        if self._is_beside:
-            own = self._attention_norm.of_sum(x, delta)
-            answer = self._attention(self._mlp_norm, own, None, turn, attend)
-            return add(answer, self._mlp(self._mlp_norm, own, None))
-        delta = self._attention(self._attention_norm, x, delta, turn, attend)
-        if self._after_attention is not None:
-            delta = self._after_attention(delta)
-        delta = self._mlp(self._mlp_norm, x, delta)
-        return delta if self._after_mlp is None else self._after_mlp(delta)
-
-    @property
-    def recurrent(self) -> RecurrentMixer | None:
-        return self._attention if isinstance(self._attention, RecurrentMixer) else None
+        return self._mlp(self._mlp_norm, x, self._attention(self._attention_norm, x, delta, turn, attend))
 
     def join(self) -> None:
         assert not isinstance(self._mlp, DenseMLP), "without DP attention no rank computes for others"
         self._mlp.join()
+
+
+class ParallelLayer(Layer):
+    """Attention and MLP of the same normed input (Phi)."""
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        own = self._attention_norm.of_sum(x, delta)
+        answer = self._attention(self._mlp_norm, own, None, turn, attend)
+        return add(answer, self._mlp(self._mlp_norm, own, None))
+
+
+class ShapedLayer(Layer):
+    """A layer whose attention and MLP outputs are normed, or scaled."""
+
+    def __init__(self, part: ModelPart, index: int, *, place: int, prefix: str) -> None:
+        super().__init__(part, index, place=place, prefix=prefix)
+        names, scale = _NORMS[part.config.norms], Scaled(part.config.arithmetic.residual_scale)
+        self._after_attention, self._after_mlp = (
+            part.norm(f"{prefix}{name}_layernorm") if name else scale
+            for name in (names.after_attention, names.after_mlp)
+        )
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        delta = self._after_attention(self._attention(self._attention_norm, x, delta, turn, attend))
+        return self._after_mlp(self._mlp(self._mlp_norm, x, delta))
 
 
 def _mixer(part: ModelPart, prefix: str, index: int, *, place: int) -> "Attention | LatentAttention | RecurrentMixer":

@@ -12,8 +12,9 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import StandaloneModel
 from engine.models.eagle import EagleLayer, NextnLayer
+from engine.models.matrices import STORED, QuantizedMatrices
 from engine.models.part import ModelPart
-from engine.parallel.collectives import Collectives
+from engine.parallel.collectives import SINGLE_RANK, Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
@@ -29,7 +30,7 @@ def load_model(
     progress: bool,
     context_length: int | None = None,
     place: Place = ALONE,
-    collectives: Collectives | None = None,
+    collectives: Collectives = SINGLE_RANK,
     exchange: RowExchange | None = None,
     reduce_units: int = 0,
     quantization: str | None = None,
@@ -58,7 +59,7 @@ def load_model(
             collectives=collectives,
             exchange=exchange,
             reduce_units=reduce_units,
-            scheme=SCHEMES[quantization] if quantization else None,
+            matrices=QuantizedMatrices(SCHEMES[quantization]) if quantization else STORED,
             experts=experts,
         )
         nextn = NextnLayer(part) if drafter is not None and drafter.kind == NEXTN else None
@@ -66,17 +67,17 @@ def load_model(
         checkpoint.check_all_taken()
     if nextn is not None:
         nextn.use(model)
-        model.drafter = nextn
+        model.draft_with(nextn)
     elif drafter is not None:
         own = {"dtype": dtype, "device": device, "progress": progress}
         shared = {"place": place, "collectives": collectives, "reduce_units": reduce_units}
         if drafter.kind == STANDALONE:
             layers = replace(drafter.layers, vision=None)  # it drafts text only
             other = load_model(drafter.path, layers, context_length=positions, dummies=dummies, **own, **shared)
-            model.drafter = StandaloneModel(other, num_heads=len(share_of(drafter.layers, place).heads))
+            model.draft_with(StandaloneModel(other, num_heads=len(share_of(drafter.layers, place).heads)))
         else:
             own["dummy"] = drafter.path in dummies
-            model.drafter = _eagle(drafter, model, positions, own, shared)
+            model.draft_with(_eagle(drafter, model, positions, own, shared))
     return model
 
 

@@ -1,6 +1,6 @@
 """A rank's part of a model: cuts of the checkpoint, linear layers over ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import accumulate
 
@@ -16,12 +16,12 @@ from engine.model_files.vision_config import CLIP, PROJECTOR, VISUAL
 from engine.models.cache_specs import layer_spec
 from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance
-from engine.parallel.collectives import Collectives
+from engine.models.matrices import STORED, Matrices
+from engine.parallel.collectives import SINGLE_RANK, Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
-from engine.parallel.layout import ALONE, Cut, Extent, Place, cut_of, mlp_share, share_of
+from engine.parallel.layout import ALONE, Cut, Extent, Place, mlp_share, share_of
 from engine.parallel.row_exchange import RowExchange
-from engine.quant.integers import HEAD, Scheme, Weight, columns_of, quantized, rows_of
-from service.flags import ConfigError
+from engine.quant.integers import Weight, rows_of
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -30,7 +30,7 @@ class ModelPart:
     """Builds the layers of one rank.
 
     `collectives`: of the stage; `exchange`: of all ranks, with DP attention. `reduce_units`: as
-    `--reduce-units`, 0 is off. `scheme`: quantizes float weights.
+    `--reduce-units`, 0 is off.
     """
 
     def __init__(
@@ -39,16 +39,13 @@ class ModelPart:
         checkpoint: Checkpoint,
         *,
         place: Place = ALONE,
-        collectives: Collectives | None = None,
+        collectives: Collectives = SINGLE_RANK,
         exchange: RowExchange | None = None,
         reduce_units: int = 0,
-        scheme: Scheme | None = None,
+        matrices: Matrices = STORED,
         experts: ExpertPlan = IN_ORDER,
     ) -> None:
-        if collectives is None:
-            assert place.tp_size == 1, place
-        else:
-            assert (collectives.rank, collectives.size) == (place.tp_rank, place.tp_size), place
+        assert (collectives.rank, collectives.size) == (place.tp_rank, place.tp_size), place
         assert (exchange is None) == (place.dp_size == 1), place
         self.config = config
         self.checkpoint = checkpoint
@@ -56,7 +53,7 @@ class ModelPart:
         self.share = share_of(config, place)
         self.collectives = collectives
         self.exchange = exchange
-        self._scheme = scheme
+        self.matrices = matrices
         self.experts = experts
         self.balance = self._make_balance() if experts.rebalance_every and place.ep_size > 1 else None
         self._segments = max(1, reduce_units // place.tp_size)
@@ -75,7 +72,6 @@ class ModelPart:
 
     def _make_balance(self) -> ExpertBalance:
         ranks = self.collectives if self.exchange is None else self.exchange.ranks
-        assert ranks is not None, "one rank holds all experts"
         return ExpertBalance(
             ranks, every=self.experts.rebalance_every, groups=self.experts.groups, nodes=self.experts.nodes
         )
@@ -94,17 +90,18 @@ class ModelPart:
     def cache_spec(self, *, window: int = 0) -> CacheSpec:
         return layer_spec(self.config, self.share, dtype=self.checkpoint.dtype_name, window=window)
 
-    def head(self, table: torch.Tensor | None) -> Linear:
+    def head(self) -> Linear:
+        name = "lm_head.weight"
+        return self._head(name, lambda: self.table(name))
+
+    def tied_head(self, table: torch.Tensor) -> Linear:
+        """Return the head that shares the embedding's `table`."""
+        return self._head(EMBEDDING, lambda: table)
+
+    def _head(self, name: str, table: Callable[[], torch.Tensor]) -> Linear:
         rows = Cut(self.config.vocab_size, self.share.vocab)
         bias = self.checkpoint.take("lm_head.bias", [rows]) if self._head_bias else None
-        name = "lm_head.weight" if table is None else EMBEDDING
-        if self._scheme is None:
-            integers = self.checkpoint.take_integers([name], [rows], self.config.hidden_size)
-            if integers is not None:
-                return Linear(integers, bias)
-        if table is None:
-            table = self.table(name)
-        return Linear(table if self._scheme is None else quantized(table, HEAD), bias)
+        return Linear(self.matrices.head(self.checkpoint, name, rows, self.config.hidden_size, table=table), bias)
 
     def matrix(
         self,
@@ -119,41 +116,7 @@ class ModelPart:
 
         `segments`: of inputs, summed apart. `factors`: one per matrix.
         """
-        if self._scheme is None:
-            integers = self.checkpoint.take_integers(names, rows, inputs, factors)
-            if integers is not None:
-                return integers
-        return self.rounded(self._taken(names, rows, self.read_inputs(names[0], inputs, segments), factors), inputs)
-
-    def read_inputs(self, name: str, inputs: Extent, segments: int) -> Extent:
-        """The inputs that `rounded` needs. Raises ConfigError."""
-        if self._scheme is None:
-            return inputs
-        cut, group = cut_of(inputs), self._scheme.group
-        parts = cut.total // len(cut) * segments
-        if group and parts > 1 and cut.total // parts % group:
-            raise ConfigError(
-                f"--quantization: groups of {group} inputs do not divide a part of {name}, {cut.total} inputs in {parts} "
-                "parts (--tp-size, --reduce-units); take smaller groups or int8wo, or fewer parts"
-            )
-        return inputs if group else cut.total  # one scale on all ranks
-
-    def rounded(self, weight: torch.Tensor, inputs: Extent) -> Weight:
-        """Quantize `weight`; return the own inputs."""
-        if self._scheme is None:
-            return weight
-        whole, own = quantized(weight, self._scheme), cut_of(inputs).taken
-        return whole if self._scheme.group else columns_of(whole, slice(own.start, own.stop))
-
-    def _taken(
-        self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float]
-    ) -> torch.Tensor:
-        if not factors or set(factors) == {1.0}:
-            return self.checkpoint.take_rows(names, rows, [inputs])
-        weight = self.checkpoint.take_rows(names, rows, [inputs], dtype=torch.float32)
-        for part, factor in zip(torch.split(weight, [len(cut_of(cut)) for cut in rows]), factors, strict=True):
-            part.mul_(factor)
-        return weight.to(self.checkpoint.dtype)
+        return self.matrices.matrix(self.checkpoint, names, rows, inputs, segments=segments, factors=factors)
 
     def vector(self, name: str) -> torch.Tensor:
         return self.checkpoint.take(name, [self.config.hidden_size])
@@ -224,7 +187,7 @@ class ModelPart:
         weight = self.matrix([f"{name}.weight"], [hidden], inputs, segments=self._segments, factors=[factor])
         vector = self.vector(f"{name}.bias") if bias else None
         shape = SiteShape(inputs, ((name, hidden),))
-        if self.collectives is None:
+        if self.collectives.size == 1:
             return Linear(weight, vector, segments=self._segments), shape
         own_bias = vector if self.place.tp_rank == 0 else None
         return RowLinear(weight, own_bias, collectives=self.collectives, segments=self._segments), shape

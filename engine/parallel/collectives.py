@@ -44,6 +44,27 @@ class Collectives(Protocol):
     def close(self) -> None: ...
 
 
+class SingleRank:
+    """The group of one rank, whose part is the whole."""
+
+    rank, size = 0, 1
+
+    def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
+        return partial.to(dtype)
+
+    def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor:
+        return part
+
+    def share(self, x: Tensor, *, owner: int = 0) -> None:
+        """Do nothing: the owner has it."""
+
+    def close(self) -> None:
+        """Do nothing: it owns no memory."""
+
+
+SINGLE_RANK = SingleRank()
+
+
 def tree_sum(partials: list[Tensor]) -> Tensor:
     """Add neighbours pairwise, level by level."""
     while len(partials) > 1:

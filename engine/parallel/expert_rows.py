@@ -39,10 +39,9 @@ class ExpertRows(Protocol):
         ...
 
 
-def expert_rows(collectives: Collectives | None, exchange: RowExchange | None) -> ExpertRows:
+def expert_rows(collectives: Collectives, exchange: RowExchange | None) -> ExpertRows:
     if exchange is not None:
         return TakenRows(exchange.ranks, exchange)
-    assert collectives is not None, "one rank holds all experts"
     return TakenRows(collectives) if isinstance(collectives, SharedMemoryCollectives) else SummedRows(collectives)
 
 

@@ -238,8 +238,7 @@ def _check_attention(config: ModelConfig, pp_size: int, partition: Sequence[int]
 
 
 def _check_images(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:
-    levels = 0 if config.vision is None else config.vision.deepstack_levels
-    first = len(stage_layers(config, pp_size=pp_size, partition=partition)[0])
+    levels, first = config.deepstack_levels, len(stage_layers(config, pp_size=pp_size, partition=partition)[0])
     if first < levels:
         flag = f"--pp-layer-partition {','.join(map(str, partition))}" if partition else f"--pp-size {pp_size}"
         raise ConfigError(

@@ -21,7 +21,7 @@ from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.parallel.collectives import Collectives, SharedMemoryCollectives
+from engine.parallel.collectives import SINGLE_RANK, Collectives, SharedMemoryCollectives
 from engine.parallel.layout import Place
 from engine.parallel.network import NetworkCollectives, RankConnection
 from engine.parallel.process_groups import NcclCollectives, RankGroups
@@ -64,14 +64,14 @@ MAX_LINK_ROWS = 1024  # hidden states of more tokens are sent in parts
 class RankLinks:
     """Connections of a rank; with DP attention `num_ranks` counts all DP ranks.
 
-    - collectives: of the stage, if several; exchange: over DP ranks
+    - collectives: of the stage; exchange: over DP ranks
     - tokens: the leader's samples on CPUs; share: see `SentFutureMap`, on GPUs
     - before, after: hidden states of neighbouring stages
     """
 
     place: Place
     num_ranks: int
-    collectives: Collectives | None
+    collectives: Collectives
     exchange: RowExchange | None
     tokens: SharedTokens | None
     share: Callable[[Tensor], None] | None
@@ -179,7 +179,7 @@ def _links_by_groups(groups: RankGroups, plan: RegionPlan, place: Place, config:
     return RankLinks(
         place=place,
         num_ranks=config.num_ranks,
-        collectives=stage,
+        collectives=stage or SINGLE_RANK,
         exchange=None,
         tokens=None,
         share=stage.share if stage is not None and place.pp_size == 1 else None,
@@ -190,9 +190,9 @@ def _links_by_groups(groups: RankGroups, plan: RegionPlan, place: Place, config:
 
 def _collectives(
     region: SharedRegion, place: Place, config: EngineConfig, others: Mapping[str, RankConnection]
-) -> Collectives | None:
+) -> Collectives:
     if place.tp_size == 1:
-        return None
+        return SINGLE_RANK
     sums = [others[end] for end in sorted(others) if end.startswith(SUM)]
     if not sums:
         return SharedMemoryCollectives(region, rank=place.tp_rank, stage=place.pp_rank)

@@ -8,7 +8,7 @@ from engine.kv.step_batch import StepBatch
 from engine.layers.latents import NewLatents, TokenChooser
 from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
-from engine.models.vision.tower import ImageRows
+from engine.models.vision.tower import NO_IMAGES, StepImages
 
 
 class Sequence:
@@ -24,14 +24,14 @@ class Sequence:
             model.use_states(self._states)
 
     def extend(
-        self, ids: list[int], *, positions: torch.Tensor | None = None, images: ImageRows | None = None
+        self, ids: list[int], *, positions: torch.Tensor | None = None, images: StepImages = NO_IMAGES
     ) -> torch.Tensor:
         """Run `ids` behind what came before; logits [len(ids), vocab]. `positions`: of RoPE, where they are not those of the tokens."""
         with torch.inference_mode():
             return self._model.logits(self.hidden(ids, positions=positions, images=images))
 
     def hidden(
-        self, ids: list[int], *, positions: torch.Tensor | None = None, images: ImageRows | None = None
+        self, ids: list[int], *, positions: torch.Tensor | None = None, images: StepImages = NO_IMAGES
     ) -> torch.Tensor:
         """As `extend`; the model's hidden states [len(ids), H]."""
         if positions is None:

@@ -8,7 +8,7 @@ import torch
 from engine.model_files.drafter_config import EAGLE, EAGLE3, NEXTN, load_eagle, nextn_of
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
-from engine.models.vision.tower import ImageRows
+from engine.models.vision.tower import NO_IMAGES, ImageRows, StepImages
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_drafters import make_tiny_eagle
 from tests.models.tiny_seeing import IMAGE, with_mtp
@@ -30,12 +30,12 @@ def test_features_of_an_image_are_as_an_embedding_of_its_token(tmp_path: Path, k
     generator = torch.Generator().manual_seed(1)
     before, features = (torch.randn((n, config.hidden_size), generator=generator) for n in (len(IDS), 1))
 
-    def drafted(images: ImageRows | None) -> torch.Tensor:
+    def drafted(images: StepImages) -> torch.Tensor:
         with torch.inference_mode():
             return drafter.forward(IDS, before, positions, Sequence(model)._attend, images)
 
-    seen, blind = drafted(ImageRows(torch.tensor([1]), features)), drafted(None)
+    seen, blind = drafted(ImageRows(torch.tensor([1]), features)), drafted(NO_IMAGES)
     with torch.inference_mode():
-        model._embedding._table[IMAGE] = features[0]  # type: ignore[union-attr]
-    assert torch.equal(seen, drafted(None)) and not torch.allclose(seen, blind)
+        model._embed._table[IMAGE] = features[0]  # type: ignore[attr-defined]
+    assert torch.equal(seen, drafted(NO_IMAGES)) and not torch.allclose(seen, blind)
     assert torch.equal(seen[:1], blind[:1]), "what stands before it"

@@ -10,7 +10,7 @@ from transformers.models.auto import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from engine.images import ImageInput, rope_delta, rope_positions
 from engine.models.decoder import DenseDecoder
-from engine.models.vision.tower import ImageRows, Pixels
+from engine.models.vision.tower import NO_IMAGES, ImageRows, Pixels, StepImages
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, edit_tensors, write_json, write_tokenizer
 
@@ -250,7 +250,7 @@ def logits_of(model: DenseDecoder, prompt: Prompt, answer: list[int], *, cuts: l
     return torch.cat(logits)
 
 
-def image_rows(images: list[ImageInput], features: list[torch.Tensor], start: int, end: int) -> ImageRows | None:
+def image_rows(images: list[ImageInput], features: list[torch.Tensor], start: int, end: int) -> StepImages:
     """Of a step with tokens `start`..`end` - 1."""
     rows, parts = [], []
     for image, feature in zip(images, features, strict=True):
@@ -258,7 +258,7 @@ def image_rows(images: list[ImageInput], features: list[torch.Tensor], start: in
         if first < last:
             rows += range(first - start, last - start)
             parts.append(feature[first - image.start : last - image.start])
-    return ImageRows(torch.tensor(rows), torch.cat(parts)) if rows else None
+    return ImageRows(torch.tensor(rows), torch.cat(parts)) if rows else NO_IMAGES
 
 
 def their_values(frames: torch.Tensor) -> torch.Tensor:

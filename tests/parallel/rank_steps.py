@@ -14,7 +14,7 @@ from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.parallel.collectives import Collectives
+from engine.parallel.collectives import SINGLE_RANK, Collectives
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.region_plan import RegionPlan
 from tests.parallel.ranks_in_threads import run_ranks
@@ -69,7 +69,7 @@ class RankSteps:
 def load_rank(
     path: str,
     place: Place = ALONE,
-    collectives: Collectives | None = None,
+    collectives: Collectives = SINGLE_RANK,
     *,
     dtype: str = "bfloat16",
     reduce_units: int = 0,
@@ -95,14 +95,14 @@ def by_ranks(path: str, tp_size: int, work: Callable[[RankSteps], T], **options:
     config = load_model_config(path)
     stage = {name: options.pop(name) for name in ("pp_rank", "pp_size") if name in options}
 
-    def run(collectives: Collectives | None, rank: int = 0) -> T:
+    def run(collectives: Collectives, rank: int = 0) -> T:
         torch.set_num_threads(1)  # each thread has its own number
         place = Place(tp_rank=rank, tp_size=tp_size, **stage)  # type: ignore[arg-type]
         with torch.inference_mode():
             return work(load_rank(path, place, collectives, **options))  # type: ignore[arg-type]
 
     if tp_size == 1:
-        return [run(None)]
+        return [run(SINGLE_RANK)]
     plan = RegionPlan(ranks=tp_size, logits_rows=128, vocab=config.vocab_size)
     return run_ranks(plan, lambda collectives: run(collectives, collectives.rank))
 

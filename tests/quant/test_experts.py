@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="integers are mu
 def mixture(path: str, **flags: Any) -> ExpertMLP:
     """The first layer's that has one."""
     model = load_model(path, load_model_config(path), dtype="bfloat16", device="cpu", progress=False, **flags)
-    found = next(layer.mixture for layer in model._layers if layer.mixture is not None)
+    found = next(mixture for layer in model._layers for mixture in layer.mixtures)
     assert isinstance(found, ExpertMLP)
     return found
 

@@ -57,8 +57,7 @@ def matrices(file: Path) -> list[tuple[str, int]]:
     model = load_model(str(file), load_model_config(str(file)), dtype="bfloat16", device="cpu", progress=False)
     sites = [(site.shape.parts[0][0], site.linear._matrix) for site in model.linear_sites()]  # type: ignore[attr-defined]
     assert all(isinstance(matrix, PackedMatrix) for _, matrix in sites)
-    assert model._head is not None
-    return [(name, matrix._args.bits) for name, matrix in [*sites, ("head", model._head._matrix)]]  # type: ignore[union-attr]
+    return [(name, matrix._args.bits) for name, matrix in [*sites, ("head", model._head._matrix)]]  # type: ignore[attr-defined]
 
 
 @needs_kernel

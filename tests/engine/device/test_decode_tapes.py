@@ -90,7 +90,7 @@ class TwoProducts:
 
     def __init__(self, matrix: PackedMatrix, between: Callable[[PackedMatrix, Tensor], Tensor]) -> None:
         self._matrix, self._between = matrix, between
-        self.states = None
+        self.states = ()
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
         return (torch.outer(input_ids + 1.0, positions + 1.0)[:, :1].expand(-1, 32).bfloat16().contiguous(),)

@@ -26,9 +26,10 @@ def test_mtp_of_a_mixture_that_sees_changes_no_answer(tmp_path: Path) -> None:
         assert fared(group.engine).drafts
         model = group.engine.parts.device.executor.runner.running.model
         drafter: Any = model.drafter
-        assert isinstance(drafter._layer.mixture, ExpertParallelMLP)
+        (mixture,) = drafter._layer.mixtures
+        assert isinstance(mixture, ExpertParallelMLP)
         assert model.balance is not None and model.balance.moved_layers
-        assert drafter._layer.mixture not in model.balance.layers and len(model.balance.layers) == model.num_layers
+        assert mixture not in model.balance.layers and len(model.balance.layers) == model.num_layers
 
 
 def test_a_mixture_that_drafts_is_divided_over_ranks(tmp_path: Path) -> None:
