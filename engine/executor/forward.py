@@ -74,13 +74,15 @@ def first_rows(items: Sequence[PlanItem]) -> list[int]:
     return list(accumulate((item.q_len for item in items), initial=0))
 
 
-def prompt_parts(item: PlanItem, first_row: int) -> Iterator[range]:
-    """Row ranges for prompt logprobs; row i predicts position i + 1."""
+def prompt_parts(item: PlanItem, first_row: int) -> Iterator[tuple[range, list[int]]]:
+    """Row ranges for prompt logprobs, and the tokens that they predict; row i predicts position i + 1."""
     assert item.logprob_from is not None
-    targets = item.kv_len - item.logprob_from + (item.logprob_next is not None)
+    targets = item.tokens[item.logprob_from - item.start :]
+    targets += [] if item.logprob_next is None else [item.logprob_next]
     begin = first_row + item.logprob_from - 1 - item.start
-    for at in range(0, targets, PROMPT_LOGPROB_ROWS):
-        yield range(begin + at, begin + min(at + PROMPT_LOGPROB_ROWS, targets))
+    for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+        part = targets[at : at + PROMPT_LOGPROB_ROWS]
+        yield range(begin + at, begin + at + len(part)), part
 
 
 def sampled_rows(items: Sequence[PlanItem], starts: Sequence[int]) -> list[int]:
@@ -92,7 +94,7 @@ def logit_calls(items: Sequence[PlanItem]) -> Iterator[list[int]]:
     starts = first_rows(items)
     for i, item in enumerate(items):
         if item.logprob_from is not None:
-            yield from map(list, prompt_parts(item, starts[i]))
+            yield from ([*rows] for rows, _ in prompt_parts(item, starts[i]))
     if rows := sampled_rows(items, starts):
         yield rows
 

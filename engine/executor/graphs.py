@@ -13,7 +13,7 @@ from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.draft_rows import tree_rows
 from engine.executor.forward import FutureMap, StepInputs
-from engine.executor.step_part import Batch, Forward
+from engine.executor.step_part import Batch, Forward, SampledForward
 from engine.kernels.triton.extend_plan import MAX_WHOLE
 from engine.kv.step_batch import DeviceExtend, DeviceStep, PageTable, TreePaths, upload_into
 from engine.lora.bank import AdapterBank
@@ -50,7 +50,7 @@ class SampledEnd:
         logits = model.logits(hidden, out=self._logits[: len(hidden)])
         tokens, bad = self._sampler.sample_on_device(logits, slots, output_lens)
         self._future_map.store(slots, tokens)  # 0 for a row that is sampled behind the graph
-        return Forward(hidden, logits, tokens, bad)
+        return SampledForward(hidden, recorded=logits, tokens=(tokens, bad))
 
 
 class FollowedEnd:

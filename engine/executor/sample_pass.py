@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.core.plan import Plan, PlanItem
 from engine.executor.draft_steps import Drafted
 from engine.executor.forward import FutureMap, first_rows, prompt_parts, sampled_rows
-from engine.executor.step_part import Forward
+from engine.executor.step_part import Forward, Sampled
 from engine.kv.step_batch import upload
 from engine.messages import LogprobOptions
 from engine.models.decoder import DenseDecoder
@@ -65,8 +65,8 @@ class SamplePass:
         }
         if not sampled:
             return nothing_sampled(input_logprobs)
-        logits = self._logits(model, forward, sampled_rows(items, starts))
-        tokens, bad = self._sample(plan, sampled, logits, forward)
+        logits = forward.logits(model, sampled_rows(items, starts))
+        tokens, bad = forward.sampled(lambda: self._sample(plan, sampled, logits))
         self._future_map.on_sampled()
         return StepOutput(
             sampled=sampled,
@@ -85,16 +85,8 @@ class SamplePass:
         ]
         return output
 
-    def _logits(self, model: DenseDecoder, forward: Forward, rows: list[int]) -> Tensor:
-        """Return logits [len(rows), V] of `rows`, ascending; recorded steps have all."""
-        if forward.logits is not None:
-            return forward.logits
-        return model.logits(forward.hidden if len(rows) == len(forward.hidden) else forward.hidden[self._upload(rows)])
-
-    def _sample(self, plan: Plan, sampled: list[int], logits: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
+    def _sample(self, plan: Plan, sampled: list[int], logits: Tensor) -> Sampled:
         """Tokens and bad rows of the items `sampled`."""
-        if forward.tokens is not None and forward.bad is not None:
-            return forward.tokens, forward.bad
         items = [plan.items[i] for i in sampled]
         masks = {row: plan.masks[i] for row, i in enumerate(sampled) if i in plan.masks}
         slots = [item.slot for item in items]
@@ -106,16 +98,12 @@ class SamplePass:
 
     def _input_logprobs(self, model: DenseDecoder, item: PlanItem, hidden: Tensor, first_row: int) -> list[Logprobs]:
         """Compute logprobs of prompt positions from `logprob_from` on."""
-        assert item.logprob_from is not None and item.logprobs is not None
-        targets = item.tokens[item.logprob_from - item.start :]
-        targets += [] if item.logprob_next is None else [item.logprob_next]
-        parts, at = [], 0
-        for rows in prompt_parts(item, first_row):
-            ids = targets[at : at + len(rows)]
+        assert item.logprobs is not None
+        parts = []
+        for rows, ids in prompt_parts(item, first_row):
             logits = model.logits(hidden[rows.start : rows.stop])
             packed = self._packed(logits, self._upload(ids), [item.logprobs] * len(ids))
             parts.append(_rows(packed, 0, len(ids), item.logprobs))
-            at += len(rows)
         return parts
 
     def _logprobs(

@@ -1,7 +1,7 @@
 """A step of one rank, the parts that add to it, each of a feature, and what computes it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -18,29 +18,58 @@ from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
 from engine.models.vision.tower import NO_IMAGES, StepImages
 
+Sampled = tuple[Tensor, Tensor]  # tokens [n] int64, and whether the logits were bad [n] bool
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
     """The hidden states [T, hidden] of a step's new tokens, left for the second half of the step.
 
-    `logits` [T, V] float32: of a recorded step. `tokens` [T] int64 and `bad` [T] bool: it is
-    sampled, too, and the future map has the tokens. `gave_logits`: of a recorded step on a rank
-    that samples nothing: the leader has its columns.
+    `gave_logits`: of a recorded step on a rank that samples nothing: the leader has its columns.
     """
 
     hidden: Tensor
-    logits: Tensor | None = None
-    tokens: Tensor | None = None
-    bad: Tensor | None = None
     gave_logits: bool = False
 
     def rows(self, n: int, *, sampled: bool) -> "Forward":
         """Return the first `n` rows of a recorded step; its tokens only if they are `sampled`."""
-        if self.logits is None or self.tokens is None or self.bad is None:
-            return replace(self, hidden=self.hidden[:n])
+        return replace(self, hidden=self.hidden[:n])
+
+    def logits(self, model: DenseDecoder, rows: Sequence[int]) -> Tensor:
+        """Return the logits [len(rows), V] float32 of `rows`, ascending."""
+        if len(rows) == len(self.hidden):
+            return model.logits(self.hidden)
+        return model.logits(self.hidden[upload(torch.tensor(rows), self.hidden.device)])
+
+    def sampled(self, sample: Callable[[], Sampled]) -> Sampled:
+        """Return what `sample` gives, unless the step is sampled already."""
+        return sample()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardWithLogits(Forward):
+    """A recorded decode step with the logits [T, V] float32 of all rows; each is sampled."""
+
+    recorded: Tensor = field(kw_only=True)
+
+    def logits(self, model: DenseDecoder, rows: Sequence[int]) -> Tensor:
+        return self.recorded
+
+
+@dataclass(frozen=True, slots=True)
+class SampledForward(ForwardWithLogits):
+    """A recorded step with `tokens`, which the future map has."""
+
+    tokens: Sampled = field(kw_only=True)
+
+    def rows(self, n: int, *, sampled: bool) -> Forward:
+        hidden, logits, (tokens, bad) = self.hidden[:n], self.recorded[:n], self.tokens
         if not sampled:
-            return Forward(self.hidden[:n], self.logits[:n])
-        return Forward(self.hidden[:n], self.logits[:n], self.tokens[:n], self.bad[:n])
+            return ForwardWithLogits(hidden, recorded=logits)
+        return SampledForward(hidden, recorded=logits, tokens=(tokens[:n], bad[:n]))
+
+    def sampled(self, sample: Callable[[], Sampled]) -> Sampled:
+        return self.tokens
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.core_parts import EngineUse
 from engine.executor.graphs import DecodeGraphs, PrefillGraphs, T
-from engine.executor.step_part import Forward
+from engine.executor.step_part import SampledForward
 from engine.kernels.triton import sample
 from engine.models.load import load_model
 from tests.engine.device.late_copies import copy_late
@@ -79,8 +79,8 @@ class CountingCapture:
         def replay() -> T:
             self.replays += 1
             out = work()
-            if isinstance(out, Forward) and out.logits is not None:
-                self.logits.add(out.logits.data_ptr())
+            if isinstance(out, SampledForward):
+                self.logits.add(out.recorded.data_ptr())
             return out
 
         return replay
