@@ -7,7 +7,7 @@ import torch
 from engine.attention.backend import make_attention_backend
 from engine.config import EngineConfig
 from engine.device.step_memory import StepMemory
-from engine.executor.draft_pass import DraftPass, PagedPool
+from engine.executor.draft_pass import DraftPass, PagedPool, draft_pass
 from engine.executor.draft_rows import DraftTrees
 from engine.executor.image_pass import ImagePass, ImagePositions
 from engine.executor.parts import AdapterPart, BalancedExperts, WindowPart
@@ -101,8 +101,8 @@ def make_draft_pass(
     if drafter is None:
         return None
     assert pool.drafter is not None, "pages have room for what the drafter keeps"
-    return DraftPass(
-        pools=pools,
+    return draft_pass(
+        pools,
         backend=make_attention_backend(
             config.attention_backend, pool.drafter, num_heads=drafter.num_heads, needs=drafter.attention_needs
         ),

@@ -31,6 +31,8 @@ from engine.models.draft_model import DraftModel
 from engine.parallel.collectives import Collectives
 from engine.sampler.sampler import TokenSampler
 
+_NO_FEATURES = torch.empty(0)
+
 
 class PagedPool(NamedTuple):
     """KV of some layers, and its page table."""
@@ -40,7 +42,7 @@ class PagedPool(NamedTuple):
 
 
 class DraftPass(StepPart):
-    """Part of a step; calls come in stream order.
+    """Part of a step for a drafter that reads tokens; calls come in stream order.
 
     `sampler`: on the rank that samples. `collectives`: of the model's ranks. `pools`: KV of all
     layers, the first with the drafter's; `backend`: for these.
@@ -52,65 +54,58 @@ class DraftPass(StepPart):
         pools: Sequence[PagedPool],
         backend: AttentionBackend,
         sampler: TokenSampler | None,
-        collectives: Collectives | None,
+        collectives: Collectives,
+        tails: Tails | None = None,
     ) -> None:
         self._pools = pools
         self._backend = backend
         self._collectives = collectives
         pool, self._page_table = pools[0]
         self._device = pool.device
-        self._tails = None if pool.tails is None else Tails(pool.tails, self._page_table)
         self._guesses = DraftSteps(
             page_table=self._page_table,
-            tails=self._tails,
+            tails=tails,
             backend=backend,
             sampler=sampler,
             collectives=collectives,
         )
-        self._features: Tensor | None = None  # of the step that was followed last
-
-    def forget(self) -> None:
-        self._features = None
 
     def expect(self, batch: Batch) -> None:
         """Read the step's tokens before a recorded step replaces them."""
         batch.inputs()
 
     def end(self, batch: Batch, hidden: Tensor) -> None:
-        """Keep the drafter's input; tails of requests with drafts wait for `accept`."""
+        """Keep the drafter's input; what follows from rows with drafts waits for `accept`."""
         batch.arrival.hold_all()
-        items, rows, drafter = batch.items, batch.rows, _drafter(batch.model)
-        starts, features = first_rows(items), drafter.features(hidden)
-        before = None if features is None else self._before(items, starts, features)
-        self._backend.begin(rows.step)
-        drafter.forward(batch.inputs(), before, rows.positions, self._backend.attend, batch.images)
-        self._features = features
-        if features is not None:
-            self._keep_tails([run for run in runs_of(items) if len(run) == 1], starts, items, features)
+        self._follow(batch, hidden)
         batch.layers.all_written(batch.plan.seq)
 
+    def _follow(self, batch: Batch, hidden: Tensor) -> None:
+        self._write(batch, None)
+
+    def _write(self, batch: Batch, before: Tensor | None) -> None:
+        """Compute the drafter's KV. `before` [T, size]: features of the token before each row."""
+        rows = batch.rows
+        self._backend.begin(rows.step)
+        _drafter(batch.model).forward(batch.inputs(), before, rows.positions, self._backend.attend, batch.images)
+
     def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
-        """Keep tails and move KV of accepted rows of the last step with drafts.
+        """Move KV of accepted rows of the last step with drafts.
 
         `tokens`: sampled, in item order; None on a rank that samples nothing.
         """
-        (features, self._features), trees = (self._features, None), has_trees(items)
-        if features is None and not trees:
-            return
-        rows = judged_rows(items, tokens, collectives=self._collectives, device=self._device)
-        slots, positions = (self._ids([getattr(item, name) for item in rows.items]) for name in ("slot", "start"))
-        if features is not None:
-            ends = [item.kv_len % self._page_size == 0 for item in rows.items]
-            counts = rows.last() | (rows.right & upload(torch.tensor(ends), self._device))
-            pages, _ = self._page_table.locate(slots, torch.where(counts, positions, 0))
-            assert self._tails is not None
-            self._tails.write(torch.where(counts, pages, 0), features[rows.rows])
-        if trees:
-            self._move(rows, slots, positions)
+        if has_trees(items):
+            rows = judged_rows(items, tokens, collectives=self._collectives, device=self._device)
+            self._move(rows, *self._places(rows))
 
     def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> list[Drafted]:
         """Draft after each of `items` (engine/executor/draft_steps.py)."""
         return self._guesses.run(_drafter(model), items)
+
+    def _places(self, rows: AcceptedRows) -> tuple[Tensor, Tensor]:
+        """Slots and positions of `rows`."""
+        slots, positions = (self._ids([getattr(item, name) for item in rows.items]) for name in ("slot", "start"))
+        return slots, positions
 
     def _move(self, rows: AcceptedRows, slots: Tensor, positions: Tensor) -> None:
         """Move KV of accepted rows from tree places to their own; others move from page 0 to 0."""
@@ -124,6 +119,52 @@ class DraftPass(StepPart):
             )
             pool.move(from_pages, from_offsets, to_pages, to_offsets)
 
+    @property
+    def _page_size(self) -> int:
+        return self._page_table.page_size
+
+    def _ids(self, values: list[int]) -> Tensor:
+        return upload(torch.tensor(values), self._device)
+
+
+class FeatureDraftPass(DraftPass):
+    """Part of a step for a drafter that reads hidden states of the model (EAGLE, NEXTN)."""
+
+    def __init__(
+        self,
+        *,
+        pools: Sequence[PagedPool],
+        tails: Tails,
+        backend: AttentionBackend,
+        sampler: TokenSampler | None,
+        collectives: Collectives,
+    ) -> None:
+        super().__init__(pools=pools, backend=backend, sampler=sampler, collectives=collectives, tails=tails)
+        self._tails = tails
+        self._features = _NO_FEATURES  # of the step that was followed last
+
+    def forget(self) -> None:
+        self._features = _NO_FEATURES
+
+    def _follow(self, batch: Batch, hidden: Tensor) -> None:
+        items, features = batch.items, _drafter(batch.model).features(hidden)
+        starts = first_rows(items)
+        self._write(batch, self._before(items, starts, features))
+        self._features = features
+        self._keep_tails([run for run in runs_of(items) if len(run) == 1], starts, items, features)
+
+    def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
+        """Keep tails, too."""
+        features, self._features = self._features, _NO_FEATURES
+        rows = judged_rows(items, tokens, collectives=self._collectives, device=self._device)
+        slots, positions = self._places(rows)
+        ends = [item.kv_len % self._page_size == 0 for item in rows.items]
+        counts = rows.last() | (rows.right & upload(torch.tensor(ends), self._device))
+        pages, _ = self._page_table.locate(slots, torch.where(counts, positions, 0))
+        self._tails.write(torch.where(counts, pages, 0), features[rows.rows])
+        if has_trees(items):
+            self._move(rows, slots, positions)
+
     def _before(self, items: Sequence[PlanItem], starts: Sequence[int], features: Tensor) -> Tensor:
         """Features [T, size] of the token before each row."""
         firsts = [i for i, item in enumerate(items) if not item.draft]
@@ -132,7 +173,6 @@ class DraftPass(StepPart):
         if apart := [i for i, item in enumerate(items) if item.behind > 1]:
             parents = self._ids([starts[i - items[i].behind] for i in apart])
             before.index_copy_(0, self._ids([starts[i] for i in apart]), features[parents])
-        assert self._tails is not None
         return before.index_copy_(0, self._ids([starts[i] for i in firsts]), self._tails.before(slots, positions))
 
     def _keep_tails(
@@ -145,7 +185,6 @@ class DraftPass(StepPart):
         first = {id(items[i]): starts[i] for (i,) in runs}
         slots, positions = self._ids([item.slot for item, _ in found]), self._ids([at for _, at in found])
         pages, _ = self._page_table.locate(slots, positions)
-        assert self._tails is not None
         self._tails.write(pages, features[self._ids([first[id(item)] + at - item.start for item, at in found])])
 
     def _page_ends(self, item: PlanItem) -> list[int]:
@@ -153,12 +192,20 @@ class DraftPass(StepPart):
         whole = range(item.start // size * size + size - 1, item.kv_len - 1, size)
         return [*whole, item.kv_len - 1]
 
-    @property
-    def _page_size(self) -> int:
-        return self._page_table.page_size
 
-    def _ids(self, values: list[int]) -> Tensor:
-        return upload(torch.tensor(values), self._device)
+def draft_pass(
+    pools: Sequence[PagedPool],
+    *,
+    backend: AttentionBackend,
+    sampler: TokenSampler | None,
+    collectives: Collectives,
+) -> DraftPass:
+    """Return the part for a drafter: pools have tails where it reads hidden states."""
+    pool, page_table = pools[0]
+    given = {"pools": pools, "backend": backend, "sampler": sampler, "collectives": collectives}
+    if pool.tails is None:
+        return DraftPass(**given)
+    return FeatureDraftPass(tails=Tails(pool.tails, page_table), **given)
 
 
 def _drafter(model: DenseDecoder) -> DraftModel:
