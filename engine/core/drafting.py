@@ -1,6 +1,6 @@
 """Speculative decoding: choice of requests and draft lengths for the most tokens per second.
 
-A draft token is one more row of a decode step, which samples the next token. results.py accepts it
+A draft token is one more row of a decode step, which samples the next token. verification.py accepts it
 if the row before sampled exactly the draft. Samples depend on seed, position and logits only, so
 tokens equal plain decoding's at any temperature.
 
@@ -15,12 +15,12 @@ drafter's steps (engine/executor/draft_pass.py) count, too.
 from bisect import bisect, bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from operator import mul
 from typing import Protocol
 
 from engine.core.drafts import FORCED, MODELED, NO_DRAFT, Chance, Draft, Drafts
-from engine.core.plan import Plan
+from engine.core.plan import Plan, PlanItem
 from engine.core.request import Grammar, Request
 
 # ---- Acceptance probabilities of draft tokens, learned from earlier drafts.
@@ -343,6 +343,10 @@ class Drafting:
         most = min(request.samples_left - 1, self._most)
         return _Ranked(request, draft, order, [-chance for chance in chances], list(accumulate(chances)), most)
 
+    def verified_runs(self, items: Sequence[PlanItem]) -> int:
+        """Return the number of requests with drafts in a step of `items`."""
+        return sum(before.draft < item.draft for before, item in pairwise(items))
+
     def note(self, plan: Plan, taken_s: float) -> None:
         if plan.extend or not plan.items or taken_s <= 0:
             return
@@ -388,6 +392,9 @@ class NoDrafting(Drafting):
 
     def able(self, requests: Sequence[Request]) -> Sequence[Request]:
         return ()
+
+    def verified_runs(self, items: Sequence[PlanItem]) -> int:
+        return 0
 
 
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:

@@ -1,13 +1,12 @@
 """Handling of step results: tokens, sharing, finish checks, memory."""
 
 from engine.core.departures import Departures
-from engine.core.drafting import fitting
-from engine.core.drafts import draft_of
 from engine.core.outputs import StepEffects, check_finish, joined, output_of, refusal
 from engine.core.outputs import take as take_hidden
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from engine.core.request import Request
 from engine.core.state import SchedulerState
+from engine.core.verification import Verification, take_back, take_drafts
 from engine.messages import TokenOutput
 
 NO_TOKEN = -1  # a peer's missing first token
@@ -17,6 +16,7 @@ class Results:
     def __init__(self, state: SchedulerState, departures: Departures) -> None:
         self._state = state
         self._departures = departures
+        self._verification = Verification(state)
         self._vocab_size = state.limits.vocab_size
         self._share = 1 / state.limits.micro_batches
 
@@ -34,28 +34,22 @@ class Results:
             request.pending -= item.sample
             request.drafts.rows -= item.draft
             if item.to_draft:
-                _take_drafts(request, item, item_result)
+                take_drafts(request, item, item_result)
                 continue
+            goes_on = request.finish is None
             if result.failure:
-                self._lose(request, effects)
+                self._lose(request, effects, goes_on=goes_on)
                 step_ends.keep(request, item.kv_len, memory)
                 continue
-            if item.draft:
-                self._state.counters.drafts += 1
-                if not _was_right(request, item, i):
-                    self._state.counters.wrong_drafts += request.finish is None and request.num_tokens == item.kv_len
-                    _take_back(request)
-                    step_ends.reject(request, item.kv_len)
-                    continue
-                request.drafts.accepted += 1
-                self._state.counters.accepted_drafts += 1
+            if item.draft and not self._verification.accepts(request, item, i):
+                continue
             request.drafts.last = i
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
             if item.draft:
-                _take_back(request)
+                take_back(request)
             step_ends.keep(request, kv_len, memory)
-            if request.finish is None:
+            if goes_on:
                 self._apply(request, item, item_result, effects)
             else:
                 self._state.counters.wasted_samples += item.sample
@@ -68,10 +62,10 @@ class Results:
             self._state.ratio.reset()
         return effects
 
-    def _lose(self, request: Request, effects: StepEffects) -> None:
+    def _lose(self, request: Request, effects: StepEffects, *, goes_on: bool) -> None:
         """Steps behind a failed one read unwritten KV: keep their results private."""
         request.keep_kv = False
-        if request.finish is None:
+        if goes_on:
             effects.lost.append(request.rid)
 
     def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
@@ -117,30 +111,3 @@ class Results:
 
     def _has_meaning(self, token: int) -> bool:
         return 0 <= token < self._vocab_size
-
-
-def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
-    """Take the drafter's draft; after a failed step decode without one."""
-    request.drafts.is_asked = False
-    if request.finish is not None or request.num_tokens != item.kv_len:
-        return
-    draft, grammar = draft_of(result.drafted), request.grammar
-    if not _may_branch(request):
-        draft = draft.path()
-    request.drafts.draft = draft if grammar is None else draft.first(len(fitting(grammar, draft.tokens)))
-
-
-def _may_branch(request: Request) -> bool:
-    """Check that tree rows equal chain rows: masks, counts and hidden states follow one path."""
-    return request.grammar is None and not request.sampling.penalized and not request.message.return_hidden_states
-
-
-def _was_right(request: Request, item: PlanItem, number: int) -> bool:
-    """Check that the draft path up to item `number` was sampled."""
-    follows = request.finish is None and request.drafts.last == number - item.behind
-    return follows and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
-
-
-def _take_back(request: Request) -> None:
-    """Compute again from the newest token, with the sampled one."""
-    request.launched_len = request.unsent.hidden_launched = request.computed_len

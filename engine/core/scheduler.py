@@ -2,8 +2,9 @@
 
     add, abort       --->  Stages        live requests, and the stage of each
     held.adopt ...   --->  HandoffRequests  handoff requests: KV of, or for, another worker
-    schedule         --->  PrefillPlanner, DecodePlanner      the next step (`Plan`)
+    schedule         --->  PrefillPlanner, DecodePlanner, in one lane or two: the next step (`Plan`)
                            LoadAhead     host pages for waiting requests
+    fill_masks       --->  GrammarMasks  allowed tokens, before sampling
     collect          --->  Results       a finished step's effects (`StepEffects`)
                            Departures    exits from the batch, for all of these
 
@@ -15,12 +16,13 @@ in plan order, with PD multiplexing per lane (lanes.py).
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from typing import Protocol
 
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.drafting import Drafting, NoDrafting
 from engine.core.estimates import StepBudget
+from engine.core.grammar_masks import GrammarMasks
 from engine.core.handoff import HandoffRequests
 from engine.core.mem_cache.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
@@ -29,12 +31,64 @@ from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
 from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner
-from engine.core.request import Grammar, Request
+from engine.core.request import Request
 from engine.core.results import Results
+from engine.core.stages import Stages
 from engine.core.state import SchedulerState
 from engine.messages import FinishReason, TokenOutput
 
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
+
+Items = tuple[list[PlanItem], list[SlotOpen]]  # of a step, and the rows that they open
+
+
+class StepPlanner(Protocol):
+    """Choice between prompts and decodes for the next step."""
+
+    def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
+        """Plan the items of a step."""
+
+    def enter(self, plan: Plan) -> None:
+        """Note a plan that will be launched."""
+
+
+class OneLane:
+    """Prompts, then decodes, or both in a step."""
+
+    def __init__(self, prefill: PrefillPlanner, decode: DecodePlanner, *, mixes: bool) -> None:
+        self._prefill, self._decode, self._mixes = prefill, decode, mixes
+
+    def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
+        """Plan a drafter step, else prefill, else decode, or both of these."""
+        assert lane is None, "only with PD multiplexing plans have a lane"
+        items, opens = self._decode.ask()
+        if items:
+            return items, opens
+        items, opens = self._prefill.plan(now_s, admits=admits)
+        if self._mixes or not any(item.extend for item in items):
+            decodes, opened = self._decode.plan({item.rid for item in items}, now_s)
+            items, opens = items + decodes, opens + opened
+        return items, opens
+
+    def enter(self, plan: Plan) -> None:
+        """Do nothing: requests change no lane."""
+
+
+class TwoLanes:
+    """Prompts in one lane, decodes in the other (PD multiplexing)."""
+
+    def __init__(self, prefill: PrefillPlanner, decode: DecodePlanner, stages: Stages) -> None:
+        self._prefill, self._decode, self._stages = prefill, decode, stages
+
+    def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
+        assert lane is not None, "with PD multiplexing each plan has a lane"
+        return self._prefill.plan(now_s, admits=admits) if lane is Lane.PREFILL else self._decode.plan(set(), now_s)
+
+    def enter(self, plan: Plan) -> None:
+        for item in plan.items:
+            request = self._stages.live[item.rid]
+            assert request.lane in (None, plan.lane), f"{request.rid} has steps in two lanes"
+            request.lane = plan.lane
 
 
 class Scheduler:
@@ -61,7 +115,14 @@ class Scheduler:
         self._departures = Departures(state)
         preemption = Preemption(state, self._departures)
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
-        self._decode = DecodePlanner(state, self._departures, preemption, drafting=drafting or NoDrafting())
+        self._drafting = drafting or NoDrafting()
+        decode = DecodePlanner(state, self._departures, preemption, drafting=self._drafting)
+        self._planner: StepPlanner = (
+            TwoLanes(self._prefill, decode, state.stages)
+            if state.limits.multiplexed
+            else OneLane(self._prefill, decode, mixes=state.limits.mixed_chunk)
+        )
+        self._masks = GrammarMasks(state.stages)
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures)
         self.held = HandoffRequests(state, self._departures, self._results, preemption)
@@ -74,26 +135,25 @@ class Scheduler:
 
         `admits`: waiting prompts may enter. `lane`: with PD multiplexing, of the step.
         """
-        assert (lane is not None) == self.limits.multiplexed, "with PD multiplexing each plan has a lane"
         counters, backups = self.counters, self.backups
         retractions = counters.retractions
-        items, opens = self._draft(now_s, admits=admits, lane=lane)
+        items, opens = self._planner.draft(now_s, admits=admits, lane=lane)
         if not items and counters.retractions > retractions:  # their memory is free now
-            items, opens = self._draft(now_s, admits=admits, lane=lane)
+            items, opens = self._planner.draft(now_s, admits=admits, lane=lane)
         self._ahead.plan(now_s)
         if not items and not backups.asks_for_a_step and not self.memory.asks_for_a_step(lane):
             return None
         extend = any(item.extend for item in items)
-        sample_deferred = any(self._awaits_token(item) for item in items)
+        sample_deferred = self._masks.awaits_token(items)
         self._seq += 1
         counters.steps += 1
         counters.draft_steps += items[0].to_draft > 0 if items else 0
         counters.prefill_steps += extend
         counters.mixed_steps += extend and not all(item.extend for item in items)
         counters.deferred_samples += sample_deferred
-        if self.drafting is not None and (runs := sum(a.draft < b.draft for a, b in pairwise(items))):
-            counters.verify_steps += 1
-            counters.verified_runs += runs
+        runs = self._drafting.verified_runs(items)
+        counters.verify_steps += runs > 0
+        counters.verified_runs += runs
         plan = Plan(
             seq=self._seq,
             extend=extend,
@@ -103,8 +163,7 @@ class Scheduler:
             sample_deferred=sample_deferred,
             lane=lane,
         )
-        if lane is not None:
-            self._enter(lane, plan)
+        self._planner.enter(plan)
         self._state.micro_batches.on_planned(plan)
         backups.attach(plan)
         self.memory.attach(plan)
@@ -116,46 +175,9 @@ class Scheduler:
         self.counters.joined_steps += 1
         return Plan(seq=self._seq, extend=False, items=[], joins=True)
 
-    def _draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan a drafter step, else prefill, else decode, or both of these."""
-        if lane is not None:
-            return self._prefill.plan(now_s, admits=admits) if lane is Lane.PREFILL else self._decode.plan(set(), now_s)
-        items, opens = self._decode.ask()
-        if items:
-            return items, opens
-        items, opens = self._prefill.plan(now_s, admits=admits)
-        if self.limits.mixed_chunk or not any(item.extend for item in items):
-            decodes, opened = self._decode.plan({item.rid for item in items}, now_s)
-            items, opens = items + decodes, opens + opened
-        return items, opens
-
-    def _enter(self, lane: Lane, plan: Plan) -> None:
-        for item in plan.items:
-            request = self.stages.live[item.rid]
-            assert request.lane in (None, lane), f"{request.rid} has steps in two lanes"
-            request.lane = lane
-
-    def _awaits_token(self, item: PlanItem) -> bool:
-        """Check if the item's mask depends on a token in flight."""
-        request = self.stages.live[item.rid]
-        return item.sample and request.grammar is not None and request.pending - request.drafts.rows > 1
-
     def fill_masks(self, plan: Plan) -> None:
         """Set the allowed tokens of `plan`, just before its sampling is launched."""
-        live = self.stages.live
-        grammar: Grammar | None = None
-        for i, item in enumerate(plan.items):
-            request = live[item.rid]
-            if not item.sample or request.grammar is None or request.finish is not None:
-                continue
-            if item.draft:
-                grammar = (grammar or request.grammar).fork()
-                grammar.accept(item.tokens[0])
-                plan.masks[i] = grammar.bitmask()
-                continue
-            grammar, known = None, len(request.output_ids)
-            assert item.output_len == known, f"{request.rid}: a mask before the token it follows from"
-            plan.masks[i] = request.grammar.bitmask()
+        self._masks.fill(plan)
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Apply the results of the oldest launched step."""
@@ -183,8 +205,10 @@ class Scheduler:
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request in any stage; a handoff request is marked, for its role to end."""
-        request = self.stages.live.get(rid)
-        if request is None or request.finish is not None:
+        if rid not in self.stages.live:
+            return []
+        request = self.stages.live[rid]
+        if request.finish is not None:
             return []
         request.abort = reason
         if request in self.held:
@@ -229,7 +253,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.stages.running) + (self.stages.chunked is not None)
+        return self.stages.num_running
 
     @property
     def num_waiting(self) -> int:

@@ -28,6 +28,10 @@ class Stages:
         self.newly_retracted: list[Request] = []  # held ones that the role has not taken
         self.batch_is_full = False
 
+    @property
+    def num_running(self) -> int:
+        return len(self.running) + (self.chunked is not None)
+
     def register(self, request: Request, *, serial: int) -> None:
         assert request.rid not in self.live
         self.live[request.rid] = request
