@@ -16,7 +16,6 @@ in plan order, with PD multiplexing per lane (lanes.py).
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
@@ -33,7 +32,6 @@ from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner
 from engine.core.request import Request
 from engine.core.results import Results
-from engine.core.stages import Stages
 from engine.core.state import SchedulerState
 from engine.messages import FinishReason, TokenOutput
 
@@ -42,21 +40,12 @@ ABORTED = FinishReason(kind="abort", message="aborted by the client")
 Items = tuple[list[PlanItem], list[SlotOpen]]  # of a step, and the rows that they open
 
 
-class StepPlanner(Protocol):
-    """Choice between prompts and decodes for the next step."""
-
-    def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
-        """Plan the items of a step."""
-
-    def enter(self, plan: Plan) -> None:
-        """Note a plan that will be launched."""
-
-
 class OneLane:
-    """Prompts, then decodes, or both in a step."""
+    """Choice between prompts and decodes for the next step, or both."""
 
-    def __init__(self, prefill: PrefillPlanner, decode: DecodePlanner, *, mixes: bool) -> None:
-        self._prefill, self._decode, self._mixes = prefill, decode, mixes
+    def __init__(self, prefill: PrefillPlanner, decode: DecodePlanner, state: SchedulerState) -> None:
+        self._prefill, self._decode, self._stages = prefill, decode, state.stages
+        self._mixes = state.limits.mixed_chunk
 
     def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
         """Plan a drafter step, else prefill, else decode, or both of these."""
@@ -71,14 +60,11 @@ class OneLane:
         return items, opens
 
     def enter(self, plan: Plan) -> None:
-        """Do nothing: requests change no lane."""
+        """Note a plan that will be launched."""
 
 
-class TwoLanes:
+class TwoLanes(OneLane):
     """Prompts in one lane, decodes in the other (PD multiplexing)."""
-
-    def __init__(self, prefill: PrefillPlanner, decode: DecodePlanner, stages: Stages) -> None:
-        self._prefill, self._decode, self._stages = prefill, decode, stages
 
     def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
         assert lane is not None, "with PD multiplexing each plan has a lane"
@@ -117,11 +103,7 @@ class Scheduler:
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
         self._drafting = drafting or NoDrafting()
         decode = DecodePlanner(state, self._departures, preemption, drafting=self._drafting)
-        self._planner: StepPlanner = (
-            TwoLanes(self._prefill, decode, state.stages)
-            if state.limits.multiplexed
-            else OneLane(self._prefill, decode, mixes=state.limits.mixed_chunk)
-        )
+        self._planner = (TwoLanes if state.limits.multiplexed else OneLane)(self._prefill, decode, state)
         self._masks = GrammarMasks(state.stages)
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures)

@@ -7,8 +7,9 @@ import torch
 from engine.attention.backend import make_attention_backend
 from engine.config import EngineConfig
 from engine.device.step_memory import StepMemory
-from engine.executor.draft_pass import DraftPass, PagedPool, draft_pass
+from engine.executor.draft_pass import DraftPass, draft_pass
 from engine.executor.draft_rows import DraftTrees
+from engine.executor.draft_steps import DraftParts, PagedPool
 from engine.executor.image_pass import ImagePass, ImagePositions
 from engine.executor.parts import AdapterPart, BalancedExperts, WindowPart
 from engine.executor.states import States
@@ -101,11 +102,7 @@ def make_draft_pass(
     if drafter is None:
         return None
     assert pool.drafter is not None, "pages have room for what the drafter keeps"
-    return draft_pass(
-        pools,
-        backend=make_attention_backend(
-            config.attention_backend, pool.drafter, num_heads=drafter.num_heads, needs=drafter.attention_needs
-        ),
-        sampler=sampler,
-        collectives=model.collectives,
+    backend = make_attention_backend(
+        config.attention_backend, pool.drafter, num_heads=drafter.num_heads, needs=drafter.attention_needs
     )
+    return draft_pass(DraftParts(pools, backend, sampler, model.collectives))

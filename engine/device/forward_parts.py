@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.device.feature_parts import make_adapters, make_parts, make_states
 from engine.device.step_memory import StepMemory
 from engine.executor.decode_tapes import DecodeTapes
-from engine.executor.draft_pass import DraftPass, PagedPool
+from engine.executor.draft_pass import DraftPass
+from engine.executor.draft_steps import PagedPool
 from engine.executor.forward import StepInputs
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.joint_steps import JointSteps

@@ -13,62 +13,30 @@ arXiv:2412.19437) and EAGLE (arXiv:2401.15077), one token later.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
 from engine.core.plan import PlanItem
 from engine.executor.draft_rows import AcceptedRows, has_trees, judged_rows
-from engine.executor.draft_steps import Drafted, DraftSteps, Tails
+from engine.executor.draft_steps import Drafted, DraftParts, DraftSteps, Tails
 from engine.executor.forward import first_rows, runs_of
 from engine.executor.step_part import Batch, StepPart
-from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import PageTable, upload
+from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftModel
-from engine.parallel.collectives import Collectives
-from engine.sampler.sampler import TokenSampler
 
 _NO_FEATURES = torch.empty(0)
 
 
-class PagedPool(NamedTuple):
-    """KV of some layers, and its page table."""
-
-    pool: KVPool
-    page_table: PageTable
-
-
 class DraftPass(StepPart):
-    """Part of a step for a drafter that reads tokens; calls come in stream order.
+    """Part of a step for a drafter that reads tokens; calls come in stream order."""
 
-    `sampler`: on the rank that samples. `collectives`: of the model's ranks. `pools`: KV of all
-    layers, the first with the drafter's; `backend`: for these.
-    """
-
-    def __init__(
-        self,
-        *,
-        pools: Sequence[PagedPool],
-        backend: AttentionBackend,
-        sampler: TokenSampler | None,
-        collectives: Collectives,
-        tails: Tails | None = None,
-    ) -> None:
-        self._pools = pools
-        self._backend = backend
-        self._collectives = collectives
-        pool, self._page_table = pools[0]
+    def __init__(self, parts: DraftParts, tails: Tails | None = None) -> None:
+        self._pools, self._backend, self._collectives = parts.pools, parts.backend, parts.collectives
+        pool, self._page_table = parts.pools[0]
         self._device = pool.device
-        self._guesses = DraftSteps(
-            page_table=self._page_table,
-            tails=tails,
-            backend=backend,
-            sampler=sampler,
-            collectives=collectives,
-        )
+        self._guesses = DraftSteps(parts, tails)
 
     def expect(self, batch: Batch) -> None:
         """Read the step's tokens before a recorded step replaces them."""
@@ -130,16 +98,8 @@ class DraftPass(StepPart):
 class FeatureDraftPass(DraftPass):
     """Part of a step for a drafter that reads hidden states of the model (EAGLE, NEXTN)."""
 
-    def __init__(
-        self,
-        *,
-        pools: Sequence[PagedPool],
-        tails: Tails,
-        backend: AttentionBackend,
-        sampler: TokenSampler | None,
-        collectives: Collectives,
-    ) -> None:
-        super().__init__(pools=pools, backend=backend, sampler=sampler, collectives=collectives, tails=tails)
+    def __init__(self, parts: DraftParts, tails: Tails) -> None:
+        super().__init__(parts, tails)
         self._tails = tails
         self._features = _NO_FEATURES  # of the step that was followed last
 
@@ -193,19 +153,10 @@ class FeatureDraftPass(DraftPass):
         return [*whole, item.kv_len - 1]
 
 
-def draft_pass(
-    pools: Sequence[PagedPool],
-    *,
-    backend: AttentionBackend,
-    sampler: TokenSampler | None,
-    collectives: Collectives,
-) -> DraftPass:
-    """Return the part for a drafter: pools have tails where it reads hidden states."""
-    pool, page_table = pools[0]
-    given = {"pools": pools, "backend": backend, "sampler": sampler, "collectives": collectives}
-    if pool.tails is None:
-        return DraftPass(**given)
-    return FeatureDraftPass(tails=Tails(pool.tails, page_table), **given)
+def draft_pass(parts: DraftParts) -> DraftPass:
+    """Return the part for a drafter: its pool has tails where it reads hidden states."""
+    pool, page_table = parts.pools[0]
+    return DraftPass(parts) if pool.tails is None else FeatureDraftPass(parts, Tails(pool.tails, page_table))
 
 
 def _drafter(model: DenseDecoder) -> DraftModel:

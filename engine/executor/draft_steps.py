@@ -7,6 +7,7 @@ overwritten by a model step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from engine.attention.backend import AttentionBackend
 from engine.core.drafts import Guess
 from engine.core.plan import PlanItem
 from engine.executor.image_pass import rope_positions
+from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import PageTable, StepBatch, TreePaths, upload
 from engine.models.draft_model import DraftModel
 from engine.parallel.collectives import Collectives
@@ -123,24 +125,34 @@ class _Paths:
         )
 
 
+class PagedPool(NamedTuple):
+    """KV of some layers, and its page table."""
+
+    pool: KVPool
+    page_table: PageTable
+
+
+class DraftParts(NamedTuple):
+    """What a drafter computes with.
+
+    `pools`: KV of all layers, the first with the drafter's; `backend`: for these. `sampler`: on the
+    rank that samples. `collectives`: of the model's ranks.
+    """
+
+    pools: Sequence[PagedPool]
+    backend: AttentionBackend
+    sampler: TokenSampler | None
+    collectives: Collectives
+
+
 class DraftSteps:
     """Passes for DraftPass. `tails` is for drafters that read them."""
 
-    def __init__(
-        self,
-        *,
-        page_table: PageTable,
-        tails: Tails | None,
-        backend: AttentionBackend,
-        sampler: TokenSampler | None,
-        collectives: Collectives,
-    ) -> None:
-        self._page_table = page_table
+    def __init__(self, parts: DraftParts, tails: Tails | None) -> None:
+        self._page_table = parts.pools[0].page_table
         self._tails = tails
-        self._backend = backend
-        self._sampler = sampler
-        self._collectives = collectives
-        self._device = page_table.device
+        self._backend, self._sampler, self._collectives = parts.backend, parts.sampler, parts.collectives
+        self._device = self._page_table.device
 
     def run(self, drafter: DraftModel, items: Sequence[PlanItem]) -> list[Drafted]:
         """Draft in `to_draft` passes after each item's uncomputed last known token.

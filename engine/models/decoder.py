@@ -236,7 +236,6 @@ def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], Head
     """Return what makes hidden states of a step's inputs, and the head."""
     config, place = part.config, part.place
     embed: Callable[[torch.Tensor], torch.Tensor] = _received
-    head: Head = HeadOfLaterStage()
     tied = config.tie_word_embeddings and config.generates and place.is_last_stage
     if place.is_first_stage or tied:
         table = part.table(EMBEDDING)
@@ -245,9 +244,9 @@ def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], Head
             embed = Embedding(table, own=part.share.vocab, scale=scale, collectives=part.collectives)
         if tied:
             return embed, _over_ranks(part, part.tied_head(table))
-    if place.is_last_stage:
-        head = _over_ranks(part, part.head() if config.generates else NoHead(len(part.share.vocab)))
-    return embed, head
+    if not place.is_last_stage:
+        return embed, NoHead(0)
+    return embed, _over_ranks(part, part.head() if config.generates else NoHead(len(part.share.vocab)))
 
 
 def _received(hidden: torch.Tensor) -> torch.Tensor:
@@ -272,20 +271,13 @@ class DividedHead:
 
 
 class NoHead:
-    """A head without logits, for models that cannot generate."""
+    """A head that computes nothing: of models that cannot generate, and of earlier stages (no columns)."""
 
     def __init__(self, width: int) -> None:
         self._width = width
 
     def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros(len(x), self._width, device=x.device) if out is None else out.zero_()
-
-
-class HeadOfLaterStage:
-    """Stands for the head on earlier stages, which compute no logits."""
-
-    def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        raise AssertionError("the last stage has the head")
 
 
 def _label_matrix(part: ModelPart) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """Matrices of a checkpoint as weights of layers: as they are stored, or quantized on load."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engine.models.checkpoint import Checkpoint
@@ -12,87 +10,46 @@ from engine.quant.integers import HEAD, Scheme, Weight, columns_of, quantized
 from service.flags import ConfigError
 
 
-class Matrices(Protocol):
-    """`names`, `rows`, `inputs`, `segments`, `factors`: as of `ModelPart.matrix`."""
+class Matrices:
+    """Matrices as they are stored: integers, or floats."""
 
-    def matrix(
+    def taken(
         self,
         checkpoint: Checkpoint,
         names: Sequence[str],
         rows: Sequence[Extent],
         inputs: Extent,
-        *,
-        segments: int,
         factors: Sequence[float],
-    ) -> Weight: ...
-
-    def head(
-        self, checkpoint: Checkpoint, name: str, rows: Extent, inputs: int, *, table: Callable[[], Tensor]
+        *,
+        floats: Callable[[], Weight],
     ) -> Weight:
-        """Load the head `name`; `table` reads it as floats."""
+        """Return integers of the checkpoint, or what `floats` loads. Other arguments: as of `take_integers`."""
+        integers = checkpoint.take_integers(names, rows, inputs, factors)
+        return floats() if integers is None else integers
 
     def read_inputs(self, name: str, inputs: Extent, segments: int) -> Extent:
         """Return the inputs that `rounded` needs. Raises ConfigError."""
-
-    def rounded(self, weight: Tensor, inputs: Extent) -> Weight:
-        """Return the own inputs of `weight`, a matrix of `read_inputs`."""
-
-
-class StoredMatrices:
-    """Floats, or integers where the checkpoint has them."""
-
-    def matrix(
-        self,
-        checkpoint: Checkpoint,
-        names: Sequence[str],
-        rows: Sequence[Extent],
-        inputs: Extent,
-        *,
-        segments: int,
-        factors: Sequence[float],
-    ) -> Weight:
-        integers = checkpoint.take_integers(names, rows, inputs, factors)
-        return _floats(checkpoint, names, rows, inputs, factors) if integers is None else integers
-
-    def head(
-        self, checkpoint: Checkpoint, name: str, rows: Extent, inputs: int, *, table: Callable[[], Tensor]
-    ) -> Weight:
-        integers = checkpoint.take_integers([name], [rows], inputs)
-        return table() if integers is None else integers
-
-    def read_inputs(self, name: str, inputs: Extent, segments: int) -> Extent:
         return inputs
 
     def rounded(self, weight: Tensor, inputs: Extent) -> Weight:
+        """Return the own inputs of `weight`, a matrix of `read_inputs`."""
         return weight
 
+    def rounded_head(self, table: Tensor) -> Weight:
+        return table
 
-STORED = StoredMatrices()
+
+STORED = Matrices()
 
 
-class QuantizedMatrices:
+class QuantizedMatrices(Matrices):
     """Floats of the checkpoint, quantized by `scheme`."""
 
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
 
-    def matrix(
-        self,
-        checkpoint: Checkpoint,
-        names: Sequence[str],
-        rows: Sequence[Extent],
-        inputs: Extent,
-        *,
-        segments: int,
-        factors: Sequence[float],
-    ) -> Weight:
-        read = self.read_inputs(names[0], inputs, segments)
-        return self.rounded(_floats(checkpoint, names, rows, read, factors), inputs)
-
-    def head(
-        self, checkpoint: Checkpoint, name: str, rows: Extent, inputs: int, *, table: Callable[[], Tensor]
-    ) -> Weight:
-        return quantized(table(), HEAD)
+    def taken(self, *_: object, floats: Callable[[], Weight]) -> Weight:
+        return floats()
 
     def read_inputs(self, name: str, inputs: Extent, segments: int) -> Extent:
         cut, group = cut_of(inputs), self._scheme.group
@@ -108,13 +65,5 @@ class QuantizedMatrices:
         whole, own = quantized(weight, self._scheme), cut_of(inputs).taken
         return whole if self._scheme.group else columns_of(whole, slice(own.start, own.stop))
 
-
-def _floats(
-    checkpoint: Checkpoint, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float]
-) -> Tensor:
-    if not factors or set(factors) == {1.0}:
-        return checkpoint.take_rows(names, rows, [inputs])
-    weight = checkpoint.take_rows(names, rows, [inputs], dtype=torch.float32)
-    for part, factor in zip(torch.split(weight, [len(cut_of(cut)) for cut in rows]), factors, strict=True):
-        part.mul_(factor)
-    return weight.to(checkpoint.dtype)
+    def rounded_head(self, table: Tensor) -> Weight:
+        return quantized(table, HEAD)

@@ -19,7 +19,7 @@ from engine.models.expert_balance import ExpertBalance
 from engine.models.matrices import STORED, Matrices
 from engine.parallel.collectives import SINGLE_RANK, Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
-from engine.parallel.layout import ALONE, Cut, Extent, Place, mlp_share, share_of
+from engine.parallel.layout import ALONE, Cut, Extent, Place, cut_of, mlp_share, share_of
 from engine.parallel.row_exchange import RowExchange
 from engine.quant.integers import Weight, rows_of
 
@@ -101,7 +101,11 @@ class ModelPart:
     def _head(self, name: str, table: Callable[[], torch.Tensor]) -> Linear:
         rows = Cut(self.config.vocab_size, self.share.vocab)
         bias = self.checkpoint.take("lm_head.bias", [rows]) if self._head_bias else None
-        return Linear(self.matrices.head(self.checkpoint, name, rows, self.config.hidden_size, table=table), bias)
+        inputs = self.config.hidden_size
+        weight = self.matrices.taken(
+            self.checkpoint, [name], [rows], inputs, (), floats=lambda: self.matrices.rounded_head(table())
+        )
+        return Linear(weight, bias)
 
     def matrix(
         self,
@@ -116,7 +120,22 @@ class ModelPart:
 
         `segments`: of inputs, summed apart. `factors`: one per matrix.
         """
-        return self.matrices.matrix(self.checkpoint, names, rows, inputs, segments=segments, factors=factors)
+
+        def floats() -> Weight:
+            read = self.matrices.read_inputs(names[0], inputs, segments)
+            return self.matrices.rounded(self._floats(names, rows, read, factors), inputs)
+
+        return self.matrices.taken(self.checkpoint, names, rows, inputs, factors, floats=floats)
+
+    def _floats(
+        self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float]
+    ) -> torch.Tensor:
+        if not factors or set(factors) == {1.0}:
+            return self.checkpoint.take_rows(names, rows, [inputs])
+        weight = self.checkpoint.take_rows(names, rows, [inputs], dtype=torch.float32)
+        for part, factor in zip(torch.split(weight, [len(cut_of(cut)) for cut in rows]), factors, strict=True):
+            part.mul_(factor)
+        return weight.to(self.checkpoint.dtype)
 
     def vector(self, name: str) -> torch.Tensor:
         return self.checkpoint.take(name, [self.config.hidden_size])
