@@ -20,7 +20,7 @@ from engine.device.memory_plan import memory_text
 from engine.executor.executor import Stream, StreamTask
 from engine.executor.image_pass import ImagePass
 from engine.executor.model_runner import DeviceOutOfMemory, compute
-from engine.executor.weights import WeightUpdater
+from engine.executor.weights import WeightActions, WeightUpdater
 from engine.flags.encoder import encoder_config, step_images_tokens, vision_of
 from engine.flags.model_source import dummy_paths
 from engine.flags.resolve import depth
@@ -241,11 +241,12 @@ def _updater(
         model_path=config.model_path,
         version=config.weight_version,
         model=model,
-        load=load,
+        actions=WeightActions(
+            load=load,
+            install=lambda tower: executor.call(lambda: runner.use(tower)),
+            drop=lambda: executor.call(lambda: runner.use(None)),
+        ),
         on_cuda=config.device == "cuda",
-        install=lambda tower: executor.call(lambda: runner.use(tower)),
-        drop=lambda: executor.call(lambda: runner.use(None)),
-        taken=lambda version, files: None,
         dummies=dummy_paths(config),
     )
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.device.device import Device
-from engine.executor.weights import WeightUpdater
+from engine.executor.weights import WeightActions, WeightUpdater
 from engine.flags.model_source import dummy_paths
 from engine.kv.kv_pool import fingerprint_of
 from engine.model_files.model_config import ModelConfig
@@ -62,16 +62,21 @@ def weight_updater(
 
         device.executor.call(drop_all)
 
-    everywhere = None if group is None else GroupWeights(group.followers, load=load, install=install)
+    actions = WeightActions(load=load, install=install, drop=drop, taken=rename_pages)
+    if group is not None:
+        everywhere = GroupWeights(group.followers, load=load, install=install)
+        actions = WeightActions(
+            load=everywhere.load,
+            install=everywhere.install,
+            drop=partial(everywhere.drop, drop),
+            taken=rename_pages,
+            discard=everywhere.discard,
+        )
     return WeightUpdater(
         model_path=config.model_path,
         version=config.weight_version,
         model=stored,
-        load=load if everywhere is None else everywhere.load,
+        actions=actions,
         on_cuda=config.device == "cuda",
-        install=install if everywhere is None else everywhere.install,
-        drop=drop if everywhere is None else partial(everywhere.drop, drop),
-        taken=rename_pages,
-        discard=everywhere.discard if everywhere else lambda: None,
         dummies=dummy_paths(config),
     )

@@ -13,6 +13,7 @@ from engine.executor.graphs import (
     DecodeGraphs,
     PrefillGraphs,
     RecordedEnd,
+    RecordedFeatures,
     graph_sizes,
 )
 from engine.executor.step_part import RecordedSteps
@@ -67,10 +68,11 @@ def make_graphs(
             page_table=page_table,
             inputs=inputs,
             end=end,
-            device=page_table.device,
-            adapters=adapters if adapters is not None and adapters.records else None,
-            depth=passes_of(config) if topk_of(config) > 1 else 0,
-            sees=sees,
+            features=RecordedFeatures(
+                adapters=adapters if adapters is not None and adapters.records else None,
+                depth=passes_of(config) if topk_of(config) > 1 else 0,
+                sees=sees,
+            ),
             progress=records.progress,
         )
         found.append(graphs)

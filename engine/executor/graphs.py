@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -112,10 +113,24 @@ class CudaCapture:
         torch.cuda.synchronize(self._device)
 
 
-class DecodeGraphs:
-    """`sizes`: batch sizes, ascending, each also recorded with `adapters`.
+@dataclass(frozen=True, slots=True)
+class RecordedFeatures:
+    """What recorded decode steps read besides tokens.
 
-    `depth`: maximum drafts on a tree path, 0 for chains. `sees`: multimodal.
+    `adapters`: each size is also recorded with them. `depth`: maximum drafts on a tree path, 0 for
+    chains. `sees`: RoPE positions of a multimodal model.
+    """
+
+    adapters: AdapterBank | None = None
+    depth: int = 0
+    sees: bool = False
+
+
+PLAIN = RecordedFeatures()
+
+
+class DecodeGraphs:
+    """`sizes`: batch sizes, ascending.
 
     A batch takes the next size. Padded rows are token 0 at position 0 of the scratch row, write to
     page 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions,
@@ -136,10 +151,7 @@ class DecodeGraphs:
         page_table: PageTable,
         inputs: StepInputs,
         end: RecordedEnd,
-        device: torch.device,
-        adapters: AdapterBank | None = None,
-        depth: int = 0,
-        sees: bool = False,
+        features: RecordedFeatures = PLAIN,
         progress: bool = False,
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
@@ -149,10 +161,10 @@ class DecodeGraphs:
         self._page_table = page_table
         self._step_inputs = inputs
         self._end = end
-        self._adapters = adapters
-        self._sees = sees
+        self._adapters, depth, self._sees = features.adapters, features.depth, features.sees
         self._progress = progress
-        rows = [0, 0, page_table.scratch_slot, NOT_SAMPLED, *([0] if sees else [])]
+        device = page_table.device
+        rows = [0, 0, page_table.scratch_slot, NOT_SAMPLED, *([0] if features.sees else [])]
         padding = torch.tensor(rows, device=device)[:, None]
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
         no_tree = torch.tensor([[0, 1] + [0] * depth], dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ The caller ensures that no request has old KV. Both weight sets are in memory me
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -20,12 +20,23 @@ M = TypeVar("M")  # model type
 FREE_FIELDS = ("dtype", "stored")  # converted to the engine's type; `quantization` has what must be equal
 
 
-class WeightUpdater(Generic[M]):
-    """Updater of the running `model`; `install` and `drop` act on the executor.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightActions(Generic[M]):
+    """Steps of an update on all ranks; `install` and `drop` act on the executor.
 
-    - discard: drops other ranks' reads; dummies: paths with random weights
+    - load(model_path, config, progress=...): reads a model; discard: drops other ranks' reads
     - taken(version, fingerprint): called after an update
     """
+
+    load: Callable[..., M]
+    install: Callable[[M], None]
+    drop: Callable[[], None]
+    taken: Callable[[str, str], None] = lambda version, fingerprint: None
+    discard: Callable[[], None] = lambda: None
+
+
+class WeightUpdater(Generic[M]):
+    """Updater of the running `model`. `dummies`: paths with random weights."""
 
     def __init__(
         self,
@@ -33,24 +44,16 @@ class WeightUpdater(Generic[M]):
         model_path: str,
         version: str,
         model: ModelConfig,
-        load: Callable[..., M],
+        actions: WeightActions[M],
         on_cuda: bool,
-        install: Callable[[M], None],
-        drop: Callable[[], None],
-        taken: Callable[[str, str], None],
-        discard: Callable[[], None] = lambda: None,
         dummies: Collection[str] = (),
     ) -> None:
         self.model_path = model_path
         self.version = version
         self.released = False
         self._model = model
-        self._load = load
+        self._actions = actions
         self._on_cuda = on_cuda
-        self._install = install
-        self._drop = drop
-        self._taken = taken
-        self._discard = discard
         self._dummies = dummies
         self._fingerprint = ""  # of the last checkpoint read
         self._number = self._number_read = 0
@@ -66,21 +69,21 @@ class WeightUpdater(Generic[M]):
 
     def take(self, model: M, *, model_path: str, version: str | None) -> None:
         """Install `model`, with no step in flight and no old KV in use."""
-        self._install(model)
+        self._actions.install(model)
         self.released = False
         self.model_path, self._number = model_path, self._number_read
         self.version = self.version if version is None else version
-        self._taken(self.version, self._fingerprint)
+        self._actions.taken(self.version, self._fingerprint)
 
     def release(self) -> None:
         """Free the weights until `take`; no step may come."""
-        self._drop()
+        self._actions.drop()
         self.released = True
         if self._on_cuda:
             torch.cuda.empty_cache()
 
     def discard(self, model: M) -> None:
-        self._discard()
+        self._actions.discard()
 
     def _read(self, model_path: str) -> M:
         found = load_model_config(model_path)
@@ -88,7 +91,7 @@ class WeightUpdater(Generic[M]):
         dummy = model_path in self._dummies
         before = fingerprint(model_path, dummy=dummy)
         try:
-            model = self._load(model_path, found, progress=False)
+            model = self._actions.load(model_path, found, progress=False)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for a second set of weights beside the first ({error}); --mem-fraction-static must leave room"
@@ -96,7 +99,7 @@ class WeightUpdater(Generic[M]):
         self._fingerprint = fingerprint(model_path, dummy=dummy)
         self._number_read = weights_number(model_path, dummy=dummy)
         if self._fingerprint != before:
-            self._discard()
+            self._actions.discard()
             raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")
         if self._on_cuda:
             torch.cuda.synchronize()  # the copies were enqueued on this thread's stream

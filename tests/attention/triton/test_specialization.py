@@ -133,7 +133,6 @@ class Day:
             page_table=table,
             inputs=future_map,
             end=SampledEnd(TritonSampler(num_slots=64, vocab_size=VOCAB_SIZE, device=cpu), future_map, device=cpu),
-            device=cpu,
         )
         make = partial(ForwardPass, backend=backend, page_table=table, inputs=future_map, layers=LayerMarks(cpu))
         prompts = PrefillGraphs(sizes=[16, 64, 300], capture=Anew, backend=backend, page_table=table, inputs=future_map)
