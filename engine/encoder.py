@@ -35,7 +35,6 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.part import ModelPart
 from engine.models.vision.tower import VisionTower
 from engine.models.vision.towers import load_tower
-from engine.parallel.collectives import SINGLE_RANK, Collectives
 from service.flags import ConfigError
 
 # ---- A model with only its vision tower loaded.
@@ -46,7 +45,6 @@ class TowerModel:
     """The model as the image pass needs it."""
 
     vision: VisionTower
-    collectives: Collectives = SINGLE_RANK
 
 
 def load_tower_alone(

@@ -1,11 +1,11 @@
-"""Plan items of requests, and their slots."""
+"""Plan items of requests, their slots, and their allowed tokens."""
 
 from engine.core.drafts import Draft, rows_of
 from engine.core.mem_cache.image_cache import with_images
 from engine.core.outputs import input_logprob_part, note_launch
-from engine.core.plan import PlanItem, SlotOpen
-from engine.core.request import Request
-from engine.core.stages import RequestTable, check_reads
+from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.core.request import Grammar, Request
+from engine.core.stages import RequestTable, Stages, check_reads
 
 
 def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
@@ -104,3 +104,36 @@ def open_slot(request: Request, table: RequestTable) -> SlotOpen:
         adapter=request.adapter,
         state=request.recurrent.slot,
     )
+
+
+class GrammarMasks:
+    """Allowed tokens of a step's rows, from the grammars of requests."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+
+    def awaits_token(self, items: list[PlanItem]) -> bool:
+        """Check if the mask of an item depends on a token in flight."""
+        live = self._stages.live
+        for item in items:
+            request = live[item.rid]
+            if item.sample and request.grammar is not None and request.pending - request.drafts.rows > 1:
+                return True
+        return False
+
+    def fill(self, plan: Plan) -> None:
+        """Set the allowed tokens of `plan`, just before its sampling is launched."""
+        live = self._stages.live
+        grammar: Grammar | None = None
+        for i, item in enumerate(plan.items):
+            request = live[item.rid]
+            if not item.sample or request.grammar is None or request.finish is not None:
+                continue
+            if item.draft:
+                grammar = (grammar or request.grammar).fork()
+                grammar.accept(item.tokens[0])
+                plan.masks[i] = grammar.bitmask()
+                continue
+            grammar, known = None, len(request.output_ids)
+            assert item.output_len == known, f"{request.rid}: a mask before the token it follows from"
+            plan.masks[i] = request.grammar.bitmask()

@@ -1,12 +1,12 @@
 """Handling of step results: tokens, sharing, finish checks, memory."""
 
 from engine.core.departures import Departures
+from engine.core.drafting import Verification, take_back, take_drafts
 from engine.core.outputs import StepEffects, check_finish, joined, output_of, refusal
 from engine.core.outputs import take as take_hidden
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from engine.core.request import Request
 from engine.core.state import SchedulerState
-from engine.core.verification import Verification, take_back, take_drafts
 from engine.messages import TokenOutput
 
 NO_TOKEN = -1  # a peer's missing first token

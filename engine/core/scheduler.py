@@ -2,7 +2,7 @@
 
     add, abort       --->  Stages        live requests, and the stage of each
     held.adopt ...   --->  HandoffRequests  handoff requests: KV of, or for, another worker
-    schedule         --->  PrefillPlanner, DecodePlanner, in one lane or two: the next step (`Plan`)
+    schedule         --->  PrefillPlanner, DecodePlanner, in one stream or two: the next step (`Plan`)
                            LoadAhead     host pages for waiting requests
     fill_masks       --->  GrammarMasks  allowed tokens, before sampling
     collect          --->  Results       a finished step's effects (`StepEffects`)
@@ -21,12 +21,12 @@ from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.drafting import Drafting, NoDrafting
 from engine.core.estimates import StepBudget
-from engine.core.grammar_masks import GrammarMasks
 from engine.core.handoff import HandoffRequests
 from engine.core.mem_cache.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
 from engine.core.pdmux import Lane
 from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
+from engine.core.plan_items import GrammarMasks
 from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner
@@ -40,7 +40,7 @@ ABORTED = FinishReason(kind="abort", message="aborted by the client")
 Items = tuple[list[PlanItem], list[SlotOpen]]  # of a step, and the rows that they open
 
 
-class OneLane:
+class OneStream:
     """Choice between prompts and decodes for the next step, or both."""
 
     def __init__(self, prefill: PrefillPlanner, decode: DecodePlanner, state: SchedulerState) -> None:
@@ -63,8 +63,8 @@ class OneLane:
         """Note a plan that will be launched."""
 
 
-class TwoLanes(OneLane):
-    """Prompts in one lane, decodes in the other (PD multiplexing)."""
+class TwoStreams(OneStream):
+    """Prompts in one stream, decodes in the other (PD multiplexing)."""
 
     def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
         assert lane is not None, "with PD multiplexing each plan has a lane"
@@ -103,7 +103,7 @@ class Scheduler:
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
         self._drafting = drafting or NoDrafting()
         decode = DecodePlanner(state, self._departures, preemption, drafting=self._drafting)
-        self._planner = (TwoLanes if state.limits.multiplexed else OneLane)(self._prefill, decode, state)
+        self._planner = (TwoStreams if state.limits.multiplexed else OneStream)(self._prefill, decode, state)
         self._masks = GrammarMasks(state.stages)
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures)

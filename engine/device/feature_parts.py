@@ -55,7 +55,15 @@ def make_parts(
         parts.append(ImagePositions())
     if model.vision is not None:
         device, dtype = page_table.device, DTYPES[config.dtype]
-        parts.append(ImagePass(device, dtype=dtype, shares=config.mm_enable_dp_encoder, arrivals=memory.arrivals))
+        parts.append(
+            ImagePass(
+                device,
+                dtype=dtype,
+                ranks=model.collectives,
+                shares=config.mm_enable_dp_encoder,
+                arrivals=memory.arrivals,
+            )
+        )
     return parts
 
 

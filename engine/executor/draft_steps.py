@@ -133,7 +133,7 @@ class PagedPool(NamedTuple):
 
 
 class DraftParts(NamedTuple):
-    """What a drafter computes with.
+    """Collaborators of a drafter on a rank.
 
     `pools`: KV of all layers, the first with the drafter's; `backend`: for these. `sampler`: on the
     rank that samples. `collectives`: of the model's ranks.

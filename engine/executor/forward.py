@@ -75,7 +75,7 @@ def first_rows(items: Sequence[PlanItem]) -> list[int]:
 
 
 def prompt_parts(item: PlanItem, first_row: int) -> Iterator[tuple[range, list[int]]]:
-    """Row ranges for prompt logprobs, and the tokens that they predict; row i predicts position i + 1."""
+    """Row ranges for prompt logprobs, and their tokens; row i predicts position i + 1."""
     assert item.logprob_from is not None
     targets = item.tokens[item.logprob_from - item.start :]
     targets += [] if item.logprob_next is None else [item.logprob_next]

@@ -115,7 +115,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFeatures:
-    """What recorded decode steps read besides tokens.
+    """Inputs of recorded decode steps besides tokens.
 
     `adapters`: each size is also recorded with them. `depth`: maximum drafts on a tree path, 0 for
     chains. `sees`: RoPE positions of a multimodal model.

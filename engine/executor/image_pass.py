@@ -19,7 +19,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import upload
 from engine.model_files.tower_config import CHANNELS
 from engine.models.vision.tower import ImageRows, Pixels, VisionTower
-from engine.parallel.collectives import Collectives
+from engine.parallel.collectives import SINGLE_RANK, Collectives
 
 # ---- vision data parallelism
 
@@ -72,29 +72,33 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
 
 
 class Seeing(Protocol):
-    """Model part that encodes. `collectives`: of its stage's ranks."""
+    """Model part that encodes."""
 
     @property
     def vision(self) -> VisionTower | None: ...
-
-    @property
-    def collectives(self) -> Collectives: ...
 
 
 class ImagePass(StepPart):
     """A rank's images in steps; calls come in stream order.
 
-    `shares`: ranks of the stage divide a step's images, else each encodes all. `arrivals`: pool
-    written by other workers, rank 0 only.
+    `shares`: the `ranks` of the stage divide a step's images, else each encodes all. `arrivals`:
+    where encode workers write features, on rank 0 alone.
     """
 
     def __init__(
-        self, device: torch.device, *, dtype: torch.dtype, shares: bool = False, arrivals: KVPool | None = None
+        self,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        ranks: Collectives = SINGLE_RANK,
+        shares: bool = False,
+        arrivals: KVPool | None = None,
     ) -> None:
         self._device = device
         self._dtype = dtype
         self._arrivals = arrivals
-        self._ranks = EncoderRanks(dtype=dtype, device=device, pixels=self._pixels) if shares else None
+        self._ranks = ranks
+        self._encoders = EncoderRanks(dtype=dtype, device=device, pixels=self._pixels) if shares else None
         self._features: dict[bytes, Tensor] = {}
 
     @property
@@ -123,13 +127,13 @@ class ImagePass(StepPart):
         else:
             size = (land.num_tokens, model.vision.feature_size)
             features = torch.empty(size, dtype=self._dtype, device=self._device)
-        model.collectives.share(features)
+        self._ranks.share(features)
         return features
 
     def _encoded(self, model: Seeing, images: Sequence[ImageInput]) -> list[Tensor]:
         assert model.vision is not None, "images for a model without a tower"
-        if self._ranks is not None:
-            return self._ranks.encode(model.vision, images, model.collectives)
+        if self._encoders is not None:
+            return self._encoders.encode(model.vision, images, self._ranks)
         return model.vision.encode([self._pixels(image) for image in images])
 
     def begin(self, batch: Batch) -> None:

@@ -51,7 +51,7 @@ class DenseDecoder:
         self._recurrent = [mixer for layer in self._layers for mixer in layer.recurrent]
         self._states: tuple[StepStates, ...] = ()  # one, of a model with recurrent layers
         self._norm: Normed = part.last_norm() if place.is_last_stage else NoNorm()
-        self._labels = _label_matrix(part)
+        self._labels = part.labels()
         self._balance = part.balance
         self.drafter: DraftModel | None = None
         self._watched: list[_Watched] = []
@@ -155,7 +155,6 @@ class DenseDecoder:
 
     @property
     def states(self) -> Sequence[StepStates]:
-        """Return the states of recurrent layers in a step; without such layers there are none."""
         return self._states
 
     def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: torch.Tensor) -> None:
@@ -229,7 +228,7 @@ class _Watched:
 
 class Head(Protocol):
     def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return logits [n, vocab] fp32 of `x` [n, hidden], in `out` if given; None except on rank 0."""
+        """Return logits [n, vocab] fp32 of `x` [n, hidden], in `out` if given; only on rank 0."""
 
 
 def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], Head]:
@@ -271,18 +270,10 @@ class DividedHead:
 
 
 class NoHead:
-    """A head that computes nothing: of models that cannot generate, and of earlier stages (no columns)."""
+    """A head that computes nothing, for models that cannot generate, and for earlier stages."""
 
     def __init__(self, width: int) -> None:
         self._width = width
 
     def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros(len(x), self._width, device=x.device) if out is None else out.zero_()
-
-
-def _label_matrix(part: ModelPart) -> torch.Tensor:
-    """Return the classes [labels, hidden] of a classifier, fp32; no rows on other stages and models."""
-    count = len(part.config.head.labels) if part.place.is_last_stage else 0
-    if not count:
-        return torch.empty((0, part.config.hidden_size), device=part.checkpoint.device)
-    return part.checkpoint.take("score.weight", [count, part.config.hidden_size], dtype=torch.float32)

@@ -23,7 +23,10 @@ class Matrices:
         *,
         floats: Callable[[], Weight],
     ) -> Weight:
-        """Return integers of the checkpoint, or what `floats` loads. Other arguments: as of `take_integers`."""
+        """Return integers of the checkpoint, or what `floats` loads.
+
+        Other arguments: as of `take_integers`.
+        """
         integers = checkpoint.take_integers(names, rows, inputs, factors)
         return floats() if integers is None else integers
 

@@ -107,6 +107,13 @@ class ModelPart:
         )
         return Linear(weight, bias)
 
+    def labels(self) -> torch.Tensor:
+        """Return the classes [labels, hidden] of a classifier, fp32; other models have none."""
+        count = len(self.config.head.labels) if self.place.is_last_stage else 0
+        if not count:
+            return torch.empty((0, self.config.hidden_size), device=self.checkpoint.device)
+        return self.checkpoint.take("score.weight", [count, self.config.hidden_size], dtype=torch.float32)
+
     def matrix(
         self,
         names: Sequence[str],
