@@ -101,5 +101,5 @@ def _all_ran(prefill: Metrics, decode: Metrics) -> bool:
     moved = [
         worker["tandem_expert_rebalances"] and worker["tandem_expert_moved_layers"] for worker in (prefill, decode)
     ]
-    drafts = decode["vllm:spec_decode_num_accepted_tokens_total"]
+    drafts = decode["vllm:spec_decode_num_draft_tokens_total"]
     return bool(all(moved) and drafts and prefill["vllm:mm_cache_hits_total"])
