@@ -21,7 +21,9 @@ from benchmarks.load import load, request_bytes
 from benchmarks.measures import Measure, Row, Tables, in_turns, used_s
 from deploy.launcher.probe import free_ports
 from router.client.upstream import HttpUpstream, _Connection
-from router.compose import Router, limits_of
+from router.compose.exposure import limits_of
+from router.compose.router import Router
+from router.compose.routes import make_handler
 from router.config import RouterConfig
 from router.pool.breaker import Check
 from router.server import SHUTDOWN_TIMEOUT_S
@@ -110,7 +112,7 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
     join_worker(upstream, prefill, answer=whole(ANSWER))
     join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
-    runner = make_runner(router.handler(), limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+    runner = make_runner(make_handler(router), limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     return Client(runner.server, stream=stream)

@@ -127,7 +127,7 @@ class Fleet:
         self.picker = Picker(
             table=self.table,
             policies=chooser.policies,
-            admission=Admission(config),
+            look_in_time=Admission(config).look_in_time,
             wait_s=0.0,
             silence_s=0.0,
             clock=lambda: self.now_s,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from planner.workload import PlannedRequest
-from router.admission.forecast import Forecast, SentPrompt
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.route_costs import Objectives
 from router.config import RouterConfig
+from router.history.forecast import Forecast, SentPrompt
 from router.pool.breaker import Check
 from router.pool.worker import Lease, LoadReport, Pool, Role, Worker, worker_id_of
 from router.pool.workers import WorkerTable

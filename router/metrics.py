@@ -13,21 +13,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.admission.admission import Admission
-from router.admission.forecast import LineFit
-from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import MOVED, CallFailed
 from router.body import Api
 from router.choice.kv_feed import KVEventFeed
-from router.choice.prefix_sources import PrefixHeaders
 from router.pool.breaker import State
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable
 from service.http.guard import CLIENT_GONE, answer_of
 from service.http.routes import Handler
-from service.responses.store import ResponseStore
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 # Label values whose series start at 0: `rate()` misses the event that creates a series.
@@ -41,6 +36,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _BOUNDS = (*(str(float(bound)) for bound in _SECONDS), "+Inf")
 
 WorkerValue = Callable[[Worker], float | None]
+MetricsPart = Callable[[Sequence[Worker]], Iterable[Metric]]
 
 
 class RouterMetrics(Collector):
@@ -49,23 +45,9 @@ class RouterMetrics(Collector):
     Counts per request are plain numbers: the library's take a lock and eight calls.
     """
 
-    def __init__(
-        self,
-        table: WorkerTable,
-        *,
-        feed: KVEventFeed | None = None,
-        admission: Admission | None = None,
-        responses: ResponseStore | None = None,
-        prefixes: PrefixHeaders | None = None,
-        encoders: EncoderHeaders | None = None,
-        ways: Sequence[Way] = (),
-    ) -> None:
-        self._prefixes = prefixes
-        self._encoders = encoders
+    def __init__(self, table: WorkerTable, *, ways: Sequence[Way] = ()) -> None:
+        self.parts: list[MetricsPart] = []  # what features count
         self._table = table
-        self._responses = responses
-        self._feed = feed
-        self._admission = admission
         self._inflight = 0
         self._answered: Counts[tuple[str, int]] = Counts()  # by path and status
         self._ttfb_s = _Seconds()
@@ -155,15 +137,10 @@ class RouterMetrics(Collector):
         yield self._ttfb_s.family("tandem_router_ttfb_seconds", began)
         ended = "From a request's arrival to the end of its answer"
         yield self._duration_s.family("tandem_router_request_duration_seconds", ended)
-        yield from _of_workers(workers, self._feed)
-        if self._admission is not None:
-            yield from _of_admission(workers, self._admission)
-        if self._responses is not None:
-            yield from _of_responses(self._responses)
-        if self._prefixes is not None:
-            yield from _of_prefixes(self._prefixes)
-        if self._encoders is not None:
-            yield _of_encoders(self._encoders)
+        for name, text, value in _WORKER_VALUES:
+            yield by_worker(workers, name, text, value)
+        for part in self.parts:
+            yield from part(workers)
         yield from self._sglang_names(workers)
 
     def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
@@ -255,58 +232,14 @@ _SGLANG_WORKER_VALUES: tuple[tuple[str, str, Callable[[Worker], float]], ...] = 
 )
 
 
-def _of_workers(workers: Sequence[Worker], feed: KVEventFeed | None) -> Iterator[Metric]:
-    for name, text, value in _WORKER_VALUES:
-        yield _by_worker(workers, name, text, value)
-    if feed is not None:
-        views = {worker: view for worker in workers if (view := feed.view_of(worker)) is not None}
-        yield _by_worker(workers, "prefix_blocks", "Prefixes of prompts known to be there", feed.num_prefixes)
-        yield _by_worker(views, "kv_event_tokens", "Tokens it caches, by KV events", lambda w: views[w].num_tokens)
-        yield _by_worker(views, "kv_event_gaps", "Times that KV events were lost", lambda w: views[w].num_gaps)
+def of_feed(feed: KVEventFeed, workers: Sequence[Worker]) -> Iterator[Metric]:
+    views = {worker: view for worker in workers if (view := feed.view_of(worker)) is not None}
+    yield by_worker(workers, "prefix_blocks", "Prefixes of prompts known to be there", feed.num_prefixes)
+    yield by_worker(views, "kv_event_tokens", "Tokens it caches, by KV events", lambda w: views[w].num_tokens)
+    yield by_worker(views, "kv_event_gaps", "Times that KV events were lost", lambda w: views[w].num_gaps)
 
 
-def _of_responses(store: ResponseStore) -> Iterator[Metric]:
-    yield GaugeMetricFamily("tandem_router_stored_responses", "Stored answers of /v1/responses", value=len(store))
-    text = "Bytes of stored answers of /v1/responses, with their inputs"
-    yield GaugeMetricFamily("tandem_router_stored_response_bytes", text, value=store.num_bytes)
-
-
-def _of_prefixes(prefixes: PrefixHeaders) -> Iterator[Metric]:
-    text = "Requests whose prefill worker received the address of another with their prefix (--prefix-fetch)"
-    yield CounterMetricFamily("tandem_router_prefix_sources", text, value=prefixes.num_named)
-    if (replication := prefixes.replication) is not None:
-        text = "Hot prefixes that were to be copied to a second prefill worker"
-        copies = CounterMetricFamily("tandem_router_prefix_copies", text, labels=["result"])
-        copies.add_metric(["copied"], replication.num_copied)
-        copies.add_metric(["failed"], replication.num_failed)
-        yield copies
-
-
-def _of_encoders(encoders: EncoderHeaders) -> Metric:
-    text = "Images of requests, by the encoder worker that was named for them: their owner, the least loaded, or none"
-    images = CounterMetricFamily("tandem_router_images", text, labels=["encoder"])
-    for which in ("least_loaded", "none", "owner"):
-        images.add_metric([which], encoders.num_images[which])
-    return images
-
-
-def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:
-    fits, text = admission.forecast.fits, "Requests that wait for their turn (--queue-size)"
-    yield GaugeMetricFamily("tandem_router_waiting_requests", text, value=admission.queue.num_waiting)
-    for name, text, value in (
-        ("ttft_base_seconds", "Foretold TTFT with nothing to compute", lambda w: _known(fits(w)[0], "intercept")),
-        ("ttft_seconds_per_token", "... and for each token ahead", lambda w: _known(fits(w)[0], "slope")),
-        ("itl_base_seconds", "Foretold time between events, alone", lambda w: _known(fits(w)[1], "intercept")),
-        ("itl_seconds_per_request", "... and for each request there", lambda w: _known(fits(w)[1], "slope")),
-    ):
-        yield _by_worker(workers, f"forecast_{name}", text, value)
-
-
-def _known(fit: LineFit, what: str) -> float | None:
-    return getattr(fit, what) if fit.is_known else None
-
-
-def _by_worker(workers: Iterable[Worker], name: str, text: str, value: WorkerValue) -> Metric:
+def by_worker(workers: Iterable[Worker], name: str, text: str, value: WorkerValue) -> Metric:
     family = GaugeMetricFamily(f"tandem_router_worker_{name}", text, labels=["url", "role"])
     for worker in workers:
         number = value(worker)

@@ -1,4 +1,4 @@
-"""Runs a router in one or several processes (parts: compose.py)."""
+"""Runs a router in one or several processes (parts: compose/)."""
 
 import logging
 import time
@@ -9,7 +9,9 @@ from dataclasses import replace
 import uvloop
 from aiohttp import web
 
-from router.compose import Router, check_exposure, limits_of
+from router.compose.exposure import check_exposure, limits_of
+from router.compose.router import Router
+from router.compose.routes import make_handler
 from router.config import RouterConfig, check_config
 from router.fleet import ProcessSlot, obey_parent, run_fleet
 from service.http.listening import open_port
@@ -67,7 +69,7 @@ async def start_router(
     async with AsyncExitStack() as stack:
         router = Router(config, slot, stack)
         await router.connect(stack)
-        runner = make_runner(router.handler(), limits or limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+        runner = make_runner(make_handler(router), limits or limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
         stack.push_async_callback(runner.cleanup)  # ends first: no new connections, waits for running requests
         await runner.setup()
         if slot is not None:  # before reading the pool, so that no change is missed

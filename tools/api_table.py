@@ -18,7 +18,8 @@ from engine.frontend.apis.openai import completions, embeddings
 from engine.frontend.apis.responses import body as responses
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.routes import OPENAPI_PATH, ROUTES
-from router.compose import Router
+from router.compose.router import Router
+from router.compose.routes import make_routes
 from router.config import RouterConfig
 from service.http.home import HOME, SHARED
 from service.http.routes import UNSERVED
@@ -77,7 +78,7 @@ async def router_routes() -> dict[str, set[str]]:
     async with AsyncExitStack() as stack:
         router = Router(RouterConfig(port=0, pd_disaggregation=True, auto_roles=True), None, stack)
         await router.connect(stack)
-        routes = router.routes().paths()
+        routes = make_routes(router).paths()
     return {path: routes[path] for path in _shown(routes)}
 
 

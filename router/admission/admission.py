@@ -2,18 +2,29 @@
 
 import asyncio
 import math
+from collections.abc import Iterator, Sequence
 
 from aiohttp import web
+from prometheus_client.core import GaugeMetricFamily, Metric
 
-from router.admission.forecast import Forecast, look_in_time, objectives_of
-from router.admission.queue import AdmissionQueue, RequestRefused, Ticket, TicketStatus, client_of
-from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, milliseconds
+from router.admission.objectives import look_in_time, objectives_of
+from router.admission.queue import AdmissionQueue, Ticket, TicketStatus, client_name
+from router.attempts.request import (
+    ITL_HEADER,
+    TTFT_HEADER,
+    RequestContext,
+    RequestRefused,
+    Serve,
+    Slo,
+    milliseconds,
+)
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.policies import Placement, Policy, RoutingHints
 from router.config import AdmissionFlags
+from router.history.forecast import Forecast, LineFit
+from router.metrics import by_worker
 from router.pool.shared_load import SharedLoad
-from router.pool.worker import Pool
-from service.http.guard import CALLER
+from router.pool.worker import Pool, Worker
 from service.waiter import Waiter, loop_time_s
 
 TICK_S = 0.05  # how soon room in another process is seen
@@ -22,6 +33,8 @@ MAX_PRIORITY = 1 << 31
 
 
 class Admission:
+    """Limits of concurrency, priorities and SLOs of one process. A `ServePart`."""
+
     def __init__(self, config: AdmissionFlags, *, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
         self.queue = AdmissionQueue(config, peers)
@@ -36,6 +49,14 @@ class Admission:
         client = self._client(http)
         if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
+
+    async def around(self, request: RequestContext, serve: Serve) -> web.StreamResponse:
+        request.slo = self._slo_of(request.http)
+        ticket = await self.enter(request)
+        try:
+            return await serve(request)
+        finally:
+            self.leave(ticket)
 
     async def enter(self, request: RequestContext) -> Ticket:
         """Wait until the request may run. `leave` must follow. Raises RequestRefused, BadBody."""
@@ -56,16 +77,27 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         self._wake(self.queue.leave(ticket))
 
-    def slo_of(self, http: web.BaseRequest) -> Slo | None:
+    def _slo_of(self, http: web.BaseRequest) -> Slo | None:
         headers = http.headers
         if TTFT_HEADER not in headers and ITL_HEADER not in headers:
             return self._slo if self._has_slo else None
         ttft_s, itl_s = milliseconds(headers, TTFT_HEADER), milliseconds(headers, ITL_HEADER)
         return Slo(self._slo.ttft_s if ttft_s is None else ttft_s, self._slo.itl_s if itl_s is None else itl_s)
 
-    def look_in_time(self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, *, now_s: float) -> Placement:
+    def look_in_time(self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, now_s: float) -> Placement:
         objectives = objectives_of(slo, pool[0].role, hints, self.forecast)
         return look_in_time(policy, pool, hints, objectives, now_s=now_s) if objectives else policy.look(pool, hints)
+
+    def metrics(self, workers: Sequence[Worker]) -> Iterator[Metric]:
+        fits, text = self.forecast.fits, "Requests that wait for their turn (--queue-size)"
+        yield GaugeMetricFamily("tandem_router_waiting_requests", text, value=self.queue.num_waiting)
+        for name, text, value in (
+            ("ttft_base_seconds", "Foretold TTFT with nothing to compute", lambda w: _known(fits(w)[0], "intercept")),
+            ("ttft_seconds_per_token", "... and for each token ahead", lambda w: _known(fits(w)[0], "slope")),
+            ("itl_base_seconds", "Foretold time between events, alone", lambda w: _known(fits(w)[1], "intercept")),
+            ("itl_seconds_per_request", "... and for each request there", lambda w: _known(fits(w)[1], "slope")),
+        ):
+            yield by_worker(workers, f"forecast_{name}", text, value)
 
     async def _wait(self, ticket: Ticket) -> None:
         waiter = self._waiters[id(ticket)] = Waiter()
@@ -108,11 +140,6 @@ class Admission:
         return client_name(http) if self._by_client else ""
 
 
-def client_name(http: web.BaseRequest) -> str:
-    """Return the client for limits: its API key's name, else its address."""
-    return http[CALLER].name or client_of(http.remote)
-
-
 def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:
     named = named_priority(parsed)
     text = http.headers.get(PRIORITY_HEADER)
@@ -122,3 +149,7 @@ def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:
         except ValueError:
             raise BadBody(None, f"{PRIORITY_HEADER}: must be an integer, got {text[:40]!r}") from None
     return max(-MAX_PRIORITY, min(MAX_PRIORITY, named or 0))
+
+
+def _known(fit: LineFit, what: str) -> float | None:
+    return getattr(fit, what) if fit.is_known else None

@@ -9,22 +9,21 @@ flooding client displaces itself. Limits count all router processes, queues are 
 """
 
 import ipaddress
+import math
+import time
 from bisect import insort
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from aiohttp import web
 
 from router.config import AdmissionFlags
 from router.pool.shared_load import SharedLoad
 from service.http.errors import ApiError
-
-
-class RequestRefused(ApiError):
-    """A 429. `why` is its error code and its label in metrics."""
-
-    def __init__(self, message: str, *, why: str, retry_after_s: int = 1) -> None:
-        super().__init__(429, message, code=why, retry_after_s=retry_after_s)
-        self.why = why
+from service.http.guard import CALLER
+from service.security.keys import Access
 
 
 class TicketStatus(StrEnum):
@@ -147,7 +146,7 @@ class AdmissionQueue:
                 self._peers.add_client(client, step)
 
 
-# ---- Rate limits per client by token buckets. Pure.
+# ---- Rate limits per client by token buckets.
 
 MAX_CLIENTS = 65536  # beyond it, the client that was quiet longest is forgotten
 IPV6_SITE_BITS = 64  # prefix of one subscriber, a single client
@@ -189,3 +188,26 @@ def client_of(remote: str | None) -> str:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
         return str(ipaddress.ip_network((address, IPV6_SITE_BITS), strict=False))
     return str(address)
+
+
+def client_name(http: web.BaseRequest) -> str:
+    """Return the client for limits: its API key's name, else its address."""
+    return http[CALLER].name or client_of(http.remote)
+
+
+def limit_rate(
+    limiter: RateLimiter, on_refused: Callable[[str], None]
+) -> Callable[[web.BaseRequest, Access], ApiError | None]:
+    """Return a check that refuses a client above its rate, except on open routes."""
+
+    def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
+        if need is Access.NONE:
+            return None
+        wait_s = limiter.wait_s(client_name(request), time.monotonic())
+        if wait_s == 0.0:
+            return None
+        on_refused("rate")
+        message = "too many requests from this client (--rate-limit-requests-per-second)"
+        return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=math.ceil(wait_s))
+
+    return admit

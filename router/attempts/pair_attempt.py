@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from router.attempts.encoder_headers import EncoderHeaders
-from router.attempts.request import Events, RequestContext
+from router.attempts.request import CallPart, Events, PromptCall, RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall, stays
-from router.body import ParsedBody, without_dp_rank, write_bodies
+from router.body import without_dp_rank, write_bodies
 from router.choice.policies import Placement, cost_tokens
-from router.choice.prefix_sources import PrefixHeaders
 from router.client.upstream import Upstream
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
@@ -83,7 +81,7 @@ class PairAttempt:
     rooms: Sequence[int]
     started_s: float
     waits_for_prefill: bool
-    encoding: Sequence[Lease] = ()
+    prompt_leases: Sequence[Lease] = ()  # until the prompt is computed
 
     waiter: Waiter = field(default_factory=Waiter)
     refused: CallFailed | None = None
@@ -98,7 +96,7 @@ class PairAttempt:
         if self.prefill is not None:
             if self.prefill.ended:
                 self._end_prompt()
-            self.prefill.reply.listener = self._on_prefill_change
+            self.prefill.reply.listener = partial(self._on_prefill_change, self.prefill)
 
     @property
     def calls(self) -> tuple[UpstreamCall, ...]:
@@ -108,21 +106,19 @@ class PairAttempt:
         """Return whether the answer has started. Raises CallFailed."""
         if not self._is_decided():
             return False
-        failures = [failure for call in self.calls if (failure := call.failure()) is not None]
+        failures = [failure for call in self.calls if (failure := call.failure())]
         if failures:
             raise min(failures, key=_severity)
         return True
 
     def stay(self) -> None:
-        """Keep calls at silent workers until the answer starts, as no attempt is left."""
+        """Keep calls at silent workers, as no attempt is left, or the answer has started."""
         for call in self.calls:
             call.goes_on = stays
 
     def begin_answer(self) -> None:
         """Release the prefill worker: decode only answers computed prompts."""
-        self.answering.goes_on = stays
-        if self.prefill is not None:
-            self.prefill.goes_on = stays
+        self.stay()
         self._end_prompt()
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
@@ -161,31 +157,27 @@ class PairAttempt:
                 launcher.on_prefill_ended(self)
 
     def _end_prompt(self) -> None:
-        for lease in (*self.encoding, *(self.leases[:1] if self.prefill is not None else ())):
+        for lease in (*self.prompt_leases, *self.leases[:-1]):
             self.launcher.table.loads.release(lease)
 
     def _is_decided(self) -> bool:
         if self.answering.begun and (self.prefill is None or self.prefill.ended or not self.waits_for_prefill):
             return True
-        return any([call.failure() is not None for call in self.calls])
+        return any([call.failure() for call in self.calls])
 
     def _ring(self) -> None:
         """Wake the waiter once decided; a good end of prefill decides nothing."""
         if self.waiter.is_waiting and self._is_decided():
             self.waiter.wake()
 
-    def _on_prefill_change(self) -> None:
+    def _on_prefill_change(self, prefill: UpstreamCall) -> None:
         self._ring()
-        prefill = self.prefill
-        if prefill is None or not prefill.ended:
+        if not prefill.ended:
             return
         self._end_prompt()
         if self._ended:
             self.launcher.on_prefill_ended(self)
-        elif self._on_late_failure is not None and not self._closed:
-            failure = prefill.failure()
-            if failure is None:
-                return
+        elif self._on_late_failure and not self._closed and (failure := prefill.failure()):
             self._on_late_failure(failure)
             if failure.reason == "status" and failure.status != GOING:
                 self.refused = failure
@@ -199,7 +191,9 @@ def _severity(failure: CallFailed) -> tuple[bool, bool]:
 
 @dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
-    """Starts attempts. `tails`: ended ones with a running prefill call."""
+    """Starts attempts. `parts` are of all requests. `tails`: ended ones with a running prefill
+    call.
+    """
 
     table: WorkerTable
     rooms: RoomMinter
@@ -207,43 +201,26 @@ class AttemptLauncher:
     events: Events
     secret: bytes | None
     clock: Callable[[], float]
-    prefixes: PrefixHeaders | None = None
-    encoders: EncoderHeaders | None = None
+    parts: tuple[CallPart, ...] = ()
     tails: set[PairAttempt] = field(default_factory=set, init=False)
 
     def begin(
         self, request: RequestContext, headers: Mapping[str, str], placements: Sequence[Placement]
     ) -> PairAttempt:
-        parsed, now_s = request.parsed, self.clock()
+        now_s, first, last = self.clock(), placements[0], placements[-1]
         rooms: tuple[int, ...] = ()
+        answer_headers, body, answer_body = headers, request.body, request.body
+        if first is not last:
+            compute, rooms = first.worker, self._rooms(request, first.worker)
+            headers, answer_headers, body, answer_body = self._for_pair(request, headers, compute, last.worker, rooms)
+        headers, prompt_leases = self._prepared(request, first, headers, now_s)
+        leases = self._charge(request, placements, now_s)
         prefill: UpstreamCall | None = None
-        encoding: Sequence[Lease] = ()
-        if len(placements) == 1:
-            if request.images and self.encoders is not None:
-                headers, encoding = self.encoders.named_in(headers, request.images, placements[0].worker, now_s=now_s)
-            leases = self._charge(request, placements, now_s)
-            answering = self._call(placements[0].worker, request.path, headers, request.body, stream=True)
+        if first is last:
+            answering = self._call(last.worker, request.path, headers, body, stream=True)
         else:
-            compute, answer_by = placements[0].worker, placements[1].worker
-            rooms = self._rooms(request, compute)
-            host, port = compute.bootstrap_host, compute.bootstrap_port
-            prefill_body, decode_body = write_bodies(parsed, host=host, port=port, rooms=rooms)
-            prefill_headers = headers
-            if request.dp_rank is not None:
-                to_prefill, prefill_headers = _asked_of(compute, answer_by, parsed, headers)
-                to_decode, headers = _asked_of(answer_by, compute, parsed, headers)
-                prefill_body, _ = write_bodies(to_prefill, host=host, port=port, rooms=rooms)
-                _, decode_body = write_bodies(to_decode, host=host, port=port, rooms=rooms)
-            if self.prefixes is not None:
-                prefill_headers = self.prefixes.added_to(prefill_headers, placements[0], request.hints)
-            if request.images and self.encoders is not None:
-                prefill_headers, encoding = self.encoders.named_in(
-                    prefill_headers, request.images, compute, now_s=now_s
-                )
-            leases = self._charge(request, placements, now_s)
-            prefill = self._call(compute, request.path, prefill_headers, prefill_body, stream=False)
-            vouched = self._vouched(headers, compute, rooms)
-            answering = self._call(answer_by, request.path, vouched, decode_body, stream=True)
+            prefill = self._call(first.worker, request.path, headers, body, stream=False)
+            answering = self._call(last.worker, request.path, answer_headers, answer_body, stream=True)
         attempt = PairAttempt(
             launcher=self,
             answering=answering,
@@ -252,8 +229,8 @@ class AttemptLauncher:
             leases=leases,
             rooms=rooms,
             started_s=now_s,
-            waits_for_prefill=parsed.wants_input_logprobs,
-            encoding=encoding,
+            waits_for_prefill=request.parsed.wants_input_logprobs,
+            prompt_leases=prompt_leases,
         )
         self._report_sent(request, attempt)
         return attempt
@@ -265,16 +242,12 @@ class AttemptLauncher:
 
         After a retraction `prefill`, of the former pair, recomputes the KV.
         """
-        now_s, worker, parsed = self.clock(), placement.worker, request.parsed
-        headers = request.headers_at(now_s)
-        if request.dp_rank is not None:
-            parsed, headers = _asked_of(worker, prefill, parsed, headers)
-        _, body = write_bodies(parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms)
+        now_s, worker = self.clock(), placement.worker
+        _, headers, _, body = self._for_pair(request, request.headers_at(now_s), prefill, worker, rooms)
         leases = self._charge(request, [placement], now_s)
-        answering = self._call(worker, request.path, self._vouched(headers, prefill, rooms), body, stream=True)
         attempt = PairAttempt(
             launcher=self,
-            answering=answering,
+            answering=self._call(worker, request.path, headers, body, stream=True),
             prefill=None,
             placements=[placement],
             leases=leases,
@@ -315,6 +288,37 @@ class AttemptLauncher:
             notify(attempt, now_s)
         self.rooms.release(attempt.rooms)
 
+    def _prepared(
+        self, request: RequestContext, placement: Placement, headers: Mapping[str, str], now_s: float
+    ) -> tuple[Mapping[str, str], Sequence[Lease]]:
+        """Return the headers and further leases of the call that computes the prompt."""
+        parts = self.parts + request.parts
+        if not parts:
+            return headers, ()
+        call = PromptCall(request=request, placement=placement, headers=headers, now_s=now_s)
+        for prepare in parts:
+            prepare(call)
+        return call.headers, call.leases
+
+    def _for_pair(
+        self, request: RequestContext, headers: Mapping[str, str], prefill: Worker, decode: Worker, rooms: Sequence[int]
+    ) -> tuple[Mapping[str, str], Mapping[str, str], bytes, bytes]:
+        """Return headers for both workers, and bodies.
+
+        A worker with one rank gets no DP rank if its peer has several.
+        """
+        host, port = prefill.bootstrap_host, prefill.bootstrap_port
+        to_prefill, to_decode = write_bodies(request.parsed, host=host, port=port, rooms=rooms)
+        of_prefill = of_decode = headers
+        if prefill.ranks.dp != decode.ranks.dp and 1 in (prefill.ranks.dp, decode.ranks.dp):
+            without = write_bodies(without_dp_rank(request.parsed), host=host, port=port, rooms=rooms)
+            unranked = {name: value for name, value in headers.items() if name != RANK_HEADER}
+            if prefill.ranks.dp == 1:
+                of_prefill, to_prefill = unranked, without[0]
+            else:
+                of_decode, to_decode = unranked, without[1]
+        return of_prefill, self._vouched(of_decode, prefill, rooms), to_prefill, to_decode
+
     def _rooms(self, request: RequestContext, prefill: Worker) -> tuple[int, ...]:
         """Mint rooms of the request's DP rank, which prefill reads from the room."""
         rank, num_ranks, count = request.dp_rank, prefill.ranks.dp, request.parsed.num_samples
@@ -353,12 +357,3 @@ class AttemptLauncher:
         if secret is None or port is None:
             return headers
         return {**headers, VOUCHER_HEADER: vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)}
-
-
-def _asked_of(
-    worker: Worker, peer: Worker, parsed: ParsedBody, headers: Mapping[str, str]
-) -> tuple[ParsedBody, Mapping[str, str]]:
-    """Drop the DP rank for a worker with one rank whose peer has several."""
-    if worker.ranks.dp > 1 or peer.ranks.dp == 1:
-        return parsed, headers
-    return without_dp_rank(parsed), {name: value for name, value in headers.items() if name != RANK_HEADER}

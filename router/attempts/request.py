@@ -1,10 +1,14 @@
-"""A client request's state, and deadline headers."""
+"""A client request's state, deadline headers, and interfaces of parts and of receivers of events.
+
+A part is what a feature does with a request. The base path calls parts in the order of their tuples
+and knows none of them; router/compose/ hands them over.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,9 +18,10 @@ from aiohttp import web
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
-from router.pool.worker import Pool, Role, Way, Worker
+from router.pool.worker import Lease, Pool, Role, Way, Worker
+from service.http.api_shapes import open_stream
+from service.http.errors import ApiError
 from service.http.guard import UNITS_S, seconds_of
-from service.http.keep_alive import KeepAlive
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt
@@ -110,12 +115,22 @@ class Slo(msgspec.Struct, frozen=True):
     itl_s: float = math.inf
 
 
-class AnswerKeeper(Protocol):
-    """Observer of an answer before the client. `close` always follows."""
+class RequestRefused(ApiError):
+    """A 429. `why` is its error code and its label in metrics."""
 
-    def on_answer(self, body: bytes) -> None: ...
-    def on_events(self, events: bytes) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self, message: str, *, why: str, retry_after_s: int = 1) -> None:
+        super().__init__(429, message, code=why, retry_after_s=retry_after_s)
+        self.why = why
+
+
+class ClientStream:
+    """Begins and ends a stream to the client."""
+
+    async def open(self, http: web.BaseRequest, *, status: int, headers: Mapping[str, str]) -> web.StreamResponse:
+        return await open_stream(http, status=status, headers=headers)
+
+    async def end(self) -> None:
+        """Stop all other writers, before the stream's last event."""
 
 
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
@@ -136,14 +151,10 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     ways: tuple[Way, ...] = ()  # allowed routes
     dp_rank: int | None = None  # requested rank of both workers
     model: str = ""  # required of its workers; empty for any
-    images: tuple[str, ...] = ()  # digests in order of appearance
-    traceparent: str = ""  # sent to workers; empty for the client's own
     headers: Mapping[str, str] = {}  # sent to workers
-
-    digest: str = ""  # of the client's body; empty if unused
     events_first: bytes = b""  # sent to the client before a worker's events
-
-    keeper: AnswerKeeper | None = None  # observes the answer
+    parts: tuple[CallPart, ...] = ()  # of this request, besides the launcher's
+    answer_parts: tuple[AnswerPart, ...] = ()
 
     # Progress.
     failed: FailedWorkers | None = None  # None before the first failure
@@ -153,7 +164,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     failure: str = ""  # why the answer ended early, after its status was sent
     handed_back: bool = False
     cut: Callable[[], None] | None = None  # closes the stream that the answer is read from
-    alive: KeepAlive | None = None  # keeps the client's stream open
+    client: ClientStream = ClientStream()
 
     def headers_at(self, now_s: float) -> Mapping[str, str]:
         """Return an attempt's headers, with the remaining deadline."""
@@ -165,8 +176,9 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
             self.failed = FailedWorkers(failure)
         self.failed.note(failure, workers)
 
-    def ends_workers(self, most: int) -> bool:
-        return self.failed is not None and self.failed.num_deaths > most
+    def is_to_blame(self, max_deaths: float) -> bool:
+        """Return whether the request has ended more workers, or caused its failure."""
+        return self.failed is not None and (self.failed.num_deaths > max_deaths or self.failed.is_own)
 
     def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
         """Return whether the request caused its failure, or trying `placements` would prove
@@ -225,7 +237,55 @@ def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
     return value_s
 
 
-# ---- The events of a request and their receivers (set in requests/build.py).
+# ---- Parts of a request (set in router/compose/).
+
+Serve = Callable[[RequestContext], Awaitable[web.StreamResponse]]
+ServePart = Callable[[RequestContext, Serve], Awaitable[web.StreamResponse]]  # surrounds the service
+CallPart = Callable[["PromptCall"], None]  # changes the call of an attempt before it is sent
+
+
+class BodyPart(Protocol):
+    """Changes bodies before the request is routed."""
+
+    @property
+    def apis(self) -> Iterable[Api]:
+        """Return the APIs whose requests it prepares."""
+
+    @property
+    def needles(self) -> Sequence[bytes]:
+        """Return texts of which a body must contain one; empty for any body."""
+
+    async def prepare(self, request: RequestContext) -> ParsedBody:
+        """Change the request; return its body as routing shall read it. Raises ApiError."""
+
+
+def concerns(part: BodyPart, body: bytes) -> bool:
+    """Return whether the part prepares a request with this body. False positives are possible."""
+    return not part.needles or any([needle in body for needle in part.needles])
+
+
+class PromptCall(msgspec.Struct, kw_only=True, eq=False):
+    """The call of an attempt to the worker that computes the prompt, before it is sent.
+
+    `leases` charge further workers until the prompt is computed.
+    """
+
+    request: RequestContext
+    placement: Placement
+    headers: Mapping[str, str]
+    now_s: float
+    leases: list[Lease] = []
+
+
+class AnswerPart(Protocol):
+    """Gets an answer before the client, and may change it. `close` always follows."""
+
+    def on_answer(self, body: bytes) -> bytes: ...
+    def on_events(self, events: bytes) -> bytes: ...
+    def close(self) -> None: ...
+
+
+# ---- The events of a request and their receivers (set in router/compose/).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

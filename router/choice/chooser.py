@@ -1,6 +1,7 @@
 """One policy per role, and the hints it needs. Pure."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,7 @@ from router.config import ChoiceFlags
 from router.pool.worker import Role, Worker
 from service.http.errors import decode_or_none
 from service.kv_events import BLOCK_BYTES
+from service.waiter import BODIES
 
 # In order of precedence, headers before fields.
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
@@ -37,6 +39,12 @@ class Chooser:
         self.policies = policies
         self.needs_keys = any(isinstance(policy, CacheAware) for policy in policies.values())
         self.needs_session = any(isinstance(policy, ConsistentHashing) for policy in policies.values())
+
+    async def hints(self, parsed: ParsedBody, headers: Mapping[str, str], *, size: int) -> RoutingHints:
+        """Return the hints of a body of `size` bytes; a thread reads a long one."""
+        if not (self.needs_keys or self.needs_session):
+            return RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
+        return await BODIES.run(partial(self.hints_of, parsed, headers), size=size)
 
     def hints_of(self, parsed: ParsedBody, headers: Mapping[str, str]) -> RoutingHints:
         return RoutingHints(

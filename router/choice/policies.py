@@ -110,7 +110,7 @@ class Policy(ABC):
         return choice
 
     def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
-        """Return up to `SCANNED` workers (router/admission/forecast.py)."""
+        """Return up to `SCANNED` workers (router/history/forecast.py)."""
         return [Placement(worker) for worker in few_of(pool, self.draw, SCANNED)]
 
 

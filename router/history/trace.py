@@ -72,7 +72,7 @@ class RequestTraces:
         if self._exports:
             span = self.tracer.span_under(request.http.headers.get("traceparent", ""))
             if span is not None:
-                request.traceparent = span.at.header()
+                request.headers = {**request.headers, "traceparent": span.at.header()}
         return RequestTrace(request, span)
 
 

@@ -6,7 +6,7 @@ client reads slowly.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from router.pool.breaker import Health
@@ -38,6 +38,9 @@ class ActiveCall(Protocol):
         """Return rooms for samples that can move with their KV; ends `movable`."""
 
     def give_up(self, why: str) -> None: ...
+
+
+LetGo = Callable[[Worker, Sequence[ActiveCall], str], None]  # takes calls from a worker, with a reason
 
 
 def last_sign_s(worker: Worker) -> float:

@@ -4,7 +4,7 @@ bootstrap.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -15,7 +15,7 @@ from router.client.upstream import Upstream
 from router.config import HealthFlags
 from router.pool.active_calls import (
     PAUSES,
-    ActiveCall,
+    LetGo,
     calls_for_others,
     give_up_all,
     give_up_vain_calls,
@@ -90,7 +90,7 @@ class HealthMonitor:
     upstream: Upstream | None = None
     on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None
     on_info: Callable[[Worker, object], None] = lambda worker, info: None
-    let_go: Callable[[Worker, Sequence[ActiveCall], str], None] = give_up_all
+    let_go: LetGo = give_up_all
     _watches: dict[int, "_Watch"] = field(default_factory=dict)
     _begin_s: float = 0.0  # start of the last watch
 

@@ -9,7 +9,10 @@ import logging
 import math
 from dataclasses import dataclass, field
 
+from aiohttp import web
+
 from router.attempts.request import RequestContext
+from router.requests.relay import draining
 from service.http.errors import ApiError
 from service.process.stop_signals import wait_while
 
@@ -36,6 +39,10 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    def refuse_if_draining(self, http: web.BaseRequest) -> None:
+        if self.draining:
+            raise draining("the router is draining: it takes no new requests")
 
     async def block(self) -> None:
         """Hold new requests until `unblock`, and wait for live ones."""

@@ -8,9 +8,7 @@ from typing import Any
 import msgspec
 
 from router.body import Api
-from router.requests.relay import StreamSplitter
 from service.http.errors import decode_or_none
-from service.http.resume import FrameRecord
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -55,6 +53,15 @@ class Merger:
         self._merge_usage(event)
         return _encode(event)
 
+    def merge_events(self, events: bytes) -> bytes:
+        return b"".join(map(self._merge_line, events.splitlines(keepends=True)))
+
+    def _merge_line(self, line: bytes) -> bytes:
+        if not line.startswith(b"data:"):
+            return line
+        data = line[5:].strip()
+        return line if data == b"[DONE]" else b"data: " + self.merge_event(data) + b"\n"
+
     def _merge_item(self, index: int, item: dict[str, Any]) -> None:
         if not 0 <= index < len(self._prefill):
             return
@@ -82,21 +89,6 @@ class Merger:
         details = usage.get("prompt_tokens_details") or {}
         if isinstance(details, dict) and not details.get("cached_tokens"):
             usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
-
-
-class SseMerger(StreamSplitter):
-    def __init__(self, merger: Merger, *, record: FrameRecord | None = None) -> None:
-        super().__init__(record=record)
-        self._merger = merger
-
-    def feed(self, chunk: bytes) -> bytes:
-        return b"".join(map(self._event, super().feed(chunk).splitlines(keepends=True)))
-
-    def _event(self, line: bytes) -> bytes:
-        if not line.startswith(b"data:"):
-            return line
-        data = line[5:].strip()
-        return line if data == b"[DONE]" else b"data: " + self._merger.merge_event(data) + b"\n"
 
 
 def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -> None:

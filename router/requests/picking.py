@@ -9,16 +9,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.admission.admission import Admission
-from router.admission.queue import RequestRefused
-from router.attempts.request import RequestContext, Slo, time_given
+from router.attempts.request import RequestContext, RequestRefused, Slo, time_given
 from router.body import ParsedBody, named_model
-from router.choice.policies import Placement, Policy, few_of, least_loaded
+from router.choice.policies import Placement, Policy, RoutingHints, few_of, least_loaded
 from router.pool.heartbeats import ROUNDING_S
 from router.pool.worker import Pool, Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.route_choice import Placements, Pools, RouteChooser
 from service.waiter import Waiter
+
+# The policy's choice of a pool within the SLO at a time. Raises RequestRefused.
+LookInTime = Callable[[Policy, Pool, RoutingHints, Slo, float], Placement]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -27,7 +28,7 @@ class Picker:
 
     table: WorkerTable
     policies: Mapping[Role, Policy]
-    admission: Admission
+    look_in_time: LookInTime
     wait_s: float
     silence_s: float
     clock: Callable[[], float]
@@ -120,8 +121,8 @@ class Picker:
         return found[0][1]
 
     def _look_in_time(self, request: RequestContext, slo: Slo, pools: Pools) -> Placements:
-        look, hints, now_s = self.admission.look_in_time, request.hints, self.clock()
-        return tuple([look(self.policies[pool[0].role], pool, hints, slo, now_s=now_s) for pool in pools])
+        look, hints, now_s = self.look_in_time, request.hints, self.clock()
+        return tuple([look(self.policies[pool[0].role], pool, hints, slo, now_s) for pool in pools])
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
         """Return routes without failed workers or open circuits, else all.

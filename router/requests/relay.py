@@ -1,18 +1,20 @@
 """Relay of a worker's answer to the client."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 from aiohttp import web
 
+from router.attempts.request import RequestContext
 from router.attempts.upstream_call import MOVED, CallFailed, UpstreamCall, broken_stream
-from router.client.upstream import HttpReply, UpstreamError
+from router.body import write_body
+from router.client.upstream import UpstreamError
 from router.pool.reports import lack_of, lacks_route, parse_error
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, serves
-from service.http.api_shapes import EVENTS_TYPE, LINES_TYPE, open_stream
+from service.http.api_shapes import EVENTS_TYPE, LINES_TYPE
 from service.http.errors import DRAINING, ApiError
-from service.http.keep_alive import KeepAlive
-from service.http.resume import FrameRecord
+from service.http.resume import RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
 from service.http.server import DirectWrites
 
 MAX_EVENT_BYTES = 16 << 20  # longer events are passed on in pieces
@@ -60,16 +62,28 @@ class StreamSplitter:
         return rest
 
 
+class FilteredStream(StreamSplitter):
+    """Passes whole events through `filters`."""
+
+    def __init__(
+        self,
+        content_type: str,
+        filters: Sequence[Callable[[bytes], bytes]],
+        *,
+        record: FrameRecord | None = None,
+    ) -> None:
+        super().__init__(content_type, record=record)
+        self._filters = filters
+
+    def feed(self, chunk: bytes) -> bytes:
+        events = super().feed(chunk)
+        for change in self._filters if events else ():
+            events = change(events)
+        return events
+
+
 def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
-
-
-async def open_answer(http: web.BaseRequest, reply: HttpReply, alive: KeepAlive | None) -> web.StreamResponse:
-    """Start to relay a stream, in the one `alive` may have opened."""
-    headers = {**answer_headers(reply.headers), "Cache-Control": "no-cache"}
-    if alive is None:
-        return await open_stream(http, status=reply.status, headers=headers)
-    return await alive.open(status=reply.status, headers=headers)
 
 
 async def relay_stream(
@@ -116,6 +130,14 @@ def _nothing() -> None:
 
 def has_moved(worker: Worker) -> CallFailed:
     return CallFailed(worker, reason=MOVED, detail="the answer has left it, and no other worker took it over")
+
+
+def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
+    """Change the request into one for the rest of its answer (service/http/resume.py)."""
+    fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
+    request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
+    request.body = write_body(request.parsed)
+    request.headers = {**request.headers, RESUME_HEADER: sign(secret, resume)}
 
 
 async def read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:

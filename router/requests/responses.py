@@ -3,25 +3,27 @@
 A process stores those it answered, and copies of those fetched from peers.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import msgspec
 from aiohttp import web
+from prometheus_client.core import GaugeMetricFamily, Metric
 
-from router.attempts.request import AnswerKeeper, RequestContext
-from router.body import HISTORY_FIELD, ParsedBody, with_fields, write_body
+from router.attempts.request import RequestContext
+from router.body import HISTORY_FIELD, Api, ParsedBody, with_fields, write_body
+from router.config import RouterConfig
 from router.fleet import PeerProcesses
-from router.requests.relay import StreamSplitter
+from router.pool.worker import Worker
 from service.http.api_shapes import json_response
 from service.http.errors import bad_field, decode_body, decode_or_none
-from service.http.resume import FrameRecord
 from service.responses import api
 from service.responses.api import PATH, StoredHandler, caller_of, named_response
 from service.responses.items import REFERENCE, Conversation, StoreFields, not_found, open_conversation, to_store
-from service.responses.store import LocalBook, StoredResponse
+from service.responses.store import MAX_BYTES, LocalBook, ResponseStore, StoredResponse
 from service.waiter import BODIES
 
 PEER_PATH = "/peers/responses"  # route for peers
@@ -82,12 +84,18 @@ class SharedBook:
 
 @dataclass(eq=False, kw_only=True)
 class Responses:
-    """Stored responses; without `book` none."""
+    """Stored responses; without `book` none. A `BodyPart`."""
 
     book: SharedBook | None
+    apis: ClassVar = (Api.RESPONSES,)
+    needles: ClassVar = ()
 
-    async def open(self, request: RequestContext) -> None:
+    async def prepare(self, request: RequestContext) -> ParsedBody:
         """Add the conversation to the body, and record its answer. Raises ApiError(400)."""
+        await self._open(request)
+        return request.parsed
+
+    async def _open(self, request: RequestContext) -> None:
         fields = StoreFields(
             input=request.parsed.fields.get("input", msgspec.Raw(b"")),
             previous_response_id=_value(request, "previous_response_id"),
@@ -103,7 +111,8 @@ class Responses:
         changes = {HISTORY_FIELD: conversation.history, **({"input": conversation.input} if has_reference else {})}
         await _change(request, changes)
         if is_kept:
-            request.keeper = ResponseKeeper(self.book, conversation, owner=owner, request=request)
+            keeper = ResponseKeeper(self.book, conversation, owner=owner, request=request)
+            request.answer_parts = (*request.answer_parts, keeper)
         return None
 
 
@@ -137,7 +146,7 @@ class _Begun(msgspec.Struct):
 
 
 class ResponseKeeper:
-    """Stores an answer before its client has all of it, for the next request."""
+    """Stores an answer before its client has all of it, for the next request. An `AnswerPart`."""
 
     def __init__(self, book: SharedBook, conversation: Conversation, *, owner: str, request: RequestContext) -> None:
         self._book, self._owner, self._request = book, owner, request
@@ -145,18 +154,20 @@ class ResponseKeeper:
         self._running = ExitStack()
         self._has_started = False
 
-    def on_answer(self, body: bytes) -> None:
+    def on_answer(self, body: bytes) -> bytes:
         stored = to_store(self._conversation, owner=self._owner, answer=body)
         if stored is not None:
             self._book.local.store.put(stored)
+        return body
 
-    def on_events(self, events: bytes) -> None:
+    def on_events(self, events: bytes) -> bytes:
         if not self._has_started:
             self._has_started = True
             self._begin(response_in(events, events.find(_BEGINS)))
         last = events.rfind(b"\n\n", 0, -2) + 2 if events.count(b"\n\n") > 1 else 0
         if events.startswith(_ENDS, last):
             self.on_answer(response_in(events, last))
+        return events
 
     def close(self) -> None:
         self._running.close()
@@ -170,25 +181,25 @@ class ResponseKeeper:
         await self._book.abort(self._request.headers, id)
 
 
-class RetainedStream(StreamSplitter):
-    """Passes whole events to a recorder before the client."""
-
-    def __init__(self, keeper: AnswerKeeper, *, record: FrameRecord | None = None) -> None:
-        super().__init__(record=record)
-        self._keeper = keeper
-
-    def feed(self, chunk: bytes) -> bytes:
-        events = super().feed(chunk)
-        if events:
-            self._keeper.on_events(events)
-        return events
-
-
 def response_in(events: bytes, at: int) -> bytes:
     """Return the JSON of `response` in the event at `at`."""
     start = events.find(_DATA, max(0, at)) + len(_DATA)
     event: _Response | None = decode_or_none(events[start : events.find(b"\n", start)], _Response)
     return b"" if event is None else bytes(event.response)
+
+
+def store_of(config: RouterConfig) -> ResponseStore | None:
+    if config.max_stored_responses == 0:
+        return None
+    max_count = -(-config.max_stored_responses // config.workers)
+    return ResponseStore(max_count=max_count, max_bytes=MAX_BYTES // config.workers)
+
+
+def of_store(store: ResponseStore, workers: Sequence[Worker]) -> Iterator[Metric]:
+    """Yield the store's metrics."""
+    yield GaugeMetricFamily("tandem_router_stored_responses", "Stored answers of /v1/responses", value=len(store))
+    text = "Bytes of stored answers of /v1/responses, with their inputs"
+    yield GaugeMetricFamily("tandem_router_stored_response_bytes", text, value=store.num_bytes)
 
 
 # ---- Routes of stored responses, for clients and peers.

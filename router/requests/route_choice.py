@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from router.admission.forecast import STALE_S, Forecast, LineFit
 from router.attempts.request import Slo
 from router.choice.policies import Placement, Policy, RoutingHints
 from router.choice.route_costs import Ask, FittedLine, Objectives, WorkerMetrics, pair_slo_cost, unified_slo_cost
+from router.history.forecast import STALE_S, Forecast, LineFit
 from router.pool.worker import LoadReport, Pool, Role, Worker
 
 STAY = 0.03  # least relative saving for which prompts of one length change their route

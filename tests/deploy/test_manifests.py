@@ -21,8 +21,8 @@ from engine.frontend.routes import ROUTES
 from engine.frontend.routes import need_of as worker_need_of
 from engine.metric_names import QUEUES
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
+from router.compose.routes import need_of as router_need_of
 from router.config import RouterConfig, check_config, label_query
-from router.http.access import need_of as router_need_of
 from router.http.health_api import PROBES
 from router.pool.pod_watch import PORT_ANNOTATION
 from router.server import SHUTDOWN_TIMEOUT_S

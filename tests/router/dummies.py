@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from router.choice.prefix_index import PrefixIndex
-from router.compose import Router
+from router.compose.router import Router
 from router.config import RouterConfig
 from router.pool.breaker import Check
 from router.pool.worker import Role, Worker

@@ -10,11 +10,12 @@ import pytest
 from aiohttp import web
 
 from router.admission.admission import Admission
-from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit, look_in_time, objectives_of
-from router.admission.queue import AdmissionQueue, RequestRefused, TicketStatus
-from router.attempts.request import Events, Slo
+from router.admission.objectives import look_in_time, objectives_of
+from router.admission.queue import AdmissionQueue, TicketStatus
+from router.attempts.request import Events, RequestRefused, Slo
 from router.choice.policies import LeastLoad, RoutingHints
 from router.config import AdmissionFlags, RouterConfig
+from router.history.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
 from router.pool.shared_load import SharedLoad
@@ -333,7 +334,8 @@ def test_metrics_show_circuits_forecasts_and_waiting_requests() -> None:
     known, unknown = (table.add(f"http://{name}:1", role=Role.PREFILL) for name in "ab")
     config = RouterConfig(max_concurrent_requests=1, queue_size=3)
     admission = Admission(config)
-    metrics = RouterMetrics(table, admission=admission)
+    metrics = RouterMetrics(table)
+    metrics.parts.append(admission.metrics)
     ttft, itl = admission.forecast.fits(known)
     for i in range(MIN_POINTS):
         ttft.add(1000.0 * i, 0.25 + 0.5 * i, 0.0)

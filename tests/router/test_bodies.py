@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router import reconnect
 from router.body import Api, BadBody, named_model, parse_body, write_bodies
 from router.choice.chooser import Chooser
+from router.encoders import images
 from router.http import fan_out
-from router.requests import dispatch, images, responses
-from router.requests.merge import Merger, SseMerger
-from router.requests.reconnect import Reconnect
-from router.requests.relay import StreamSplitter
+from router.requests import dispatch, responses
+from router.requests.merge import Merger
+from router.requests.relay import FilteredStream, StreamSplitter
 from service.http.bodies import MAX_FIELDS, MAX_PARTS
 from tests.router.dummies import Cluster, cluster
 
@@ -255,7 +256,7 @@ def test_streams_are_merged_however_they_are_cut(cuts: list[int]) -> None:
         {"index": 1, **native("y")}, {"index": 0, **native("x")}, {"index": 0, "text": "xx", "meta_info": {"id": "r"}}
     )
     prefill = [native("x", input_token_logprobs=IN), native("y", input_token_logprobs=IN[:1])]
-    merger = SseMerger(Merger(Api.GENERATE, json.dumps(prefill).encode()))
+    merger = FilteredStream(EVENTS, [Merger(Api.GENERATE, json.dumps(prefill).encode()).merge_events])
     out, rest = b"", stream
     for cut in cuts:
         out += merger.feed(rest[:cut])
@@ -314,11 +315,12 @@ async def test_a_thread_works_on_long_bodies_and_the_loop_on_short_ones(monkeypa
     reads = noted(monkeypatch, dispatch, "parse_body")
     names = noted(monkeypatch, dispatch, "invoked_path")
     hints = noted(monkeypatch, Chooser, "hints_of")
-    digests = noted(monkeypatch, Reconnect, "note")
+    digests = noted(monkeypatch, reconnect, "digest_of")
     asked = noted(monkeypatch, fan_out, "decode_or_none")
     stored = noted(monkeypatch, responses, "with_fields")
     async with cluster(unified=1, policy="cache_aware", resume_window_s=7.0) as c:
         await both(c, COMPLETE, {"model": "m"}, "prompt")
+        await both(c, COMPLETE, {"model": "m", "stream": True}, "prompt")
         await both(c, "/tokenize", {"model": "m"}, "prompt")
         await both(c, "/v1/responses", {"model": "m", "previous_response_id": None}, "input")
         await both(c, "/invocations", {"model": "m"}, "prompt")

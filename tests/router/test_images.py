@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router.attempts.request import concerns
 from router.body import TOKENS_PER_IMAGE, Api, parse_body
 from router.choice.prefix_index import prompt_keys
-from router.requests.images import BodyImages, holds_images
+from router.encoders.headers import EncoderHeaders
+from router.encoders.images import BodyImages
+from router.pool.workers import WorkerTable
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.images.bodies import data_url
@@ -148,7 +151,8 @@ def parsed(api: Api, body: dict[str, Any]) -> Any:
 
 
 def taker() -> BodyImages:
-    return BodyImages(ImageFlags(), most_bytes=1 << 26)
+    encoders = EncoderHeaders(table=WorkerTable(), secret=None)
+    return BodyImages(ImageFlags(), part_of=encoders.part_of, most_bytes=1 << 26)
 
 
 async def test_an_image_counts_as_some_tokens_at_any_size() -> None:
@@ -180,27 +184,23 @@ async def test_a_video_is_seen_as_one_and_never_fetched() -> None:
             (Api.GENERATE, {"text": "a", "image_data": [SEEN], "video_data": url}),
         ):
             given = parsed(api, body)
-            assert holds_images(json.dumps(body).encode(), given)
+            assert concerns(taker(), json.dumps(body).encode())
             taken = await taker().take(given)
             assert len(set(taken.digests)) == 2 and not taken.fetched
             assert taken.body.fields == given.fields and taken.body.prompt_tokens < 2 * TOKENS_PER_IMAGE + 100
             assert frames not in json.dumps({name: bytes(raw).decode() for name, raw in taken.shown.fields.items()})
     only = {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": frames}}]}]}
-    assert holds_images(json.dumps(only).encode(), parsed(Api.CHAT, only))
+    assert concerns(taker(), json.dumps(only).encode())
 
 
-def test_bodies_without_images_enter_nothing() -> None:
+async def test_bodies_without_images_enter_nothing() -> None:
     chat = {"messages": [{"role": "user", "content": "an image http://a.org"}]}
-    for api, body in (
-        (Api.CHAT, chat),
-        (Api.GENERATE, {"text": '"image_url"'}),
-        (Api.COMPLETIONS, {"prompt": '"image'}),
-    ):
-        data = json.dumps(body).encode()
-        assert not holds_images(data, parse_body(api, data))
+    assert not concerns(taker(), json.dumps(chat).encode())
+    assert Api.COMPLETIONS not in taker().apis
+    text = parsed(Api.GENERATE, {"text": '"image_url"'})
+    assert (await taker().take(text)).shown is text
     for path in PATHS:
-        data = json.dumps(body_of(path, "http://a.org")).encode()
-        assert holds_images(data, parse_body(Api(path), data))
+        assert Api(path) in taker().apis and concerns(taker(), json.dumps(body_of(path, "http://a.org")).encode())
 
 
 async def test_wrong_shapes_are_left_to_workers() -> None:

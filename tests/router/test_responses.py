@@ -12,7 +12,8 @@ from aiohttp import web
 
 from router.body import Api, parse_body
 from router.choice.prefix_index import prompt_keys
-from router.requests.responses import RetainedStream, response_in
+from router.requests.relay import FilteredStream
+from router.requests.responses import response_in
 from tests.router.dummies import Cluster, DummyWorker, begin_stream, cluster, key_file, until
 from tests.router.test_fleet import Fleet, fleet
 
@@ -269,24 +270,18 @@ def test_a_body_is_one_sample_with_its_own_bound() -> None:
     assert (parsed.num_samples, parsed.output_tokens) == (1, 7)
 
 
-class Noted:
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-
-    def on_answer(self, body: bytes) -> None: ...
-    def on_events(self, events: bytes) -> None:
-        self.pieces.append(events)
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("size", [1, 7, 50, 1000])
-def test_a_keeper_sees_whole_events(size: int) -> None:
+def test_a_filter_sees_whole_events(size: int) -> None:
     data = event("response.created", response={"id": "resp_1"}) + event("response.completed", response={"id": "x"})
-    noted = Noted()
-    stream = RetainedStream(noted)
+    pieces = []
+
+    def noted(events: bytes) -> bytes:
+        pieces.append(events)
+        return events
+
+    stream = FilteredStream("text/event-stream", [noted])
     passed = b"".join(stream.feed(data[at : at + size]) for at in range(0, len(data), size))
-    assert passed == data == b"".join(noted.pieces) and all(piece.endswith(b"\n\n") for piece in noted.pieces)
+    assert passed == data == b"".join(pieces) and all(piece.endswith(b"\n\n") for piece in pieces)
 
 
 def test_what_is_no_event_has_no_response() -> None:

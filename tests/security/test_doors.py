@@ -16,8 +16,8 @@ from disagg.processes.exposure import check_events_exposure, check_exposure, che
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.routes import ADMIN_PATHS, ROUTES
 from engine.messages import Bootstrap
+from router.compose.routes import need_of
 from router.config import RouterConfig
-from router.http.access import need_of
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.routes import UNSERVED

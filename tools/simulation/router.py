@@ -11,25 +11,25 @@ from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from router.admission.admission import Admission
-from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import Api
 from router.choice.chooser import make_chooser
-from router.choice.encoders import Encoders
 from router.client.credentials import Credentials
+from router.compose.dispatcher import make_dispatcher
+from router.compose.events import make_events
+from router.compose.parts import Owners
+from router.compose.routes import need_of
 from router.config import RouterConfig
+from router.encoders.headers import EncoderHeaders
+from router.failover import MoveOrders
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
-from router.http.access import need_of
 from router.metrics import RouterMetrics, counted
 from router.pool.breaker import Health
 from router.pool.health import HealthMonitor
-from router.pool.moves import MoveOrders
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.requests.build import make_dispatcher, make_events
 from router.requests.live import LiveRequests
-from router.requests.responses import Responses
 from service.http.api_shapes import REQUEST_ID_HEADER
 from service.http.guard import make_guard
 from service.http.routes import Routes
@@ -71,7 +71,7 @@ class Router:
         )
         chooser = make_chooser(config, draw=draw.randrange)
         self.table = WorkerTable(on_gone=chooser.forget)
-        self.encoders = EncoderHeaders(encoders=Encoders(), table=self.table, secret=SECRET)
+        self.encoders = EncoderHeaders(table=self.table, secret=SECRET)
         self.rooms = RoomMinter(draw.getrandbits)
         self._upstream = SimulatedUpstream(
             network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
@@ -105,19 +105,16 @@ class Router:
             ),
             secret=SECRET,
             clock=self.aio.time,
-            encoders=self.encoders,
         )
-        self.dispatcher = make_dispatcher(
-            config,
-            launcher=launcher,
-            chooser=chooser,
+        owners = Owners(
             admission=admission,
-            metrics=metrics,
-            credentials=credentials,
+            encoders=self.encoders,
+            book=None,
             live=self.live,
-            responses=Responses(book=None),
+            credentials=credentials,
             session=session,
         )
+        self.dispatcher = make_dispatcher(config, owners, launcher, chooser)
         browser = BrowserRule(host=config.host, has_keys=False)
         generate = counted(self.dispatcher.handle, metrics)
         routes = Routes(web.post(api.value, generate) for api in Api)

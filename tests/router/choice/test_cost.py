@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from router.admission.admission import Admission
-from router.admission.forecast import _NAMES
+from router.admission.objectives import _NAMES
 from router.admission.queue import TicketStatus
 from router.attempts.upstream_call import MOVED, CallFailed
 from router.config import RouterConfig

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import PairAttempt
 from router.body import TOKENS_PER_IMAGE
-from router.choice.encoders import SLACK_TOKENS, Encoders, choose_encoders
 from router.choice.policies import Placement
+from router.encoders.choice import SLACK_TOKENS, Encoders, choose_encoders
+from router.encoders.headers import EncoderHeaders
 from router.pool.breaker import Check
 from router.pool.reports import parse_encoder, parse_load
 from router.pool.worker import LoadReport, Role, Worker
@@ -119,7 +119,6 @@ class Fleet:
         for worker in self.workers:
             self.meet(worker)
         self.headers = EncoderHeaders(encoders=self.encoders, table=self.table, secret=SECRET)
-        self.launched.launcher.encoders = self.headers
 
     def up(self, role: Role, url: str) -> Worker:
         worker = self.launched.worker(role, url)
@@ -132,7 +131,7 @@ class Fleet:
 
     def send(self, images: list[str], *, alone: bool = False) -> PairAttempt:
         request = make_request()
-        request.images = tuple(images)
+        request.parts = (self.headers.part_of(images),) if images else ()
         placements = [Placement(worker) for worker in ((self.alone,) if alone else self.pair)]
         return self.launched.launcher.begin(request, {"x": "y"}, placements)
 

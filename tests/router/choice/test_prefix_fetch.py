@@ -7,20 +7,20 @@ import pytest
 
 from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_sources import (
+from router.pool.breaker import Health
+from router.pool.reports import PrefixHolder, parse_prefix_holder
+from router.pool.worker import Role
+from router.prefix import (
     HALF_LIFE_S,
     HOT_HITS,
     MAX_AT_ONCE,
     MAX_KEPT,
     PAUSE_S,
+    PrefixCopies,
     PrefixHeaders,
     PrefixSources,
     Replication,
 )
-from router.pool.breaker import Health
-from router.pool.reports import PrefixHolder, parse_prefix_holder
-from router.pool.worker import Role
-from router.requests.copies import PrefixCopies
 from service.http.prefix_source import PREFIX_HEADER, PURPOSE, PrefixSourceHeader, read_header, write_header
 from service.kv_events import BLOCK_TOKENS
 from service.security.secret import sign
@@ -55,8 +55,8 @@ class Fleet:
             worker.health = Health.UP
             self.sources.on_info(worker, info_of(f"p{i}"))
         self.replication = Replication(bytes_a_s=bytes_a_s)
-        self.prefixes = PrefixHeaders(sources=self.sources, secret=SECRET, replication=self.replication)
-        self.launched.launcher.prefixes = self.prefixes
+        self.prefixes = PrefixHeaders(sources=self.sources, secret=SECRET)
+        self.launched.launcher.parts = (self.prefixes.prepare,)
         self.copies = PrefixCopies(
             launcher=self.launched.launcher, prefixes=self.prefixes, replication=self.replication
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from router.admission.forecast import MIN_POINTS, STALE_S, Forecast
 from router.attempts.request import Slo
 from router.choice.chooser import make_chooser
 from router.choice.policies import Placement, RoutingHints
@@ -20,6 +19,7 @@ from router.choice.route_costs import (
     wait_for_room_s,
 )
 from router.config import ChoiceFlags
+from router.history.forecast import MIN_POINTS, STALE_S, Forecast
 from router.pool.breaker import Check
 from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.http.access import FILES
+from router.compose.routes import FILES
 from tests.router.behaviours import hang, later, obey, resets
 from tests.router.dummies import (
     CHAT,

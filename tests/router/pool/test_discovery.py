@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from router.compose import Router
+from router.compose.router import Router
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.http.workers_api import describe

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, Objective, look_in_time, objectives_of
-from router.admission.queue import RequestRefused
-from router.attempts.request import MAX_JOINS, FailedWorkers, Slo, server_of
+from router.admission.objectives import Objective, look_in_time, objectives_of
+from router.attempts.request import MAX_JOINS, FailedWorkers, RequestRefused, Slo, server_of
 from router.attempts.upstream_call import CallFailed
 from router.choice.cache_aware import CacheAware
 from router.choice.policies import (
@@ -26,6 +25,7 @@ from router.choice.policies import (
 )
 from router.choice.prefix_index import PrefixIndex
 from router.config import ChoiceFlags
+from router.history.forecast import MIN_POINTS, STALE_S, Forecast
 from router.pool import workers as table_module
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
@@ -141,7 +141,7 @@ class Timed:
 def plain_look(
     policy: Policy, pool: Sequence[Worker], hints: RoutingHints, objectives: Sequence[Objective], now_s: float
 ) -> Worker | None:
-    """What router/admission/forecast.py promises, a worker at a time. None: the request is refused."""
+    """What router/history/forecast.py promises, a worker at a time. None: the request is refused."""
     index = policy.index if isinstance(policy, CacheAware) else PrefixIndex(max_blocks=1)
     matched = index.match(hints.keys)
 

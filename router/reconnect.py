@@ -6,22 +6,25 @@ All workers are queried, so any router will do (service/http/reconnect.py).
 import asyncio
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import msgspec
+from aiohttp import web
 
-from router.attempts.request import RequestContext
+from router.attempts.request import RequestContext, Serve
 from router.body import OLLAMA
 from router.client.credentials import Credentials
 from router.client.session import WorkerAnswer, call_worker
 from router.pool.breaker import Health
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
-from router.requests.failover import ask_for_rest
+from router.requests.relay import ask_for_rest
 from service.http.errors import ApiError
 from service.http.reconnect import KEEP_HEADER, LAST_EVENT_HEADER, RETAINED_PATH, Keep, RetainedQuestion, RetainedRest
 from service.http.resume import RESUME_HEADER, sign
 from service.security.keys import authorization_of, owner_of
+from service.waiter import BODIES
 
 ASK_TIMEOUT_S = 2.0  # a frozen worker must not delay the others
 AGAIN_S = 1  # Retry-After while a worker has not answered
@@ -32,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False, kw_only=True)
 class Reconnect:
-    """Reconnection within `window_s` (--resume-window)."""
+    """Reconnection within `window_s` (--resume-window). A `ServePart`."""
 
     window_s: float
     table: WorkerTable
@@ -40,30 +43,29 @@ class Reconnect:
     credentials: Credentials
     secret: bytes
 
-    def note(self, request: RequestContext) -> None:
-        """Hash the client's body before changes."""
-        text = request.path.encode() + b"\n" + request.body
-        request.digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+    async def around(self, request: RequestContext, serve: Serve) -> web.StreamResponse:
+        """Make workers retain a stream, or serve only the rest after the last event.
 
-    def headers(self, request: RequestContext) -> dict[str, str]:
-        """Return the header that makes workers retain a stream."""
-        if not _is_resumable(request):
-            return {}
-        keep = _encode(Keep(window_s=self.window_s, owner=_owner(request), body=request.digest))
-        return {KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
+        ApiError: 410 lost, 503 uncertain.
+        """
+        if request.parsed.streams and request.parsed.api not in OLLAMA:
+            body = await self._digest(request)
+            keep = _encode(Keep(window_s=self.window_s, owner=_owner(request), body=body))
+            request.headers = {**request.headers, KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
+            if after := request.http.headers.get(LAST_EVENT_HEADER, ""):
+                rest = await self._find(request, body, after)
+                request.events_first = rest.events
+                ask_for_rest(request, rest.resume, self.secret)
+        return await serve(request)
 
-    async def go_on(self, request: RequestContext) -> None:
-        """Request only the rest after the last event. ApiError: 410 lost, 503 uncertain."""
-        after = request.http.headers.get(LAST_EVENT_HEADER, "")
-        if not after or not _is_resumable(request):
-            return
-        rest = await self._find(request, after)
-        request.events_first = rest.events
-        ask_for_rest(request, rest.resume, self.secret)
+    async def _digest(self, request: RequestContext) -> str:
+        """Hash the client's body, of before any change."""
+        body = await request.http.read()
+        return await BODIES.run(partial(digest_of, request.path, body), size=len(body))
 
-    async def _find(self, request: RequestContext, after: str) -> RetainedRest:
+    async def _find(self, request: RequestContext, body: str, after: str) -> RetainedRest:
         question = _encode(
-            RetainedQuestion(request_id=request.request_id, owner=_owner(request), body=request.digest, after=after)
+            RetainedQuestion(request_id=request.request_id, owner=_owner(request), body=body, after=after)
         )
         workers = [w for way in request.ways for w in self.table.workers(way[-1]) if w.health is not Health.DOWN]
         asked = [asyncio.ensure_future(self._ask(worker, request, question)) for worker in workers]
@@ -100,8 +102,8 @@ def _knows(answer: WorkerAnswer) -> bool:
     return answer.refused or 0 < answer.status < 500
 
 
-def _is_resumable(request: RequestContext) -> bool:
-    return request.parsed.streams and request.parsed.api not in OLLAMA
+def digest_of(path: str, body: bytes) -> str:
+    return hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).hexdigest()
 
 
 def _owner(request: RequestContext) -> str:

@@ -4,22 +4,36 @@ It may still change workers. After a comment an error is the stream's last event
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 
 from aiohttp import web
 
-from router.attempts.request import RequestContext
+from router.attempts.request import ClientStream, RequestContext, Serve
 from router.requests.relay import HANDED_BACK, draining, error_of
 from service.http.errors import ApiError
 from service.http.keep_alive import KeepAlive
 from service.http.routes import errors_of
 
-Serve = Callable[[RequestContext], Awaitable[web.StreamResponse]]
+
+class KeptStream(ClientStream):
+    """A stream that comments may have opened."""
+
+    def __init__(self, alive: KeepAlive) -> None:
+        self._alive = alive
+
+    async def open(self, http: web.BaseRequest, *, status: int, headers: Mapping[str, str]) -> web.StreamResponse:
+        return await self._alive.open(status=status, headers=headers)
+
+    async def end(self) -> None:
+        await self._alive.end()
 
 
 async def serve_kept_alive(request: RequestContext, serve: Serve, *, interval_s: float) -> web.StreamResponse:
+    """Write comments into a stream that is silent for `interval_s`. A `ServePart`."""
+    if not request.parsed.streams:
+        return await serve(request)
     with KeepAlive(request.http, interval_s=interval_s) as alive:
-        request.alive = alive
+        request.client = KeptStream(alive)
         try:
             answer = await serve(request)
         except ApiError as error:

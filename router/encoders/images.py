@@ -5,14 +5,15 @@ frames.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from router.body import HISTORY_FIELD, TOKENS_PER_IMAGE, Api, ParsedBody, with_fields
+from router.attempts.request import CallPart, RequestContext
+from router.body import HISTORY_FIELD, TOKENS_PER_IMAGE, Api, ParsedBody, with_fields, write_body
 from service.http.errors import bad_field, decode_or_none
 from service.images.bodies import BadImage, NamedImage, data_url, images_in, is_data_url, urls_in, with_field
 from service.images.fetch import ImageFetcher
@@ -28,15 +29,8 @@ _FIELDS = {
     Api.OLLAMA_GENERATE: ("images",),
 }
 _LISTS = ("image_data", "video_data", "images")  # fields that hold only these
-_MARKS = (b'"image', b'"video')  # prefixes of their field names
 
 _encode = msgspec.json.Encoder().encode
-
-
-def holds_images(body: bytes, parsed: ParsedBody) -> bool:
-    """False positives are possible."""
-    names = _FIELDS.get(parsed.api, ())
-    return any(name in parsed.fields for name in names) and (names[0] in _LISTS or any(mark in body for mark in _MARKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +46,27 @@ class WithImages:
 
 
 class BodyImages:
-    """Extracts images. `most_bytes` bounds the result."""
+    """Extracts images. A `BodyPart`. `part_of` makes the part of a request with these digests.
+    `most_bytes` bounds the result.
+    """
 
-    def __init__(self, flags: ImageFlags, *, most_bytes: int) -> None:
+    apis = tuple(_FIELDS)
+    needles = (b'"image', b'"video')  # prefixes of their field names
+
+    def __init__(self, flags: ImageFlags, *, part_of: Callable[[Sequence[str]], CallPart], most_bytes: int) -> None:
         self._flags = flags
+        self._part_of = part_of
         self._most_bytes = most_bytes
         self._fetcher = ImageFetcher(flags)
+
+    async def prepare(self, request: RequestContext) -> ParsedBody:
+        taken = await self.take(request.parsed)
+        if taken.fetched:
+            request.body = write_body(taken.body)
+        request.parsed = taken.body
+        if taken.digests:
+            request.parts = (*request.parts, self._part_of(taken.digests))
+        return taken.shown
 
     async def take(self, parsed: ParsedBody) -> WithImages:
         """Extract images. ApiError(400) names the field."""

@@ -1,0 +1,1 @@
+"""The composer: builds a router process. Only it imports the features' modules."""

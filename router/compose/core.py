@@ -1,0 +1,79 @@
+"""The parts of a router process that need no worker."""
+
+import random
+import secrets
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+
+from router.admission.admission import Admission
+from router.attempts.pair_attempt import RoomMinter
+from router.choice.chooser import make_chooser
+from router.choice.kv_feed import KVEventFeed
+from router.compose.exposure import check_exposure, check_secret, make_credentials, named_workers, ways_of
+from router.config import RouterConfig
+from router.encoders.headers import EncoderHeaders
+from router.fleet import PeerProcesses, ProcessSlot
+from router.history.recorder import Recorder
+from router.metrics import RouterMetrics, of_feed
+from router.pool.shared_load import SharedLoad
+from router.pool.worker import Role, Worker
+from router.prefix import PrefixHeaders, PrefixSources
+from router.requests.live import LiveRequests
+from router.requests.responses import of_store, store_of
+from service.security.secret import router_secret
+from service.telemetry.exporters import open_exporter
+from service.telemetry.records import Tracer
+
+
+class RouterCore:
+    """Parts of a router process, `slot` of several. `prefixes` is empty without --prefix-fetch."""
+
+    def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
+        """Build the parts. Raises ConfigError."""
+        self.config, self.slot = config, slot
+        cluster_secret, self.gate = check_exposure(config)
+        self.secret = router_secret(cluster_secret)
+        check_secret(config, self.secret)
+        self.credentials = make_credentials(config, self.gate)
+        self.rooms = RoomMinter()
+        self.live = LiveRequests()
+        peer_load = None if slot is None else SharedLoad(slot.load_file, row=slot.row, num_rows=slot.num_rows)
+        self.peers = PeerProcesses(slot)
+        stack.push_async_callback(self.peers.close)
+        exporter = open_exporter(enable=config.enable_trace, endpoint=config.otlp_traces_endpoint, process="router")
+        self.tracer = Tracer(exporter=exporter)
+        stack.callback(self.tracer.close)
+        self.recorder = Recorder(time.monotonic, place=0 if slot is None else slot.row)
+        self.chooser = make_chooser(config, draw=random.Random(secrets.randbits(64)).randrange)
+        self.prefixes = self._prefixes()
+        self.feed = KVEventFeed(chooser=self.chooser, secret=cluster_secret, enabled=not config.disable_kv_events)
+        stack.push_async_callback(self.feed.close)
+        self.admission = Admission(config, peers=peer_load)
+        self.table = named_workers(config, peer_load)
+        self.table.on_gone = self._on_gone
+        self.encoders = EncoderHeaders(table=self.table, secret=self.secret)
+        self.responses = store_of(config)
+        self.metrics = RouterMetrics(self.table, ways=ways_of(config))
+        self.metrics.parts += [partial(of_feed, self.feed), self.admission.metrics]
+        self.metrics.parts += [] if self.responses is None else [partial(of_store, self.responses)]
+        self.metrics.parts += [*(prefixes.metrics for prefixes in self.prefixes), self.encoders.metrics]
+
+    def _prefixes(self) -> tuple[PrefixHeaders, ...]:
+        index = self.chooser.cache_of(Role.PREFILL) if self.config.prefix_fetch else None
+        if index is None or self.secret is None:
+            return ()
+        return (PrefixHeaders(sources=PrefixSources(index), secret=self.secret),)
+
+    def on_info(self, worker: Worker, info: object) -> None:
+        self.feed.on_info(worker, info)
+        self.encoders.encoders.on_info(worker, info)
+        for prefixes in self.prefixes:
+            prefixes.sources.on_info(worker, info)
+
+    def _on_gone(self, worker: Worker) -> None:
+        self.feed.on_gone(worker)
+        self.encoders.encoders.on_gone(worker)
+        for prefixes in self.prefixes:
+            prefixes.sources.on_gone(worker)
+        self.admission.forecast.forget(worker)

@@ -1,0 +1,47 @@
+"""The receivers of events."""
+
+from functools import partial
+
+from router.attempts.request import Events
+from router.attempts.upstream_call import (
+    circuit_answered,
+    circuit_failed,
+    circuit_prefilled,
+    circuit_started,
+    report_unreachable,
+)
+from router.history.forecast import Forecast
+from router.history.recorder import Recorder
+from router.history.trace import RequestTraces
+from router.metrics import RouterMetrics
+from router.pool.health import HealthMonitor
+
+
+def make_events(
+    *,
+    traces: RequestTraces,
+    recorder: Recorder,
+    metrics: RouterMetrics,
+    forecast: Forecast,
+    monitor: HealthMonitor,
+) -> Events:
+    return Events(
+        on_routed=(traces.on_routed,),
+        on_sent=(traces.on_sent, recorder.on_sent, forecast.on_sent),
+        on_first_byte=(recorder.on_first_byte, metrics.on_first_byte, forecast.on_first_byte, circuit_started),
+        on_chunk=(recorder.on_chunk, forecast.on_chunk),
+        on_attempt_failed=(traces.on_attempt_failed,),
+        on_call_failed=(
+            recorder.on_call_failed,
+            metrics.on_call_failed,
+            circuit_failed,
+            partial(report_unreachable, monitor),
+        ),
+        on_retry=(metrics.on_retry,),
+        on_failover=(metrics.on_failover,),
+        on_no_worker=(recorder.on_no_worker, metrics.on_no_worker),
+        on_attempt_ended=(forecast.on_attempt_ended, circuit_answered),
+        on_prefill_ended=(circuit_prefilled,),
+        on_ended=(traces.on_ended,),
+        on_refused=(metrics.on_refused,),
+    )

@@ -1,0 +1,110 @@
+"""A router's routes, the keys that they need, and the request handler."""
+
+import secrets
+from functools import partial
+
+from aiohttp import web
+
+from router.admission.queue import limit_rate, make_limiter
+from router.body import PUTS, Api
+from router.compose.exposure import browser_rule
+from router.compose.router import Router
+from router.http.dashboard import Dashboard
+from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER, AnyWorkerApi, FanOutApi, LoadsApi
+from router.http.health_api import HealthApi
+from router.http.traces_api import TRACES, TracesApi
+from router.http.workers_api import WorkersApi
+from router.metrics import counted
+from router.requests.responses import ResponsesApi
+from service.http.guard import make_guard
+from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of
+from service.http.routes import INVOCATIONS, Handler, Routes, unserved_routes
+from service.security.keys import Access
+
+# ---- Static files of the router's pages.
+
+FILES = SHARED | CHAT | files_of("router.dashboard", "/dashboard")
+
+
+# ---- Keys by route.
+
+_OPEN_PATHS = (
+    frozenset(("/health", "/liveness", "/readiness", HOME, "/metrics", "/openapi.json", "/ping", "/version"))
+    | FILES.keys()
+)
+# Routes that change workers for all clients. Any unlisted route needs an API key.
+_ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
+_ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role", "/workers/migrate"))
+
+
+def need_of(method: str, path: str) -> Access:
+    if path in _OPEN_PATHS:
+        return Access.NONE
+    if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith("/dashboard/"):
+        return Access.ADMIN  # the dashboard shows all clients' requests
+    return Access.USER
+
+
+# ---- The handler.
+
+
+def make_handler(router: Router) -> Handler:
+    """Return the request handler; rate limits are divided among processes."""
+    config, share = router.config, 1 if router.slot is None else router.config.workers
+    limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
+    return make_guard(
+        make_routes(router),
+        gate=router.gate,
+        need_of=need_of,
+        browser=browser_rule(config, router.gate),
+        admit=None if limiter is None else limit_rate(limiter, router.metrics.on_refused),
+        is_trusted=None if router.slot is None else router.peers.is_peer,
+        on_refused=router.metrics.on_refused,
+        new_id=partial(secrets.token_hex, 16),
+    )
+
+
+def make_routes(router: Router) -> Routes:
+    config, peers, calls = router.config, router.peers, router.calls
+    health = HealthApi(calls, live=router.live, metrics=router.metrics, peers=peers)
+    workers = WorkersApi(
+        calls, config=config, monitor=router.monitor, switch=router.switch, peers=peers, discovery=router.discovery
+    )
+    any_worker = AnyWorkerApi(calls)
+    fan_out = FanOutApi(calls, monitor=router.monitor, gate=router.gate, live=router.live, peers=peers)
+    dashboard = Dashboard(
+        config=config,
+        table=router.table,
+        recorder=router.recorder,
+        live=router.live,
+        num_running=lambda: router.admission.queue.num_everywhere,
+        peers=peers,
+        auto_roles=router.auto_roles.leading_status if config.auto_roles else None,
+    )
+    traces = TracesApi(calls=calls, tracer=router.tracer, peers=peers, memory=dashboard.memory)
+    generate = counted(router.dispatcher.handle, router.metrics)
+    return Routes(
+        [
+            *(web.post(api.value, generate) for api in Api),
+            *(web.put(api.value, generate) for api in PUTS),
+            web.post(INVOCATIONS, counted(router.dispatcher.invoke, router.metrics)),
+            *health.routes(),
+            *workers.routes(),
+            *fan_out.routes(),
+            *any_worker.routes(),
+            *LoadsApi(calls).routes(),
+            *ResponsesApi(router.book, peers=peers).routes(),
+            *Pages(FILES).routes(),
+            *_home(router).routes(),
+            *unserved_routes(),
+            *dashboard.routes(),
+            *traces.routes(),
+            *router.auto_roles.routes(),
+        ]
+    )
+
+
+def _home(router: Router) -> Home:
+    pages = {"/chat": "talk to the model", "/dashboard": "what router and workers do right now"}
+    links = {path: what for path, what in pages.items() if path in FILES}
+    return Home(server="router", models=lambda: router.table.models.names, links=links)

@@ -1,0 +1,1 @@
+"""Encoder workers, and images in bodies."""
