@@ -21,8 +21,7 @@ from router.requests.dispatch import RequestParts
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
 from router.requests.responses import Responses, SharedBook
-from service.http.dp_rank import RANK_HEADER
-from service.http.guard import ENVOY_HEADER, TIMEOUT_HEADER
+from service.http.guard import ENVOY_HEADER, RANK_HEADER, TIMEOUT_HEADER
 from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.resume import FRAMES_HEADER
 
