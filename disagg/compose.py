@@ -1,38 +1,37 @@
 """Assembly of a worker's role: metadata buffers, transfer engine, manager."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from disagg.config import SchedulerSpec
 from disagg.decode_role import PREALLOC_TIMEOUT_S, DecodeRole
-from disagg.feature_fetching import FeatureFetches, FetchingRole
-from disagg.feature_transfers import feature_fetches
+from disagg.features.feature_transfers import feature_fetches
+from disagg.features.moving import Moves
+from disagg.features.prefix_exchange import MAX_SERVED, PrefixExchange, PrefixServer
+from disagg.features.prefix_fetching import MAX_FETCHES, FetchPolicy, PrefixFetches
+from disagg.features.recompute import Bounds, Recomputes
+from disagg.features.resumption import Resumption
 from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
-from disagg.moving import Moves
-from disagg.outgoing import PageSender
+from disagg.outgoing import PageSender, PromptHandovers
 from disagg.prefill_role import PrefillRole
-from disagg.prefix_exchange import MAX_SERVED, PrefixExchange, PrefixServer
-from disagg.prefix_fetching import MAX_FETCHES, FetchPolicy, PrefixFetches
 from disagg.registration import RouteFinder, registrar_of
-from disagg.resumption import Bounds
+from disagg.role import PartedRole, PeerPart
 from disagg.transfer_engine import engine_of, memory_of, no_lookup, side_pools, start, transfer_config
 from engine.build import EngineParts
 from engine.kv.cache_spec import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
-from engine.loop.role import EngineRole, UnifiedRole
+from engine.loop.role import EngineRole
 from engine.messages import KVSource
 from engine.ranks.group import Group
 from engine.ranks.rank_checksum import GroupChecksum, RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
 from service.flags import ConfigError
-from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
+from transfer_backends.contract import KVArgs, LayerGroup
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import SharedEngine
-from transfer_backends.liveness import ProcessMark
-from transfer_backends.ports import Engine
+from transfer_backends.ports import Engine, Lookup
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.ranks.engines import RankEngines
 from transfer_backends.ranks.remote import RemoteEngine
@@ -50,38 +49,18 @@ MIN_BYTES = 4 << 20  # per send while the next chunk computes: smaller ones dist
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> EngineRole:
     """`wakeup`: called by transfer threads when a queue may move."""
     if spec.disagg.disaggregation_mode == "null":
-        features = _features(spec, parts, wakeup)
-        return UnifiedRole(parts.scheduler) if features is None else FetchingRole(parts.scheduler, features)
-    most = parts.scheduler.limits.max_running_requests
-    parts.weights.number()  # now: no hand-over should read files
-    num_rows = 2 * most  # running requests, and as many in transfer
-    if spec.disagg.prefix_fetch:
-        num_rows += MAX_FETCHES + MAX_SERVED
-    metadata = MetadataBuffers(num_rows, weights=parts.weights.number)
-    make = _prefill if spec.disagg.disaggregation_mode == "prefill" else _decode
-    return make(spec, parts, metadata, wakeup)
+        return PartedRole(parts.scheduler, _features(spec, parts, wakeup))
+    return (_prefill if spec.disagg.disaggregation_mode == "prefill" else _decode)(_Site(spec, parts, wakeup))
 
 
-def _prefill(
-    spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
-) -> PrefillRole:
-    fetches = spec.disagg.prefix_fetch
-    if fetches and parts.device.windows is not None:
-        raise ConfigError(PAGES_OF_WINDOWS)
-    share = partial(SharedEngine, num_users=2) if fetches else (lambda engine: engine)
-    transfers = _transfers(spec, parts, metadata, share=share)
-    groups = _layer_groups(spec, transfers.args) if parts.pool.specs else ()
-    kv_args = replace(transfers.args, groups=groups)
-    config = transfer_config(spec)
+def _prefill(site: "_Site") -> PrefillRole:
+    spec, parts, config = site.spec, site.parts, site.config
+    groups = _layer_groups(spec, site.args) if parts.pool.specs else ()
+    kv_args = replace(site.args, groups=groups)
     clock = StepClock(parts.device.layers, parts.layers_in_pages)
-    manager = PrefillManager(
-        kv_args,
-        transfers.engine,
-        config,
-        layers=clock if groups else None,
-        followers=transfers.followers,
-    )
-    manager.set_wakeup(wakeup)
+    layers = clock if groups else None
+    manager = PrefillManager(kv_args, site.engine, config, layers=layers, followers=site.followers)
+    manager.set_wakeup(site.wakeup)
     if groups:
         clock.watch(kv_args.marks(), manager.wake_sender)
     manager.start()
@@ -96,138 +75,116 @@ def _prefill(
         dp_rank=spec.dp_rank,
     )
     registrar.start()
-    checksum = _checksum(spec, parts, wakeup)
+    prompts = PromptHandovers(parts.scheduler, site.sender(layerwise=bool(groups), min_bytes=MIN_BYTES))
     return PrefillRole(
         scheduler=parts.scheduler,
         manager=manager,
-        pages=_sender(parts, metadata, kv_args, checksum, layerwise=bool(groups), min_bytes=MIN_BYTES),
+        prompts=prompts,
         directory=registrar,
-        bounds=_bounds(parts),
-        prefixes=_prefixes(spec, parts, metadata, transfers, config, manager, checksum=checksum, wakeup=wakeup)
-        if fetches
-        else None,
-        features=_features(spec, parts, wakeup),
+        parts=(
+            *([_prefixes(site, manager)] if spec.disagg.prefix_fetch else []),
+            *_features(spec, parts, site.wakeup),
+            Recomputes(scheduler=parts.scheduler, manager=manager, prompts=prompts, bounds=_bounds(parts)),
+        ),
     )
 
 
-def _features(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> FeatureFetches | None:
-    return None if parts.arrivals is None else feature_fetches(spec, parts, parts.arrivals, wakeup=wakeup)
+def _features(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> Sequence[PeerPart]:
+    return () if parts.arrivals is None else (feature_fetches(spec, parts, parts.arrivals, wakeup=wakeup),)
 
 
-def _prefixes(
-    spec: SchedulerSpec,
-    parts: EngineParts,
-    metadata: MetadataBuffers,
-    transfers: "_Transfers",
-    config: TransferConfig,
-    sends: PrefillManager,
-    *,
-    checksum: Checksum | None,
-    wakeup: Callable[[], None],
-) -> PrefixExchange:
-    receives = DecodeManager(
-        transfers.args,
-        transfers.engine,
-        config,
-        lookup=no_lookup,
-        is_apart=spec.engine.nnodes > 1,
-    )
-    start(receives, wakeup)
-    policy = FetchPolicy(token_bytes=_page_bytes(transfers.args) / parts.pool.page_size)
+def _prefixes(site: "_Site", sends: PrefillManager) -> PrefixExchange:
+    scheduler, pool, receives = site.parts.scheduler, site.parts.pool, site.receives(no_lookup)
+    policy = FetchPolicy(token_bytes=site.page_bytes / pool.page_size)
     return PrefixExchange(
-        fetches=PrefixFetches(
-            scheduler=parts.scheduler, manager=receives, metadata=metadata, policy=policy, checksum=checksum
-        ),
-        server=PrefixServer(
-            scheduler=parts.scheduler,
-            manager=sends,
-            pages=_sender(parts, metadata, transfers.args, checksum),
-        ),
+        fetches=PrefixFetches(scheduler=scheduler, manager=receives, metadata=site.metadata, policy=policy),
+        server=PrefixServer(scheduler=scheduler, manager=sends, pages=site.sender()),
         policy=policy,
         source=KVSource(sends.control_address, sends.incarnation),
+        token_bytes=pool.page_bytes // pool.page_size,
     )
 
 
-def _decode(
-    spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
-) -> DecodeRole:
-    config = transfer_config(spec)
-    routes = RouteFinder(secret=config.secret)
-    transfers = _transfers(spec, parts, metadata, share=partial(SharedEngine, num_users=2))
-    manager = DecodeManager(
-        transfers.args,
-        transfers.engine,
-        config,
-        lookup=routes.find,
-        is_apart=spec.engine.nnodes > 1,
-    )
-    start(manager, wakeup)
-    checksum = _checksum(spec, parts, wakeup)
+def _decode(site: "_Site") -> DecodeRole:
+    scheduler, metadata, moves_bytes = site.parts.scheduler, site.metadata, site.moves_bytes
+    manager = site.receives(RouteFinder(secret=site.config.secret).find)
+    resumption = Resumption(scheduler=scheduler, manager=manager, metadata=metadata, moves_bytes=moves_bytes)
     return DecodeRole(
-        scheduler=parts.scheduler,
+        scheduler=scheduler,
         manager=manager,
         metadata=metadata,
-        moves_bytes=_moves_bytes(spec),
+        moves_bytes=moves_bytes,
         prealloc_timeout_s=PREALLOC_TIMEOUT_S,
-        checksum=checksum,
-        moves=_moves(spec, parts, metadata, transfers, config, checksum=checksum, wakeup=wakeup),
+        parts=(resumption, _moves(site)),
     )
 
 
-def _moves(
-    spec: SchedulerSpec,
-    parts: EngineParts,
-    metadata: MetadataBuffers,
-    transfers: "_Transfers",
-    config: TransferConfig,
-    *,
-    checksum: Checksum | None,
-    wakeup: Callable[[], None],
-) -> Moves:
+def _moves(site: "_Site") -> Moves:
     """Compose a decode worker's sender, with its own control plane."""
-    timeout_s = min(config.bootstrap_timeout_s, MOVE_TIMEOUT_S)
-    manager = PrefillManager(
-        transfers.args,
-        transfers.engine,
-        replace(config, bootstrap_timeout_s=timeout_s),
-        followers=transfers.followers,
-        computes=False,
-    )
-    start(manager, wakeup)
+    config = replace(site.config, bootstrap_timeout_s=min(site.config.bootstrap_timeout_s, MOVE_TIMEOUT_S))
+    manager = PrefillManager(site.args, site.engine, config, followers=site.followers, computes=False)
+    start(manager, site.wakeup)
     return Moves(
-        scheduler=parts.scheduler,
+        scheduler=site.parts.scheduler,
         manager=manager,
-        pages=_sender(parts, metadata, transfers.args, checksum),
+        pages=site.sender(),
         source=KVSource(manager.control_address, manager.incarnation),
-        moves_bytes=_moves_bytes(spec),
+        moves_bytes=site.moves_bytes,
     )
 
 
-def _sender(
-    parts: EngineParts,
-    metadata: MetadataBuffers,
-    args: KVArgs,
-    checksum: Checksum | None,
-    *,
-    layerwise: bool = False,
-    min_bytes: int = 0,
-) -> PageSender:
-    return PageSender(
-        metadata,
-        page_size=parts.pool.page_size,
-        page_bytes=_page_bytes(args),
-        checksum=checksum,
-        layerwise=layerwise,
-        min_bytes=min_bytes,
-    )
+class _Site:
+    """What a role and its parts share: the engine, its memory, metadata rows.
 
+    Raises ConfigError, BackendUnavailable, and EngineError if a follower's engine does not start.
+    """
 
-def _moves_bytes(spec: SchedulerSpec) -> bool:
-    return spec.disagg.disaggregation_transfer_backend != "fake"
+    def __init__(self, spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> None:
+        decodes = spec.disagg.disaggregation_mode == "decode"
+        fetches = spec.disagg.prefix_fetch and not decodes
+        if fetches and parts.device.windows is not None:
+            raise ConfigError(PAGES_OF_WINDOWS)
+        self.spec, self.parts, self.wakeup = spec, parts, wakeup
+        self.config = transfer_config(spec)
+        self.moves_bytes = spec.disagg.disaggregation_transfer_backend != "fake"
+        parts.weights.number()  # now: no hand-over should read files
+        self.metadata = MetadataBuffers(
+            2 * parts.scheduler.limits.max_running_requests  # running requests, and as many in transfer
+            + (MAX_FETCHES + MAX_SERVED) * fetches,
+            weights=parts.weights.number,
+            checksum=_checksum(spec, parts, wakeup),
+        )
+        own, remotes, pools = engine_of(spec, parts.pool), _remotes(parts.group), _pools(parts)
+        memory = memory_of(pools)
+        self.args = KVArgs(
+            kv=memory.kv,
+            aux=self.metadata.region,
+            signature=parts.model.signature(),
+            page_size=parts.pool.page_size,
+            dtype=_dtype(parts),
+            kv_units=parts.held.num_units,
+            layer_bytes=_layer_bytes(parts),
+            kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
+            ranks=(memory, *(remote.memory for remote in remotes)),
+            pools=side_pools(pools),
+        )
+        self.page_bytes = sum(self.args.layer_bytes) * self.args.kv_units
+        self.followers = tuple(remote.mark for remote in remotes)
+        is_shared = fetches or decodes  # it sends and receives
+        engines: list[Engine] = [SharedEngine(one, num_users=2) if is_shared else one for one in (own, *remotes)]
+        self.engine = RankEngines(engines) if remotes else engines[0]
 
+    def sender(self, *, layerwise: bool = False, min_bytes: int = 0) -> PageSender:
+        page_size = self.parts.pool.page_size
+        return PageSender(
+            self.metadata, page_size=page_size, page_bytes=self.page_bytes, layerwise=layerwise, min_bytes=min_bytes
+        )
 
-def _page_bytes(args: KVArgs) -> int:
-    return sum(args.layer_bytes) * args.kv_units
+    def receives(self, lookup: Lookup) -> DecodeManager:
+        is_apart = self.spec.engine.nnodes > 1
+        manager = DecodeManager(self.args, self.engine, self.config, lookup=lookup, is_apart=is_apart)
+        start(manager, self.wakeup)
+        return manager
 
 
 def _layer_groups(spec: SchedulerSpec, args: KVArgs) -> tuple[LayerGroup, ...]:
@@ -251,35 +208,6 @@ def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None
 
 def _pools(parts: EngineParts) -> RankPools:
     return RankPools(kv=parts.pool, held=parts.held, states=parts.device.states, windows=parts.device.windows)
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfers:
-    engine: Engine
-    args: KVArgs
-    followers: tuple[ProcessMark, ...]
-
-
-def _transfers(
-    spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, *, share: Callable[[Engine], Engine]
-) -> _Transfers:
-    """Raises BackendUnavailable, and EngineError if a follower's engine does not start."""
-    own, remotes, pools = engine_of(spec, parts.pool), _remotes(parts.group), _pools(parts)
-    memory = memory_of(pools)
-    args = KVArgs(
-        kv=memory.kv,
-        aux=metadata.region,
-        signature=parts.model.signature(),
-        page_size=parts.pool.page_size,
-        dtype=_dtype(parts),
-        kv_units=parts.held.num_units,
-        layer_bytes=_layer_bytes(parts),
-        kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
-        ranks=(memory, *(remote.memory for remote in remotes)),
-        pools=side_pools(pools),
-    )
-    engine = RankEngines([share(one) for one in (own, *remotes)]) if remotes else share(own)
-    return _Transfers(engine, args, tuple(remote.mark for remote in remotes))
 
 
 def _remotes(group: Group | None) -> list[RemoteEngine]:

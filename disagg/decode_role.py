@@ -4,32 +4,29 @@ It computes nothing before. Stages of a transfer: disagg/incoming.py.
 
 add -> a transfer --landed--> running (the scheduler's)
            \____ failed, aborted, late: answered at once
-running --memory short--> RETRACTED (the scheduler's, or Resumption's)
+running --memory short--> RETRACTED (the scheduler's, or a part's)
 RETRACTED --memory, before any new request--> running
-running --moved by the router--> Moves: KV goes to the decode worker that continues (`source`)
+running --`move_out`--> ended, or a part's: its KV goes to the worker that continues (`source`)
 """
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from disagg.incoming import (
+    IncomingTransfer,
     Receivers,
     RequestTarget,
     RequestTransfer,
     TransferFailure,
     TransferStage,
-    check_quarantine,
 )
-from disagg.metadata import Checksum, FirstToken, MetadataBuffers
-from disagg.moving import HAS_MOVED, Moves
-from disagg.resumption import Resumption
-from engine.core.outputs import StepEffects, refusal, refused
+from disagg.metadata import FirstToken, MetadataBuffers
+from disagg.role import HAS_MOVED, PeerPart, PeerRole
+from engine.core.outputs import refusal, refused
 from engine.core.request import Request
-from engine.core.scheduler import ABORTED, Scheduler
-from engine.loop.role import EngineRole
+from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
-from engine.metric_names import sums
 from transfer_backends.contract import Route
 from transfer_backends.rooms import RoomInUse
 
@@ -39,7 +36,7 @@ PREALLOC_TIMEOUT_S = 300.0  # for memory: as long as prefill keeps the request
 UNJOINED = 502  # the router must not try the same pair again: this worker has tried for long
 
 
-class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
+class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
     name = "decode"
 
     def __init__(
@@ -50,20 +47,14 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         metadata: MetadataBuffers,
         moves_bytes: bool,
         prealloc_timeout_s: float,
-        checksum: Checksum | None = None,
-        moves: Moves | None = None,
+        parts: Sequence[PeerPart] = (),
     ) -> None:
-        """Landed KV must have the sender's `checksum`. Without `moves`, no KV leaves."""
         late = f"no KV memory within {prealloc_timeout_s:g} s"
-        super().__init__(scheduler, metadata, checksum=checksum, late=late)
+        RequestTarget.__init__(self, scheduler, metadata, late=late)
+        PeerRole.__init__(self, scheduler, manager, metadata, parts)
         self._manager = manager
-        self._metadata = metadata
         self._moves_bytes = moves_bytes
         self._prealloc_timeout_s = prealloc_timeout_s
-        self._resumption = Resumption(
-            scheduler=scheduler, manager=manager, metadata=metadata, moves_bytes=moves_bytes, checksum=checksum
-        )
-        self._moves = moves
         self._outputs: list[TokenOutput] = []  # of the poll under way
         self._counters = self.incoming.counters
         self._counters |= dict.fromkeys(("moved_in", "prealloc_timeouts", "bootstrap_failed", "transfer_failed"), 0)
@@ -101,51 +92,34 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         self.incoming.begin(transfer)
         return []
 
-    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        self._resumption.take()
-        held = self.end(rid, reason)
-        if held is None:
-            held = self._resumption.end(rid, reason)
-        if held is None and self._moves is not None:
-            held = self._moves.abort(rid, reason)
-        return self._scheduler.abort(rid, reason) if held is None else held
+    def _end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+        return self.end(rid, reason)
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """End a request that another worker continues; KV of a running one waits in `room`."""
-        request = self._scheduler.stages.live.get(rid)
-        if self._moves is None or request is None:
-            return self.abort(rid, now_s, HAS_MOVED)
-        if request in self._scheduler.stages.running:
-            return self._moves.begin(request, room)
-        return [] if request.moves else self.abort(rid, now_s, HAS_MOVED)
+        """End a request that another worker continues; its KV may wait in `room`."""
+        for part in self.parts:
+            if (outputs := part.move_out(rid, room)) is not None:
+                return outputs
+        return self.abort(rid, now_s, HAS_MOVED)
 
     def close_to_peers(self, why: str | None) -> None:
         """Stop preemption; peers send no work here, and what leaves still leaves."""
         self._closed = why is not None
-
-    def end_peers_work(self, why: str) -> None:
-        if self._moves is not None:
-            self._moves.end_all(why)
+        super().close_to_peers(why)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         self.incoming.end_quarantine()
-        self._resumption.take()
-        self._resumption.poll(now_s, may_preempt=not self._closed)
-        moved = [] if self._moves is None else self._moves.poll(now_s)
+        moved = super().poll(now_s)
         self.incoming.poll(now_s)
         ended, self._outputs = self._outputs, []
         return moved + ended
-
-    def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
-        return effects.outputs
 
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
         """Reserve memory by urgency; none passes one without room, or an equal retracted one."""
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
-        retracted = [*self._scheduler.stages.retracted(), *self._resumption.waiting()]
-        before = max((urgency(r, now_s) for r in retracted), default=-math.inf)
+        before = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
         for transfer in sorted(ready, key=lambda t: -urgency(t.request, now_s)):
             request = transfer.request
             if urgency(request, now_s) <= before:
@@ -198,64 +172,37 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
 
     # ---- reports
 
+    @property
+    def num_rows(self) -> int:
+        return self.incoming.num_rows + super().num_rows
+
+    @property
+    def quarantined(self) -> Sequence[IncomingTransfer]:
+        return [*self.incoming.quarantined, *super().quarantined]
+
     def waits_for_outside(self) -> bool:
-        return bool(
-            self.incoming.transfers
-            or self._resumption.incoming.transfers
-            or self._quarantined
-            or self._num_moving
-            or self._scheduler.stages.retracted()
-        )
+        return bool(self.incoming.transfers or self._scheduler.stages.retracted()) or super().waits_for_outside()
 
     def queues(self) -> dict[str, int]:
-        count, resuming = self.incoming.count(), len(self._resumption.waiting())
+        count = self.incoming.count()
         return {
+            **super().queues(),
             "prealloc": count[TransferStage.WAITING],
             "transfer": count[TransferStage.RECEIVING],
-            "resuming": len(self._resumption.incoming.transfers) - resuming,
-            "quarantined": len(self._quarantined),
-            "moving": self._num_moving,
-            "retracted": len(self._scheduler.stages.retracted()) + resuming,
+            "quarantined": len(self.quarantined),
+            "retracted": len(self._scheduler.stages.retracted()),
             "waiting": 0,  # all that the scheduler's waiting queue holds are retracted ones
         }
 
-    def counters(self) -> dict[str, float]:
-        backups = self._scheduler.backups
-        own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
-        moved = {} if self._moves is None else self._moves.all_counters()
-        return sums(self._manager.counters, self._counters, self._resumption.counters, own, moved)
+    def own_counters(self) -> Mapping[str, float]:
+        return self._counters
 
-    def gauges(self) -> dict[str, float]:
+    def gauges(self) -> Mapping[str, float]:
         waiting = [t for t in self.incoming.transfers.values() if t.stage is TransferStage.WAITING]
         wanted = sum(transfer.request.handed_tokens for transfer in waiting)
         allocator = self._scheduler.memory.allocator
-        return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
-
-    @property
-    def _quarantined(self) -> list[RequestTransfer]:
-        return [*self.incoming.quarantined, *self._resumption.incoming.quarantined]
-
-    @property
-    def _num_moving(self) -> int:
-        return 0 if self._moves is None else len(self._moves)
-
-    def check(self) -> None:
-        owned = self.incoming.num_rows + self._resumption.incoming.num_rows
-        if self._moves is not None:
-            owned += self._moves.num_rows
-            self._moves.check()
-        used = self._metadata.num_used
-        assert owned == used, f"{used} metadata rows used, {owned} owned"
-        check_quarantine(self._scheduler.memory, self._quarantined)
-        self._metadata.check()
-        self.incoming.check()
-        self._resumption.incoming.check()
-        self._manager.check()
-
-    def close(self) -> None:
-        if self._moves is not None:
-            self._moves.close()
-        self._manager.close()
+        usage = wanted / (allocator.num_pages * allocator.page_size)
+        return {"pending_prealloc_token_usage": usage, **super().gauges()}
 
 
 def _route_of(request: Request) -> Route | None:

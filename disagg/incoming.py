@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from disagg.metadata import Checksum, FirstToken, KVCorrupt, MetadataBuffers, MetadataCorrupt, PendingChecksum, verified
+from disagg.metadata import FirstToken, KVCorrupt, MetadataBuffers, MetadataCorrupt, PendingChecksum, verified
 from engine.core.memory import Detached, Memory
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -123,20 +123,12 @@ class Incoming(Generic[Transfer]):
     `now_s`: time of the last `poll`.
     """
 
-    def __init__(
-        self,
-        rows: MetadataBuffers,
-        target: TransferTarget[Transfer],
-        *,
-        checksum: Checksum | None = None,
-        late: str = "",
-    ) -> None:
-        """`checksum`: compared with the sender's. `late`: the failure reason of late transfers."""
+    def __init__(self, rows: MetadataBuffers, target: TransferTarget[Transfer], *, late: str = "") -> None:
+        """`late`: the failure reason of late transfers."""
         self.now_s = 0.0
         self.counters = dict.fromkeys(("kv_checksum_failed", "kv_checksum_verified", "metadata_corrupt"), 0)
         self._rows = rows
         self._target = target
-        self._checksum = checksum
         self._late = late
         self._transfers: dict[str, Transfer] = {}
         self._quarantined: list[Transfer] = []
@@ -214,7 +206,8 @@ class Incoming(Generic[Transfer]):
             return self._fail(transfer, TransferFailure.CORRUPT, str(error))
         if first is None:
             return
-        self.counters["kv_checksum_verified"] += self._checksum is not None and transfer.moves_bytes
+        if transfer.checksum is not None:
+            self.counters["kv_checksum_verified"] += 1
         if why := self._target.landed(transfer, first):
             return self._fail(transfer, TransferFailure.REFUSED, why)
         transfer.move(TransferStage.LANDED)
@@ -228,10 +221,10 @@ class Incoming(Generic[Transfer]):
         """
         assert transfer.metadata_row is not None
         first = self._rows.read(transfer.metadata_row, room=transfer.room if transfer.moves_bytes else None)
-        if self._checksum is None or not transfer.moves_bytes:
+        if self._rows.checksum is None or not transfer.moves_bytes:
             return first
         pages = transfer.pages[: transfer.receiver.written_pages()]
-        transfer.checksum = transfer.checksum or self._checksum(pages, transfer.tail, transfer.num_tokens)
+        transfer.checksum = transfer.checksum or self._rows.checksum(pages, transfer.tail, transfer.num_tokens)
         return verified(first, transfer.checksum, num_pages=len(pages))
 
     def _expire(self, transfer: Transfer) -> None:
@@ -307,11 +300,9 @@ AnyRequestTransfer = TypeVar("AnyRequestTransfer", bound=RequestTransfer)
 class RequestTarget(ABC, Generic[AnyRequestTransfer]):
     """Base of targets that reserve request memory for KV from peers."""
 
-    def __init__(
-        self, scheduler: Scheduler, rows: MetadataBuffers, *, checksum: Checksum | None = None, late: str = ""
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, rows: MetadataBuffers, *, late: str = "") -> None:
         self._scheduler = scheduler
-        self.incoming = Incoming[AnyRequestTransfer](rows, self, checksum=checksum, late=late)
+        self.incoming = Incoming[AnyRequestTransfer](rows, self, late=late)
 
     @abstractmethod
     def reserve(self, ready: Sequence[AnyRequestTransfer]) -> None: ...

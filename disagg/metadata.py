@@ -102,8 +102,11 @@ class FirstToken:
 
 
 class MetadataBuffers:
-    def __init__(self, num_rows: int, *, weights: Callable[[], int] = int) -> None:
+    """Rows that vouch for the KV of their room, and by `checksum` for its bytes."""
+
+    def __init__(self, num_rows: int, *, weights: Callable[[], int] = int, checksum: Checksum | None = None) -> None:
         assert num_rows >= 1
+        self.checksum = checksum
         self._weights = weights
         self._rows = np.zeros(num_rows, dtype=ROW)
         self._free = list(range(num_rows - 1, -1, -1))

@@ -14,12 +14,11 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
-from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecksum
+from disagg.metadata import FirstToken, MetadataBuffers, PendingChecksum
 from engine.core.outputs import output_of, refused
 from engine.core.plan import ItemResult, Plan, PlanItem
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.loop.listeners import LoopListener
 from engine.messages import FinishReason, TokenOutput
 from service.telemetry.context import about
 from transfer_backends.contract import ABORTED_BY_DECODE, Gate, PeerPath, RecomputeRequest, Tail
@@ -169,18 +168,16 @@ class PageSender:
         *,
         page_size: int,
         page_bytes: int,
-        checksum: Checksum | None = None,
         layerwise: bool = False,
         min_bytes: int = 0,
     ) -> None:
-        """Send `checksum` of pages. Less than `min_bytes` waits, unless `layerwise`."""
+        """Less than `min_bytes` waits, unless `layerwise`."""
         self.metadata = metadata
         self.layerwise = layerwise
         self.gauges = TransferGauges()
         self.counters = dict.fromkeys(SENT, 0)
         self._page_size = page_size
-        self._page_bytes = page_bytes
-        self._checksum = checksum
+        self.page_bytes = page_bytes
         self._min_pages = max(1, min_bytes // page_bytes)
         self._computed: list[tuple[PrefillHandover, TokenOutput, ItemResult]] = []  # in order of completion
 
@@ -219,9 +216,9 @@ class PageSender:
             handover.sent_pages = whole
 
     def add_computed(self, handover: PrefillHandover, output: TokenOutput, first: ItemResult) -> None:
-        if self._checksum is not None and handover.stage is HandoverStage.COMPUTING:
+        if self.metadata.checksum is not None and handover.stage is HandoverStage.COMPUTING:
             pages, num_tokens = handover.request.pages[handover.sender.skip_pages :], handover.request.handed_tokens
-            handover.checksum = self._checksum(pages, handover.tail, num_tokens)
+            handover.checksum = self.metadata.checksum(pages, handover.tail, num_tokens)
         self._computed.append((handover, output, first))
 
     def send_computed(self, now_s: float) -> None:
@@ -270,22 +267,11 @@ class PageSender:
             return
         skip = handover.sender.skip_pages
         moved = handover.sent_pages - skip
-        size_bytes = min(handover.last_pages, moved) * self._page_bytes
+        size_bytes = min(handover.last_pages, moved) * self.page_bytes
         self.gauges.landed(size_bytes=size_bytes, taken_s=now_s - handover.last_sent_s)
         self.counters["kv_transfers"] += 1
-        self.counters["kv_sent_bytes"] += moved * self._page_bytes
-        self.counters["kv_skipped_bytes"] += skip * self._page_bytes
-
-
-class LaunchedPages(LoopListener):
-    """Sends pages of `handovers` at the launch of their step."""
-
-    def __init__(self, pages: PageSender, handovers: Mapping[str, PrefillHandover]) -> None:
-        self._pages = pages
-        self._handovers = handovers
-
-    def on_launch(self, plan: Plan, now_s: float) -> None:
-        self._pages.send_launched(plan, self._handovers)
+        self.counters["kv_sent_bytes"] += moved * self.page_bytes
+        self.counters["kv_skipped_bytes"] += skip * self.page_bytes
 
 
 # ---- outgoing
@@ -305,7 +291,7 @@ class Outgoing:
     ) -> None:
         """`begin` gets requests with known peer pages, and may refuse them by outputs."""
         self._scheduler = scheduler
-        self._pages = pages
+        self.pages = pages
         self._begin = begin
         self._may_begin = may_begin
         self._name = name
@@ -324,7 +310,7 @@ class Outgoing:
         outputs: list[TokenOutput] = []
         for handover in list(self._handovers.values()):
             outputs += handover.for_client(self._move(handover, now_s))
-        self._pages.send_computed(now_s)
+        self.pages.send_computed(now_s)
         return outputs
 
     def abort(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
@@ -333,6 +319,10 @@ class Outgoing:
             return []
         handover.sender.abort(reason.message)
         return handover.for_client(self._end(handover, reason))
+
+    def end_all(self, why: str) -> None:
+        for handover in list(self._handovers.values()):
+            self.abort(handover, FinishReason(kind="abort", message=why))
 
     def refuse(self, handover: PrefillHandover, reason: str) -> None:
         handover.sender.abort(reason)
@@ -351,7 +341,7 @@ class Outgoing:
         elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
             assert handover.answer is not None
             handover.stage = HandoverStage.ENDING
-            self._pages.on_landed(handover, now_s)
+            self.pages.on_landed(handover, now_s)
             self._forget_when_released(handover)
             return [handover.answer]
         return []
@@ -365,7 +355,7 @@ class Outgoing:
             sender.abort(f"decode gave {sender.num_pages} pages, the prompt needs {need}{besides}")
             return self._fail(handover)
         if handover.for_prompt:
-            self._pages.gauges.bootstrapped(now_s - request.arrived_s)
+            self.pages.gauges.bootstrapped(now_s - request.arrived_s)
         handover.stage = HandoverStage.COMPUTING
         outputs = self._begin(handover, now_s)
         if outputs:  # the queue filled up meanwhile
@@ -404,7 +394,7 @@ class Outgoing:
         if not handover.sender.released():
             return
         if handover.metadata_row is not None:
-            self._pages.metadata.free(handover.metadata_row)
+            self.pages.metadata.free(handover.metadata_row)
         if handover.request.finish is not None and handover.request in self._scheduler.held:
             self._scheduler.held.release(handover.request)
         handover.sender.close()
@@ -418,3 +408,14 @@ class Outgoing:
     @property
     def num_rows(self) -> int:
         return sum(h.metadata_row is not None for h in self._handovers.values())
+
+
+class PromptHandovers(Outgoing):
+    """Hand-overs of prompts that this engine computes."""
+
+    def __init__(self, scheduler: Scheduler, pages: PageSender) -> None:
+        super().__init__(scheduler=scheduler, pages=pages, begin=self._compute, name="prefill")
+
+    def _compute(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
+        handover.request.times.queued_s = now_s
+        return self._scheduler.add(handover.request)

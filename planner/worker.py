@@ -12,9 +12,8 @@ from typing import Any
 from disagg.config import DisaggConfig
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender
+from disagg.outgoing import PageSender, PromptHandovers
 from disagg.prefill_role import PrefillRole
-from disagg.resumption import Bounds
 from engine.config import EngineConfig
 from engine.core.estimates import NewTokenRatio
 from engine.core.mem_cache.page_allocator import PageAllocator
@@ -142,13 +141,12 @@ class PlanWorker:
                 prealloc_timeout_s=NEVER_S,
             )
         senders = PlannedSenders(network, self._end)
-        bounds = Bounds(vocab_size=1, context_length=1)  # decode requests no recomputation in a plan
+        pages = PageSender(self._metadata, page_size=self.spec.engine.page_size, page_bytes=self.spec.page_bytes)
         return PrefillRole(
             scheduler=self.scheduler,
             manager=senders,
-            pages=PageSender(self._metadata, page_size=self.spec.engine.page_size, page_bytes=self.spec.page_bytes),
+            prompts=PromptHandovers(self.scheduler, pages),
             directory=senders,
-            bounds=bounds,
         )
 
     def _wake(self) -> None:

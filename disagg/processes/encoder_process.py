@@ -5,11 +5,9 @@ import time
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from disagg.config import SchedulerSpec
 from disagg.fabric_pool import kv_bytes_of
-from disagg.feature_transfers import encode_role
+from disagg.features.feature_transfers import encode_role
 from disagg.processes.children import end_by_parent
 from disagg.processes.transfer_machine import why_kv_stays
 from engine.core_parts import EngineUse
@@ -22,7 +20,7 @@ from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.ports import SocketPorts
 from engine.loop.services import LoopServices, LoopSettings
-from engine.messages import KVSource, SchedulerReady
+from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig
 from service.process.start import spare_what_lives
 
@@ -57,7 +55,7 @@ def serve_encoder(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig
     end_by_parent(loop, ports.call_attention)
     spare_what_lives()
     turns.loaded()
-    ports.to_frontend(SchedulerReady(_facts(parts, role.source, load_time_s=time.monotonic() - started_s)))
+    ports.to_frontend(SchedulerReady(_facts(parts, load_time_s=time.monotonic() - started_s) | role.info()))
     watchdog.start()
     try:
         loop.run()
@@ -68,12 +66,10 @@ def serve_encoder(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig
         ports.close()
 
 
-def _facts(parts: EncoderParts, source: KVSource, *, load_time_s: float) -> dict[str, Any]:
-    """Facts for /server_info; a router passes `image_encoder` to other workers."""
+def _facts(parts: EncoderParts, *, load_time_s: float) -> dict[str, Any]:
+    """Facts for /server_info."""
     allocator, config = parts.scheduler.memory.allocator, parts.config
-    named = {"control": source.control, "incarnation": source.incarnation}
     return {
-        "image_encoder": msgspec.json.encode(named).decode(),
         "max_total_num_tokens": allocator.num_pages * allocator.page_size,
         "num_pages": allocator.num_pages,
         "page_bytes": parts.pool.page_bytes,

@@ -32,10 +32,9 @@ from engine.loop.heartbeat import HeartbeatResponder, IterationClock, Watchdog, 
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop
 from engine.loop.ports import SocketPorts
-from engine.loop.role import EngineRole
 from engine.loop.services import LoopServices, LoopSettings
 from engine.lora.peft_config import named_paths
-from engine.messages import KVSource, SchedulerReady
+from engine.messages import SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.parallel.rendezvous import LOST_S
 from engine.text.incremental import MakeStops, no_stops, stops_of
@@ -96,7 +95,6 @@ def _serve(
 ) -> None:
     with no_collections():
         from disagg.compose import make_role
-        from disagg.prefill_role import PrefillRole
         from engine.build import build_engine
         from engine.kernels.build import RanksEnded
 
@@ -129,7 +127,7 @@ def _serve(
         pipeline=steps.pipeline,
         role=role,
         ports=ports,
-        services=_with_role(services, role),
+        services=services,
         turns=turns,
         settings=_loop_settings(parts),
         clock=time.monotonic,
@@ -140,9 +138,8 @@ def _serve(
     if parts.compiles is not None:
         parts.compiles.serve()
     turns.loaded()
-    source = role.prefix_source if isinstance(role, PrefillRole) else None
     facts = _facts(parts, publisher, load_time_s=time.monotonic() - started_s)
-    ports.to_frontend(SchedulerReady(facts | _prefix_facts(source, parts)))
+    ports.to_frontend(SchedulerReady(facts | role.info()))
     watchdog.start()
     try:
         loop.run()
@@ -271,18 +268,6 @@ def _services(
     )
 
 
-def _with_role(services: LoopServices, role: EngineRole) -> LoopServices:
-    from disagg.decode_role import DecodeRole
-    from disagg.prefill_role import PrefillRole
-
-    if isinstance(role, DecodeRole):
-        return replace(services, move_out=role.move_out)
-    if isinstance(role, PrefillRole):
-        listeners = (*services.listeners, role.launched_pages)
-        return replace(services, transfer_paths=role.transfer_paths, listeners=listeners)
-    return services
-
-
 def _board(spec: SchedulerSpec, parts: "EngineParts") -> "SharedBoard | None":
     if spec.joint is None:
         return None
@@ -342,15 +327,6 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "kv_events_config": None if publisher is None else publisher.describe(),
         **machine_facts(config.device, config.dtype),
     }
-
-
-def _prefix_facts(source: KVSource | None, parts: "EngineParts") -> dict[str, Any]:
-    """Facts for a router's --prefix-fetch."""
-    if source is None:
-        return {}
-    token_bytes = parts.pool.page_bytes // parts.pool.page_size
-    named = {"control": source.control, "incarnation": source.incarnation, "token_bytes": token_bytes}
-    return {"prefix_source": msgspec.json.encode(named).decode()}
 
 
 def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None:

@@ -89,9 +89,10 @@ class Stages:
         return any(r.finish is None for r in self.draining)
 
     def retracted(self) -> list[Request]:
-        """Retracted requests that wait to resume, except the role's."""
+        """Retracted requests that wait for memory, also those whose KV the role gets from elsewhere."""
         waiting = [r for r in self.waiting.values() if r.stats.retractions > 0]
-        return [*waiting, *(r for r in self.draining if r.finish is None), *self.newly_retracted]
+        elsewhere = [r for r in self.held if r.stats.retractions > 0 and not r.pages and r.finish is None]
+        return [*waiting, *(r for r in self.draining if r.finish is None), *elsewhere]
 
     def all(self) -> list[Request]:
         chunked = [self.chunked] if self.chunked is not None else []

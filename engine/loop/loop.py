@@ -1,6 +1,6 @@
 """The event loop of an engine, for any role, device and depth.
 
-receive -> role.poll -> schedule -> launch ------> collect the oldest -> role.on_step -> send
+receive -> role.poll -> schedule -> launch ------> collect the oldest -> on_step -> send
                                        |                  ^
                        depth 2: the next step is launched before this one's results are read
 
@@ -83,7 +83,6 @@ class EngineLoop:
         self._disk = services.disk
         self._events = services.events
         self._adapters = services.adapters
-        self._move_out = services.move_out
         self._gate = StreamGate(interval=settings.stream_interval)
         self._deadlines = Deadlines()
         self._requests = OpenRequests()
@@ -113,6 +112,7 @@ class EngineLoop:
             intervals,
             RetractionLog(scheduler, role=role.name, write=partial(log.warning, "%s")),
             self._requests,
+            role,
         )
         each_turn = ("on_planned", "on_launch", "on_step", "on_outputs", "on_worked")
         self._on_planned, self._on_launch, self._on_collected, self._on_outputs, self._on_worked = (
@@ -184,14 +184,15 @@ class EngineLoop:
         now_s = self._clock()
         for on_collected in self._on_collected:
             on_collected(effects, now_s)
-        outputs = self._role.on_step(effects, now_s)
         if effects.failure:
             log.error(
                 "a step of %d requests found no device memory, and they were aborted: %s",
                 len(effects.lost),
                 effects.failure,
             )
-        return outputs + [output for rid in effects.lost for output in self._abort(rid, now_s, NO_DEVICE_MEMORY)]
+        return effects.outputs + [
+            output for rid in effects.lost for output in self._abort(rid, now_s, NO_DEVICE_MEMORY)
+        ]
 
     def _rest(self) -> None:
         on_disk = self._disk is not None and self._disk.busy
@@ -222,7 +223,7 @@ class EngineLoop:
             case AbortRequest(rid=rid):
                 return self._end(rid, now_s, ABORTED)
             case MoveOut(rid=rid, room=room):
-                return self._move_out(rid, room, now_s)
+                return self._role.move_out(rid, room, now_s)
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."

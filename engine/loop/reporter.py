@@ -176,7 +176,6 @@ class Reporter:
         self._late_compiles = services.late_compiles
         self._memory = {f"memory_{name}_bytes": float(size) for name, size in services.memory.items()}
         self._gauges = services.gauges
-        self._transfer_paths = services.transfer_paths
         self._next_check_s = 0.0
         self._problems: list[str] = []
         check_exported(self._counters(), self._queues())
@@ -223,8 +222,7 @@ class Reporter:
                 **self._role.gauges(),
             },
             problems=self._problems,
-            transfer_paths=self._transfer_paths(),
-            avoided_encoders=self._role.avoided_encoders(),
+            **self._role.state(),
         )
 
     def check_when_due(self, now_s: float) -> None:

@@ -1,37 +1,32 @@
 """Interface of unified, prefill and decode roles (disagg/), with defaults for no peers."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
-from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
+from engine.loop.listeners import LoopListener
 from engine.messages import FinishReason, TokenOutput
 
 
-class EngineRole(Protocol):
-    """Called on the loop's thread, so nothing may block; returned outputs are sent now."""
-
-    name: str
-
-    def add(self, request: Request, now_s: float) -> list[TokenOutput]: ...
-
-    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]: ...
+class RolePart(LoopListener):
+    """A role, or a feature of one. Called on the loop's thread, so nothing may block."""
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        """Advance the queues, each iteration before planning."""
-
-    def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
-        """A step has been collected."""
-
-    def close(self) -> None: ...
+        """Advance the queues, each iteration before planning; return outputs to send now."""
+        return []
 
     def close_to_peers(self, why: str | None) -> None:
         """Refuse peers' work for the reason `why`, or accept it (None)."""
-        return None
 
     def end_peers_work(self, why: str) -> None:
         """End peers' unfinished work and notify them."""
-        return None
+
+    def close(self) -> None:
+        """Free what the process's end does not."""
+
+    # ---- reports
 
     def waits_for_outside(self) -> bool:
         """True if a transfer, peer or timeout may advance a queue, so that rests are brief."""
@@ -39,20 +34,39 @@ class EngineRole(Protocol):
 
     def queues(self) -> dict[str, int]:
         """Requests per queue, with the scheduler's."""
-
-    def counters(self) -> dict[str, float]:
         return {}
 
-    def gauges(self) -> dict[str, float]:
+    def counters(self) -> Mapping[str, float]:
         return {}
 
-    def avoided_encoders(self) -> list[str]:
-        """Control addresses of encoder workers avoided now, as late or unreachable."""
-        return []
+    def gauges(self) -> Mapping[str, float]:
+        return {}
+
+    def info(self) -> dict[str, Any]:
+        """Facts for /server_info, from which routers learn its address for peers."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Fields of StateReply beside those of the loop."""
+        return {}
 
     def check(self) -> None:
         """Raise AssertionError if its state is inconsistent."""
-        return None
+
+
+class EngineRole(RolePart, ABC):
+    name: str
+
+    @abstractmethod
+    def add(self, request: Request, now_s: float) -> list[TokenOutput]:
+        """Accept or refuse a request; return outputs to send now."""
+
+    @abstractmethod
+    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]: ...
+
+    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
+        """End a request that another worker continues; its KV may wait in `room`."""
+        return []
 
 
 class UnifiedRole(EngineRole):
@@ -66,15 +80,6 @@ class UnifiedRole(EngineRole):
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         return self._scheduler.abort(rid, reason)
-
-    def poll(self, now_s: float) -> list[TokenOutput]:
-        return []
-
-    def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
-        return effects.outputs
-
-    def close(self) -> None:
-        """End nothing."""
 
     def queues(self) -> dict[str, int]:
         return {"waiting": self._scheduler.num_waiting}

@@ -12,15 +12,8 @@ from engine.loop.control import FixedKV, KVMemory, Profiler, Weights
 from engine.loop.expert_record import Loads
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listeners import LoopListener
-from engine.messages import ToFrontend, TokenOutput, ToScheduler, TransferPath
+from engine.messages import ToFrontend, ToScheduler
 from engine.text.incremental import MakeStops, no_stops
-
-MoveOutRequest = Callable[[str, int, float], list[TokenOutput]]  # rid, room, now_s -> the outputs to send now
-
-
-def no_moves(rid: str, room: int, now_s: float) -> list[TokenOutput]:
-    """Leave the request here."""
-    return []
 
 
 class Ports(Protocol):
@@ -53,9 +46,7 @@ class LoopServices:
     - late_compiles: kernels compiled while serving; memory: bytes by use; gauges: device part
     - expert_loads: of a mixture; name: of the worker, for files
     - updates: of weights on all DP attention ranks
-    - move_out: ends a request that another worker continues; its KV waits in the room
-    - transfer_paths: to a prefill worker's newest peers, bounded
-    - listeners: of strategy and role
+    - listeners: of the strategy
     """
 
     weights: Weights
@@ -72,6 +63,4 @@ class LoopServices:
     expert_loads: Callable[[], Loads] = list
     name: str = "worker"
     updates: UpdateAgreement | None = None
-    move_out: MoveOutRequest = no_moves
-    transfer_paths: Callable[[], list[TransferPath]] = list
     listeners: Sequence[LoopListener] = ()

@@ -6,19 +6,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from disagg.decode_role import DecodeRole
+from disagg.features.moving import Moves
 from disagg.metadata import MetadataBuffers
-from disagg.moving import Moves
 from disagg.outgoing import PageSender
-from disagg.prefill_role import PrefillRole
-from disagg.resumption import Bounds
 from engine.messages import MOVED, Bootstrap, FinishReason, KVSource, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import new_request
-from tests.core.hash_model import VOCAB
 from tests.core.named_stops import stops_of
 from tests.core.proof.cycle_grammar import CycleGrammar
-from tests.disagg.two_roles import RoleEngine
+from tests.disagg.two_roles import RoleEngine, decode_role, prefill_role
 from tests.disagg.wire_in_a_test import Receiver, Sender, Wire
 from transfer_backends.contract import Route
 
@@ -109,31 +105,19 @@ class Trio:
     def _add_prefill_role(self, rows: MetadataBuffers, page_size: int) -> None:
         prefill = self.engines["p"]
         wire = _ToBoth(self.wires["p", "a"], self.wires["p", "b"])
-        prefill.role = PrefillRole(
-            scheduler=prefill.scheduler,
-            manager=wire,
-            pages=PageSender(rows, page_size=page_size, page_bytes=1),
-            directory=wire,
-            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
-        )
+        prefill.role = prefill_role(prefill, wire, PageSender(rows, page_size=page_size, page_bytes=1))
         self.to_both = wire
 
     def _add_decode_role(self, me: str, other: str, rows: MetadataBuffers, page_size: int) -> None:
         engine, ends = self.engines[me], Ends(self.wires, me=me, other=other)
-        engine.role = DecodeRole(
+        moves = Moves(
             scheduler=engine.scheduler,
             manager=ends,
-            metadata=rows,
+            pages=PageSender(rows, page_size=page_size, page_bytes=1),
+            source=KVSource(me, me),
             moves_bytes=True,
-            prealloc_timeout_s=1000.0,
-            moves=Moves(
-                scheduler=engine.scheduler,
-                manager=ends,
-                pages=PageSender(rows, page_size=page_size, page_bytes=1),
-                source=KVSource(me, me),
-                moves_bytes=True,
-            ),
         )
+        engine.role = decode_role(engine, ends, rows, (moves,))
 
     # ---- what clients and the router do
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from disagg.features.moving import Moves
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.core.proof.oracle import Answer, answer_of, wishes_of
 from tests.core.proof.story import Ask, asks
 from tests.disagg.moving_roles import Trio
 from tests.disagg.two_role_stories import GRID, Event
+from tests.disagg.two_roles import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ class _Play:
             for handover in list(role.incoming.transfers.values()):  # type: ignore[union-attr]
                 if handover.request.message.source is not None and self.rng.random() < 0.5:
                     handover.receiver.abort("a fault of the test")  # type: ignore[union-attr]
-            for sent in role._moves._outgoing.handovers.values():  # type: ignore[union-attr]
+            for sent in part_of(role, Moves)._outgoing.handovers.values():
                 if self.rng.random() < 0.5:
                     sent.sender.abort("a fault of the test")
 

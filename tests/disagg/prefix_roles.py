@@ -4,16 +4,14 @@ import random
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from disagg.features.prefix_exchange import PrefixExchange, PrefixServer
+from disagg.features.prefix_fetching import FetchPolicy, PrefixFetches
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
-from disagg.prefix_exchange import PrefixExchange, PrefixServer
-from disagg.prefix_fetching import FetchPolicy, PrefixFetches
-from disagg.resumption import Bounds
-from engine.messages import PrefixSource
+from engine.messages import KVSource, PrefixSource
 from tests.core.engine_in_a_test import request_of
-from tests.core.hash_model import VOCAB
-from tests.disagg.two_roles import Cluster, RoleEngine
+from tests.disagg.two_roles import Cluster, RoleEngine, part_of, prefill_role
 from tests.disagg.wire_in_a_test import Wire
 
 ROWS = 16
@@ -43,24 +41,20 @@ class PrefixCluster(Cluster):
         self.source.role = self._role(self.source, self.prefix_wire, gets=unused, rows=rows[0])
         self.prefill.role = self._role(self.prefill, self.wire, gets=self.prefix_wire, rows=self.wire.rows[0])
         self.prefix_wire.rows = rows[0], self.wire.rows[0]
-        self.policy: FetchPolicy = self.prefill.role._prefixes._policy  # type: ignore[union-attr,assignment]
+        self.policy = part_of(self.prefill.role, PrefixExchange)._policy
 
     def _role(self, engine: RoleEngine, sends: Wire, *, gets: Wire, rows: MetadataBuffers) -> PrefillRole:
         size = engine.scheduler.limits.page_size
         policy = FetchPolicy(token_bytes=1)
         pages = [PageSender(rows, page_size=size, page_bytes=1) for _ in range(2)]
-        return PrefillRole(
-            scheduler=engine.scheduler,
-            manager=sends,
-            pages=pages[0],
-            directory=sends,
-            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
-            prefixes=PrefixExchange(
-                fetches=PrefixFetches(scheduler=engine.scheduler, manager=gets, metadata=rows, policy=policy),
-                server=PrefixServer(scheduler=engine.scheduler, manager=sends, pages=pages[1]),
-                policy=policy,
-            ),
+        exchange = PrefixExchange(
+            fetches=PrefixFetches(scheduler=engine.scheduler, manager=gets, metadata=rows, policy=policy),
+            server=PrefixServer(scheduler=engine.scheduler, manager=sends, pages=pages[1]),
+            policy=policy,
+            source=KVSource("127.0.0.1:1", "source"),
+            token_bytes=1,
         )
+        return prefill_role(engine, sends, pages[0], (exchange,))
 
     def warm(self, prompt: list[int], **wishes: object) -> None:
         """Have the source compute `prompt`."""

@@ -45,9 +45,8 @@ def with_checksums(cluster: Cluster) -> Cluster:
                 target.kv[d, offset] = source.kv.get((s, offset), EMPTY)
 
     cluster.wire.copy_pages = copy_whole  # type: ignore[method-assign]
-    cluster.prefill.role._pages._checksum = Checksums(source)  # type: ignore[union-attr]
-    cluster.decode.role.incoming._checksum = Checksums(target)  # type: ignore[union-attr]
-    cluster.decode.role._resumption.incoming._checksum = Checksums(target)  # type: ignore[union-attr]
+    for rows, model in zip(cluster.wire.rows, (source, target), strict=True):
+        rows.checksum = Checksums(model)
     return cluster
 
 

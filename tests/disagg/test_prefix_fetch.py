@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from disagg.prefix_exchange import MAX_SERVED, OFF
-from disagg.prefix_fetching import (
+from disagg.features.prefix_exchange import MAX_SERVED
+from disagg.features.prefix_fetching import (
     ASSUMED_BYTES_A_S,
     LARGE_BYTES,
     MAX_FETCHES,
@@ -14,6 +14,7 @@ from disagg.prefix_fetching import (
     UNMEASURED_WAIT_S,
     FetchPolicy,
 )
+from disagg.features.recompute import OFF
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.request import Request
 from engine.messages import Bootstrap, PrefixSource

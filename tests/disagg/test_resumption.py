@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from disagg.resumption import Bounds, why_not
+from disagg.features.recompute import Bounds, Recomputes, why_not
 from engine.core.mem_cache.radix_node import Branch
 from engine.messages import FinishReason
 from tests.core.hash_model import VOCAB, expected_tokens
-from tests.disagg.two_roles import Cluster, assert_no_output_twice, crowded, run_retracted_first
+from tests.disagg.two_roles import Cluster, assert_no_output_twice, crowded, part_of, run_retracted_first
 from transfer_backends.contract import RecomputeRequest, Work
 
 
@@ -124,7 +124,7 @@ def test_prefill_refuses_and_decode_computes_it_itself(paused: bool) -> None:
     if paused:
         cluster.prefill.role.close_to_peers("generation is paused")
     else:
-        cluster.prefill.role._bounds = Bounds(vocab_size=VOCAB, context_length=5)  # type: ignore[union-attr]
+        part_of(cluster.prefill.role, Recomputes)._bounds = Bounds(vocab_size=VOCAB, context_length=5)
     cluster.run(random.Random(1))
     assert_right(cluster, prompts)
     refused, failed = (cluster.prefill.role.counters()["recompute_refused"], cluster.decode.role.counters())
@@ -164,7 +164,7 @@ def test_work_of_peers_ends_at_any_moment_and_decode_computes_itself(seed: int) 
         cluster.wire.step(rng)
         rng.choice((cluster.prefill, cluster.decode)).turn()
         if (
-            any(not handover.for_prompt for handover in cluster.prefill.role._outgoing.handovers.values())
+            any(not handover.for_prompt for handover in cluster.prefill.role._prompts.handovers.values())
             and rng.random() < 0.2
         ):  # type: ignore[union-attr]
             cluster.prefill.role.end_peers_work("all requests were aborted")

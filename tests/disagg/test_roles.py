@@ -127,7 +127,7 @@ def test_what_decode_has_cached_is_not_sent() -> None:
 
 def record(cluster: Cluster, rid: str, sent: list[Sent]) -> None:
     """Writes down what prefill hands over of a request."""
-    sender: Any = cluster.prefill.role._outgoing.handovers[rid].sender  # type: ignore[union-attr]
+    sender: Any = cluster.prefill.role._prompts.handovers[rid].sender  # type: ignore[union-attr]
     send = sender.send
 
     def recorded(

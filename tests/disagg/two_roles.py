@@ -4,15 +4,16 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from disagg.decode_role import DecodeRole
-from disagg.feature_fetching import FetchingRole
-from disagg.feature_transfers import EncodeRole
+from disagg.features.feature_serving import EncodeRole
+from disagg.features.recompute import Bounds, Recomputes
+from disagg.features.resumption import Resumption
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender
+from disagg.outgoing import PageSender, PromptHandovers
 from disagg.prefill_role import PrefillRole
-from disagg.resumption import Bounds
+from disagg.role import PartedRole, PeerPart
 from engine.core.outputs import StepEffects
 from engine.messages import Bootstrap, FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ from tests.disagg.wire_in_a_test import Wire
 class RoleEngine(EngineInATest):
     """An engine under a role instead of alone."""
 
-    role: PrefillRole | DecodeRole | FetchingRole | EncodeRole
+    role: PrefillRole | DecodeRole | EncodeRole | PartedRole
     now_s = 0.0
     overlapped = 0  # steps launched before the last was collected
 
@@ -53,8 +54,7 @@ class RoleEngine(EngineInATest):
         while plan is not None and plan.sample_deferred and len(self.launched) >= at_most:
             self.collect()
         if plan is not None:
-            if isinstance(self.role, PrefillRole):
-                self.role.launched_pages.on_launch(plan, self.now_s)
+            self.role.on_launch(plan, self.now_s)
             self.launch(plan)
             self.overlapped += len(self.launched) > 1
         worked = bool(self.launched)
@@ -65,10 +65,39 @@ class RoleEngine(EngineInATest):
         return worked
 
     def on_step(self, effects: StepEffects) -> None:
-        self.say(self.role.on_step(effects, self.now_s))
+        self.role.on_step(effects, self.now_s)
+        self.say(effects.outputs)
         for rid in effects.lost:
             reason = FinishReason(kind="abort", message=effects.failure, status=503)
             self.say(self.role.abort(rid, self.now_s, reason))
+
+
+def prefill_role(engine: RoleEngine, wire: Any, pages: PageSender, parts: Sequence[PeerPart] = ()) -> PrefillRole:
+    """With `parts`, and what decode engines may ask of it."""
+    prompts, bounds = PromptHandovers(engine.scheduler, pages), Bounds(vocab_size=VOCAB, context_length=10_000)
+    recomputes = Recomputes(scheduler=engine.scheduler, manager=wire, prompts=prompts, bounds=bounds)
+    return PrefillRole(
+        scheduler=engine.scheduler, manager=wire, prompts=prompts, directory=wire, parts=(*parts, recomputes)
+    )
+
+
+def decode_role(engine: RoleEngine, wire: Any, rows: MetadataBuffers, parts: Sequence[PeerPart] = ()) -> DecodeRole:
+    """With `parts`, and retracted requests that prefill computes again."""
+    common: dict[str, Any] = {
+        "scheduler": engine.scheduler,
+        "manager": wire,
+        "metadata": rows,
+        "moves_bytes": True,
+    }
+    return DecodeRole(**common, prealloc_timeout_s=1000.0, parts=(Resumption(**common), *parts))
+
+
+Part = TypeVar("Part", bound=PeerPart)
+
+
+def part_of(role: PartedRole, kind: type[Part]) -> Part:
+    (part,) = (part for part in role.parts if isinstance(part, kind))
+    return part
 
 
 class Cluster:
@@ -96,20 +125,9 @@ class Cluster:
         self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
         rows_p, rows_d = (MetadataBuffers(rows, weights=partial(int, number)) for number in weights)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
-        self.prefill.role = PrefillRole(
-            scheduler=self.prefill.scheduler,
-            manager=self.wire,
-            pages=PageSender(rows_p, page_size=page_size, page_bytes=1, layerwise=layerwise, min_bytes=min_bytes),
-            directory=self.wire,
-            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
-        )
-        self.decode.role = DecodeRole(
-            scheduler=self.decode.scheduler,
-            manager=self.wire,
-            metadata=rows_d,
-            moves_bytes=True,
-            prealloc_timeout_s=1000.0,
-        )
+        pages = PageSender(rows_p, page_size=page_size, page_bytes=1, layerwise=layerwise, min_bytes=min_bytes)
+        self.prefill.role = prefill_role(self.prefill, self.wire, pages)
+        self.decode.role = decode_role(self.decode, self.wire, rows_d)
 
     def submit(self, rid: str, prompt: list[int], room: int, *, new: int, **wishes: object) -> None:
         """To both, as the router does. `wishes`: other fields of the request."""

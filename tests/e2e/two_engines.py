@@ -15,7 +15,6 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.prefill_role import PrefillRole
 from disagg.processes.scheduler_process import _engine_use
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
@@ -116,14 +115,14 @@ class WorkerInProcess(EngineInProcess):
         plan = self.parts.scheduler.schedule(monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         if plan is not None:
-            if isinstance(self.role, PrefillRole):
-                self.role.launched_pages.on_launch(plan, monotonic())
+            self.role.on_launch(plan, monotonic())
             self.seen.plan(plan, in_flight=self.pipeline.num_launched)
         self.outputs.hear(self.pipeline.advance(plan))
         return worked
 
     def collect(self, effects: StepEffects) -> list[TokenOutput]:
-        return self.role.on_step(effects, monotonic())
+        self.role.on_step(effects, monotonic())
+        return effects.outputs
 
     @property
     def at_rest(self) -> bool:

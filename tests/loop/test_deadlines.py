@@ -81,7 +81,7 @@ class Rig:
             ),
             role=self.role,
             ports=self,
-            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), move_out=self.role.move_out),
+            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
             turns=self.turn_clock,
             settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: self.now_s,

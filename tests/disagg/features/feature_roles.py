@@ -5,11 +5,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.feature_fetching import FeatureFetches, FetchingRole
-from disagg.feature_transfers import EncodeRole, FeatureServer
+from disagg.features.feature_fetching import FeatureFetches
+from disagg.features.feature_serving import EncodeRole, FeatureServer
+from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender
-from disagg.resumption import Bounds
+from disagg.role import PartedRole
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
@@ -94,19 +95,14 @@ class EncodeCluster:
         )
         landing = ArrivingPages(self.engine.model.arrivals)
         self.wire = Wire(prefill=self.encoder.model, decode=landing, rows=rows)  # type: ignore[arg-type]
-        self.encoder.role = EncodeRole(
+        server = FeatureServer(
             scheduler=self.encoder.scheduler,
             manager=self.wire,
-            server=FeatureServer(
-                scheduler=self.encoder.scheduler,
-                manager=self.wire,
-                pages=PageSender(rows[0], page_size=PAGE, page_bytes=1),
-                bounds=SEEN,
-            ),
-            metadata=rows[0],
-            page_bytes=1,
+            pages=PageSender(rows[0], page_size=PAGE, page_bytes=1),
+            bounds=SEEN,
             source=KVSource(SOURCE.control, SOURCE.incarnation),
         )
+        self.encoder.role = EncodeRole(self.encoder.scheduler, self.wire, server)
         self.fetches = FeatureFetches(
             memory=self.engine.scheduler.memory,
             manager=self.wire,
@@ -115,7 +111,7 @@ class EncodeCluster:
             rooms=itertools.count(1),
             timeout_s=timeout_s,
         )
-        self.engine.role = FetchingRole(self.engine.scheduler, self.fetches)
+        self.engine.role = PartedRole(self.engine.scheduler, (self.fetches,))
 
     def ask(
         self,
@@ -161,7 +157,7 @@ class EncodeCluster:
 
     def told(self, name: str) -> float:
         """A counter of the engine that fetches."""
-        return self.fetches.counters[name]
+        return self.fetches._counters[name]
 
     def encoded(self) -> tuple[int, int]:
         """Images that the encoder encoded, and the engine itself."""

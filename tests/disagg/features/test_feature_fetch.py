@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from disagg.feature_fetching import AVOIDED_S, FetchingRole, rooms_of
+from disagg.features.feature_fetching import AVOIDED_S, rooms_of
 from engine.images import ImageInput
 from engine.messages import FeatureSource
 from tests.core.hash_model import expected_tokens
@@ -109,8 +109,8 @@ def test_an_encoder_that_cannot_be_reached_costs_others_nothing() -> None:
 
 
 def avoided(cluster: EncodeCluster) -> list[str]:
-    assert isinstance(cluster.engine.role, FetchingRole)
-    return cluster.engine.role.avoided_encoders()
+    found: list[str] = cluster.engine.role.state()["avoided_encoders"]
+    return found
 
 
 def test_an_encoder_that_is_late_costs_a_prompt_its_time_alone() -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 import pytest
 from msgspec.structs import replace
 
-from disagg.feature_transfers import FeatureServer
-from disagg.resumption import packed
+from disagg.features.feature_serving import FeatureServer
+from disagg.features.recompute import packed
 from engine.images import ImageInput
 from tests.core.engine_in_a_test import request_of
 from tests.core.mem_cache.images import image
 from tests.disagg.features.feature_roles import PAGE, SEEN, EncodeCluster
+from tests.disagg.two_roles import part_of
 from transfer_backends.contract import Work
 from transfer_backends.ports import KVReceiver
 from transfer_backends.rooms import KVPoll
@@ -82,7 +83,7 @@ def test_other_pages_than_the_image_needs_are_refused(pages: Sequence[int]) -> N
 
 def test_a_model_that_sees_nothing_encodes_nothing() -> None:
     cluster = EncodeCluster()
-    server: FeatureServer = cluster.encoder.role._server  # type: ignore[union-attr,assignment]
+    server = part_of(cluster.encoder.role, FeatureServer)
     server._bounds = type(SEEN)(vocab_size=SEEN.vocab_size, context_length=SEEN.context_length)
     receiver = asked(cluster, work_of([GOOD]))
     assert receiver.poll() is KVPoll.Failed and "this model sees none" in (receiver.failure() or "")
@@ -145,7 +146,7 @@ def test_a_step_encodes_several_images_within_its_budget() -> None:
 def test_work_that_ends_is_ended_for_peers() -> None:
     cluster = EncodeCluster()
     cluster.ask("a", GOOD)
-    while not len(cluster.encoder.role._server):  # type: ignore[union-attr]
+    while not cluster.encoder.role.waits_for_outside():
         cluster.step(random.Random(1))
     cluster.encoder.role.end_peers_work("all requests were aborted")
     cluster.run()

@@ -7,12 +7,12 @@ from math import prod
 import msgspec
 import pytest
 
-from disagg.resumption import Bounds, fits, images_of, packed
+from disagg.features.recompute import Bounds, Recomputes, fits, images_of, packed
 from engine.images import ImageInput
 from tests.core.hash_model import VOCAB, expected_tokens
 from tests.core.mem_cache.images import SEES, TOWER, image, prompt_of, read_of
 from tests.disagg.prefix_roles import PrefixCluster
-from tests.disagg.two_roles import Cluster
+from tests.disagg.two_roles import Cluster, part_of
 from transfer_backends.contract import Work
 from transfer_backends.wire import MAX_IMAGE_BYTES, Recompute, decode, encode
 
@@ -29,7 +29,7 @@ def seeing(**more: object) -> Cluster:
         resume_elsewhere=True,
         **more,  # type: ignore[arg-type]
     )
-    cluster.prefill.role._bounds = BOUNDS  # type: ignore[union-attr]
+    part_of(cluster.prefill.role, Recomputes)._bounds = BOUNDS
     for number in range(6):
         shown = shown_by(number)
         cluster.submit(f"r{number}", prompt_of(*shown), number + 1, new=NEW, images=shown)
@@ -56,7 +56,7 @@ def test_what_decode_retracts_prefill_computes_again_from_the_same_images(depth:
 
 
 def test_where_images_are_too_many_for_a_message_decode_computes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disagg.resumption.MAX_IMAGE_BYTES", 600)
+    monkeypatch.setattr("disagg.features.recompute.MAX_IMAGE_BYTES", 600)
     cluster = seeing()
     cluster.run(random.Random(1))
     assert_right(cluster)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.feature_transfers import encode_role
+from disagg.features.feature_transfers import encode_role
 from engine.config import EngineConfig
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.outputs import StepEffects
@@ -53,7 +53,8 @@ class EncoderInProcess:
 
     def _collect(self, effects: StepEffects) -> list[TokenOutput]:
         now_s = monotonic()
-        outputs = self.role.on_step(effects, now_s)
+        self.role.on_step(effects, now_s)
+        outputs = effects.outputs
         reason = FinishReason(kind="abort", message=effects.failure, status=503)
         return outputs + [output for rid in effects.lost for output in self.role.abort(rid, now_s, reason)]
 

@@ -206,7 +206,7 @@ def test_an_encoder_of_other_weights_is_not_used(served: Served, tmp_path: Path)
 @ONE
 def test_an_encoder_of_another_type_is_refused_by_name(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     path, asked, right = served
-    caplog.set_level("DEBUG", logger="disagg.feature_fetching")
+    caplog.set_level("DEBUG", logger="disagg.features.feature_fetching")
     with encoding(path, "nixl", "alone", dtype="bfloat16") as (encoder, system):
         assert ask(system, asked, [encoder.source] * 2, encoder) == right
         assert fetched(system)["feature_fetches_refused"] >= 1

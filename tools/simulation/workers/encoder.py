@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from disagg.feature_transfers import EncodeRole, FeatureServer
+from disagg.features.feature_serving import EncodeRole, FeatureServer
+from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender
-from disagg.resumption import Bounds
 from engine.core.estimates import NewTokenRatio, RatioRule
 from engine.core.mem_cache.backups import NOTHING
 from engine.core.mem_cache.image_cache import ImageCache
@@ -54,7 +54,8 @@ class Encoder(Worker):
         if options.step_fail_rate:
             self.model.fails = self._step_fails
             self._failed_seq = -1
-        self.metadata = MetadataBuffers(options.feature_rows, weights=self.weights.number)
+        checksum = feature_checksum(self.model, options)
+        self.metadata = MetadataBuffers(options.feature_rows, weights=self.weights.number, checksum=checksum)
         self.executor = SimExecutor(self.model)
         self.shape, self.followers, self.group = ALONE, [], None
         self.kv_args = feature_args(options, num_pages=num_pages)
@@ -97,23 +98,17 @@ class Encoder(Worker):
         return manager
 
     def _role(self, manager: PrefillManager) -> EncodeRole:
-        """As disagg/feature_transfers.py."""
+        """As disagg/features/feature_transfers.py."""
         page_bytes = self.kv_args.page_size * SLOT_BYTES
         pages = PageSender(
             self.metadata,
             page_size=self.kv_args.page_size,
             page_bytes=page_bytes,
-            checksum=feature_checksum(self.model, self.around.options),
         )
         bounds = Bounds(VOCAB, context_length=10_000, vision=SEES)
-        return EncodeRole(
-            scheduler=self.scheduler,
-            manager=manager,
-            server=FeatureServer(scheduler=self.scheduler, manager=manager, pages=pages, bounds=bounds),
-            metadata=self.metadata,
-            page_bytes=page_bytes,
-            source=KVSource(manager.control_address, manager.incarnation),
-        )
+        source = KVSource(manager.control_address, manager.incarnation)
+        server = FeatureServer(scheduler=self.scheduler, manager=manager, pages=pages, bounds=bounds, source=source)
+        return EncodeRole(self.scheduler, manager, server)
 
     def _info(self) -> dict[str, Any]:
         """As disagg/processes/encoder_process.py."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg.feature_fetching import FeatureFetches, rooms_of
+from disagg.features.feature_fetching import FeatureFetches, rooms_of
 from disagg.metadata import ROW, Checksum, MetadataBuffers
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.memory import Memory
@@ -35,7 +35,7 @@ OTHERWISE = 50  # what features of other weights are off by
 
 
 def feature_args(options: Options, *, num_pages: int) -> KVArgs:
-    """As disagg/feature_transfers.py."""
+    """As disagg/features/feature_transfers.py."""
     return KVArgs(
         kv=Region(KV_BASE, 1 + num_pages, options.feature_page * SLOT_BYTES, None),
         aux=Region(AUX_BASE, options.feature_rows, ROW.itemsize, None),
@@ -87,7 +87,6 @@ class Arrivals:
 
     def __init__(self, process: Process, options: Options, *, weights_of: Callable[[], int], num_ranks: int) -> None:
         self.process = process
-        self.metadata = MetadataBuffers(options.feature_rows, weights=weights_of)
         self.kv_args = feature_args(options, num_pages=options.feature_pages[0])
         self.allocator = PageAllocator(num_pages=options.feature_pages[0], page_size=options.feature_page)
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
@@ -99,9 +98,11 @@ class Arrivals:
             tuple[bytes | int, ...], tuple[list[int], int]
         ] = {}  # features, and how many ranks have still to come
         self._pages = CheckedModel(page_size=options.feature_page, name=process.name)
+        checksum = feature_checksum(self._pages, options)
+        self.metadata = MetadataBuffers(options.feature_rows, weights=weights_of, checksum=checksum)
 
     def fetches(self, memory: Memory, manager: DecodeManager) -> FeatureFetches:
-        """As disagg/feature_transfers.py."""
+        """As disagg/features/feature_transfers.py."""
         return FeatureFetches(
             memory=memory,
             manager=WatchedReceivers(manager, self.exposed, seen=Counter()),
@@ -109,7 +110,6 @@ class Arrivals:
             allocator=self.allocator,
             rooms=rooms_of(manager.incarnation),
             timeout_s=self._options.feature_timeout_s,
-            checksum=feature_checksum(self._pages, self._options),
         )
 
     def features_of(self, land: FeatureLand) -> list[int]:

@@ -17,23 +17,24 @@ import numpy as np
 
 from bootstrap_server.registry import BootstrapConfig, Registry
 from disagg.decode_role import DecodeRole
-from disagg.feature_fetching import FeatureFetch, FeatureFetches
-from disagg.feature_transfers import EncodeRole
+from disagg.features.feature_fetching import FeatureFetch, FeatureFetches
+from disagg.features.feature_serving import EncodeRole, FeatureServer
+from disagg.features.moving import Moves
+from disagg.features.prefix_exchange import PrefixExchange, PrefixServer
+from disagg.features.prefix_fetching import FetchPolicy, PrefixFetches
+from disagg.features.recompute import Bounds, Recomputes
+from disagg.features.resumption import Resumption
 from disagg.incoming import RequestTransfer
 from disagg.metadata import ROW, Checksum, MetadataBuffers
-from disagg.moving import Moves
-from disagg.outgoing import Outgoing, PageSender, PrefillHandover
+from disagg.outgoing import Outgoing, PageSender, PrefillHandover, PromptHandovers
 from disagg.prefill_role import PrefillRole
-from disagg.prefix_exchange import PrefixExchange, PrefixServer
-from disagg.prefix_fetching import FetchPolicy, PrefixFetches
-from disagg.resumption import Bounds
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.plan import Plan
 from engine.loop.heartbeat import IterationClock
 from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
-from engine.loop.services import LoopServices, LoopSettings, no_moves
+from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import (
     GenerateBatch,
     GenerateRequest,
@@ -136,7 +137,6 @@ class Worker:
             "states": make_states(options, decodes=not is_prefill),
             "windows": make_windows(options, decodes=not is_prefill),
         }
-        self.metadata = MetadataBuffers(options.rows)
         self.executor = SimExecutor(self.model, layers=options.layers if is_prefill else 1, asked_of=self._asked_of)
         num_pages = options.pages[0 if is_prefill else 1]
         stages = options.stages[0 if is_prefill else 1]
@@ -146,6 +146,7 @@ class Worker:
         if self.followers:
             self.group = self.model.ranks = self._start_group(num_pages)
             num_pages = self.group.agree(num_pages + self.draw_of_group.randint(0, 20))
+        self.metadata = MetadataBuffers(options.rows, checksum=self._checksum())
         ranks = [process, *self.followers[: self.shape.tp - 1]]
         self.kv_args = kv_args_of(options, num_pages=num_pages, names=[rank.name for rank in ranks], **groups)
         self.views = [RankView(self, i, rank, layers=options.layers) for i, rank in enumerate(ranks)]
@@ -350,26 +351,27 @@ class Worker:
         self.managers[FEATURE_CONTROL] = manager
         return arrivals.fetches(self.scheduler.memory, manager)
 
-    def _prefixes(self, checksum: Checksum | None) -> PrefixExchange | None:
+    def _prefixes(self) -> Sequence[PrefixExchange]:
         if self.prefix_receiver is None:
-            return None
+            return ()
         source = KVSource(self.sender.control_address, self.sender.incarnation)
         self.around.prefix_sources[self.process.node] = source
         page_bytes = self.kv_args.page_size * SLOT_BYTES
-        pages = PageSender(self.metadata, page_size=self.kv_args.page_size, page_bytes=page_bytes, checksum=checksum)
+        pages = PageSender(self.metadata, page_size=self.kv_args.page_size, page_bytes=page_bytes)
         policy = FetchPolicy(token_bytes=SLOT_BYTES)
-        return PrefixExchange(
+        exchange = PrefixExchange(
             fetches=PrefixFetches(
                 scheduler=self.scheduler,
                 manager=WatchedReceivers(self.prefix_receiver, self.exposed, seen=self.around.world.seen),
                 metadata=self.metadata,
                 policy=policy,
-                checksum=checksum,
             ),
             server=PrefixServer(scheduler=self.scheduler, manager=self.sender, pages=pages),
             policy=policy,
             source=source,
+            token_bytes=SLOT_BYTES,
         )
+        return (exchange,)
 
     def _moves_manager(self) -> PrefillManager:
         """As disagg/compose.py: of the same engine and memory."""
@@ -424,43 +426,46 @@ class Worker:
         self.threads["registrar"] = self._thread("registrar", registrar.turn)
         registrar._wake = Flag(self.threads["registrar"].wake)  # type: ignore[assignment]
         self.threads["registrar"].wake()
+        pages = PageSender(
+            self.metadata,
+            page_size=self.kv_args.page_size,
+            page_bytes=self.kv_args.page_size * SLOT_BYTES,
+            layerwise=self.executor.layers > 1,
+        )
+        prompts = PromptHandovers(self.scheduler, pages)
+        bounds = Bounds(VOCAB, context_length=10_000, vision=SEES if self.around.options.image_room else None)
         return PrefillRole(
             scheduler=self.scheduler,
             manager=self.manager,
-            pages=PageSender(
-                self.metadata,
-                page_size=self.kv_args.page_size,
-                page_bytes=self.kv_args.page_size * SLOT_BYTES,
-                checksum=(checksum := self._checksum()),
-                layerwise=self.executor.layers > 1,
-            ),
+            prompts=prompts,
             directory=registrar,
-            bounds=Bounds(VOCAB, context_length=10_000, vision=SEES if self.around.options.image_room else None),
-            prefixes=self._prefixes(checksum),
-            features=self.features,
+            parts=(
+                *self._prefixes(),
+                *(() if self.features is None else (self.features,)),
+                Recomputes(scheduler=self.scheduler, manager=self.manager, prompts=prompts, bounds=bounds),
+            ),
         )
 
     def _decode_role(self) -> DecodeRole:
         assert isinstance(self.manager, DecodeManager)
-        return DecodeRole(
-            scheduler=self.scheduler,
-            manager=WatchedReceivers(self.manager, self.exposed, seen=self.around.world.seen),
-            metadata=self.metadata,
-            moves_bytes=True,
-            prealloc_timeout_s=self.around.options.prealloc_timeout_s,
-            checksum=(checksum := self._checksum()),
-            moves=Moves(
-                scheduler=self.scheduler,
-                manager=self.sender,
-                pages=PageSender(
-                    self.metadata,
-                    page_size=self.kv_args.page_size,
-                    page_bytes=self.kv_args.page_size * SLOT_BYTES,
-                    checksum=checksum,
-                ),
-                source=KVSource(self.sender.control_address, self.sender.incarnation),
-                moves_bytes=True,
+        receivers = WatchedReceivers(self.manager, self.exposed, seen=self.around.world.seen)
+        common: dict[str, Any] = {"scheduler": self.scheduler, "moves_bytes": True}
+        arriving = {"manager": receivers, "metadata": self.metadata}
+        moves = Moves(
+            **common,
+            manager=self.sender,
+            pages=PageSender(
+                self.metadata,
+                page_size=self.kv_args.page_size,
+                page_bytes=self.kv_args.page_size * SLOT_BYTES,
             ),
+            source=KVSource(self.sender.control_address, self.sender.incarnation),
+        )
+        return DecodeRole(
+            **common,
+            **arriving,
+            prealloc_timeout_s=self.around.options.prealloc_timeout_s,
+            parts=(Resumption(**common, **arriving), moves),
         )
 
     def _checksum(self) -> Checksum | None:
@@ -471,7 +476,6 @@ class Worker:
         return alone(own_checksum(self.model, self.shape.held(0)))
 
     def _loop(self) -> EngineLoop:
-        role = self.role
         idle: Any = SimpleNamespace()
         executor: Any = self.executor
         if self.group is not None:
@@ -490,9 +494,6 @@ class Worker:
             services=LoopServices(
                 weights=self.weights,
                 profiler=idle,
-                move_out=role.move_out if isinstance(role, DecodeRole) else no_moves,
-                transfer_paths=role.transfer_paths if isinstance(role, PrefillRole) else list,
-                listeners=[role.launched_pages] if isinstance(role, PrefillRole) else (),
             ),
             turns=self.turns,
             settings=LoopSettings(eos_ids=frozenset({EOS})),
@@ -701,8 +702,7 @@ class Worker:
 
     @property
     def exchange(self) -> PrefixExchange | None:
-        role = self.role
-        return role._prefixes if isinstance(role, PrefillRole) else None
+        return next((part for part in self.role.parts if isinstance(part, PrefixExchange)), None)
 
     def handovers_in(self) -> list[RequestTransfer]:
         """Transfers of KV to this worker."""
@@ -721,12 +721,10 @@ class Worker:
     def outgoing(self) -> Outgoing:
         """What leaves it for decode workers."""
         role = self.role
-        if isinstance(role, EncodeRole):
-            return role._server._outgoing
         if isinstance(role, PrefillRole):
-            return role._outgoing
-        assert role._moves is not None
-        return role._moves._outgoing
+            return role._prompts
+        (outgoing,) = (part._outgoing for part in role.parts if isinstance(part, FeatureServer | Moves))
+        return outgoing
 
     def _hold(self, check: Callable[[], None]) -> None:
         try:

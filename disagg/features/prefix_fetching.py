@@ -15,16 +15,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from disagg.features.recompute import NOTHING
 from disagg.incoming import (
     Receivers,
     RequestTarget,
     RequestTransfer,
     TransferFailure,
     TransferStage,
-    check_quarantine,
 )
-from disagg.metadata import Checksum, FirstToken, MetadataBuffers
-from disagg.resumption import NOTHING
+from disagg.metadata import FirstToken, MetadataBuffers
 from engine.core.memory import match_limit
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -155,9 +154,8 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         manager: Receivers,
         metadata: MetadataBuffers,
         policy: FetchPolicy,
-        checksum: Checksum | None = None,
     ) -> None:
-        super().__init__(scheduler, metadata, checksum=checksum, late="it takes longer than to compute the prefix")
+        super().__init__(scheduler, metadata, late="it takes longer than to compute the prefix")
         self._manager = manager
         self.counters = self.incoming.counters
         self.counters |= dict.fromkeys(COUNTED, 0)
@@ -185,7 +183,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         """Cancel a copy and return its request, if any."""
         request = self._copies.pop(rid, None)
         if request is not None:
-            self.leave(request)
+            self.leave(rid)
         return request
 
     def take_ended_copies(self) -> list[Request]:
@@ -193,10 +191,10 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         self._copies = {rid: request for rid, request in self._copies.items() if request.arriving}
         return ended
 
-    def leave(self, request: Request) -> None:
+    def leave(self, rid: str) -> None:
         """Remove a request without client; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
-            if fetch.waiting.pop(request.rid, None) is not None and not fetch.waiting:
+            if fetch.waiting.pop(rid, None) is not None and not fetch.waiting:
                 self.incoming.cancel(fetch, "the client has gone")
 
     # ---- the beginning
@@ -307,7 +305,6 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         return self._copies
 
     def check(self) -> None:
-        check_quarantine(self._scheduler.memory, self.incoming.quarantined)
         for fetch in self.incoming.transfers.values():
             assert fetch.request in self._scheduler.held, f"{fetch.key} is not held"
             assert not any(r.finish is None and not r.arriving for r in fetch.waiting.values()), "one no longer waits"

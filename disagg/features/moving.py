@@ -7,18 +7,19 @@ The receiver gets KV of all tokens but the last, and samples the next. After a f
 resumes through prefill.
 """
 
+from collections.abc import Mapping
+
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
+from disagg.role import HAS_MOVED, PeerPart
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.messages import MOVED, FinishReason, KVSource, TokenOutput
+from engine.messages import FinishReason, KVSource, TokenOutput
 from transfer_backends.rooms import RoomInUse
 
-HAS_MOVED = FinishReason(kind=MOVED)
 
-
-class Moves:
+class Moves(PeerPart):
     """Owner of moving requests until their memory is free."""
 
     def __init__(
@@ -33,7 +34,15 @@ class Moves:
         self._leaving: dict[str, tuple[Request, int]] = {}  # with its room; a step may be in flight
         self._num_moved = 0
 
-    def begin(self, request: Request, room: int) -> list[TokenOutput]:
+    def move_out(self, rid: str, room: int) -> list[TokenOutput] | None:
+        request = self._scheduler.stages.live.get(rid)
+        if request is None:
+            return None
+        if request in self._scheduler.stages.running:
+            return self._remove(request, room)
+        return [] if request.moves else None
+
+    def _remove(self, request: Request, room: int) -> list[TokenOutput]:
         """Remove a running request from the batch; its last step may still finish it."""
         self._scheduler.held.move(request)
         self._leaving[request.rid] = request, room
@@ -54,9 +63,8 @@ class Moves:
         self._outgoing.poll(now_s)  # no client waits for it here
         return outputs
 
-    def end_all(self, why: str) -> None:
-        for handover in list(self._outgoing.handovers.values()):
-            self._outgoing.abort(handover, FinishReason(kind="abort", message=why))
+    def end_peers_work(self, why: str) -> None:
+        self._outgoing.end_all(why)
 
     def _part(self) -> list[TokenOutput]:
         outputs = list[TokenOutput]()
@@ -90,14 +98,17 @@ class Moves:
 
     # ---- reports
 
-    def __len__(self) -> int:
-        return len(self._leaving) + len(self._outgoing.handovers)
-
     @property
     def num_rows(self) -> int:
         return self._outgoing.num_rows
 
-    def all_counters(self) -> dict[str, float]:
+    def waits_for_outside(self) -> bool:
+        return bool(self._leaving or self._outgoing.handovers)
+
+    def queues(self) -> dict[str, int]:
+        return {"moving": len(self._leaving) + len(self._outgoing.handovers)}
+
+    def counters(self) -> Mapping[str, float]:
         """All counters; failed moves are not failed arrivals."""
         failed = sum(self._outgoing.counters.values())
         return {**self._pages.counters, "moved_out": self._num_moved, "moves_failed": failed}

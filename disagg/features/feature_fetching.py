@@ -8,23 +8,23 @@ Prompts with the same image share a fetch. Images with cached KV need none.
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
+from disagg.features.prefix_fetching import fits_weights
+from disagg.features.recompute import fits, packed
 from disagg.incoming import Incoming, IncomingTransfer, Receivers, TransferFailure
-from disagg.metadata import Checksum, FirstToken, MetadataBuffers
-from disagg.prefix_fetching import fits_weights
-from disagg.resumption import fits, packed
+from disagg.metadata import FirstToken, MetadataBuffers
+from disagg.role import PeerPart
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.memory import Detached, Memory
 from engine.core.request import Request
-from engine.core.scheduler import ABORTED, Scheduler
 from engine.images import ImageInput
-from engine.loop.role import UnifiedRole
 from engine.messages import FeatureSource, FinishReason, TokenOutput
 from transfer_backends.contract import Route, Work
 from transfer_backends.rooms import RoomInUse
@@ -49,7 +49,7 @@ class FeatureFetch(IncomingTransfer):
     waiting: dict[str, Request] = field(default_factory=dict)
 
 
-class FeatureFetches:
+class FeatureFetches(PeerPart):
     """Owns feature pages until a step copied them, or no peer writes them."""
 
     def __init__(
@@ -61,7 +61,6 @@ class FeatureFetches:
         allocator: PageAllocator,
         rooms: Iterator[int],
         timeout_s: float,
-        checksum: Checksum | None = None,
     ) -> None:
         """`allocator`: of the feature pool.
 
@@ -70,7 +69,7 @@ class FeatureFetches:
         images = memory.part(ImageCache)
         assert images is not None, "the model sees images"
         late = f"they did not come within {timeout_s:g} s"
-        self.incoming = Incoming[FeatureFetch](metadata, self, checksum=checksum, late=late)
+        self.incoming = Incoming[FeatureFetch](metadata, self, late=late)
         self._manager = manager
         self._memory = memory
         self._images = images
@@ -80,29 +79,36 @@ class FeatureFetches:
         self._timeout_s = timeout_s
         self._landed: list[list[int]] = []  # pages owned by the image cache
         self._avoided: dict[str, float] = {}  # control address -> end time
-        self.counters = self.incoming.counters
-        self.counters |= dict.fromkeys(COUNTED, 0)
+        self._counters = self.incoming.counters
+        self._counters |= dict.fromkeys(COUNTED, 0)
 
     def begin(self, request: Request, now_s: float) -> None:
         """Make `request` wait for its images' features from encoders."""
+        if not request.message.encoders:
+            return
         cached = len(self._memory.match_prefix(request).pages) * self._memory.allocator.page_size
         for image, source in zip(request.images, request.message.encoders, strict=False):
             if source is not None and image.end > cached and not self._images.has(image.key):
                 self._wait(request, image, source, now_s)
 
-    def leave(self, rid: str) -> None:
-        """Remove a request without client; unneeded fetches end."""
+    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+        """Remove a request, which the role ends; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             request = fetch.waiting.pop(rid, None)
             if request is not None:
                 request.vision.num_arriving -= 1
                 if not fetch.waiting:
                     self.incoming.cancel(fetch, "the client has gone")
+        return None
 
-    def poll(self, now_s: float) -> None:
+    def end_peers_work(self, why: str) -> None:
+        self.incoming.end_all(why)
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
         self._avoided = {control: until_s for control, until_s in self._avoided.items() if until_s > now_s}
         self._free_copied()
         self.incoming.poll(now_s)
+        return []
 
     # ---- the beginning
 
@@ -116,13 +122,13 @@ class FeatureFetches:
         is_large = self._allocator.pages_for(image.num_tokens) > self._allocator.num_pages or not fits((image,))
         is_avoided = now_s < self._avoided.get(source.control, now_s)
         if is_large or is_avoided or len(self.incoming.transfers) >= MAX_FETCHES:
-            self.counters["feature_fetches_forgone"] += 1
+            self._counters["feature_fetches_forgone"] += 1
             return None
         room, route = next(self._rooms), Route(control=source.control, incarnation=source.incarnation, shared=True)
         try:
             receiver = self._manager.receiver(room, bootstrap="", room_attempt=ATTEMPT, route=route)
         except (RoomInUse, ValueError):  # named by an incompatible router
-            self.counters["feature_fetches_forgone"] += 1
+            self._counters["feature_fetches_forgone"] += 1
             return None
         fetch = FeatureFetch(
             key=image.key.hex(),
@@ -133,7 +139,7 @@ class FeatureFetches:
             deadline_s=now_s + self._timeout_s,
         )
         self.incoming.begin(fetch)
-        self.counters["feature_fetches"] += 1
+        self._counters["feature_fetches"] += 1
         return fetch
 
     # ---- as the target of its transfers
@@ -159,11 +165,11 @@ class FeatureFetches:
         pages = list(fetch.pages)
         if self._images.land(fetch.image, pages):
             self._landed.append(pages)
-            self.counters["features_fetched"] += 1
-            self.counters["feature_fetched_tokens"] += fetch.image.num_tokens
+            self._counters["features_fetched"] += 1
+            self._counters["feature_fetched_tokens"] += fetch.image.num_tokens
         else:
             self._allocator.free(pages)
-            self.counters["feature_fetches_aborted"] += 1
+            self._counters["feature_fetches_aborted"] += 1
         self._end_wait(fetch)
         return ""
 
@@ -182,7 +188,7 @@ class FeatureFetches:
             self._avoided[fetch.control] = self.incoming.now_s + AVOIDED_S
         if failure is TransferFailure.CORRUPT:
             log.error("features of an image (room %d): %s", fetch.room, reason)
-        self.counters[f"feature_fetches_{failure.counted}"] += 1
+        self._counters[f"feature_fetches_{failure.counted}"] += 1
         log.debug("an image (room %d) is encoded here: %s", fetch.room, reason)
         self._allocator.free(fetch.pages)
         self._end_wait(fetch)
@@ -198,17 +204,19 @@ class FeatureFetches:
 
     # ---- reports
 
-    def avoided(self) -> list[str]:
-        """Control addresses of avoided encoders, so that routers choose others."""
-        return list(self._avoided)
+    def state(self) -> dict[str, Any]:
+        """Report avoided encoders, so that routers choose others."""
+        return {"avoided_encoders": list(self._avoided)}
 
-    @property
     def waits_for_outside(self) -> bool:
         return bool(self.incoming.transfers or self.incoming.quarantined)
 
     def queues(self) -> dict[str, int]:
         incoming = self.incoming
         return {"fetching_features": len(incoming.transfers), "quarantined_features": len(incoming.quarantined)}
+
+    def counters(self) -> Mapping[str, float]:
+        return self._counters
 
     def check(self) -> None:
         counts, fetches = self._allocator.counts(), list(self.incoming.transfers.values())
@@ -243,47 +251,3 @@ def rooms_of(incarnation: str) -> Iterator[int]:
         digest = hashlib.sha256(f"{incarnation}/{number}".encode()).digest()
         yield int.from_bytes(digest[:8], "little") >> 1 | 1
         number += 1
-
-
-# ---- A worker that serves whole requests, and gets features of their images from encode workers.
-
-
-class FetchingRole(UnifiedRole):
-    def __init__(self, scheduler: Scheduler, features: FeatureFetches) -> None:
-        super().__init__(scheduler)
-        self._features = features
-
-    def add(self, request: Request, now_s: float) -> list[TokenOutput]:
-        refused = super().add(request, now_s)
-        if request.message.encoders and not refused:
-            self._features.begin(request, now_s)
-        return refused
-
-    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        self._features.leave(rid)
-        return super().abort(rid, now_s, reason)
-
-    def poll(self, now_s: float) -> list[TokenOutput]:
-        self._features.poll(now_s)
-        return []
-
-    def end_peers_work(self, why: str) -> None:
-        self._features.incoming.end_all(why)
-
-    def waits_for_outside(self) -> bool:
-        return self._features.waits_for_outside
-
-    def queues(self) -> dict[str, int]:
-        return {"waiting": self._scheduler.num_waiting, **self._features.queues()}
-
-    def counters(self) -> dict[str, float]:
-        return dict(self._features.counters)
-
-    def avoided_encoders(self) -> list[str]:
-        return self._features.avoided()
-
-    def check(self) -> None:
-        self._features.check()
-
-    def close(self) -> None:
-        self._features.close()

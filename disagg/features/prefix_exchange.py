@@ -1,17 +1,22 @@
 """Both directions of --prefix-fetch at a prefill worker."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from disagg.features.prefix_fetching import FetchPolicy, PrefixFetch, PrefixFetches, carrier_of
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
-from disagg.prefix_fetching import FetchPolicy, PrefixFetches, carrier_of
-from engine.core.outputs import output_of, refusal, refused
+from disagg.role import PeerPart
+from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.messages import FinishReason, KVSource, TokenOutput
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, KVSource, TokenOutput
 from transfer_backends.contract import RecomputeRequest
 
 NO_COPY = refusal("the prefix is here already, or others are on their way", status=409)
 NOT_COPIED = refusal("the prefix did not come: its worker has it no more, or was too slow", status=409)
-OFF = "this worker sends no prefixes (--prefix-fetch)"
 
 
 # ---- sent prefixes
@@ -56,8 +61,7 @@ class PrefixServer:
         self._outgoing.poll(now_s)
 
     def end_all(self, why: str) -> None:
-        for handover in list(self._outgoing.handovers.values()):
-            self._outgoing.abort(handover, FinishReason(kind="abort", message=why))
+        self._outgoing.end_all(why)
 
     def _begin(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
         self._unsettled.append(handover)
@@ -90,40 +94,50 @@ class PrefixServer:
         }
 
 
-class PrefixExchange:
+class PrefixExchange(PeerPart):
     def __init__(
-        self, *, fetches: PrefixFetches, server: PrefixServer, policy: FetchPolicy, source: KVSource | None = None
+        self, *, fetches: PrefixFetches, server: PrefixServer, policy: FetchPolicy, source: KVSource, token_bytes: int
     ) -> None:
-        self.source = source
+        """Give peers the address `source`; `token_bytes` are of KV."""
+        self._source = source
+        self._token_bytes = token_bytes
         self._fetches = fetches
         self._server = server
         self._policy = policy
         self._now_s = 0.0
+        self._closed: str | None = None
 
-    def begin(self, request: Request, now_s: float) -> None:
-        """Let `request` wait for its prefix if fetching it pays."""
-        self._fetches.begin(request, request.message.prefix_source, now_s)
-
-    def copy(self, request: Request, now_s: float) -> list[TokenOutput]:
+    def answer(self, request: Request, now_s: float) -> list[TokenOutput] | None:
         """Fetch a prefix that no request needs yet, and answer at the end."""
+        if request.message.prefix_source is None or not request.message.prefix_source.copy:
+            return None
         if request.rid in self._fetches.copies:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
         return [] if self._fetches.begin_copy(request, now_s) else [refused(request, NO_COPY)]
 
-    def abort_copy(self, rid: str, reason: FinishReason) -> list[TokenOutput]:
+    def begin(self, request: Request, now_s: float) -> None:
+        """Let a request for a decode worker wait for its prefix if fetching it pays."""
+        at = request.message.bootstrap
+        if not request.message.alone and at is not None and at.host != FAKE_BOOTSTRAP_HOST:
+            self._fetches.begin(request, request.message.prefix_source, now_s)
+
+    def take(self, wanted: RecomputeRequest, now_s: float) -> bool:
+        """Send cached KV to another worker."""
+        if wanted.work.cached:
+            self._server.take(wanted, now_s, refused=self._closed)
+        return wanted.work.cached
+
+    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
         request = self._fetches.end_copy(rid)
-        return [] if request is None else [refused(request, reason)]
+        self._fetches.leave(rid)
+        return None if request is None else [refused(request, reason)]
 
-    def leave(self, request: Request) -> None:
-        if request.arriving:
-            self._fetches.leave(request)
+    def close_to_peers(self, why: str | None) -> None:
+        self._closed = why
 
-    def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
-        """Send cached KV to another worker, unless `refused`."""
-        self._server.take(wanted, now_s, refused=refused)
-
-    def note_computed(self, request: Request, now_s: float) -> None:
-        self._policy.note_prompt(request.num_tokens - request.stats.cached_tokens, request.times.prefill_s, now_s)
+    def end_peers_work(self, why: str) -> None:
+        self._fetches.incoming.end_all(why)
+        self._server.end_all(why)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         self._now_s = now_s
@@ -131,33 +145,43 @@ class PrefixExchange:
         self._server.poll(now_s)
         return [_copied(request) for request in self._fetches.take_ended_copies()]
 
-    def end_all(self, why: str) -> None:
-        self._fetches.incoming.end_all(why)
-        self._server.end_all(why)
+    def on_step(self, effects: StepEffects, now_s: float) -> None:
+        for request, _, _ in effects.prefilled:
+            self._policy.note_prompt(request.num_tokens - request.stats.cached_tokens, request.times.prefill_s, now_s)
 
     # ---- reports
-
-    @property
-    def waits_for_outside(self) -> bool:
-        incoming = self._fetches.incoming
-        return bool(incoming.transfers or len(self._server) or incoming.quarantined)
 
     @property
     def num_rows(self) -> int:
         return self._fetches.incoming.num_rows + self._server.num_rows
 
+    @property
+    def quarantined(self) -> Sequence[PrefixFetch]:
+        return self._fetches.incoming.quarantined
+
+    def waits_for_outside(self) -> bool:
+        return bool(self._fetches.incoming.transfers or len(self._server))
+
     def queues(self) -> dict[str, int]:
         return {
             "fetching": len(self._fetches.incoming.transfers),
             "sending": len(self._server),
-            "quarantined": len(self._fetches.incoming.quarantined),
+            "quarantined": len(self.quarantined),
         }
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> Mapping[str, float]:
         return {**self._fetches.counters, **self._server.all_counters()}
 
     def gauges(self) -> dict[str, float]:
         return self._policy.gauges(self._now_s)
+
+    def info(self) -> dict[str, Any]:
+        named = {
+            "control": self._source.control,
+            "incarnation": self._source.incarnation,
+            "token_bytes": self._token_bytes,
+        }
+        return {"prefix_source": msgspec.json.encode(named).decode()}
 
     def check(self) -> None:
         self._fetches.check()

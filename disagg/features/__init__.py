@@ -1,0 +1,1 @@
+"""Features of roles, as parts (disagg/role.py); only the assembler imports them."""
