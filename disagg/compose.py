@@ -134,7 +134,7 @@ def _moves(site: "_Site") -> Moves:
 
 
 class _Site:
-    """What a role and its parts share: the engine, its memory, metadata rows.
+    """Engine, memory and metadata rows that a role and its parts share.
 
     Raises ConfigError, BackendUnavailable, and EngineError if a follower's engine does not start.
     """

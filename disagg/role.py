@@ -5,10 +5,11 @@ there is no other order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from disagg.incoming import IncomingTransfer, check_quarantine
+from disagg.incoming import IncomingTransfer, Receivers, check_quarantine
 from disagg.metadata import MetadataBuffers
+from disagg.outgoing import Senders
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
@@ -123,22 +124,11 @@ class PartedRole(UnifiedRole):
             part.check()
 
 
-class Manager(Protocol):
-    """The manager of either side of transfers, as far as every role uses it."""
-
-    @property
-    def counters(self) -> dict[str, int]: ...
-
-    def check(self) -> None: ...
-
-    def close(self) -> object: ...
-
-
 class PeerRole(PartedRole):
     """A role whose requests' KV crosses workers: through a manager, with metadata rows."""
 
     def __init__(
-        self, scheduler: Scheduler, manager: Manager, metadata: MetadataBuffers, parts: Sequence[PeerPart]
+        self, scheduler: Scheduler, manager: Senders | Receivers, metadata: MetadataBuffers, parts: Sequence[PeerPart]
     ) -> None:
         super().__init__(scheduler, parts)
         self._transfers = manager

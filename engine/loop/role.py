@@ -47,7 +47,7 @@ class RolePart(LoopListener):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Fields of StateReply beside those of the loop."""
+        """Fields of StateReply that the role adds."""
         return {}
 
     def check(self) -> None:

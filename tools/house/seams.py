@@ -12,7 +12,7 @@ BASE_PATH = (
     "engine/loop/loop.py",
     *(f"engine/executor/{name}.py" for name in ("forward_pass", "sample_pass", "draft_pass")),
     *(f"engine/models/{name}.py" for name in ("decoder", "layer", "part")),
-    *("disagg/decode_role.py", "disagg/prefill_role.py"),
+    *("disagg/role.py", "disagg/decode_role.py", "disagg/prefill_role.py"),
     *("router/requests/dispatch.py", "router/attempts/pair_attempt.py"),
     "engine/frontend/apis/shared/stream.py",
 )
