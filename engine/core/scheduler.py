@@ -49,7 +49,7 @@ class OneStream:
 
     def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
         """Plan a drafter step, else prefill, else decode, or both of these."""
-        assert lane is None, "only with PD multiplexing plans have a lane"
+        assert lane is None, "with PD multiplexing each plan has a lane, else none"
         items, opens = self._decode.ask()
         if items:
             return items, opens
