@@ -2,7 +2,7 @@
 
     add, abort       --->  Stages        live requests, and the stage of each
     held.adopt ...   --->  HandoffRequests  handoff requests: KV of, or for, another worker
-    schedule         --->  PrefillPlanner, DecodePlanner, in one stream or two: the next step (`Plan`)
+    schedule         --->  PrefillPlanner, DecodePlanner: the next step (`Plan`)
                            LoadAhead     host pages for waiting requests
     fill_masks       --->  GrammarMasks  allowed tokens, before sampling
     collect          --->  Results       a finished step's effects (`StepEffects`)

@@ -89,7 +89,7 @@ class Stages:
         return any(r.finish is None for r in self.draining)
 
     def retracted(self) -> list[Request]:
-        """Retracted requests that wait for memory, also those whose KV the role gets from elsewhere."""
+        """Retracted requests that wait for memory or for KV from elsewhere."""
         waiting = [r for r in self.waiting.values() if r.stats.retractions > 0]
         elsewhere = [r for r in self.held if r.stats.retractions > 0 and not r.pages and r.finish is None]
         return [*waiting, *(r for r in self.draining if r.finish is None), *elsewhere]

@@ -1,5 +1,6 @@
 """An encoder worker without HTTP: production engine, role and transfer engine, in a test's own process."""
 
+import json
 from collections.abc import Mapping
 from time import monotonic
 from types import MappingProxyType
@@ -36,7 +37,7 @@ class EncoderInProcess:
     @property
     def source(self) -> FeatureSource:
         """As a router names it."""
-        return FeatureSource(self.role.source.control, self.role.source.incarnation)
+        return FeatureSource(**json.loads(self.role.info()["image_encoder"]))
 
     @property
     def counters(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ TOGGLES = ("enable_thinking", "thinking")  # template variables that toggle reas
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan(SamplesPlan):
-    """Samples of one prompt. `reader`: of parts, None for plain text. `call_ids`: None without calls."""
+    """Samples of one prompt. `reader`: None for plain text. `call_ids`: None without calls."""
 
     reader: Callable[[], PartReader] | None
     call_ids: CallIds | None
