@@ -13,6 +13,7 @@ from engine.core.policy import Limits
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
+from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, PAGE_SIZE = 512, 2048, 16
@@ -103,7 +104,8 @@ def _decoding(running: int, *, policy: str) -> Scheduler:
 
 def _request(rid: str, prompt: list[int]) -> Request:
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
-    return Request(rid=rid, input_ids=prompt, sampling=sampling, eos_ids=frozenset({1_000_000}), arrived_s=0.0)
+    message = GenerateRequest(rid=rid, input_ids=prompt, sampling=sampling)
+    return Request(message=message, eos_ids=frozenset({1_000_000}), arrived_s=0.0)
 
 
 def _result(plan: Plan) -> StepResult:

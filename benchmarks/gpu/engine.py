@@ -13,6 +13,7 @@ from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
 from engine.executor.graphs import Capture, Work
 from engine.loop.pipeline import Pipeline, StepStrategy
+from engine.messages import GenerateRequest
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.part import ModelPart
@@ -87,7 +88,7 @@ def make_engine(target: Target, shape: Shape, *, context: int, load: Any = rando
 
 def request(rid: str, *, prompt: list[int], new_tokens: int) -> Request:
     sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    return Request(rid=rid, input_ids=prompt, sampling=sampling, eos_ids=frozenset(), arrived_s=0.0)
+    return Request(message=GenerateRequest(rid=rid, input_ids=prompt, sampling=sampling), arrived_s=0.0)
 
 
 class Run:
