@@ -226,12 +226,12 @@ class _Watched:
 # ---- Both ends of a stage: token ids or hidden states come in, logits or hidden states go out.
 
 
-class Head(Protocol):
+class VocabHead(Protocol):
     def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return logits [n, vocab] fp32 of `x` [n, hidden], in `out` if given; only on rank 0."""
 
 
-def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], Head]:
+def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], VocabHead]:
     """Return what makes hidden states of a step's inputs, and the head."""
     config, place = part.config, part.place
     embed: Callable[[torch.Tensor], torch.Tensor] = _received
@@ -252,7 +252,7 @@ def _received(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def _over_ranks(part: ModelPart, head: "Linear | NoHead") -> Head:
+def _over_ranks(part: ModelPart, head: "Linear | NoHead") -> VocabHead:
     return head if part.collectives.size == 1 else DividedHead(part, head)
 
 

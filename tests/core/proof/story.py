@@ -154,7 +154,7 @@ def _setups(**fixed: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
         mixed_chunk=st.booleans(),
         radix=st.sampled_from([True, True, False]),
         policy=st.sampled_from(POLICIES),
-        priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES]),
+        priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES, *PRIORITIES]),
         conservativeness=st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]),
         clip=st.sampled_from([0, 0, 0, 3, 4096]),
         backup_pages=st.sampled_from([0, 8, 1000]),
