@@ -53,7 +53,7 @@ def main() -> None:
         with recording_ranks(model, pp_size=2) as engine:
             check(run(engine, LENGTHS), expected)
             weights = engine.parts.weights
-            weights.take(weights._load(other, engine.model, progress=False), model_path=other, version=None)
+            weights.take(weights._actions.load(other, engine.model, progress=False), model_path=other, version=None)
             check(run(engine, LENGTHS), expected_of_other)
 
 
