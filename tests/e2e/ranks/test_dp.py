@@ -23,7 +23,6 @@ DELAY = {"stream_delay_s": 0.004}
 RETRACTED = ("--disaggregation-decode-retraction-backup", "prefill", "--disable-radix-cache")
 SEEDED = {"temperature": 1.0, "seed": 7, "max_new_tokens": 16, "ignore_eos": True}
 ENDED_S = 60.0
-MAX_ROUNDS = 8
 DONE = {"unified": "steps", "prefill": "recomputed", "decode": "resumed_through_prefill"}  # by each rank, counted
 
 
@@ -61,7 +60,7 @@ async def test_tokens_are_those_of_one_rank_and_every_rank_serves(
     way: str, started: dict[str, Cluster], reference: list[list[int]]
 ) -> None:
     workers = {worker.role: worker.url for worker in started[way].workers}
-    for round_ in range(MAX_ROUNDS):  # which rank a request meets, and when decode retracts it, is chance
+    for round_ in range(8):  # which rank a request meets, and when decode retracts it, is chance
         answers = await generate_all(started[way].router, mixed_bodies(seed=1, count=24))
         assert [answer["output_ids"] for answer in answers] == reference
         states = {role: await state_of(url) for role, url in workers.items()}
