@@ -33,7 +33,8 @@ LONG = (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # here, too, for fork servers: a library reads it as it is imported
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # once: xdist's processes inherit it
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 
 
