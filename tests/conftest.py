@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,17 +65,29 @@ def pytest_sessionfinish() -> None:
     fork_servers.close()
 
 
+@contextlib.contextmanager
+def same_environment() -> Iterator[None]:
+    """Remove the variables that a library adds meanwhile: in another environment than its own, a fork server forks nothing."""
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Any:
+    """torch adds a directory for its caches."""
+    with same_environment():
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol() -> Any:
-    """Leave the environment without what a test has added: in another one than its own, a fork server forks nothing.
-
-    Transfer engines in a test's own process add settings of their libraries.
-    """
-    before = set(os.environ)
-    ran = yield
-    for name in set(os.environ) - before:
-        del os.environ[name]
-    return ran
+    """Transfer engines in a test's own process add settings of their libraries."""
+    with same_environment():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
