@@ -43,14 +43,6 @@ STARTED = ("e2e", "hostile", "security", "deploy")  # folders whose tests start 
 fork_servers = contextlib.ExitStack()  # as long as the run lasts
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.enable()
-    gc.freeze()
-    places = tuple(f"tests/{place}/" for place in STARTED)
-    if not session.config.option.collectonly and any(item.nodeid.startswith(places) for item in session.items):
-        start_fork_servers()
-
-
 def start_fork_servers() -> None:
     """Unless they are there: the processes of pytest-xdist have those of their controller."""
     if installed_gpus() or SERVER_VARIABLE in os.environ:
@@ -77,10 +69,15 @@ def same_environment() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection() -> Any:
-    """torch adds a directory for its caches."""
-    with same_environment():
-        return (yield)
+def pytest_collection(session: pytest.Session) -> Any:
+    with same_environment():  # torch adds a directory for its caches
+        collected = yield
+    gc.enable()
+    gc.freeze()
+    places = tuple(f"tests/{place}/" for place in STARTED)
+    if not session.config.option.collectonly and any(item.nodeid.startswith(places) for item in session.items):
+        start_fork_servers()
+    return collected
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
