@@ -19,7 +19,7 @@ from disagg.prefill_role import PrefillRole
 from disagg.registration import RouteFinder, registrar_of
 from disagg.role import PartedRole, PeerPart
 from disagg.transfer_engine import engine_of, memory_of, no_lookup, side_pools, start, transfer_config
-from engine.build import EngineParts
+from engine.assembly.parts import EngineParts
 from engine.kv.cache_spec import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.loop.role import EngineRole

@@ -6,7 +6,6 @@ ahead of the timeline: outputs carry its time; new messages wait for the next it
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from disagg.config import DisaggConfig
@@ -14,18 +13,12 @@ from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender, PromptHandovers
 from disagg.prefill_role import PrefillRole
+from engine.assembly.core import CoreConfig, build_core
+from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.config import EngineConfig
-from engine.core.estimates import NewTokenRatio
-from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import RadixCache
-from engine.core.memory import Memory
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerState
 from engine.flags.resolve import depth, limits, ratio_rule
-from engine.loop.heartbeat import IterationClock
-from engine.loop.loop import EngineLoop
-from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import GenerateRequest, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
@@ -77,17 +70,12 @@ class PlanWorker:
         self._end = End(link=link, metadata=self._metadata, now=lambda: self.clock.now_s, wake=self._wake, home=home)
         self.role = self._role(network)
         nothing: Any = None  # no weights are updated, no profile is taken
-        self._loop = EngineLoop(
-            scheduler=self.scheduler,
-            pipeline=partial(
-                Pipeline, strategy=StepStrategy(self.scheduler), executor=self.executor, depth=depth(spec.engine)
-            ),
-            role=self.role,
-            ports=self._ports,
-            services=LoopServices(weights=nothing, profiler=nothing),
-            turns=IterationClock(limit_s=0),
-            settings=LoopSettings(eos_ids=frozenset()),
-            clock=lambda: self.clock.now_s,
+        services = LoopServices(weights=nothing, profiler=nothing)
+        self._loop = assemble_worker(
+            LoopSettings(eos_ids=frozenset()),
+            WorkerWire(ports=self._ports, role=self.role),
+            Clock(now_s=lambda: self.clock.now_s),
+            computing(self.scheduler, self.executor, services, depth=depth(spec.engine)),
         )
 
     def receive(self, message: ToScheduler) -> None:
@@ -204,14 +192,13 @@ def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host, home: Hashable) 
 
 def _scheduler(spec: WorkerSpec) -> Scheduler:
     config = spec.engine
-    allocator = PageAllocator(num_pages=spec.num_pages, page_size=config.page_size)
-    state = SchedulerState(
-        limits=replace(limits(config), reserve_floor=DisaggConfig().num_reserved_decode_tokens),
-        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
-        ratio=NewTokenRatio(ratio_rule(config)),
-    )
     drafts = spec.speculation is not None and spec.role != "prefill"
-    return Scheduler(
-        state,
+    core = CoreConfig(
+        limits=replace(limits(config), reserve_floor=DisaggConfig().num_reserved_decode_tokens),
+        num_pages=spec.num_pages,
+        radix=not config.disable_radix_cache,
+        ratio=ratio_rule(config),
         drafting=spec.speculation.drafting() if spec.speculation is not None and drafts else None,
     )
+    scheduler, _ = build_core(core)
+    return scheduler

@@ -22,7 +22,9 @@ from benchmarks.gpu.engine import EagerCapture, Run
 from benchmarks.gpu.rates import KINDS
 from benchmarks.gpu.target import Shape, Target
 from benchmarks.random_model import write_model
-from engine.build import EngineParts, build_engine
+from engine.assembly.leader import build_engine
+from engine.assembly.loading import LocalMachine
+from engine.assembly.parts import EngineParts
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem, SlotOpen
@@ -51,7 +53,7 @@ def tokens_of(
     config = EngineConfig(model_path=path, dtype="float32", **flags)
     eager = config.device == "cpu" and config.attention_backend == "triton"
     capture = EagerCapture if eager else None
-    parts = build_engine(config, load_model_config(path), progress=False, capture=capture)
+    parts = build_engine(config, load_model_config(path), machine=LocalMachine(capture=capture))
     if ahead_pages is not None and (host := parts.scheduler.memory.part(HostCache)) is not None:
         host.ahead_pages = ahead_pages
     run = Run(parts, depth=parts.depth)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.target import Shape, Target
-from engine.build import EngineParts, build_engine
+from engine.assembly.leader import build_engine
+from engine.assembly.loading import LocalMachine
+from engine.assembly.parts import EngineParts
 from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
@@ -77,13 +79,7 @@ def make_engine(target: Target, shape: Shape, *, context: int, load: Any = rando
     }
     capture: Callable[[], Capture] | None = EagerCapture if target.small else None
     config = EngineConfig(**(defaults | flags))
-    return build_engine(
-        config,
-        shape.config(context=context),
-        progress=False,
-        capture=capture,
-        load=load,
-    )
+    return build_engine(config, shape.config(context=context), machine=LocalMachine(capture=capture, load=load))
 
 
 def request(rid: str, *, prompt: list[int], new_tokens: int) -> Request:

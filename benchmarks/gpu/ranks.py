@@ -167,7 +167,7 @@ def _tokens(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str] 
 def _lead(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str]) -> dict[str, list[int]]:
     from disagg.config import DisaggConfig, SchedulerSpec
     from disagg.processes.rank_group import started_group
-    from engine.build import build_engine
+    from engine.assembly.leader import build_engine
     from engine.config import EngineConfig
     from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 
@@ -184,7 +184,7 @@ def _lead(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str]) -
     )
     model = load_model_config(WIDE_MODEL_PATH)
     with started_group(spec, model, mooncake_protocol=None) as group:
-        parts = build_engine(config, model, progress=False, group=group)
+        parts = build_engine(config, model, group=group)
         run = Run(parts, depth=parts.depth)
         for i, prompt in enumerate(prompts):
             run.add(str(i), prompt=prompt, new_tokens=NEW_TOKENS)

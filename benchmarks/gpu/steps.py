@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.engine import STD, Run, Steps, make_engine, random_model
 from benchmarks.gpu.target import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Shape, Target
-from engine.build import EngineParts
+from engine.assembly.parts import EngineParts
 from engine.core.plan import Plan
 from engine.executor.model_runner import ModelRunner
 from engine.executor.sample_pass import StepOutput

@@ -11,9 +11,9 @@ from disagg.features.recompute import Bounds
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.outgoing import PageSender
 from disagg.transfer_engine import engine_of, memory_of, no_lookup, start, transfer_config
-from engine.build import EngineParts
+from engine.assembly.encoder import EncoderParts
+from engine.assembly.parts import EngineParts
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.encoder import EncoderParts
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.messages import KVSource

@@ -58,15 +58,14 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     with no_collections():
         import torch
 
-        from disagg.fabric_pool import kv_bytes_of
+        from disagg.engine_use import engine_use
         from disagg.transfer_engine import engine_of, memory_of
+        from engine.assembly.follower import build_follower
         from engine.parallel.process_groups import joined
         from engine.parallel.region import SharedRegion
-        from engine.ranks.build import build_follower
-        from engine.ranks.links import Joint, place_of
-        from engine.ranks.rank_parts import RankUse
+        from engine.ranks.links import Joint, links_of, place_of
 
-    config, disagg = spec.scheduler.engine, spec.scheduler.disagg
+    config = spec.scheduler.engine
     joint = None
     if spec.scheduler.joint is not None:
         joint = Joint(SharedRegion.open(spec.scheduler.joint.memory, joint_plan(config)), spec.scheduler.dp_rank)
@@ -78,22 +77,14 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     if spec.store is not None:
         place = place_of(spec.rank, config)
         groups = joined(spec.store, place, torch.device("cuda", 0), timeout_s=config.dist_timeout_s)
+    wires = {end: socket.socket(fileno=descriptor) for end, descriptor in spec.wires.items()}
     follower, pools = build_follower(
         config,
         load_model_config(config.model_path),
-        region=region,
-        rank=spec.rank,
-        channel=channel,
-        use=RankUse(
-            decodes=disagg.disaggregation_mode != "prefill",
-            prefills=disagg.disaggregation_mode != "decode",
-            name=spec.scheduler.trace_name(spec.rank),
-            allocate_kv=kv_bytes_of(spec.mooncake_protocol),
-        ),
+        channel,
+        connect=partial(links_of, region, spec.rank, wires=wires, joint=joint, groups=groups),
+        use=engine_use(spec.scheduler.disagg, spec.mooncake_protocol, name=spec.scheduler.trace_name(spec.rank)),
         turning=partial(_note, turns),
-        joint=joint,
-        wires={end: socket.socket(fileno=descriptor) for end, descriptor in spec.wires.items()},
-        groups=groups,
     )
     if len(spec.descriptors) > 2:
         _serve_transfers(spec, engine_of(spec.scheduler, pools.kv), memory_of(pools))

@@ -6,7 +6,8 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
-from disagg.config import DisaggConfig
+from disagg.config import DisaggConfig, SchedulerSpec
+from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 from transfer_backends.engines.rdma_devices import IB_FLAG, devices_here, named_devices, ucx_settings
 
@@ -85,8 +86,33 @@ def _capabilities() -> int:
     return int(found[1], 16) if found else 0
 
 
-def why_kv_stays(disagg: DisaggConfig) -> str:
-    """Return why KV memory cannot move, or ""."""
-    if not disagg.has_peers or not devices_here():
-        return ""
-    return "the KV memory of this worker is registered with RDMA devices, which keep its pages"
+def check_prefix_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
+    """Raises ConfigError for flags or models without prefix transfer."""
+    if not spec.disagg.prefix_fetch or spec.disagg.disaggregation_mode == "null":
+        return
+    if model.recurrent is not None:
+        raise ConfigError(
+            "--prefix-fetch: the model has recurrent layers, whose state no prefix of another worker brings along; leave it out"
+        )
+    if spec.engine.disable_radix_cache:
+        raise ConfigError(
+            "--prefix-fetch: --disable-radix-cache leaves no place for a prefix; leave one of the two out"
+        )
+    if spec.engine.dp_size > 1:
+        raise ConfigError(
+            f"--prefix-fetch: not with --dp-size {spec.engine.dp_size}: a router does not know which DP rank has a prefix"
+        )
+
+
+def check_feature_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
+    """Raises ConfigError for models without features; warns if this worker cannot fetch."""
+    if not spec.disagg.feature_fetch:
+        return
+    if model.vision is None:
+        raise ConfigError("--feature-fetch: the model sees no images; leave it out")
+    if spec.engine.pp_size > 1:
+        log.warning(
+            "--feature-fetch: not with --pp-size %d, whose first stage alone needs features of images and has no transfers of its own; "
+            "this worker encodes all images itself",
+            spec.engine.pp_size,
+        )

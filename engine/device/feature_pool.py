@@ -6,6 +6,7 @@ One layer with a row per token, so allocation, transfers and checksums are KV's.
 import torch
 
 from engine.config import EngineConfig
+from engine.device.step_memory import EngineUse
 from engine.flags.images import cache_bytes, max_image_tokens
 from engine.kv.cache_spec import CacheSpec, page_bytes_of
 from engine.kv.kv_pool import AllocateBytes, KVPool
@@ -27,6 +28,20 @@ def arriving_pages(config: EngineConfig, model: ModelConfig, vision: VisionConfi
     assert config.context_length is not None, "resolved"
     largest = -(-min(config.context_length, max_image_tokens(vision)) // PAGE_TOKENS)
     return max(1, largest, cache_bytes(config) // ARRIVING_SHARE // feature_page_bytes(config, model, vision))
+
+
+def arriving_bytes(config: EngineConfig, model: ModelConfig, use: EngineUse) -> int:
+    if not use.receives_features or model.vision is None:
+        return 0
+    return (1 + arriving_pages(config, model, model.vision)) * feature_page_bytes(config, model, model.vision)
+
+
+def arrivals(config: EngineConfig, model: ModelConfig, use: EngineUse) -> KVPool | None:
+    """Allocate the pages of arriving features, if any arrive here. Raises ConfigError."""
+    if not use.receives_features or model.vision is None:
+        return None
+    num_pages = arriving_pages(config, model, model.vision)
+    return feature_pool(config, model, model.vision, num_pages=num_pages, allocate=use.allocate_kv)
 
 
 def encoded_pages(config: EngineConfig, model: ModelConfig, vision: VisionConfig) -> int:

@@ -1,12 +1,23 @@
 """Machine facts of a worker: C kernels, arithmetic kind, huge pages."""
 
+import logging
 import os
 from pathlib import Path
 
-from engine.kernels.build import DISABLE_VARIABLE, BuildError, NoCompilerError, check_buildable, cpu_kinds
+from engine.config import EngineConfig
+from engine.kernels.build import (
+    DISABLE_VARIABLE,
+    BuildError,
+    CpuKindError,
+    NoCompilerError,
+    check_buildable,
+    cpu_kinds,
+)
 from engine.kernels.linear import linear_kernel
 from engine.kernels.paged_attention import DECODE_SOURCE as PAGED_DECODE
+from service.flags import ConfigError
 
+log = logging.getLogger(__name__)
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TORCH = "torch"
 
@@ -54,3 +65,45 @@ def _chosen(file: Path) -> str | None:
         return file.read_text().partition("[")[2].partition("]")[0] or None
     except OSError:
         return None
+
+
+def check_arithmetic(config: EngineConfig) -> None:
+    """Log the kind of arithmetic. Raises ConfigError for arithmetic that this machine cannot do."""
+    _log_kind(config)
+    _check_sums(config)
+    _check_integers(config)
+
+
+def _log_kind(config: EngineConfig) -> None:
+    """Raises ConfigError where the environment asks for arithmetic that this CPU lacks."""
+    if config.device != "cpu":
+        return
+    try:
+        log.info("CPU kernels: %s", cpu_kind(config.dtype))
+    except CpuKindError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_sums(config: EngineConfig) -> None:
+    """Raises ConfigError if --reduce-units cannot give equal bits for every --tp-size."""
+    if not config.reduce_units or config.device != "cpu":
+        return
+    if config.dtype != "bfloat16":
+        raise ConfigError(
+            f"--reduce-units {config.reduce_units}: only bf16 products have the same bits on any number of ranks; give "
+            f"--dtype bfloat16 in place of {config.dtype}, or leave it out"
+        )
+    if linear_kernel() is None:
+        raise ConfigError(
+            f"--reduce-units {config.reduce_units}: needs the C kernel of bf16 products, which this machine cannot build (its "
+            "log says why); install a C compiler, or leave it out"
+        )
+
+
+def _check_integers(config: EngineConfig) -> None:
+    """Raises ConfigError where --quantization would give the same answers at bf16's cost."""
+    if config.quantization and linear_kernel() is None:
+        raise ConfigError(
+            f"--quantization {config.quantization}: needs the C kernel of integer products, which this machine cannot build (its "
+            "log says why); install a C compiler, or leave it out"
+        )

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -104,81 +104,61 @@ RunStep = Callable[[Plan], None]
 StepsOver = Callable[[KVPool], AbstractContextManager[RunStep]]  # what runs steps over a pool, while the block lasts
 
 
-def measured(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: DenseDecoder,
-    *,
-    gauge: MemoryGauge | None,
-    host: HostMemory,
-    free: int,
-    weights: int,
-    decodes: bool,
-    prefills: bool,
-    progress: bool,
-    steps_over: StepsOver,
-    place: Place,
-) -> MeasuredMemory | None:
-    """Measure a rank's memory, weights and steps; None if --max-total-tokens is set on a GPU.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestSteps:
+    """The rank whose largest steps are measured. `decodes`, `prefills`: as in EngineUse.
 
-    `gauge`: GPU only. `host`, `free`, `weights`: as in `measure_on_cpu`; the rest as in `measure`.
-    Raises ConfigError.
+    Ranks measure at the same time, each at its `place`: their steps need one another.
     """
-    if config.max_total_tokens is not None:
+
+    config: EngineConfig
+    model_config: ModelConfig
+    model: DenseDecoder
+    decodes: bool
+    prefills: bool
+    progress: bool
+    steps_over: StepsOver
+    place: Place = ALONE
+
+    @property
+    def positions(self) -> int:
+        assert self.config.context_length is not None, "resolved"
+        return self.config.context_length
+
+    def scratch(self) -> KVPool:
+        units = len(held_by(self.config, self.model_config, self.place).units)
+        specs, size = kept_specs(self.config, self.model.cache_specs()), self.config.page_size
+        return KVPool(specs, num_pages=1, page_size=size, device=self.config.device, units=units)
+
+
+def measured(
+    trial: LargestSteps, gauge: MemoryGauge | None, host: HostMemory, *, free: int, weights: int
+) -> MeasuredMemory | None:
+    """Return the memory, and what weights and steps of a rank take of it. Raises ConfigError.
+
+    None: a GPU has what --max-total-tokens says. `gauge`: of a GPU. `host`, `free`, `weights`: as in
+    `measure_on_cpu`.
+    """
+    if trial.config.max_total_tokens is not None:
         return unmeasured(free, weights) if gauge is None else None
     if gauge is None:
-        return measure_on_cpu(
-            config,
-            model_config,
-            model,
-            host,
-            free=free,
-            weights=weights,
-            decodes=decodes,
-            steps_over=steps_over,
-            place=place,
-        )
-    return measure(
-        config,
-        model_config,
-        model,
-        gauge,
-        decodes=decodes,
-        prefills=prefills,
-        progress=progress,
-        steps_over=steps_over,
-        place=place,
-    )
+        return measure_on_cpu(trial, host, free=free, weights=weights)
+    return measure(trial, gauge)
 
 
-def measure(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: DenseDecoder,
-    gauge: MemoryGauge,
-    *,
-    decodes: bool,
-    prefills: bool,
-    progress: bool,
-    steps_over: StepsOver,
-    place: Place = ALONE,
-) -> MeasuredMemory:
+def measure(trial: LargestSteps, gauge: MemoryGauge) -> MeasuredMemory:
     """Run every kind of step over a scratch pool, which also compiles kernels. Raises ConfigError.
 
-    `decodes`, `prefills`: as in EngineUse. Ranks measure at the same time, each at its `place`:
-    their steps need one another. Adapters are not loaded yet and not included. After vLLM's
-    profile run.
+    Adapters are not loaded yet and not included. After vLLM's profile run.
     """
-    assert config.context_length is not None, "resolved"
+    config, model_config, decodes = trial.config, trial.model_config, trial.decodes
     gauge.release()
     own = gauge.own()
     gauge.begin_peak()
-    units = len(held_by(config, model_config, place).units)
-    specs = kept_specs(config, model.cache_specs())
-    pool = KVPool(specs, num_pages=1, page_size=config.page_size, device=config.device, units=units)
+    pool = trial.scratch()
     try:
-        with steps_over(pool) as run:
-            warm(config, model_config, run, positions=config.context_length, decodes=decodes, progress=progress)
+        with trial.steps_over(pool) as run:
+            warm(config, model_config, run, positions=trial.positions, decodes=decodes, progress=trial.progress)
     except (DeviceOutOfMemory, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"--chunked-prefill-size, --max-running-requests: the GPU has no memory for the largest step beside the weights "
@@ -188,7 +168,7 @@ def measure(
     del pool
     gc.collect()  # the engine of the steps is a circle, and holds its pool
     gauge.release()
-    graphs = num_graphs(config, decodes=decodes, prefills=prefills) * GRAPH_BYTES
+    graphs = num_graphs(config, decodes=decodes, prefills=trial.prefills) * GRAPH_BYTES
     graphs += logits_bytes(config, vocab_size=model_config.vocab_size, decodes=decodes)
     total = gauge.total()
     free = min(total, gauge.free() + gauge.own())
@@ -204,36 +184,23 @@ def measure(
     )
 
 
-def measure_on_cpu(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: DenseDecoder,
-    host: HostMemory,
-    *,
-    free: int,
-    weights: int,
-    decodes: bool,
-    steps_over: StepsOver,
-    place: Place = ALONE,
-) -> MeasuredMemory:
+def measure_on_cpu(trial: LargestSteps, host: HostMemory, *, free: int, weights: int) -> MeasuredMemory:
     """Run the largest steps over a scratch pool. `free`: memory for this rank, with its `weights`.
 
     Where a prompt step would take too long, the cost of a token is extrapolated from two shorter
     steps, and the cost of an image from a smaller one. The rest as in `measure`.
     """
-    assert config.context_length is not None, "resolved"
-    units = len(held_by(config, model_config, place).units)
-    specs = kept_specs(config, model.cache_specs())
-    pool = KVPool(specs, num_pages=1, page_size=config.page_size, device=config.device, units=units)
+    config, model_config = trial.config, trial.model_config
+    pool = trial.scratch()
     tokens = profiled_tokens(config, model_config)
     steps = replace(
-        _steps(config, model_config, positions=config.context_length, decodes=decodes),
+        _steps(config, model_config, positions=trial.positions, decodes=trial.decodes),
         prompt_tokens=tokens,
         image=_profiled_image(config, model_config),
     )
     first, *largest, end = [_agreed(plan, config) for plan in steps.largest()]
     peaks = []
-    with steps_over(pool) as run:
+    with trial.steps_over(pool) as run:
         run(first)
         for plan in largest:
             before = host.begin_peak()

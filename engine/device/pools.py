@@ -8,8 +8,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.mem_cache.window_pages import WindowPages
-from engine.core_parts import EngineUse
 from engine.device.kv_memory import allocate_pool
+from engine.device.step_memory import EngineUse
 from engine.device.windows import WindowGroup, window_group
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import AllocateBytes, KVPool

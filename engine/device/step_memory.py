@@ -1,4 +1,4 @@
-"""The memory of a rank's steps, the choice of recorded ones, and the rank's place among others."""
+"""Requirements of a role, the memory of a rank's steps, recorded ones, and its place among others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +10,36 @@ from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.executor.forward import FutureMap, StepInputs
 from engine.executor.graphs import Capture
 from engine.kv.host_pool import HostPool
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import AllocateBytes, KVPool, zeroed_bytes
 from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
 from service.flags import ConfigError
 
 MakeCapture = Callable[[], Capture]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """The defaults fit a unified worker.
+
+    `decodes`, `prefills`: record such steps. `peers_write_pages`: no host tier, which needs stream
+    order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as
+    --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `receives_features`:
+    from encoder workers. `name`: of the rank, for files.
+    """
+
+    decodes: bool = True
+    prefills: bool = True
+    peers_write_pages: bool = False
+    kv_stays: str = ""
+    retracted_kv: str = "recompute"
+    reserve_floor: int = 0
+    allocate_kv: AllocateBytes = zeroed_bytes
+    receives_features: bool = False
+    name: str = "worker"
+
+
+UNIFIED = EngineUse()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,11 @@ class Place:
         assert self.ep_size in (1, self.mlp_size), self
 
     @property
+    def rank(self) -> int:
+        """Number within the model; ranks are numbered by stage."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
     def mlp_rank(self) -> int:
         return self.dp_rank * self.tp_size + self.tp_rank
 

@@ -18,7 +18,7 @@ from engine.kernels.allreduce import allreduce
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.cache_spec import KVShard
-from engine.kv.kv_pool import AllocateBytes, KVPool
+from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import StatePool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
@@ -26,16 +26,6 @@ from engine.parallel.layout import share_of
 from engine.ranks.follower import RankRunner
 from engine.ranks.links import RankLinks, future_map_of, stage_input
 from service.flags import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankUse:
-    """Uses of a follower. `decodes`, `prefills`: recorded steps. `name`: of the rank, in files."""
-
-    decodes: bool
-    prefills: bool
-    name: str
-    allocate_kv: AllocateBytes
 
 
 def rank_parts(

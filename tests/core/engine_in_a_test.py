@@ -4,11 +4,11 @@ import random
 from collections import deque
 from typing import Any
 
-from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
+from engine.assembly.core import CoreConfig, build_core
+from engine.core.estimates import RatioRule, StepBudget
 from engine.core.mem_cache.backups import CopySize
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.mem_cache.image_cache import ImageCache
-from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
@@ -16,9 +16,6 @@ from engine.core.pdmux import Lane
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from engine.core.policy import TAIL_SHARE, Limits
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerState
-from engine.core_parts import memory_of
 from engine.images import ImageInput
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -70,6 +67,25 @@ def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool
     return PlanItem("r", 0, [1] * num_tokens, start, 0, [], sample, 0, extend)
 
 
+def window_pages(
+    limits: Limits, num_pages: int, window: int, *, more: int, steps: int, rows: int
+) -> WindowPages | None:
+    """A pool in which any request fits alone, and `more` pages."""
+    if not window:
+        return None
+    size, chunk = limits.page_size, limits.chunked_prefill_size
+    step_tokens = None if chunk is None else chunk + chunk // TAIL_SHARE
+    least = -(-(window - 1 + max(steps, rows)) // size) + 2 + -(-(step_tokens or 0) * steps // size)
+    return WindowPages(
+        num_pages=num_pages if chunk is None else min(num_pages, least + more),
+        page_size=size,
+        window=window,
+        steps=steps,
+        step_tokens=step_tokens,
+        rows=rows,
+    )
+
+
 class EngineInATest:
     """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once. `drafts`: as in tests/core/guesses.py.
 
@@ -115,7 +131,6 @@ class EngineInATest:
         self.model.window = window
         self.model.image_room = image_room
         self.model.shadows = (max_running if shadows is None else shadows) if drafts else 0
-        allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         states = None
         if state_slots:
             states = StateSlots(
@@ -126,23 +141,6 @@ class EngineInATest:
                 peers_write=peers_write or backup_pages > 0,
                 num_shadows=self.model.shadows,
             )
-        windows = None
-        if window:
-            step_tokens = None if chunk is None else chunk + chunk // TAIL_SHARE
-            steps = depth + int(str(limits.get("pp_size", 1))) + int(str(limits.get("pp_async_batch_depth", 0)))
-            least = (
-                -(-(window - 1 + max(steps, 1 + most_drafts)) // page_size)
-                + 2
-                + -(-(step_tokens or 0) * steps // page_size)
-            )
-            windows = WindowPages(
-                num_pages=num_pages if chunk is None else min(num_pages, least + more_window_pages),
-                page_size=page_size,
-                window=window,
-                steps=steps,
-                step_tokens=step_tokens,
-                rows=1 + most_drafts,
-            )
         bounds = Limits(
             grid=grid if state_slots else None,
             page_size=page_size,
@@ -151,21 +149,23 @@ class EngineInATest:
             chunked_prefill_size=chunk,
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
+        steps = depth + bounds.pp_size + bounds.pp_async_batch_depth
+        windows = window_pages(bounds, num_pages, window, more=more_window_pages, steps=steps, rows=1 + most_drafts)
         images = ImageCache(max_bytes=image_room, token_bytes=1) if image_room else None
-        memory, events = memory_of(allocator, [host, states, windows, images], enabled=radix, publishes=True)
-        assert events is not None
-        self.events = events
-        self.scheduler = Scheduler(
-            SchedulerState(
-                limits=bounds,
-                memory=memory,
-                ratio=NewTokenRatio(RatioRule(conservativeness=conservativeness, clip_tokens=clip)),
-                backup_room=CopySize(backup_pages, backup_pages, backup_pages),
-            ),
-            uniform=random.Random(5).random,
+        core = CoreConfig(
+            limits=bounds,
+            num_pages=num_pages,
+            radix=radix,
+            publishes=True,
+            ratio=RatioRule(conservativeness=conservativeness, clip_tokens=clip),
+            backup_room=CopySize(backup_pages, backup_pages, backup_pages),
             step_budget=step_budget,
             drafting=drafting(drafts, most=most_drafts, model=self.model) if drafts else None,
+            uniform=random.Random(5).random,
         )
+        self.scheduler, events = build_core(core, [host, states, windows, images])
+        assert events is not None
+        self.events = events
         self.now_s = 0.0
         self.depth = depth
         self.lag = lag

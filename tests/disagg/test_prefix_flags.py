@@ -7,8 +7,7 @@ import pytest
 
 from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.processes.exposure import make_allowlist
-from disagg.processes.scheduler_process import check_prefix_fetch
-from disagg.processes.transfer_machine import check_flags
+from disagg.processes.transfer_machine import check_flags, check_prefix_fetch
 from engine.config import EngineConfig, ServerConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError

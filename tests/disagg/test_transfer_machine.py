@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.fabric_pool import fabric_bytes
-from disagg.processes.scheduler_process import _engine_use
+from disagg.engine_use import engine_use, fabric_bytes
 from disagg.processes.transfer_machine import check_allocator, check_flags, expandable_segments, memlock_warning
 from engine.kv.kv_pool import zeroed_bytes
 from service.flags import ConfigError
@@ -129,5 +128,5 @@ def test_a_worker_says_so_before_it_imports_torch(
 
 
 def test_the_pool_of_an_nvlink_fabric_comes_from_its_allocator() -> None:
-    made = [_engine_use(DisaggConfig(), protocol).allocate_kv for protocol in (None, "tcp", "nvlink_intra", "nvlink")]
+    made = [engine_use(DisaggConfig(), protocol).allocate_kv for protocol in (None, "tcp", "nvlink_intra", "nvlink")]
     assert made == [zeroed_bytes, zeroed_bytes, zeroed_bytes, fabric_bytes]

@@ -15,7 +15,7 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.processes.scheduler_process import _engine_use
+from disagg.engine_use import engine_use
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.loop.role import EngineRole
@@ -71,7 +71,7 @@ class WorkerInProcess(EngineInProcess):
         **flags: object,
     ) -> None:
         own = DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg)
-        super().__init__(model_path, use=_engine_use(own, None), **flags)
+        super().__init__(model_path, use=engine_use(own, None), **flags)
         spec = SchedulerSpec(
             engine=self.parts.config,
             disagg=own,

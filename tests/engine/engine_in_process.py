@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
-from engine.build import EngineParts, build_engine
+from engine.assembly.leader import build_engine
+from engine.assembly.loading import LocalMachine
+from engine.assembly.steps import loop_steps
 from engine.config import EngineConfig
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
 from engine.core.request import Grammar
-from engine.core_parts import EngineUse
 from engine.device.measure import MemoryGauge
+from engine.device.step_memory import EngineUse
 from engine.executor.graphs import Capture
 from engine.kv.host_memory import HERE, HostMemory
 from engine.loop.pipeline import Pipeline, StepStrategy
-from engine.loop_steps import loop_steps
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
@@ -49,15 +50,11 @@ class EngineInProcess:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
         self.model = load_model_config(model_path)
         self._wakeup, self._attention = wakeup, threading.Event()
-        self.parts: EngineParts = build_engine(
+        self.parts = build_engine(
             config,
             self.model,
-            progress=False,
-            capture=capture,
             use=use or EngineUse(),
-            load=load,
-            gauge=gauge,
-            host=host,
+            machine=LocalMachine(capture=capture, gauge=gauge, host=host, load=load),
             group=group,
             wakeup=self._on_wakeup,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess, prompt_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
 from tests.engine.engine_in_process import EngineInProcess, prompt_of

@@ -7,7 +7,7 @@ import torch
 
 from engine.core.mem_cache.radix_node import Node
 from engine.core.mem_cache.state_slots import StateSlots
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.kernels.recurrent import delta_kernel
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess, prompt_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.core.mem_cache.window_pages import WindowPages
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import DTYPES, KVPool

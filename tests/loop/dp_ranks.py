@@ -7,17 +7,14 @@ a rank that sleeps. A step ends when every rank has launched it, so a rank that 
 import random
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.core.dp_agreement import Agreement, PromptGate
 from engine.core.dp_step import AgreedStep, PrefillDelayer, Row, UpdateAgreement
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.request import Request
-from engine.loop.heartbeat import IterationClock
 from engine.loop.joint_strategy import JointStrategy
-from engine.loop.loop import EngineLoop
-from engine.loop.pipeline import Pipeline
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import ControlReply, TokenBatch, TokenOutput
@@ -121,25 +118,14 @@ class Rank:
         self.replies: dict[str, ControlReply] = {}
         self._group = group
         group.board.wake[rank] = self.call_attention
-        self.loop = EngineLoop(
-            scheduler=self.engine.scheduler,
-            pipeline=partial(
-                Pipeline,
-                strategy=JointStrategy(self.engine.scheduler, Agreement(group.board, rank=rank, delayer=delayer)),
-                executor=self,
-                depth=depth,
-                ended=self.ended,
-            ),
-            role=Role(self.engine, self.model),
-            ports=self,
-            services=LoopServices(
-                weights=self.weights,
-                profiler=FakeProfiler(),
-                updates=UpdateAgreement(group.board, rank=rank),
-            ),
-            turns=IterationClock(limit_s=0),
-            settings=LoopSettings(eos_ids=frozenset()),
-            clock=lambda: float(self.turns),
+        scheduler, updates = self.engine.scheduler, UpdateAgreement(group.board, rank=rank)
+        strategy = JointStrategy(scheduler, Agreement(group.board, rank=rank, delayer=delayer))
+        services = LoopServices(weights=self.weights, profiler=FakeProfiler(), updates=updates)
+        self.loop = assemble_worker(
+            LoopSettings(eos_ids=frozenset()),
+            WorkerWire(ports=self, role=Role(self.engine, self.model)),
+            Clock(now_s=lambda: float(self.turns)),
+            computing(scheduler, self, services, depth=depth, strategy=strategy, ended=self.ended),
         )
 
     def turn(self) -> None:

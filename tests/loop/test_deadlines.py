@@ -1,15 +1,14 @@
 """Requests whose time is over end where they are, and their memory is back: the real loop with the hash model, no clock."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
+from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.loop.heartbeat import IterationClock
 from engine.loop.listeners import SOON_S, SPARE, Deadlines, too_late
-from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S, EngineLoop
-from engine.loop.pipeline import Pipeline, StepStrategy
+from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import (
@@ -71,20 +70,12 @@ class Rig:
         self.now_s = 100.0
         self.role = NotedRole(self.engine.scheduler)
         self.turn_clock = IterationClock(limit_s=300.0)
-        self.loop = EngineLoop(
-            scheduler=self.engine.scheduler,
-            pipeline=partial(
-                Pipeline,
-                strategy=StepStrategy(self.engine.scheduler),
-                executor=Recorder(self.engine.model),
-                depth=depth,
-            ),
-            role=self.role,
-            ports=self,
-            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
-            turns=self.turn_clock,
-            settings=LoopSettings(eos_ids=frozenset()),
-            clock=lambda: self.now_s,
+        services = LoopServices(weights=FakeWeights(), profiler=FakeProfiler())
+        self.loop = assemble_worker(
+            LoopSettings(eos_ids=frozenset()),
+            WorkerWire(ports=self, role=self.role),
+            Clock(now_s=lambda: self.now_s, turns=self.turn_clock),
+            computing(self.engine.scheduler, Recorder(self.engine.model), services, depth=depth),
         )
 
     # ports

@@ -1,16 +1,15 @@
 """The loop of two lanes: it waits for no step, decodes go first where they are due, and each lane's steps are timed by themselves."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
+from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.core.outputs import StepEffects
 from engine.core.pdmux import PACE, Lane, LaneShare
 from engine.core.plan import Plan, StepResult
 from engine.loop.heartbeat import IterationClock
 from engine.loop.listeners import StepDurations
-from engine.loop.loop import EngineLoop
 from engine.loop.multiplexing import POLL_S, Multiplexing
 from engine.loop.pipeline import Pipeline
 from engine.loop.role import UnifiedRole
@@ -229,15 +228,12 @@ class LoopRig:
         ]
         share = LaneShare(parts=2, itl_s=ITL_S, waits=True)
         strategy = Multiplexing(engine.scheduler, share=share, give=executor.give)
-        self._loop = EngineLoop(
-            scheduler=engine.scheduler,
-            pipeline=partial(Pipeline, strategy=strategy, executor=executor, depth=1, ended=executor.ended, streams=2),
-            role=UnifiedRole(engine.scheduler),
-            ports=self,  # type: ignore[arg-type]
-            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), listeners=[strategy]),
-            turns=self.turns,
-            settings=LoopSettings(eos_ids=frozenset()),
-            clock=lambda: self.now_s,
+        services = LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), listeners=[strategy])
+        self._loop = assemble_worker(
+            LoopSettings(eos_ids=frozenset()),
+            WorkerWire(ports=self, role=UnifiedRole(engine.scheduler)),  # type: ignore[arg-type]
+            Clock(now_s=lambda: self.now_s, turns=self.turns),
+            computing(engine.scheduler, executor, services, strategy=strategy, ended=executor.ended, streams=2),
         )
 
     def run(self) -> None:

@@ -1,10 +1,8 @@
 """A loop whose steps are watched: it rests while they run, and its watchdog counts the wait. (In time: tests/simulation/test_stages.py.)"""
 
-from functools import partial
-
+from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.core.plan import Plan, StepResult
 from engine.loop.heartbeat import IterationClock
-from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
@@ -110,17 +108,12 @@ def test_the_watchdog_counts_the_wait_for_a_step_and_no_rest() -> None:
             """It waits for nothing."""
 
     ports = Ports()
-    loop = EngineLoop(
-        scheduler=engine.scheduler,
-        pipeline=partial(
-            Pipeline, strategy=StepStrategy(engine.scheduler), executor=executor, depth=2, ended=executor.ended
-        ),
-        role=UnifiedRole(engine.scheduler),
-        ports=ports,
-        services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
-        turns=turns,
-        settings=LoopSettings(eos_ids=frozenset()),
-        clock=lambda: ports.now_s,
+    services = LoopServices(weights=FakeWeights(), profiler=FakeProfiler())
+    loop = assemble_worker(
+        LoopSettings(eos_ids=frozenset()),
+        WorkerWire(ports=ports, role=UnifiedRole(engine.scheduler)),
+        Clock(now_s=lambda: ports.now_s, turns=turns),
+        computing(engine.scheduler, executor, services, depth=2, ended=executor.ended),
     )
     loop.run()
     assert ports.stalls == [None, None, None, 4.0, 5.0, *[None] * 7]

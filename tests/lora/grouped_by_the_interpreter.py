@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.executor.graphs import Work
 from engine.kernels.triton import lora, sample
 from engine.layers.linear import SiteShape

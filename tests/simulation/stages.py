@@ -8,13 +8,10 @@ A stage checks the KV that it reads, so a chunk that overtakes another one, or a
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.core.plan import Plan, StepResult
-from engine.loop.heartbeat import IterationClock
-from engine.loop.loop import EngineLoop
-from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import GenerateRequest, TokenBatch
@@ -65,21 +62,13 @@ class StagedEngine:
         self.first_s: dict[str, float] = {}
         self._plan_s = plan_s
         self._chunk_ends: dict[str, int] = {}
-        self.loop = EngineLoop(
-            scheduler=self.engine.scheduler,
-            pipeline=partial(
-                Pipeline,
-                strategy=StepStrategy(self.engine.scheduler),
-                executor=self,
-                depth=self.engine.scheduler.limits.micro_batches + overlap,
-                ended=self.ended if stages > 1 else None,
-            ),
-            role=UnifiedRole(self.engine.scheduler),
-            ports=self,
-            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
-            turns=IterationClock(limit_s=0),
-            settings=LoopSettings(eos_ids=frozenset()),
-            clock=lambda: self.now_s,
+        scheduler, services = self.engine.scheduler, LoopServices(weights=FakeWeights(), profiler=FakeProfiler())
+        depth, ended = scheduler.limits.micro_batches + overlap, self.ended if stages > 1 else None
+        self.loop = assemble_worker(
+            LoopSettings(eos_ids=frozenset()),
+            WorkerWire(ports=self, role=UnifiedRole(scheduler)),
+            Clock(now_s=lambda: self.now_s),
+            computing(scheduler, self, services, depth=depth, ended=ended),
         )
 
     def ask(self, rid: str, prompt: list[int], *, new: int, at_s: float = 0.0) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from disagg.metadata import ROW
-from engine.core.estimates import NewTokenRatio, RatioRule
+from engine.assembly.core import CoreConfig, build_core
+from engine.core.estimates import RatioRule
 from engine.core.mem_cache.backups import CopySize
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.mem_cache.image_cache import ImageCache
@@ -17,8 +18,6 @@ from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.policy import NO_PRIORITIES, TAIL_SHARE, Limits, Priorities
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerState
-from engine.core_parts import memory_of
 from engine.messages import KVSource
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
@@ -149,12 +148,10 @@ def make_scheduler(
     states: StateSlots | None,
     windows: WindowPages | None,
 ) -> Scheduler:
-    allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
     host = None if decodes or not options.host_pages else _host_tier(options)
     images = ImageCache(max_bytes=options.image_room, token_bytes=1) if options.image_room else None
-    memory, _ = memory_of(allocator, [host, states, windows, images])
     room = options.backup_pages if decodes and options.resume == "host" else 0
-    state = SchedulerState(
+    core = CoreConfig(
         limits=Limits(
             page_size=options.page_size,
             max_running_requests=options.max_running,
@@ -166,11 +163,13 @@ def make_scheduler(
             pp_size=stages,
             grid=None if states is None else GRID,
         ),
-        memory=memory,
-        ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
+        num_pages=num_pages,
+        ratio=RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
         backup_room=CopySize(room, room, room),
+        uniform=draw.random,
     )
-    return Scheduler(state, uniform=draw.random)
+    scheduler, _ = build_core(core, [host, states, windows, images])
+    return scheduler
 
 
 def _host_tier(options: Options) -> HostCache:

@@ -1,6 +1,6 @@
 """Parts of request memory: hooks called by Memory, the tree and the scheduler.
 
-Parts run in engine/build.py's order: host tier, recurrent states, window pages, image features.
+Parts run in the order of engine/assembly/memory.py: host tier, recurrent states, window pages, image features.
 They rely on nothing else of each other. Parts that follow tree nodes are TreeParts (radix_node.py),
 too.
 

@@ -8,11 +8,10 @@ import pytest
 from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.processes.exposure import make_allowlist
 from disagg.processes.role_session import plan_session
-from disagg.processes.scheduler_process import check_feature_fetch
-from disagg.processes.transfer_machine import check_flags
+from disagg.processes.transfer_machine import check_feature_fetch, check_flags
+from engine.assembly.encoder import build_encoder
 from engine.config import EngineConfig, ServerConfig
 from engine.device.feature_pool import PAGE_TOKENS
-from engine.encoder import build_encoder
 from engine.flags.encoder import STEP_TOKENS, encoder_config
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError

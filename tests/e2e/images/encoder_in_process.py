@@ -8,10 +8,10 @@ from typing import Any
 
 from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.features.feature_transfers import encode_role
+from engine.assembly.encoder import build_encoder
 from engine.config import EngineConfig
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.outputs import StepEffects
-from engine.encoder import build_encoder
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.messages import FeatureSource, FinishReason, TokenOutput
 from engine.model_files.model_config import load_model_config

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.core.mem_cache.image_cache import ImageCache
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.encoder import load_tower_alone
 from engine.executor.image_pass import ImagePass
 from engine.images import ImageInput

@@ -14,7 +14,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.executor.graphs import DecodeGraphs, PrefillGraphs, T
 from engine.executor.step_part import SampledForward
 from engine.kernels.triton import sample

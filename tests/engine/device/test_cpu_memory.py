@@ -13,7 +13,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.mem_cache.state_slots import StateSlots
-from engine.core_parts import EngineUse
 from engine.device.measure import measure_on_cpu
 from engine.device.memory_plan import (
     MeasuredMemory,
@@ -23,6 +22,7 @@ from engine.device.memory_plan import (
     with_running_requests,
     with_state_slots,
 )
+from engine.device.step_memory import EngineUse
 from engine.flags.resolve import resolve, state_slots
 from engine.kv.host_memory import HostMemory
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config

@@ -12,7 +12,7 @@ from engine.core.drafts import Draft
 from engine.core.plan import PlanItem
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.executor.draft_steps import DraftSteps
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.sampler.sampler import TokenSampler

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.executor import decode_tapes
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import Tape, tape_library

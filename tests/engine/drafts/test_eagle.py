@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.build import build_engine
+from engine.assembly.leader import build_engine
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError
@@ -184,4 +184,4 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
         config = EngineConfig(model_path=path, speculative_algorithm=algorithm, max_total_tokens=1024)
         said = f"--speculative-algorithm {algorithm}: the model's config.json has no num_nextn_predict_layers or"
         with pytest.raises(ConfigError, match=said):
-            build_engine(config, load_model_config(path), progress=False)
+            build_engine(config, load_model_config(path))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from tests.e2e.workload import recall_prompt
 from tests.engine.drafts.drafters import always, answers_to, engine_of, fared, spoil_all_but_the_first
 from tests.engine.engine_in_process import EngineInProcess

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core.request import Grammar
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.grammar.compiler import GrammarCompiler
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions

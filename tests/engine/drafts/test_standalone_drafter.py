@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core.mem_cache.host_cache import HostCache
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from tests.engine.drafts.drafters import Fared, always, fared

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from disagg.processes.joint_memory import joint_plan
+from engine.assembly.steps import loop_steps
 from engine.config import EngineConfig
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.flags.resolve import agreement_of
 from engine.kernels.build import RanksEnded
-from engine.loop_steps import loop_steps
 from engine.parallel.region import SharedRegion
 from engine.ranks.group import Group
 from engine.ranks.links import Joint

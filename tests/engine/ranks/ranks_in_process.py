@@ -7,8 +7,8 @@ as on GPUs, with gloo in the place of NCCL.
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,24 +16,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.assembly.follower import Connect, build_follower
+from engine.assembly.loading import LocalMachine
 from engine.config import EngineConfig
-from engine.core_parts import EngineUse
 from engine.device.measure import MemoryGauge
-from engine.device.step_memory import MakeCapture
+from engine.device.step_memory import UNIFIED, EngineUse, MakeCapture
 from engine.flags.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
 from engine.flags.resolve import resolve
 from engine.kv.host_memory import HERE, HostMemory
-from engine.kv.kv_pool import KVPool, zeroed_bytes
+from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import load_model_config
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion, late_ranks
-from engine.ranks.build import build_follower
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.ranks.messages import follower_end, leader_end
-from engine.ranks.rank_parts import RankPools, RankUse
+from engine.ranks.rank_parts import RankPools
 from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess
 
@@ -75,93 +75,112 @@ def ranks(
     `make`, `serve`: of a worker with a peer. `capture`, `gauge`, `host`: of every rank.
     """
     flags = {"max_total_tokens": 8192, "tp_size": tp_size, "pp_size": pp_size, **flags}
-    given, model = EngineConfig(model_path=model_path, **flags), load_model_config(model_path)
-    config = resolve(given, model, cuda=False)
-    ends_with = None if joint is None else joint.region
-    plan = region_plan(config, model)
-    regions = [SharedRegion.create(plan, ends_with=ends_with) for _ in range(config.nnodes)]
-    connected, undo = {wire: tcp_pair() for wire in wires(config, transfers=serve is not None)}, ExitStack()
-    for sock in (sock for pair in connected.values() for sock in pair):
-        undo.enter_context(sock)
-    groups = partial(gloo_groups, dist.HashStore(), config) if by_groups else lambda rank: None
-    errors: list[BaseException] = []
-    pools: dict[int, KVPool] = {}
-    followers: dict[int, Follower] = {}
+    config = EngineConfig(model_path=model_path, **flags)
 
-    def abort() -> None:
-        for region in regions:
-            region.abort()
+    def machine() -> LocalMachine:
+        return LocalMachine(capture=capture, gauge=gauge and gauge(), host=host)
 
-    def follow(rank: int, descriptor: int) -> None:
-        channel = follower_end(descriptor)
-        region = regions[node_of(rank, config)]
+    group = _Group(config, machine=machine, serve=serve, joint=joint, by_groups=by_groups)
+    seams: dict[str, Any] = {"capture": capture, "gauge": gauge and gauge()} if capture or gauge else {}
+    seams |= {} if host is HERE else {"host": host}
+    seams |= {} if use is None else {"use": use}
+    with group.started() as leader, make(model_path, group=leader, **seams, **flags) as engine:
+        yield Ranks(engine, group.pools, group.followers)
+
+
+class _Group:
+    """Ranks of one engine, each follower in a thread."""
+
+    def __init__(
+        self,
+        given: EngineConfig,
+        *,
+        machine: Callable[[], LocalMachine],
+        serve: Serve | None,
+        joint: Joint | None,
+        by_groups: bool,
+    ) -> None:
+        self.pools: dict[int, KVPool] = {}
+        self.followers: dict[int, Follower] = {}
+        self._given, self._model = given, load_model_config(given.model_path)
+        self._config = config = resolve(given, self._model, cuda=False)
+        self._machine, self._serve, self._joint = machine, serve, joint
+        self._ends_with = None if joint is None else joint.region
+        plan = region_plan(config, self._model)
+        self._regions = [SharedRegion.create(plan, ends_with=self._ends_with) for _ in range(config.nnodes)]
+        self._connected = {wire: tcp_pair() for wire in wires(config, transfers=serve is not None)}
+        self._groups = partial(gloo_groups, dist.HashStore(), config) if by_groups else lambda rank: None
+        self._errors: list[BaseException] = []
+
+    @contextmanager
+    def started(self) -> Iterator[Group]:
+        members, threads = {}, []
+        transfers: dict[int, socket.socket] = {}
+        for rank in sorted(set(range(self._config.num_ranks)) - {leader_of(self._config)}):
+            own, theirs = pair_of(PLAN, self._connected, rank) or socket_pair()
+            members[rank] = (leader_end(own), _Thread(rank))
+            engines = None
+            if self._serve is not None:
+                transfers[rank], engines = pair_of(ENGINE, self._connected, rank) or socket_pair()
+            threads.append(
+                threading.Thread(target=self._follow, args=(rank, theirs.detach(), engines), name=f"rank {rank}")
+            )
+        followers = Followers(members, on_end=lambda text, refused: self._abort())
+        for thread in threads:
+            thread.start()
+        try:
+            yield Group(
+                links=self._connect(self._regions[0], leader_of(self._config))(self._config),
+                pids={},
+                transfers=transfers,
+                followers=followers,
+                timeout_s=START_S,
+                late=partial(late_ranks, self._regions[0]),
+                joint=self._joint,
+            )
+        finally:
+            for thread in threads:
+                thread.join(END_S)
+            for region in self._regions:
+                region.close()
+            for sock in (sock for pair in self._connected.values() for sock in pair):
+                sock.close()
+            assert not self._errors, self._errors
+            assert not any(thread.is_alive() for thread in threads)
+
+    def _connect(self, region: SharedRegion, rank: int) -> Connect:
+        ends, groups = ends_of(self._connected, rank), self._groups(rank)
+        return partial(links_of, region, rank, wires=ends, joint=self._joint, groups=groups)
+
+    def _follow(self, rank: int, descriptor: int, engines: socket.socket | None) -> None:
+        channel, region = follower_end(descriptor), self._regions[node_of(rank, self._config)]
         try:
             assert region.descriptor is not None
-            mine = SharedRegion.open(region.descriptor, region.plan, ends_with=ends_with)
+            mine = SharedRegion.open(region.descriptor, region.plan, ends_with=self._ends_with)
             with torch.inference_mode():
-                followers[rank], own = build_follower(
-                    given,
-                    model,
-                    region=mine,
-                    rank=rank,
-                    channel=channel,
-                    use=RankUse(decodes=True, prefills=True, name=f"rank{rank}", allocate_kv=zeroed_bytes),
+                self.followers[rank], own = build_follower(
+                    self._given,
+                    self._model,
+                    channel,
+                    connect=self._connect(mine, rank),
+                    use=replace(UNIFIED, name=f"rank{rank}"),
                     turning=lambda _: None,
-                    wires=ends_of(connected, rank),
-                    joint=joint,
-                    groups=groups(rank),
-                    capture=capture,
-                    gauge=gauge and gauge(),
-                    host=host,
+                    machine=self._machine(),
                 )
-                pools[rank] = own.kv
-                if serve is not None:
-                    engine = partial(serve, own, theirs_of[rank])
-                    threading.Thread(target=engine, name=f"transfer engine of rank {rank}").start()
-                followers[rank].run()
+                self.pools[rank] = own.kv
+                if self._serve is not None and engines is not None:
+                    serve = partial(self._serve, own, engines)
+                    threading.Thread(target=serve, name=f"transfer engine of rank {rank}").start()
+                self.followers[rank].run()
         except BaseException as error:
-            errors.append(error)
-            abort()
+            self._errors.append(error)
+            self._abort()
         finally:
             channel.close()
 
-    members, threads = {}, []
-    transfers: dict[int, socket.socket] = {}
-    theirs_of: dict[int, socket.socket] = {}
-    for rank in range(config.num_ranks):
-        if rank == leader_of(config):
-            continue
-        own, theirs = pair_of(PLAN, connected, rank) or socket_pair()
-        members[rank] = (leader_end(own), _Thread(rank))
-        if serve is not None:
-            transfers[rank], theirs_of[rank] = pair_of(ENGINE, connected, rank) or socket_pair()
-        threads.append(threading.Thread(target=follow, args=(rank, theirs.detach()), name=f"rank {rank}"))
-    group_ends = Followers(members, on_end=lambda text, refused: abort())
-    for thread in threads:
-        thread.start()
-    try:
-        leader = leader_of(config)
-        group = Group(
-            links=links_of(regions[0], leader, config, ends_of(connected, leader), joint=joint, groups=groups(leader)),
-            pids={},
-            transfers=transfers,
-            followers=group_ends,
-            timeout_s=START_S,
-            late=partial(late_ranks, regions[0]),
-            joint=joint,
-        )
-        seams: dict[str, Any] = {"capture": capture, "gauge": gauge and gauge()} if capture or gauge else {}
-        seams |= {} if host is HERE else {"host": host}
-        with make(model_path, group=group, **seams, **({} if use is None else {"use": use}), **flags) as engine:
-            yield Ranks(engine, pools, followers)
-    finally:
-        for thread in threads:
-            thread.join(END_S)
-        for region in regions:
-            region.close()
-        undo.close()
-        assert not errors, errors
-        assert not any(thread.is_alive() for thread in threads)
+    def _abort(self) -> None:
+        for region in self._regions:
+            region.abort()
 
 
 def gloo_groups(store: dist.Store, config: EngineConfig, rank: int) -> RankGroups:

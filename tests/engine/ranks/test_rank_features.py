@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.core.mem_cache.host_cache import HostCache
-from engine.core_parts import EngineUse
+from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import KVPool
 from engine.messages import FinishReason, LogprobOptions

@@ -190,6 +190,6 @@ def test_ranks_that_compute_by_other_kernels_are_refused() -> None:
 def test_equal_sums_are_refused_where_products_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--reduce-units 4: only bf16 .* --dtype bfloat16 in place of float32"):
         EngineInProcess(WIDE_MODEL_PATH, dtype="float32", reduce_units=4)
-    monkeypatch.setattr("engine.build.linear_kernel", lambda: None)
+    monkeypatch.setattr("engine.device.machine.linear_kernel", lambda: None)
     with pytest.raises(ConfigError, match="--reduce-units 4: needs the C kernel"):
         EngineInProcess(WIDE_MODEL_PATH, reduce_units=4)

@@ -8,15 +8,11 @@ from disagg.features.feature_serving import EncodeRole, FeatureServer
 from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender
-from engine.core.estimates import NewTokenRatio, RatioRule
-from engine.core.mem_cache.backups import NOTHING
+from engine.assembly.core import CoreConfig, build_core
 from engine.core.mem_cache.image_cache import ImageCache
-from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_node import TRUNK
 from engine.core.policy import Limits
 from engine.core.scheduler import Scheduler
-from engine.core.state import SchedulerState
-from engine.core_parts import memory_of
 from engine.messages import KVSource
 from tests.core.hash_model import VOCAB
 from tests.core.mem_cache.images import SEES
@@ -69,11 +65,9 @@ class Encoder(Worker):
         self.role = self._role(self.sender)
 
     def _scheduler(self, num_pages: int) -> Scheduler:
-        """As engine/encoder.py."""
+        """As engine/assembly/encoder.py."""
         options = self.around.options
-        allocator = PageAllocator(num_pages=num_pages, page_size=options.feature_page)
-        memory, _ = memory_of(allocator, [ImageCache(max_bytes=options.encode_room, token_bytes=1)])
-        state = SchedulerState(
+        core = CoreConfig(
             limits=Limits(
                 page_size=options.feature_page,
                 max_running_requests=options.max_running,
@@ -81,11 +75,11 @@ class Encoder(Worker):
                 chunked_prefill_size=None,
                 max_prefill_tokens=2 * options.encode_room,
             ),
-            memory=memory,
-            ratio=NewTokenRatio(RatioRule()),
-            backup_room=NOTHING,
+            num_pages=num_pages,
+            uniform=self.draw.random,
         )
-        return Scheduler(state, uniform=self.draw.random)
+        scheduler, _ = build_core(core, [ImageCache(max_bytes=options.encode_room, token_bytes=1)])
+        return scheduler
 
     def _sender(self) -> PrefillManager:
         self.threads["driver"] = self._thread("driver", self._drive)

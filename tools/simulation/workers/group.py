@@ -86,7 +86,7 @@ class SimRank:
         return "ended: SIGKILL"
 
     def start(self, tokens: SampledTokens) -> None:
-        """As engine/ranks/build.py."""
+        """As engine/assembly/follower.py."""
         weights: Any = SimWeightsOfRank()
         self.tokens = FollowedTokens(tokens)
         self.copies, self.forward = SimCopies(self.model), SimForward(self.model, self.tokens)
@@ -213,7 +213,7 @@ class SimGroup:
             rank.process.on_death.append(lambda number=number: self._note_death(number))  # type: ignore[misc]
 
     def agree(self, num_pages: int) -> int:
-        """As engine/build.py: what every rank allocates."""
+        """As engine/assembly/memory.py: what every rank allocates."""
         agreed = min(num_pages, self.followers.await_ready(fingerprint=FILES, timeout_s=1.0).num_pages)
         self.followers.place(PoolSize(agreed))
         self.followers.await_serving(timeout_s=1.0)

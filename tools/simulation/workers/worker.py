@@ -28,12 +28,12 @@ from disagg.incoming import RequestTransfer
 from disagg.metadata import ROW, Checksum, MetadataBuffers
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, PromptHandovers
 from disagg.prefill_role import PrefillRole
+from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.plan import Plan
 from engine.loop.heartbeat import IterationClock
 from engine.loop.loop import EngineLoop
-from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import (
     GenerateBatch,
@@ -480,24 +480,13 @@ class Worker:
         executor: Any = self.executor
         if self.group is not None:
             executor = GroupExecutor(executor, self.group, attention=self._wake_loop if self.watched else None)
-        return EngineLoop(
-            scheduler=self.scheduler,
-            pipeline=partial(
-                Pipeline,
-                strategy=StepStrategy(self.scheduler),
-                executor=executor,
-                depth=self.depth,
-                ended=executor.ended if self.watched else None,
-            ),
-            role=self.role,
-            ports=_Ports(self),
-            services=LoopServices(
-                weights=self.weights,
-                profiler=idle,
-            ),
-            turns=self.turns,
-            settings=LoopSettings(eos_ids=frozenset({EOS})),
-            clock=self.process.clock,
+        services = LoopServices(weights=self.weights, profiler=idle)
+        ended = executor.ended if self.watched else None
+        return assemble_worker(
+            LoopSettings(eos_ids=frozenset({EOS})),
+            WorkerWire(ports=_Ports(self), role=self.role),
+            Clock(now_s=self.process.clock, turns=self.turns),
+            computing(self.scheduler, executor, services, depth=self.depth, ended=ended),
         )
 
     def _first_weights(self) -> str:

@@ -1,19 +1,21 @@
-"""Assembles strategy, pipeline and executor of an engine's loop."""
+"""Assembly of the strategy, pipeline and executor of an engine's loop."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from engine.build import EngineParts
+from engine.assembly.parts import EngineParts
 from engine.core.dp_agreement import Agreement
 from engine.core.dp_step import UpdateAgreement
 from engine.core.pdmux import Lane
 from engine.executor.device_stream import Launch
 from engine.flags.pdmux import lane_share
+from engine.flags.resolve import agreement_of
 from engine.loop.joint_strategy import JointStrategy
 from engine.loop.listeners import LoopListener, StepDurations
 from engine.loop.multiplexing import Multiplexing
 from engine.loop.pipeline import MakePipeline, Pipeline, StepStrategy
+from engine.ranks.shared_board import SharedBoard
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,16 @@ def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth:
         streams=len(executor.streams),
     )
     return LoopSteps(pipeline, gauges, listeners)
+
+
+def joint_steps(
+    parts: EngineParts, dp_rank: int, wakes: Mapping[int, Callable[[], None]], *, decodes_only: bool
+) -> LoopSteps:
+    """Build the steps of one of several DP ranks with DP attention. `wakes`: of their loops."""
+    assert parts.group is not None and parts.group.joint is not None
+    board = SharedBoard(parts.group.joint.region, rank=dp_rank, wakes=wakes)
+    steps = loop_steps(parts, agreement=agreement_of(parts.config, board, dp_rank, decodes_only=decodes_only))
+    return replace(steps, updates=UpdateAgreement(board, rank=dp_rank))
 
 
 def _gauges(*sources: Callable[[], Mapping[str, float]]) -> dict[str, float]:

@@ -1,0 +1,97 @@
+"""The scheduler process of a worker that computes prompts or decodes: its assembly."""
+
+import logging
+import os
+import time
+from functools import partial
+from typing import Any
+
+from disagg.compose import make_role
+from disagg.config import SchedulerSpec
+from disagg.engine_use import engine_use
+from disagg.processes.rank_ends import run_until_ranks_end, watchdog_of
+from disagg.processes.serving import common_facts, publisher_of, serve
+from engine.assembly.leader import build_engine
+from engine.assembly.loading import LocalMachine
+from engine.assembly.parts import EngineParts
+from engine.assembly.services import loop_services
+from engine.assembly.steps import LoopSteps, joint_steps, loop_steps
+from engine.assembly.worker import Clock, Computing, WorkerWire, assemble_worker
+from engine.flags.nodes import leader_of
+from engine.ipc import IpcPaths
+from engine.loop.heartbeat import IterationClock
+from engine.loop.ports import SocketPorts
+from engine.loop.services import LoopSettings
+from engine.model_files.model_config import ModelConfig
+from engine.ranks.group import Group
+from engine.text.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def serve_engine(
+    spec: SchedulerSpec, turns: IterationClock, model: ModelConfig, protocol: str | None, group: Group | None
+) -> None:
+    """Load the model, send `SchedulerReady`, serve. `protocol` is Mooncake's.
+
+    Raises ConfigError and BackendUnavailable.
+    """
+    started_s, name = time.monotonic(), spec.trace_name(leader_of(spec.engine))
+    tokenizer = None if spec.engine.skip_tokenizer_init else load_tokenizer(spec.engine.model_path)
+    attention = None if spec.joint is None else spec.joint.wakes[spec.dp_rank]
+    ports = SocketPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends, attention=attention)
+    use = engine_use(spec.disagg, protocol, pp_size=spec.engine.pp_size, name=name)
+    machine, wakeup = LocalMachine(progress=spec.progress), ports.call_attention
+    parts = build_engine(spec.engine, model, use=use, machine=machine, wakeup=wakeup, group=group)
+    if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
+        log.info("--enable-hierarchical-cache has no effect in the decode role: peers write pages outside stream order")
+    publisher, steps = publisher_of(spec, parts.events), _steps(spec, parts)
+    services = loop_services(parts, steps, ports, tokenizer=tokenizer, events=publisher, name=name)
+    role = make_role(spec, parts, wakeup=wakeup)
+    loop = assemble_worker(
+        LoopSettings(
+            eos_ids=frozenset(parts.model.eos_token_ids),
+            stream_interval=parts.config.stream_interval,
+            log_interval=parts.config.decode_log_interval,
+        ),
+        WorkerWire(ports=ports, role=role),
+        Clock(turns=turns),
+        Computing(scheduler=parts.scheduler, pipeline=steps.pipeline, services=services),
+    )
+    if parts.compiles is not None:
+        parts.compiles.serve()
+    owners = (services.grammars, parts.disk, publisher, role, parts.executor)
+    serve(
+        loop,
+        ports,
+        turns,
+        watchdog=watchdog_of(turns, group),
+        facts=_facts(parts, common_facts(parts, publisher, started_s=started_s)) | role.info(),
+        closes=[owner.close for owner in owners if owner is not None],
+        run=partial(run_until_ranks_end, loop, spec, ports, group),
+    )
+
+
+def _steps(spec: SchedulerSpec, parts: EngineParts) -> LoopSteps:
+    if spec.joint is None:
+        return loop_steps(parts)
+    wakes = {rank: partial(os.eventfd_write, wake, 1) for rank, wake in enumerate(spec.joint.wakes)}
+    decodes_only = spec.disagg.disaggregation_mode == "decode"
+    return joint_steps(parts, spec.dp_rank, wakes, decodes_only=decodes_only)
+
+
+def _facts(parts: EngineParts, common: dict[str, Any]) -> dict[str, Any]:
+    config, group = parts.config, parts.group
+    pids = {} if group is None else {"rank_pids": [pid for _, pid in sorted(group.pids.items())]}
+    return {
+        **common,
+        **pids,
+        "tp_size": config.tp_size,
+        "pp_size": config.pp_size,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_behind_windows": parts.behind_windows,
+        "grammar_backend": config.grammar_backend,
+        "context_length": config.context_length,
+        "chunked_prefill_size": config.chunked_prefill_size,
+        "mem_fraction_static": config.mem_fraction_static,
+    }

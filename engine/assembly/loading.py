@@ -1,0 +1,160 @@
+"""Flags and weights of a rank at start, and new weights while it serves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from engine.config import EngineConfig
+from engine.device.device import Device
+from engine.device.measure import MemoryGauge, await_share
+from engine.device.step_memory import MakeCapture
+from engine.executor.warm_up import CudaGauge
+from engine.executor.weights import WeightActions, WeightUpdater
+from engine.flags.model_source import dummy_paths
+from engine.flags.resolve import resolve
+from engine.flags.speculation import with_drafter
+from engine.kv.host_memory import HERE, HostMemory
+from engine.kv.kv_pool import fingerprint_of
+from engine.model_files.model_config import ModelConfig
+from engine.models.decoder import DenseDecoder
+from engine.models.load import load_model
+from engine.ranks.group import Group, GroupWeights
+from engine.ranks.links import Load
+from service.flags import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalMachine:
+    """The hardware of a rank, and the reader of its weights.
+
+    `capture` records graphs and `gauge` measures memory in place of CUDA. CPU ranks share `host`.
+    `progress`: bars show how far loading and recording have come.
+    """
+
+    capture: MakeCapture | None = None
+    gauge: MemoryGauge | None = None
+    host: HostMemory = HERE
+    load: Load = load_model
+    progress: bool = False
+
+
+THIS_MACHINE = LocalMachine()
+
+
+def resolved(
+    given: EngineConfig, stored: ModelConfig, check: Callable[[EngineConfig], None]
+) -> tuple[EngineConfig, ModelConfig]:
+    """Return flags and model as this rank computes, and set its threads. Raises ConfigError, as `check` does."""
+    config = resolve(given, stored, cuda=torch.cuda.is_available())
+    check(config)
+    assert config.num_threads is not None, "resolved"
+    torch.set_num_threads(config.num_threads)
+    return config, with_drafter(config, stored.quantized(config.quantization))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A rank with its weights, whose fingerprint is `files` if taken.
+
+    `config`: resolved. On a CPU `free` bytes were there before the weights, which take `weights`.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    machine: LocalMachine
+    model: DenseDecoder
+    files: str
+    free: int
+    weights: int
+
+    @property
+    def recurrent(self) -> bool:
+        return bool(self.model.state_specs())
+
+
+def load_rank(
+    config: EngineConfig, model_config: ModelConfig, machine: LocalMachine, load: Load, *, fingerprinted: bool
+) -> LoadedRank:
+    """Wait for this rank's share of a GPU, and load its weights. Raises ConfigError."""
+    host = machine.host
+    if machine.gauge is None and config.device == "cuda":
+        machine = replace(machine, gauge=CudaGauge(torch.device("cuda")))
+    if machine.gauge is not None and config.max_total_tokens is None:
+        assert config.mem_fraction_static is not None, "resolved"
+        await_share(machine.gauge, config.mem_fraction_static)
+    before, free = host.own(), host.available() // (config.dp_size * config.ranks_here)
+    path, files = config.model_path, fingerprint_of(config) if fingerprinted else ""
+    try:
+        model = load(path, model_config, progress=machine.progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"--model-path {path}: the GPU has no memory for its weights ({error})") from None
+    if fingerprinted and fingerprint_of(config) != files:
+        raise ConfigError(f"--model-path {path}: its files changed while they were read; start again")
+    return LoadedRank(config, model_config, machine, model, files, free, max(0, host.own() - before))
+
+
+def share_loader(config: EngineConfig, read: Load) -> Load:
+    """Return `read` of a follower, in stream order. It raises ConfigError."""
+
+    def load(path: str, found: ModelConfig, *, progress: bool) -> DenseDecoder:
+        try:
+            share = read(path, found, progress=progress)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"{path}: the GPU has no memory for this rank's share of its weights ({error})") from None
+        if config.device == "cuda":
+            torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
+        return share
+
+    return load
+
+
+def weight_updater(
+    config: EngineConfig,
+    stored: ModelConfig,
+    device: Device,
+    group: Group | None,
+    *,
+    load: Load,
+    rename_pages: Callable[[str, str], None],
+) -> WeightUpdater[DenseDecoder]:
+    """Return all ranks' weight updater. `stored`: the checkpoint's config.
+
+    `rename_pages` gets the new version and fingerprint.
+    """
+
+    runners = [stream.runner for stream in device.executor.streams]
+
+    def install(other: DenseDecoder) -> None:
+        def use() -> None:
+            for runner in runners:
+                runner.running.use(other, needs_graphs=group is not None)
+
+        device.executor.call(use)
+
+    def drop() -> None:
+        def drop_all() -> None:
+            for runner in runners:
+                runner.running.drop()
+
+        device.executor.call(drop_all)
+
+    actions = WeightActions(load=load, install=install, drop=drop, taken=rename_pages)
+    if group is not None:
+        everywhere = GroupWeights(group.followers, load=load, install=install)
+        actions = WeightActions(
+            load=everywhere.load,
+            install=everywhere.install,
+            drop=partial(everywhere.drop, drop),
+            taken=rename_pages,
+            discard=everywhere.discard,
+        )
+    return WeightUpdater(
+        model_path=config.model_path,
+        version=config.weight_version,
+        model=stored,
+        actions=actions,
+        on_cuda=config.device == "cuda",
+        dummies=dummy_paths(config),
+    )

@@ -1,0 +1,87 @@
+"""Services of an engine's loop besides requests and steps: weights, adapters, grammars, profiles."""
+
+from collections.abc import Callable
+from functools import partial
+
+from engine.assembly.parts import EngineParts
+from engine.assembly.steps import LoopSteps
+from engine.config import EngineConfig
+from engine.executor.profiler import TorchProfiler
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.queue import GrammarQueue
+from engine.grammar.reasoning import ReasoningGates
+from engine.loop.adapter_control import AdapterControl
+from engine.loop.kv_events import ZmqPublisher
+from engine.loop.services import LoopServices, Ports
+from engine.lora.peft_config import named_paths
+from engine.model_files.model_config import ModelConfig
+from engine.ranks.group import GroupProfiler
+from engine.text.incremental import no_stops, stops_of
+from engine.text.tokenizer import Tokenizer
+
+
+def loop_services(
+    parts: EngineParts,
+    steps: LoopSteps,
+    ports: Ports,
+    *,
+    tokenizer: Tokenizer | None,
+    events: ZmqPublisher | None,
+    name: str,
+) -> LoopServices:
+    """Load the flags' adapters, and start what compiles grammars. Raises ConfigError."""
+    compiles, profiler = parts.compiles, TorchProfiler(parts.executor.call, name=name)
+    return LoopServices(
+        weights=parts.weights,
+        kv=parts.kv,
+        memory=parts.memory,
+        profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),
+        grammars=grammar_queue(parts.config, parts.model, tokenizer, wakeup=ports.call_attention),
+        stops=no_stops if tokenizer is None else partial(stops_of, tokenizer),
+        adapters=_adapters(parts, ports),
+        disk=parts.disk,
+        events=events,
+        gauges=steps.gauges,
+        expert_loads=parts.executor.runner.expert_loads,
+        name=name,
+        late_compiles=lambda: 0 if compiles is None else compiles.num_late,
+        updates=steps.updates,
+        listeners=steps.listeners,
+    )
+
+
+def _adapters(parts: EngineParts, ports: Ports) -> AdapterControl:
+    adapters = AdapterControl(
+        store=parts.adapters,
+        max_loaded=parts.config.max_loaded_loras,
+        forget_prefixes_of=parts.scheduler.memory.cache.forget,
+        reply=ports.to_frontend,
+        wakeup=ports.call_attention,
+    )
+    for name, path in named_paths(parts.config.lora_paths).items():
+        adapters.load_now(name, path)
+    return adapters
+
+
+def grammar_queue(
+    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None, *, wakeup: Callable[[], None]
+) -> GrammarQueue:
+    """`config` is resolved."""
+    assert config.max_running_requests is not None and config.grammar_backend is not None, "resolved"
+    compiler = None
+    if config.grammar_backend != "none":
+        assert tokenizer is not None, "checked (engine/flags/tokenizer.py)"
+        compiler = GrammarCompiler(
+            tokenizer,
+            vocab_size=model.vocab_size,
+            eos_ids=model.eos_token_ids,
+            any_whitespace=not config.constrained_json_disable_any_whitespace,
+        )
+    return GrammarQueue(
+        compiler,
+        gates=None if tokenizer is None else ReasoningGates(tokenizer, vocab_size=model.vocab_size),
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_token_ids,
+        wakeup=wakeup,
+        max_waiting=config.max_queued_requests + config.max_running_requests,
+    )

@@ -1,0 +1,78 @@
+"""Assembly of a worker from four things, each of which may be virtual.
+
+config    settings of its loop
+wire      ports to the frontend, and the role toward peers
+clock     time, and the iterations that a watchdog checks
+executor  scheduler, pipeline of steps, and the services of what computes
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine.core.scheduler import Scheduler
+from engine.loop.heartbeat import IterationClock
+from engine.loop.loop import EngineLoop
+from engine.loop.pipeline import L, MakePipeline, Pipeline, StepLauncher, StepStrategy
+from engine.loop.role import EngineRole
+from engine.loop.services import LoopServices, LoopSettings, Ports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerWire:
+    ports: Ports
+    role: EngineRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """`now_s`: seconds of any origin. `turns`: by default without a limit."""
+
+    now_s: Callable[[], float] = time.monotonic
+    turns: IterationClock = field(default_factory=lambda: IterationClock(limit_s=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    scheduler: Scheduler
+    pipeline: MakePipeline
+    services: LoopServices
+
+
+def computing(
+    scheduler: Scheduler,
+    executor: StepLauncher[L],
+    services: LoopServices,
+    *,
+    depth: int = 1,
+    strategy: StepStrategy | None = None,
+    ended: Callable[[L], bool] | None = None,
+    streams: int = 1,
+) -> Computing:
+    """Let `executor` run the steps of `scheduler`, up to `depth` at once in each of its `streams`.
+
+    `strategy`: if not one step after the other. `ended`: of an executor whose ends are watched.
+    """
+    pipeline = partial(
+        Pipeline[L],
+        strategy=strategy or StepStrategy(scheduler),
+        executor=executor,
+        depth=depth,
+        ended=ended,
+        streams=streams,
+    )
+    return Computing(scheduler=scheduler, pipeline=pipeline, services=services)
+
+
+def assemble_worker(config: LoopSettings, wire: WorkerWire, clock: Clock, executor: Computing) -> EngineLoop:
+    return EngineLoop(
+        scheduler=executor.scheduler,
+        pipeline=executor.pipeline,
+        role=wire.role,
+        ports=wire.ports,
+        services=executor.services,
+        turns=clock.turns,
+        settings=config,
+        clock=clock.now_s,
+    )
