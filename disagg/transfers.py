@@ -1,0 +1,132 @@
+"""Engine, memory and metadata rows of a worker's transfers, which its role and the parts share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.config import SchedulerSpec
+from disagg.metadata import Checksum, MetadataBuffers
+from disagg.outgoing import PageSender
+from disagg.transfer_engine import engine_of, memory_of, side_pools, start, transfer_config
+from engine.assembly.parts import EngineParts
+from engine.kv.page_checksum import NAME as CHECKSUM_NAME
+from engine.ranks.group import Group
+from engine.ranks.rank_checksum import GroupChecksum, RankChecksum, alone
+from engine.ranks.rank_parts import RankPools
+from transfer_backends.contract import KVArgs, TransferConfig
+from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.engines.registry import SharedEngine
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.ports import Engine, Lookup
+from transfer_backends.ranks.engines import RankEngines
+from transfer_backends.ranks.remote import RemoteEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """`wakeup`: called by threads when a queue may move. `is_apart`: ranks are on several machines.
+
+    `moves_bytes`: False for a fake transfer.
+    """
+
+    metadata: MetadataBuffers
+    engine: Engine
+    args: KVArgs
+    config: TransferConfig
+    followers: tuple[ProcessMark, ...]
+    wakeup: Callable[[], None]
+    is_apart: bool
+    moves_bytes: bool
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self.args.layer_bytes) * self.args.kv_units
+
+    def sender(self, *, layerwise: bool = False, min_bytes: int = 0) -> PageSender:
+        return PageSender(
+            self.metadata,
+            page_size=self.args.page_size,
+            page_bytes=self.page_bytes,
+            layerwise=layerwise,
+            min_bytes=min_bytes,
+        )
+
+    def receives(self, lookup: Lookup) -> DecodeManager:
+        """Return a started manager of what arrives."""
+        manager = DecodeManager(self.args, self.engine, self.config, lookup=lookup, is_apart=self.is_apart)
+        start(manager, self.wakeup)
+        return manager
+
+
+def transfers_of(
+    spec: SchedulerSpec, parts: EngineParts, *, num_rows: int, num_managers: int, wakeup: Callable[[], None]
+) -> Transfers:
+    """`num_rows`: of metadata. `num_managers`: that share the engine.
+
+    Raises ConfigError, BackendUnavailable, and EngineError if a follower's engine does not start.
+    """
+    config, pools = transfer_config(spec), _pools(parts)
+    parts.weights.number()  # now: no hand-over should read files
+    checksum = _checksum(parts, wakeup) if spec.disagg.disaggregation_kv_checksum else None
+    metadata = MetadataBuffers(num_rows, weights=parts.weights.number, checksum=checksum)
+    own, remotes, memory = engine_of(spec, parts.pool), _remotes(parts.group), memory_of(pools)
+    dtype, kept = parts.config.dtype, parts.config.kv_cache_dtype
+    args = KVArgs(
+        kv=memory.kv,
+        aux=metadata.region,
+        signature=parts.model.signature(),
+        page_size=parts.pool.page_size,
+        dtype=dtype if kept == dtype else f"{dtype}, KV in {kept}",
+        kv_units=parts.held.num_units,
+        layer_bytes=_layer_bytes(parts),
+        kv_checksum="off" if checksum is None else CHECKSUM_NAME,
+        ranks=(memory, *(remote.memory for remote in remotes)),
+        pools=side_pools(pools),
+    )
+    engines = [SharedEngine(one, num_users=num_managers) if num_managers > 1 else one for one in (own, *remotes)]
+    return Transfers(
+        metadata=metadata,
+        engine=RankEngines(engines) if remotes else engines[0],
+        args=args,
+        config=config,
+        followers=tuple(remote.mark for remote in remotes),
+        wakeup=wakeup,
+        is_apart=spec.engine.nnodes > 1,
+        moves_bytes=spec.disagg.disaggregation_transfer_backend != "fake",
+    )
+
+
+def _checksum(parts: EngineParts, wakeup: Callable[[], None]) -> Checksum:
+    own = RankChecksum(_pools(parts), wakeup=wakeup)
+    return alone(own) if parts.group is None else GroupChecksum(own, parts.group.followers)
+
+
+def _pools(parts: EngineParts) -> RankPools:
+    return RankPools(kv=parts.pool, held=parts.held, states=parts.device.states, windows=parts.device.windows)
+
+
+def _remotes(group: Group | None) -> list[RemoteEngine]:
+    if group is None:
+        return []
+    return [
+        RemoteEngine(sock, name=group.links.name_of(rank), timeout_s=group.timeout_s)
+        for rank, sock in sorted(group.transfers.items())
+    ]
+
+
+def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
+    """Return the bytes of each model layer in a unit; all keep the same.
+
+    Excludes recurrent layers and window layers with another pool; with windows only, a unit is one
+    piece. A drafter adds one layer.
+    """
+    pool = parts.pool
+    if not pool.specs:
+        return (pool.unit_bytes,)
+    own = {spec.bytes_per_token() * pool.page_size // pool.units for spec in pool.specs}
+    assert len(own) == 1, own
+    if parts.device.windows is not None:
+        return tuple(own) * len(pool.specs)
+    if pool.drafter is None:
+        return tuple(own) * parts.held.num_layers
+    layers = tuple(own) * pool.num_layers
+    return (*layers, pool.unit_end - sum(layers))
