@@ -101,18 +101,21 @@ def _install_rank(folder: Path) -> None:
 
     if (folder / "orphans").exists():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
-    from engine.ranks import build
-    from engine.ranks.follower import RankRunner
+    from engine.kv import kv_pool
+    from engine.models import load
 
     def refuse(*args: Any, **more: Any) -> None:
         raise PermissionError(13, "Permission denied", "model.safetensors")
 
+    # Before engine.assembly.loading is imported, which takes `load_model` as its default.
     if (folder / "unreadable").exists():
-        build.load_model = refuse
+        load.load_model = refuse
     if (folder / "other-weights").exists():
-        build.fingerprint = lambda path: "others"
+        kv_pool.fingerprint = lambda path, **more: "others"
     if (folder / "never-loads").exists():
-        build.load_model = lambda *args, **more: time.sleep(3600)
+        load.load_model = lambda *args, **more: time.sleep(3600)
+    from engine.ranks.follower import RankRunner
+
     run = RankRunner.run
     part = "decode" if '"disaggregation_mode":"decode"' in "".join(sys.orig_argv) else "prefill"
 
