@@ -24,8 +24,8 @@ from engine.core.state import SchedulerState
 class CoreConfig:
     """Sizes and rules of an engine's bookkeeping. `radix`, `eviction_policy`: as in RadixCache.
 
-    `publishes`: events of the prefix cache. `backup_room`: for copies of retracted requests. `uniform`:
-    as in Scheduler.
+    `publishes`: events of the prefix cache. `backup_room`: for copies of retracted requests.
+    `uniform`: as in Scheduler.
     """
 
     limits: Limits
@@ -41,7 +41,7 @@ class CoreConfig:
 
 
 def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tuple[Scheduler, PrefixEvents | None]:
-    """Return the scheduler with its memory, and the events of its prefix cache if it publishes them.
+    """Return the scheduler with its memory, and the prefix cache's events if it publishes them.
 
     `parts`: of memory, in the order of engine/core/mem_cache/memory_part.py; None is none.
     """

@@ -43,7 +43,10 @@ def agreed_sizes(rank: LoadedRank, given: EngineConfig, use: EngineUse, group: G
 
 
 def serving_device(memory: EngineMemory, group: Group | None, wakeup: Callable[[], None]) -> Device:
-    """Build this rank's device while followers build theirs, and run every kind of step on all. Raises ConfigError."""
+    """Build this rank's device while followers build theirs, and run every kind of step on all.
+
+    Raises ConfigError.
+    """
     rank, use, config = memory.rank, memory.use, memory.sizes.config
     model, machine = rank.model_config, rank.machine
     if group is not None:

@@ -46,7 +46,10 @@ THIS_MACHINE = LocalMachine()
 def resolved(
     given: EngineConfig, stored: ModelConfig, check: Callable[[EngineConfig], None]
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Return flags and model as this rank computes, and set its threads. Raises ConfigError, as `check` does."""
+    """Return flags and model as this rank computes, and set its threads.
+
+    Raises ConfigError, as `check` does.
+    """
     config = resolve(given, stored, cuda=torch.cuda.is_available())
     check(config)
     assert config.num_threads is not None, "resolved"

@@ -99,7 +99,10 @@ def has_host_tier(config: EngineConfig, use: EngineUse) -> bool:
 def build_engine_memory(
     rank: LoadedRank, sizes: MemorySizes, use: EngineUse, group: Group | None, wakeup: Callable[[], None]
 ) -> EngineMemory:
-    """Allocate pools and host memory. Raises ConfigError. `wakeup`: called when files were read or written."""
+    """Allocate pools and host memory. Raises ConfigError.
+
+    `wakeup`: called when files were read or written.
+    """
     config, model, host = sizes.config, rank.model_config, rank.machine.host
     kept = why_kept(config, sizes.specs, use, recurrent=rank.recurrent)
     pools = sizes.pools(use, apart=not kept)

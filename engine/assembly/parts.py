@@ -37,10 +37,11 @@ class WorkerParts:
 class EngineParts(WorkerParts):
     """A ready engine; `kv` and `adapters` are of all ranks, `device` and `memory` of the leader.
 
-    `held`: the leader's part of the model's KV. `layers_in_pages`: its layers with KV in `pool`; others
-    have a window, and a pool of their own. `behind_windows`: as of engine/device/pools.py. `compiles`:
-    of a GPU; its `serve` comes when the worker is ready. `disk`, `events`, `adapters`, `arrivals`: by
-    --hicache-storage-dir, --kv-events-config, --enable-lora and for features of encoder workers.
+    `held`: the leader's part of the model's KV. `layers_in_pages`: its layers with KV in `pool`;
+    others have a window, and a pool of their own. `behind_windows`: as of engine/device/pools.py.
+    `compiles`: of a GPU; its `serve` comes when the worker is ready. `disk`, `events`, `adapters`,
+    `arrivals`: by --hicache-storage-dir, --kv-events-config, --enable-lora and for features of
+    encoder workers.
     """
 
     device: Device

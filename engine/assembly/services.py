@@ -1,4 +1,4 @@
-"""Services of an engine's loop besides requests and steps: weights, adapters, grammars, profiles."""
+"""Services of a loop besides requests and steps: weights, adapters, grammars, profiles."""
 
 from collections.abc import Callable
 from functools import partial

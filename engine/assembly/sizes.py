@@ -29,8 +29,8 @@ from engine.ranks.messages import NO_LIMIT, PoolSize, Ready
 class MemorySizes:
     """Sizes of a rank's memory. `config`: with the steps that fit.
 
-    `found`: measured, if at all. `slots`: of recurrent states, of `slot_bytes` each; `shadows`: more
-    for drafts. All three are 0 without recurrent layers.
+    `found`: measured, if at all. `slots`: of recurrent states, of `slot_bytes` each; `shadows`:
+    more for drafts. All three are 0 without recurrent layers.
     """
 
     config: EngineConfig
@@ -106,7 +106,10 @@ class MemorySizes:
 def fitting_sizes(
     rank: LoadedRank, given: EngineConfig, use: EngineUse, place: Place, steps_over: StepsOver
 ) -> MemorySizes:
-    """Measure the largest steps, and divide the rest of the memory. Raises ConfigError. `given`: flags."""
+    """Measure the largest steps, and divide the rest of the memory. `given`: flags.
+
+    Raises ConfigError.
+    """
     config, model = rank.config, rank.model_config
     largest = LargestSteps(
         config=config,

@@ -136,7 +136,7 @@ def measured(
 ) -> MeasuredMemory | None:
     """Return the memory, and what weights and steps of a rank take of it. Raises ConfigError.
 
-    None: a GPU has what --max-total-tokens says. `gauge`: of a GPU. `host`, `free`, `weights`: as in
+    None: --max-total-tokens is set on a GPU. `gauge`: of a GPU. `host`, `free`, `weights`: as in
     `measure_on_cpu`.
     """
     if trial.config.max_total_tokens is not None:

@@ -1,4 +1,4 @@
-"""Requirements of a role, the memory of a rank's steps, recorded ones, and its place among others."""
+"""Requirements of a role, the memory of a rank's steps, recorded ones, its place among others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
