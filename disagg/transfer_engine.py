@@ -1,10 +1,14 @@
-"""Transfer engine of a rank, its memory, and KVArgs of managers."""
+"""What a worker's role needs of its engine; transfer engine of a rank, its memory, and KVArgs of managers."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 
-from disagg.config import SchedulerSpec, read_secret
-from engine.kv.kv_pool import KVPool
+import torch
+
+from disagg.config import DisaggConfig, SchedulerSpec, read_secret
+from engine.device.step_memory import EngineUse
+from engine.kv.kv_pool import AllocateBytes, KVPool, zeroed_bytes
+from engine.kv.pool_memory import tensor_at
 from engine.kv.state_pool import StatePool
 from engine.ranks.rank_parts import RankPools
 from transfer_backends.contract import (
@@ -18,7 +22,11 @@ from transfer_backends.contract import (
     TransferConfig,
 )
 from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.engines.cuda_context import CudaContext
+from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
+from transfer_backends.engines.rdma_devices import devices_here
 from transfer_backends.engines.registry import make_engine
+from transfer_backends.engines.trial_memory import FabricMemory
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
 
@@ -101,3 +109,37 @@ def start(manager: PrefillManager | DecodeManager, wakeup: Callable[[], None]) -
 
 def no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
     raise LookupFailed("the request names the worker", permanent=True)
+
+
+def engine_use(disagg: DisaggConfig, protocol: str | None, *, pp_size: int = 1, name: str = "worker") -> EngineUse:
+    """`protocol`: Mooncake's, if used. `name`: of the rank, for files."""
+    mode = disagg.disaggregation_mode
+    decode = mode == "decode"
+    return EngineUse(
+        decodes=mode != "prefill",
+        prefills=not decode,
+        peers_write_pages=decode,
+        kv_stays=_why_kv_stays(disagg),
+        retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
+        reserve_floor=0 if mode == "encode" else disagg.num_reserved_decode_tokens,
+        allocate_kv=kv_bytes_of(protocol),
+        receives_features=disagg.feature_fetch and not decode and pp_size == 1,
+        name=name,
+    )
+
+
+def _why_kv_stays(disagg: DisaggConfig) -> str:
+    """Return why KV memory cannot move, or ""."""
+    if not disagg.has_peers or not devices_here():
+        return ""
+    return "the KV memory of this worker is registered with RDMA devices, which keep its pages"
+
+
+def kv_bytes_of(protocol: str | None) -> AllocateBytes:
+    return fabric_bytes if protocol == NEEDS_FABRIC else zeroed_bytes
+
+
+def fabric_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate zeroed memory until the process ends. Raises BackendUnavailable."""
+    memory = FabricMemory(CudaContext(device.index or 0))
+    return tensor_at(memory.allocate(size_bytes), size_bytes).zero_()

@@ -13,8 +13,7 @@ from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender, PromptHandovers
 from disagg.prefill_role import PrefillRole
-from engine.assembly.core import CoreConfig, build_core
-from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, CoreConfig, WorkerWire, assemble_worker, build_core, computing
 from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler

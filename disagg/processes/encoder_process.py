@@ -3,14 +3,14 @@
 import time
 
 from disagg.config import SchedulerSpec
-from disagg.engine_use import engine_use
 from disagg.features.feature_transfers import encode_role
 from disagg.processes.serving import common_facts, serve
+from disagg.transfer_engine import engine_use
 from engine.assembly.encoder import build_encoder
 from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.executor.profiler import TorchProfiler
 from engine.ipc import IpcPaths
-from engine.loop.heartbeat import IterationClock, Watchdog
+from engine.loop.heartbeat import IterationClock
 from engine.loop.ports import SocketPorts
 from engine.loop.services import LoopServices, LoopSettings
 from engine.model_files.model_config import ModelConfig
@@ -42,4 +42,4 @@ def serve_encoder(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig
     own = {"vlm_cache_size_mb": parts.config.vlm_cache_size_mb}
     facts = common_facts(parts, started_s=started_s) | own | role.info()
     closes = [role.close, parts.executor.close]
-    serve(loop, ports, turns, watchdog=Watchdog(turns), facts=facts, closes=closes, run=loop.run)
+    serve(spec, loop, ports, turns, facts=facts, closes=closes)

@@ -8,9 +8,8 @@ from typing import Any
 
 from disagg.compose import make_role
 from disagg.config import SchedulerSpec
-from disagg.engine_use import engine_use
-from disagg.processes.rank_ends import run_until_ranks_end, watchdog_of
 from disagg.processes.serving import common_facts, publisher_of, serve
+from disagg.transfer_engine import engine_use
 from engine.assembly.leader import build_engine
 from engine.assembly.loading import LocalMachine
 from engine.assembly.parts import EngineParts
@@ -61,15 +60,9 @@ def serve_engine(
     if parts.compiles is not None:
         parts.compiles.serve()
     owners = (services.grammars, parts.disk, publisher, role, parts.executor)
-    serve(
-        loop,
-        ports,
-        turns,
-        watchdog=watchdog_of(turns, group),
-        facts=_facts(parts, common_facts(parts, publisher, started_s=started_s)) | role.info(),
-        closes=[owner.close for owner in owners if owner is not None],
-        run=partial(run_until_ranks_end, loop, spec, ports, group),
-    )
+    facts = _facts(parts, common_facts(parts, publisher, started_s=started_s)) | role.info()
+    closes = [owner.close for owner in owners if owner is not None]
+    serve(spec, loop, ports, turns, group, facts=facts, closes=closes)
 
 
 def _steps(spec: SchedulerSpec, parts: EngineParts) -> LoopSteps:

@@ -8,7 +8,7 @@ MODULES = (
     "disagg.decode_role",
     "disagg.processes.encoder_process",
     "disagg.processes.engine_process",
-    "disagg.engine_use",
+    "disagg.transfer_engine",
     "disagg.prefill_role",
     "disagg.processes.rank_group",
     "engine.assembly.follower",

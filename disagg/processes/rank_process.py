@@ -58,8 +58,7 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     with no_collections():
         import torch
 
-        from disagg.engine_use import engine_use
-        from disagg.transfer_engine import engine_of, memory_of
+        from disagg.transfer_engine import engine_of, engine_use, memory_of
         from engine.assembly.follower import build_follower
         from engine.parallel.process_groups import joined
         from engine.parallel.region import SharedRegion

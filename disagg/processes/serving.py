@@ -1,8 +1,9 @@
-"""Serving of an assembled worker until its parent ends it, and its facts for /server_info."""
+"""Serving of an assembled worker until its parent or its ranks end it; its facts for /server_info."""
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from disagg.config import SchedulerSpec, read_secret
@@ -11,32 +12,46 @@ from engine.assembly.parts import WorkerParts
 from engine.core.mem_cache.cache_events import PrefixEvents
 from engine.device.machine import machine_facts
 from engine.flags.kv_events_config import parse_kv_events_config
-from engine.loop.heartbeat import IterationClock, Watchdog
+from engine.kernels.build import RanksEnded
+from engine.loop.heartbeat import IterationClock, Watchdog, dump_of_others, end_with_stacks
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop
 from engine.loop.ports import SocketPorts
 from engine.messages import SchedulerReady
+from engine.parallel.rendezvous import LOST_S
+from engine.ranks.group import Group
 from service.process.start import spare_what_lives
 
 
 def serve(
+    spec: SchedulerSpec,
     loop: EngineLoop,
     ports: SocketPorts,
     turns: IterationClock,
+    group: Group | None = None,
     *,
-    watchdog: Watchdog,
     facts: Mapping[str, Any],
     closes: Sequence[Callable[[], None]],
-    run: Callable[[], None],
 ) -> None:
-    """Send `facts`, `run` the loop, and close what it used in the order of `closes`."""
+    """Send `facts`, run the loop, and close what it used in the order of `closes`.
+
+    Raises RanksEnded, unless the parent names the first rank. A watchdog names late ranks, too.
+    """
+    watchdog = Watchdog(turns) if group is None else Watchdog(turns, on_stall=partial(_end_with_late_ranks, group))
     end_by_parent(loop, ports.call_attention)
     spare_what_lives()
     turns.loaded()
     ports.to_frontend(SchedulerReady(dict(facts)))
     watchdog.start()
     try:
-        run()
+        loop.run()
+    except RanksEnded:
+        if spec.joint is not None:
+            _await_parent(loop, ports)
+            return
+        if group is not None:
+            group.followers.await_end(2 * LOST_S)
+        raise
     finally:
         for close in (watchdog.close, *closes, ports.close):
             close()
@@ -73,3 +88,19 @@ def common_facts(parts: WorkerParts, publisher: ZmqPublisher | None = None, *, s
         "kv_events_config": None if publisher is None else publisher.describe(),
         **machine_facts(config.device, config.dtype),
     }
+
+
+NAMED_WITHIN_S = 5.0  # the parent looks at its children more often
+
+
+def _end_with_late_ranks(group: Group, stalled_s: float) -> None:
+    late = group.late()
+    dump_of_others(group.pids[rank] for rank in late if rank in group.pids and group.pids[rank] != os.getpid())
+    end_with_stacks(stalled_s, found=f"waits for {group.late_text(late)}" if late else "")
+
+
+def _await_parent(loop: EngineLoop, ports: SocketPorts) -> None:
+    """With DP attention, wait for the parent to end this rank and name the one that ended first."""
+    deadline_s = time.monotonic() + NAMED_WITHIN_S
+    while not loop.stopped and (left_s := deadline_s - time.monotonic()) > 0:
+        ports.wait(left_s)

@@ -1,26 +1,45 @@
 """Assembly of a follower in step with its leader: model, pools, and work besides steps."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
-from engine.assembly.follower_rooms import FOLLOWER_ROOMS, Actions, BuiltRank, Readers
 from engine.assembly.loading import THIS_MACHINE, LoadedRank, LocalMachine, load_rank, resolved, share_loader
-from engine.assembly.sizes import MemorySizes, fitting_sizes
+from engine.assembly.memory import MemorySizes, fitting_sizes
 from engine.config import EngineConfig
+from engine.device.device import adapter_store
+from engine.device.forward_parts import ForwardParts
 from engine.device.step_memory import EngineUse, Recording, StepMemory, memory_for_graphs
+from engine.executor.profiler import TorchProfiler
 from engine.flags.rank_rules import check_device
+from engine.hicache.rank_files import FollowerFiles
 from engine.kv.host_pool import allocate_host_pool
+from engine.loop.control import KVMemory
+from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
-from engine.ranks.follower import Follower
+from engine.ranks.follower import Action, Follower, RankRunner, Reader
 from engine.ranks.links import RankLinks, loader
 from engine.ranks.messages import Channel, Loaded, PoolSize, Serving, ToFollower
-from engine.ranks.rank_parts import RankPools, rank_parts, steps_of_rank
+from engine.ranks.rank_checksum import RankChecksum, Tail
+from engine.ranks.rank_parts import RankPools, kernels_here, rank_parts, steps_of_rank
 
 Connect = Callable[[EngineConfig], RankLinks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltRank:
+    """A follower's steps and memory. `files`: its parts of page files, if there are any."""
+
+    runner: RankRunner
+    parts: ForwardParts
+    pools: RankPools
+    kv: KVMemory
+    files: FollowerFiles | None
 
 
 def build_follower(
@@ -53,20 +72,29 @@ def build_follower(
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed
     built = _build(rank, sizes.placed(agreed), agreed, links, use)
-    readers: Readers = {"weights": lambda path: load(path, load_model_config(path), progress=False)}
-    actions: Actions = {}
-    for room in FOLLOWER_ROOMS:
-        room(built, readers, actions)
+    readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path), progress=False)}
+    actions = _actions(built, TorchProfiler(_now, name=use.name))
+    if built.parts.adapters is not None:
+        store = adapter_store(config, rank.model, built.parts.adapters, in_order=_now)
+        readers["adapter"] = store.read
+        actions["add_adapter"] = lambda weights, adapter: store.install(adapter, weights)
+        actions["remove_adapter"] = lambda adapter: store.remove(adapter)
     channel.send(Serving())
     return Follower(channel, built.runner, readers=readers, actions=actions, turning=turning), built.pools
 
 
 def _build(rank: LoadedRank, sizes: MemorySizes, agreed: PoolSize, links: RankLinks, use: EngineUse) -> BuiltRank:
     """Allocate what the leader has agreed, and record steps. Raises ConfigError."""
-    pools, host_pool = sizes.pools(use, apart=agreed.apart), None
+    pools, host_pool, files = sizes.pools(use, apart=agreed.apart), None, None
     if agreed.host_pages:
         flag = "--enable-hierarchical-cache"
         host_pool = allocate_host_pool(pools.kv, agreed.host_pages, flag=flag, remedy="leave it out")
+        if agreed.files:
+            folder, identity = (
+                Path(agreed.files) / f"rank{links.place.rank}",
+                sizes.identity(pools.kv, rank.model_config),
+            )
+            files = FollowerFiles(folder, page_of=host_pool.page, identity=identity)
     runner, parts = rank_parts(
         sizes.config,
         rank.model_config,
@@ -84,14 +112,42 @@ def _build(rank: LoadedRank, sizes: MemorySizes, agreed: PoolSize, links: RankLi
     with memory_for_graphs():
         runner.running.record()
     states = None if parts.states is None else parts.states.pool
-    return BuiltRank(
-        rank=rank,
-        sizes=sizes,
-        runner=runner,
-        parts=parts,
-        kv=pools.memory(sizes.config, states),
-        pools=RankPools(kv=pools.kv, held=sizes.held, states=states, windows=pools.windows),
-        host_pool=host_pool,
-        folder=Path(agreed.files) / f"rank{links.place.rank}" if agreed.files else None,
-        use=use,
-    )
+    own = RankPools(kv=pools.kv, held=sizes.held, states=states, windows=pools.windows)
+    return BuiltRank(runner=runner, parts=parts, pools=own, kv=pools.memory(sizes.config, states), files=files)
+
+
+def _actions(built: BuiltRank, profiler: TorchProfiler) -> dict[str, Action]:
+    """Return what the leader may ask for between steps."""
+    running, kv, files = built.runner.running, built.kv, built.files
+    return {
+        "use_weights": running.use,
+        "drop_weights": running.drop,
+        "release_kv": kv.release,
+        "resume_kv": kv.resume,
+        "start_profile": lambda asked: profiler.start(msgspec.convert(asked, StartProfile)),
+        "stop_profile": profiler.stop,
+        "checksum": _checksum(built.pools),
+        "forget": lambda _: None,
+        "answer": lambda: None,
+        "kernels": kernels_here,
+        **({} if files is None else {"read_page": files.read, "write_page": files.write}),
+    }
+
+
+def _checksum(pools: RankPools) -> Action:
+    landed = threading.Event()
+    checksum = RankChecksum(pools, wakeup=landed.set)
+
+    def value_of(pages: Sequence[int], tail: Tail, num_tokens: int | None) -> Mapping[str, int]:
+        value = checksum(pages, tail, num_tokens)
+        while (found := value()) is None:
+            landed.wait()
+            landed.clear()
+        return found
+
+    return value_of
+
+
+def _now(work: Callable[[], object]) -> object:
+    """A follower runs each message when it comes, behind all steps before it."""
+    return work()

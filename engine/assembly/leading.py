@@ -10,8 +10,7 @@ from functools import partial
 import torch
 
 from engine.assembly.loading import LoadedRank
-from engine.assembly.memory import EngineMemory
-from engine.assembly.sizes import MemorySizes, fitting_sizes
+from engine.assembly.memory import EngineMemory, MemorySizes, fitting_sizes
 from engine.config import EngineConfig
 from engine.device.device import Device, build_device
 from engine.device.lanes import build_lanes

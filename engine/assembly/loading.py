@@ -17,6 +17,7 @@ from engine.flags.resolve import resolve
 from engine.flags.speculation import with_drafter
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.kv_pool import fingerprint_of
+from engine.kv.state_pool import StatePool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
@@ -73,8 +74,14 @@ class LoadedRank:
     weights: int
 
     @property
+    def slot_bytes(self) -> int:
+        """Return the bytes of a recurrent state, 0 without recurrent layers."""
+        specs = self.model.state_specs()
+        return StatePool.slot_bytes_of(specs) if specs else 0
+
+    @property
     def recurrent(self) -> bool:
-        return bool(self.model.state_specs())
+        return self.slot_bytes > 0
 
 
 def load_rank(

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from typing import Any
 
-from engine.assembly.core import CoreConfig, build_core
+from engine.assembly.worker import CoreConfig, build_core
 from engine.core.estimates import RatioRule, StepBudget
 from engine.core.mem_cache.backups import CopySize
 from engine.core.mem_cache.host_cache import HostCache

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.engine_use import engine_use, fabric_bytes
 from disagg.processes.transfer_machine import check_allocator, check_flags, expandable_segments, memlock_warning
+from disagg.transfer_engine import engine_use, fabric_bytes
 from engine.kv.kv_pool import zeroed_bytes
 from service.flags import ConfigError
 

@@ -15,7 +15,7 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.engine_use import engine_use
+from disagg.transfer_engine import engine_use
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.loop.role import EngineRole
