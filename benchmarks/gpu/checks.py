@@ -23,11 +23,11 @@ from benchmarks.gpu.rates import KINDS
 from benchmarks.gpu.target import Shape, Target
 from benchmarks.random_model import write_model
 from engine.assembly.leader import build_engine
-from engine.assembly.loading import LocalMachine
 from engine.assembly.parts import EngineParts
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem, SlotOpen
+from engine.device.step_memory import LocalMachine
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool

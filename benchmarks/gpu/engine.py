@@ -8,11 +8,11 @@ import torch
 
 from benchmarks.gpu.target import Shape, Target
 from engine.assembly.leader import build_engine
-from engine.assembly.loading import LocalMachine
 from engine.assembly.parts import EngineParts
 from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
+from engine.device.step_memory import LocalMachine
 from engine.executor.graphs import Capture, Work
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.messages import GenerateRequest

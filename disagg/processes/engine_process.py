@@ -11,11 +11,11 @@ from disagg.config import SchedulerSpec
 from disagg.processes.serving import common_facts, publisher_of, serve
 from disagg.transfer_engine import engine_use
 from engine.assembly.leader import build_engine
-from engine.assembly.loading import LocalMachine
 from engine.assembly.parts import EngineParts
 from engine.assembly.services import loop_services
 from engine.assembly.steps import LoopSteps, joint_steps, loop_steps
 from engine.assembly.worker import Clock, Computing, WorkerWire, assemble_worker
+from engine.device.step_memory import LocalMachine
 from engine.flags.nodes import leader_of
 from engine.ipc import IpcPaths
 from engine.loop.heartbeat import IterationClock

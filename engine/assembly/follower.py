@@ -9,12 +9,20 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.assembly.loading import THIS_MACHINE, LoadedRank, LocalMachine, load_rank, resolved, share_loader
+from engine.assembly.loading import load_rank, resolved, share_loader
 from engine.assembly.memory import MemorySizes, fitting_sizes
 from engine.config import EngineConfig
 from engine.device.device import adapter_store
 from engine.device.forward_parts import ForwardParts
-from engine.device.step_memory import EngineUse, Recording, StepMemory, memory_for_graphs
+from engine.device.step_memory import (
+    THIS_MACHINE,
+    EngineUse,
+    LoadedRank,
+    LocalMachine,
+    Recording,
+    StepMemory,
+    memory_for_graphs,
+)
 from engine.executor.profiler import TorchProfiler
 from engine.flags.rank_rules import check_device
 from engine.hicache.rank_files import FollowerFiles

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from engine.assembly.leading import adapter_store, agreed_sizes, kv_memory, serving_device
-from engine.assembly.loading import THIS_MACHINE, LocalMachine, load_rank, resolved, weight_updater
+from engine.assembly.loading import load_rank, resolved, weight_updater
 from engine.assembly.memory import build_engine_memory, has_host_tier
 from engine.assembly.parts import EngineParts
 from engine.assembly.worker import CoreConfig, build_core
@@ -16,7 +16,7 @@ from engine.core.mem_cache.state_slots import grid_of
 from engine.device.machine import check_arithmetic
 from engine.device.memory_plan import with_running_requests
 from engine.device.pools import behind_windows
-from engine.device.step_memory import UNIFIED, EngineUse
+from engine.device.step_memory import THIS_MACHINE, UNIFIED, EngineUse, LocalMachine
 from engine.executor.warm_up import CompileLog
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.resolve import depth, limits, ratio_rule, step_budget
@@ -51,7 +51,7 @@ def build_engine(
         check_recurrent(config)
     sizes = agreed_sizes(rank, given, use, group)
     memory = build_engine_memory(rank, sizes, use, group, wakeup)
-    device = serving_device(memory, group, wakeup)
+    device = serving_device(rank, memory, group, wakeup)
     pools, pages = memory.pools, memory.pools.kv.num_pages
     config = with_running_requests(given, sizes.config, pages=pages, slots=sizes.slots, windows=pools.num_windows)
     core = core_config(config, model, use, num_pages=pages, recurrent=rank.recurrent, backup_room=memory.room)

@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
-from engine.assembly.loading import LoadedRank
 from engine.assembly.memory import EngineMemory, MemorySizes, fitting_sizes
 from engine.config import EngineConfig
 from engine.device.device import Device, build_device
 from engine.device.lanes import build_lanes
 from engine.device.measure import own_steps, warm
-from engine.device.step_memory import EngineUse, RankSeat, Recording
+from engine.device.step_memory import EngineUse, LoadedRank, RankSeat, Recording
 from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import by_executor
@@ -41,12 +40,12 @@ def agreed_sizes(rank: LoadedRank, given: EngineConfig, use: EngineUse, group: G
     return sizes.at_most(group.followers.await_ready(fingerprint=rank.files, timeout_s=group.timeout_s))
 
 
-def serving_device(memory: EngineMemory, group: Group | None, wakeup: Callable[[], None]) -> Device:
+def serving_device(rank: LoadedRank, memory: EngineMemory, group: Group | None, wakeup: Callable[[], None]) -> Device:
     """Build this rank's device while followers build theirs, and run every kind of step on all.
 
     Raises ConfigError.
     """
-    rank, use, config = memory.rank, memory.use, memory.sizes.config
+    use, config = memory.use, memory.sizes.config
     model, machine = rank.model_config, rank.machine
     if group is not None:
         group.followers.place(memory.pool_size())
@@ -61,7 +60,7 @@ def serving_device(memory: EngineMemory, group: Group | None, wakeup: Callable[[
         group.followers.await_serving(timeout_s=group.timeout_s)
         check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if machine.gauge is not None:
-        _warm(memory, device.executor)
+        _warm(replace(rank, config=config), memory, device.executor)
     return device
 
 
@@ -91,22 +90,15 @@ def _seat(config: EngineConfig, model: ModelConfig, group: Group | None) -> Rank
     )
 
 
-def _warm(memory: EngineMemory, executor: Executor) -> None:
+def _warm(rank: LoadedRank, memory: EngineMemory, executor: Executor) -> None:
     """Repeat the measured steps on the engine that serves, with its graphs. Raises ConfigError."""
-    config, machine = memory.sizes.config, memory.rank.machine
+    config = rank.config
     assert config.context_length is not None, "resolved"
     positions = min(memory.pools.kv.num_pages * config.page_size, config.context_length)
     streams = executor.streams if config.enable_pdmux else (executor,)
     try:
         for run in map(by_executor, streams):
-            warm(
-                config,
-                memory.rank.model_config,
-                run,
-                positions=positions,
-                decodes=memory.use.decodes,
-                progress=machine.progress,
-            )
+            warm(rank, run, positions=positions, decodes=memory.use.decodes)
     except DeviceOutOfMemory as error:
         raise ConfigError(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "

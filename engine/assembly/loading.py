@@ -1,47 +1,25 @@
 """Flags and weights of a rank at start, and new weights while it serves."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from engine.config import EngineConfig
 from engine.device.device import Device
-from engine.device.measure import MemoryGauge, await_share
-from engine.device.step_memory import MakeCapture
+from engine.device.step_memory import LoadedRank, LocalMachine, await_share
 from engine.executor.warm_up import CudaGauge
 from engine.executor.weights import WeightActions, WeightUpdater
 from engine.flags.model_source import dummy_paths
 from engine.flags.resolve import resolve
 from engine.flags.speculation import with_drafter
-from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.kv_pool import fingerprint_of
-from engine.kv.state_pool import StatePool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.models.load import load_model
+from engine.models.load import Load
 from engine.ranks.group import Group, GroupWeights
-from engine.ranks.links import Load
 from service.flags import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalMachine:
-    """The hardware of a rank, and the reader of its weights.
-
-    `capture` records graphs and `gauge` measures memory in place of CUDA. CPU ranks share `host`.
-    `progress`: bars show how far loading and recording have come.
-    """
-
-    capture: MakeCapture | None = None
-    gauge: MemoryGauge | None = None
-    host: HostMemory = HERE
-    load: Load = load_model
-    progress: bool = False
-
-
-THIS_MACHINE = LocalMachine()
 
 
 def resolved(
@@ -56,32 +34,6 @@ def resolved(
     assert config.num_threads is not None, "resolved"
     torch.set_num_threads(config.num_threads)
     return config, with_drafter(config, stored.quantized(config.quantization))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedRank:
-    """A rank with its weights, whose fingerprint is `files` if taken.
-
-    `config`: resolved. On a CPU `free` bytes were there before the weights, which take `weights`.
-    """
-
-    config: EngineConfig
-    model_config: ModelConfig
-    machine: LocalMachine
-    model: DenseDecoder
-    files: str
-    free: int
-    weights: int
-
-    @property
-    def slot_bytes(self) -> int:
-        """Return the bytes of a recurrent state, 0 without recurrent layers."""
-        specs = self.model.state_specs()
-        return StatePool.slot_bytes_of(specs) if specs else 0
-
-    @property
-    def recurrent(self) -> bool:
-        return self.slot_bytes > 0
 
 
 def load_rank(

@@ -6,7 +6,6 @@ measured steps -> sizes that fit this rank -> ranks agree -> pools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.assembly.loading import LoadedRank
 from engine.config import EngineConfig
 from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.core.mem_cache.memory_part import MemoryPart
@@ -14,10 +13,10 @@ from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.device.feature_pool import arrivals, arriving_bytes
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
-from engine.device.measure import LargestSteps, StepsOver, measured
+from engine.device.measure import StepsOver, Trial, measured
 from engine.device.memory_plan import MeasuredMemory, kv_pages, with_fitting_prompts, with_state_slots
 from engine.device.pools import Pools, build_pools, why_kept
-from engine.device.step_memory import EngineUse, StepMemory
+from engine.device.step_memory import EngineUse, LoadedRank, StepMemory
 from engine.flags.images import cache_bytes, image_cache
 from engine.flags.resolve import state_slots
 from engine.flags.speculation import max_drafted
@@ -117,17 +116,7 @@ def fitting_sizes(
     Raises ConfigError.
     """
     config, model = rank.config, rank.model_config
-    largest = LargestSteps(
-        config=config,
-        model_config=model,
-        model=rank.model,
-        place=place,
-        decodes=use.decodes,
-        prefills=use.prefills,
-        progress=rank.machine.progress,
-        steps_over=steps_over,
-    )
-    found = measured(largest, rank.machine.gauge, rank.machine.host, free=rank.free, weights=rank.weights)
+    found = measured(Trial(rank, use, place, steps_over))
     if found is not None:
         if config.enable_pdmux:
             found = found.at_once()
@@ -149,10 +138,10 @@ def fitting_sizes(
 class EngineMemory:
     """`room`: for copies of retracted requests. `arrivals`: pages of features from encoder workers.
 
-    `kept`: why KV behind windows is kept, or "".
+    `kept`: why KV behind windows is kept, or "". It outlives the weights, so it holds none.
     """
 
-    rank: LoadedRank
+    model: ModelConfig
     sizes: MemorySizes
     use: EngineUse
     pools: Pools
@@ -194,11 +183,11 @@ class EngineMemory:
         `config`: with the requests that fit.
         """
         states = None
-        if self.rank.recurrent:
+        if self.sizes.slot_bytes:
             peers_write = self.use.peers_write_pages or self.room != NOTHING
             states = make_state_slots(config, peers_write=peers_write, num_shadows=self.sizes.shadows)
         host_cache = self.tier.cache if self.tier else None
-        return host_cache, states, self.pools.window_pages(), image_cache(config, self.rank.model_config)
+        return host_cache, states, self.pools.window_pages(), image_cache(config, self.model)
 
     def report(self, config: EngineConfig) -> dict[str, int]:
         """Log and return bytes by use."""
@@ -216,7 +205,7 @@ class EngineMemory:
     def rename_pages(self, version: str, files: str) -> None:
         """Name pages by new weights from now on."""
         if self.tier is not None:
-            identity = self.sizes.identity(self.pools.kv, self.rank.model_config, version=version, files=files)
+            identity = self.sizes.identity(self.pools.kv, self.model, version=version, files=files)
             self.tier.cache.use_identity(identity)
 
 
@@ -243,7 +232,7 @@ def build_engine_memory(
         free_bytes = host.available() // config.ranks_here
         room = backup_room(config, pools, slots=sizes.slots, slot_bytes=sizes.slot_bytes, free_bytes=free_bytes)
     return EngineMemory(
-        rank=rank,
+        model=model,
         sizes=sizes,
         use=use,
         pools=pools,

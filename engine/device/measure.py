@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -18,147 +17,73 @@ from engine.device.forward_parts import context_pages
 from engine.device.graphs import logits_bytes, num_graphs
 from engine.device.kv_memory import held_by, kept_specs
 from engine.device.memory_plan import MeasuredMemory, unmeasured
-from engine.device.step_memory import RankSeat, Recording, StepMemory
+from engine.device.step_memory import EngineUse, LoadedRank, MemoryGauge, RankSeat, Recording, StepMemory
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import WarmUp, by_executor, warm_up
 from engine.flags.images import blank_image, max_image_tokens, token_flops
 from engine.flags.resolve import FIRST_FLOPS, PROFILE_S, largest_prompt_step, profiled_tokens
 from engine.images import ImageInput
-from engine.kv.host_memory import HostMemory
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.vision_config import VisionConfig
 from engine.models.decoder import DenseDecoder
-from engine.parallel.layout import ALONE, Place
+from engine.parallel.layout import Place
 from service.flags import ConfigError
 
-# ---- a process's share of a GPU
-
 GRAPH_BYTES = 32 << 20  # per graph, an estimate: they share one memory pool
-WAIT_S = 30.0  # an ended process frees its memory a little later
-ASK_EVERY_S = 0.5
 
 log = logging.getLogger(__name__)
-
-
-def gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f}"
-
-
-class MemoryGauge(Protocol):
-    def total(self) -> int: ...
-
-    def free(self) -> int:
-        """Bytes free for any process."""
-
-    def own(self) -> int:
-        """Bytes of this process."""
-
-    def begin_peak(self) -> None: ...
-
-    def peak(self) -> int:
-        """This process's maximum since `begin_peak`."""
-
-    def release(self) -> None:
-        """Free torch's cache."""
-
-
-def await_share(
-    gauge: MemoryGauge,
-    share: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Wait up to WAIT_S for this process's share. Raises ConfigError with others' usage.
-
-    GPU memory readings, and the wait for this process's share (engine/device/memory_plan.py).
-    Workers on one GPU never race: each stays in its share of the total.
-    """
-    total, until_s = gauge.total(), clock() + WAIT_S
-    asked = False
-    while (ours := gauge.free() + gauge.own()) < int(share * total):
-        if not asked:
-            log.info(
-                "GPU memory: others use %s of %s GiB; waiting up to %g s for it", gib(total - ours), gib(total), WAIT_S
-            )
-            asked = True
-        if clock() >= until_s:
-            raise ConfigError(_short(total, ours, share))
-        sleep(ASK_EVERY_S)
-
-
-def _short(total: int, ours: int, share: float) -> str:
-    fits = int(max(0, ours) / total * 100) / 100
-    return (
-        f"--mem-fraction-static {share:g}: {gib(int(share * total))} of the GPU's {gib(total)} GiB are this worker's, and other "
-        f"processes use {gib(total - ours)}; give each worker on this GPU its share (at most {fits:g} fits here now). If no "
-        "process of that size runs (nvidia-smi), a peer still maps the memory of a worker that has ended: restart the peer"
-    )
-
-
-# ---- measure
 
 
 RunStep = Callable[[Plan], None]
 StepsOver = Callable[[KVPool], AbstractContextManager[RunStep]]  # what runs steps over a pool, while the block lasts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestSteps:
-    """The rank whose largest steps are measured. `decodes`, `prefills`: as in EngineUse.
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The largest steps of a rank at `place`, which runs them by `steps_over`.
 
-    Ranks measure at the same time, each at its `place`: their steps need one another.
+    Ranks measure at the same time: their steps need one another.
     """
 
-    config: EngineConfig
-    model_config: ModelConfig
-    model: DenseDecoder
-    decodes: bool
-    prefills: bool
-    progress: bool
+    rank: LoadedRank
+    use: EngineUse
+    place: Place
     steps_over: StepsOver
-    place: Place = ALONE
-
-    @property
-    def positions(self) -> int:
-        assert self.config.context_length is not None, "resolved"
-        return self.config.context_length
 
     def scratch(self) -> KVPool:
-        units = len(held_by(self.config, self.model_config, self.place).units)
-        specs, size = kept_specs(self.config, self.model.cache_specs()), self.config.page_size
-        return KVPool(specs, num_pages=1, page_size=size, device=self.config.device, units=units)
+        config = self.rank.config
+        units = len(held_by(config, self.rank.model_config, self.place).units)
+        specs, size = kept_specs(config, self.rank.model.cache_specs()), config.page_size
+        return KVPool(specs, num_pages=1, page_size=size, device=config.device, units=units)
 
 
-def measured(
-    trial: LargestSteps, gauge: MemoryGauge | None, host: HostMemory, *, free: int, weights: int
-) -> MeasuredMemory | None:
+def measured(trial: Trial) -> MeasuredMemory | None:
     """Return the memory, and what weights and steps of a rank take of it. Raises ConfigError.
 
-    None: --max-total-tokens is set on a GPU. `gauge`: of a GPU. `host`, `free`, `weights`: as in
-    `measure_on_cpu`.
+    None: --max-total-tokens is set on a GPU.
     """
-    if trial.config.max_total_tokens is not None:
-        return unmeasured(free, weights) if gauge is None else None
-    if gauge is None:
-        return measure_on_cpu(trial, host, free=free, weights=weights)
-    return measure(trial, gauge)
+    rank = trial.rank
+    if rank.config.max_total_tokens is not None:
+        return unmeasured(rank.free, rank.weights) if rank.machine.gauge is None else None
+    return measure_on_cpu(trial) if rank.machine.gauge is None else measure(trial, rank.machine.gauge)
 
 
-def measure(trial: LargestSteps, gauge: MemoryGauge) -> MeasuredMemory:
+def measure(trial: Trial, gauge: MemoryGauge) -> MeasuredMemory:
     """Run every kind of step over a scratch pool, which also compiles kernels. Raises ConfigError.
 
     Adapters are not loaded yet and not included. After vLLM's profile run.
     """
-    config, model_config, decodes = trial.config, trial.model_config, trial.decodes
+    rank, use = trial.rank, trial.use
+    config, model_config = rank.config, rank.model_config
+    assert config.context_length is not None, "resolved"
     gauge.release()
     own = gauge.own()
     gauge.begin_peak()
     pool = trial.scratch()
     try:
         with trial.steps_over(pool) as run:
-            warm(config, model_config, run, positions=trial.positions, decodes=decodes, progress=trial.progress)
+            warm(rank, run, positions=config.context_length, decodes=use.decodes)
     except (DeviceOutOfMemory, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"--chunked-prefill-size, --max-running-requests: the GPU has no memory for the largest step beside the weights "
@@ -168,8 +93,8 @@ def measure(trial: LargestSteps, gauge: MemoryGauge) -> MeasuredMemory:
     del pool
     gc.collect()  # the engine of the steps is a circle, and holds its pool
     gauge.release()
-    graphs = num_graphs(config, decodes=decodes, prefills=trial.prefills) * GRAPH_BYTES
-    graphs += logits_bytes(config, vocab_size=model_config.vocab_size, decodes=decodes)
+    graphs = num_graphs(config, decodes=use.decodes, prefills=use.prefills) * GRAPH_BYTES
+    graphs += logits_bytes(config, vocab_size=model_config.vocab_size, decodes=use.decodes)
     total = gauge.total()
     free = min(total, gauge.free() + gauge.own())
     return MeasuredMemory(
@@ -184,17 +109,18 @@ def measure(trial: LargestSteps, gauge: MemoryGauge) -> MeasuredMemory:
     )
 
 
-def measure_on_cpu(trial: LargestSteps, host: HostMemory, *, free: int, weights: int) -> MeasuredMemory:
-    """Run the largest steps over a scratch pool. `free`: memory for this rank, with its `weights`.
+def measure_on_cpu(trial: Trial) -> MeasuredMemory:
+    """Run the largest steps over a scratch pool.
 
     Where a prompt step would take too long, the cost of a token is extrapolated from two shorter
     steps, and the cost of an image from a smaller one. The rest as in `measure`.
     """
-    config, model_config = trial.config, trial.model_config
-    pool = trial.scratch()
+    rank, host = trial.rank, trial.rank.machine.host
+    config, model_config, pool = rank.config, rank.model_config, trial.scratch()
+    assert config.context_length is not None, "resolved"
     tokens = profiled_tokens(config, model_config)
     steps = replace(
-        _steps(config, model_config, positions=trial.positions, decodes=trial.decodes),
+        _steps(config, model_config, positions=config.context_length, decodes=trial.use.decodes),
         prompt_tokens=tokens,
         image=_profiled_image(config, model_config),
     )
@@ -210,9 +136,9 @@ def measure_on_cpu(trial: LargestSteps, host: HostMemory, *, free: int, weights:
     half, prompt, samples, *images = peaks
     by_token = max(0, prompt - half) / max(1, tokens - tokens // 2)
     return MeasuredMemory(
-        memory=free,
-        free=free,
-        weights=weights,
+        memory=rank.free,
+        free=rank.free,
+        weights=rank.weights,
         prompts=int(prompt + by_token * (largest_prompt_step(config) - tokens)),
         token_bytes=by_token,
         samples=max([samples, *(_of_largest_image(peak, steps, model_config, config) for peak in images)]),
@@ -268,19 +194,11 @@ def own_steps(
         device.executor.close()
 
 
-def warm(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    run: RunStep,
-    *,
-    positions: int,
-    decodes: bool,
-    progress: bool,
-) -> None:
+def warm(rank: LoadedRank, run: RunStep, *, positions: int, decodes: bool) -> None:
     """Run every kind of step. `positions`: maximum of a request. Raises DeviceOutOfMemory."""
-    steps = _steps(config, model_config, positions=positions, decodes=decodes)
+    steps = _steps(rank.config, rank.model_config, positions=positions, decodes=decodes)
     begun_s = time.monotonic()
-    warm_up(run, steps, progress=progress)
+    warm_up(run, steps, progress=rank.machine.progress)
     log.info("warm-up: every kind of step has run, in %.1f s", time.monotonic() - begun_s)
 
 

@@ -1,6 +1,6 @@
 """Loads models of all families, and drafters."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
 from engine.quant.integers import SCHEMES
+
+Load = Callable[..., DenseDecoder]  # (model_path, config, progress=...)
 
 
 def load_model(

@@ -19,8 +19,7 @@ from engine.flags.nodes import SUM
 from engine.flags.resolve import largest_prompt_step, limits
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
-from engine.models.decoder import DenseDecoder
-from engine.models.load import load_model
+from engine.models.load import Load, load_model
 from engine.parallel.collectives import SINGLE_RANK, Collectives, SharedMemoryCollectives
 from engine.parallel.layout import Place
 from engine.parallel.network import NetworkCollectives, RankConnection
@@ -206,8 +205,6 @@ def _collectives(
 
 
 # ---- Loader of a rank's part of a checkpoint.
-
-Load = Callable[..., DenseDecoder]  # (model_path, config, progress=...)
 
 
 def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, load: Load = load_model) -> Load:

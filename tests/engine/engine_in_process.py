@@ -8,14 +8,12 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from engine.assembly.leader import build_engine
-from engine.assembly.loading import LocalMachine
 from engine.assembly.steps import loop_steps
 from engine.config import EngineConfig
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
 from engine.core.request import Grammar
-from engine.device.measure import MemoryGauge
-from engine.device.step_memory import EngineUse
+from engine.device.step_memory import EngineUse, LocalMachine, MemoryGauge
 from engine.executor.graphs import Capture
 from engine.kv.host_memory import HERE, HostMemory
 from engine.loop.pipeline import Pipeline, StepStrategy

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device.measure import await_share
 from engine.device.memory_plan import MeasuredMemory, kv_pages
+from engine.device.step_memory import await_share
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.load import load_model

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from engine.assembly.follower import Connect, build_follower
-from engine.assembly.loading import LocalMachine
 from engine.config import EngineConfig
-from engine.device.measure import MemoryGauge
-from engine.device.step_memory import UNIFIED, EngineUse, MakeCapture
+from engine.device.step_memory import UNIFIED, EngineUse, LocalMachine, MakeCapture, MemoryGauge
 from engine.flags.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
 from engine.flags.resolve import resolve
 from engine.kv.host_memory import HERE, HostMemory
