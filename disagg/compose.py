@@ -4,16 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from disagg.assembly import RoleAssembly, source_of
 from disagg.config import SchedulerSpec
-from disagg.decode_role import PREALLOC_TIMEOUT_S, DecodeRole
-from disagg.features.feature_transfers import feature_fetches
-from disagg.features.moving import Moves
-from disagg.features.prefix_exchange import MAX_SERVED, PrefixExchange, PrefixServer
-from disagg.features.prefix_fetching import MAX_FETCHES, FetchPolicy, PrefixFetches
-from disagg.features.recompute import Bounds, Recomputes
-from disagg.features.resumption import Resumption
+from disagg.decode_role import DecodeRole
+from disagg.feature_transfers import bounds_of, feature_fetches
+from disagg.features.prefix_exchange import MAX_SERVED
+from disagg.features.prefix_fetching import MAX_FETCHES
 from disagg.layerwise import StepClock, groups_of
-from disagg.outgoing import PromptHandovers
 from disagg.prefill_role import PrefillRole
 from disagg.registration import RouteFinder, registrar_of
 from disagg.role import PartedRole, PeerPart
@@ -22,7 +19,6 @@ from disagg.transfers import Transfers, transfers_of
 from engine.assembly.parts import EngineParts
 from engine.kv.cache_spec import UNIT_ALIGN_BYTES
 from engine.loop.role import EngineRole
-from engine.messages import KVSource
 from service.flags import ConfigError
 from transfer_backends.contract import KVArgs, LayerGroup
 from transfer_backends.prefill.manager import PrefillManager
@@ -77,17 +73,19 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
         dp_rank=spec.dp_rank,
     )
     registrar.start()
-    prompts = PromptHandovers(parts.scheduler, transfers.sender(layerwise=bool(groups), min_bytes=MIN_BYTES))
-    return PrefillRole(
-        scheduler=parts.scheduler,
-        manager=manager,
-        prompts=prompts,
-        directory=registrar,
-        parts=(
-            *([_prefixes(parts, transfers, manager)] if spec.disagg.prefix_fetch else []),
-            *_features(spec, parts, transfers.wakeup),
-            Recomputes(scheduler=parts.scheduler, manager=manager, prompts=prompts, bounds=_bounds(parts)),
-        ),
+    role = _assembly(parts, transfers)
+    prefixes = []
+    if spec.disagg.prefix_fetch:
+        token_bytes = parts.pool.page_bytes // parts.pool.page_size
+        receives = transfers.receives(no_lookup)
+        prefixes.append(role.prefixes(manager, receives, source_of(manager), token_bytes=token_bytes))
+    return role.prefill(
+        manager,
+        registrar,
+        (*prefixes, *_features(spec, parts, transfers.wakeup)),
+        bounds=bounds_of(parts),
+        layerwise=bool(groups),
+        min_bytes=MIN_BYTES,
     )
 
 
@@ -95,43 +93,23 @@ def _features(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None
     return () if parts.arrivals is None else (feature_fetches(spec, parts, parts.arrivals, wakeup=wakeup),)
 
 
-def _prefixes(parts: EngineParts, transfers: Transfers, sends: PrefillManager) -> PrefixExchange:
-    scheduler, pool, receives = parts.scheduler, parts.pool, transfers.receives(no_lookup)
-    policy = FetchPolicy(token_bytes=transfers.page_bytes / pool.page_size)
-    return PrefixExchange(
-        fetches=PrefixFetches(scheduler=scheduler, manager=receives, metadata=transfers.metadata, policy=policy),
-        server=PrefixServer(scheduler=scheduler, manager=sends, pages=transfers.sender()),
-        policy=policy,
-        source=KVSource(sends.control_address, sends.incarnation),
-        token_bytes=pool.page_bytes // pool.page_size,
-    )
-
-
 def _decode(parts: EngineParts, transfers: Transfers) -> DecodeRole:
-    scheduler, metadata, moves_bytes = parts.scheduler, transfers.metadata, transfers.moves_bytes
-    manager = transfers.receives(RouteFinder(secret=transfers.config.secret).find)
-    resumption = Resumption(scheduler=scheduler, manager=manager, metadata=metadata, moves_bytes=moves_bytes)
-    return DecodeRole(
-        scheduler=scheduler,
-        manager=manager,
-        metadata=metadata,
-        moves_bytes=moves_bytes,
-        prealloc_timeout_s=PREALLOC_TIMEOUT_S,
-        parts=(resumption, _moves(parts, transfers)),
-    )
-
-
-def _moves(parts: EngineParts, transfers: Transfers) -> Moves:
-    """Compose a decode worker's sender, with its own control plane."""
+    """Compose a role whose sender of moved requests has a control plane of its own."""
+    receives = transfers.receives(RouteFinder(secret=transfers.config.secret).find)
     timeout_s = min(transfers.config.bootstrap_timeout_s, MOVE_TIMEOUT_S)
     config = replace(transfers.config, bootstrap_timeout_s=timeout_s)
-    manager = PrefillManager(transfers.args, transfers.engine, config, followers=transfers.followers, computes=False)
-    start(manager, transfers.wakeup)
-    return Moves(
+    sends = PrefillManager(transfers.args, transfers.engine, config, followers=transfers.followers, computes=False)
+    start(sends, transfers.wakeup)
+    role = _assembly(parts, transfers)
+    return role.decode(receives, (role.moves(sends, source_of(sends)),))
+
+
+def _assembly(parts: EngineParts, transfers: Transfers) -> RoleAssembly:
+    return RoleAssembly(
         scheduler=parts.scheduler,
-        manager=manager,
-        pages=transfers.sender(),
-        source=KVSource(manager.control_address, manager.incarnation),
+        metadata=transfers.metadata,
+        page_size=transfers.args.page_size,
+        page_bytes=transfers.page_bytes,
         moves_bytes=transfers.moves_bytes,
     )
 
@@ -140,9 +118,3 @@ def _layer_groups(spec: SchedulerSpec, args: KVArgs) -> tuple[LayerGroup, ...]:
     ends = list(accumulate(args.layer_bytes))
     ends[-1] = -(-ends[-1] // UNIT_ALIGN_BYTES) * UNIT_ALIGN_BYTES  # padding leaves with the last layer
     return groups_of(ends, mode=spec.disagg.disaggregation_layerwise_transfer)
-
-
-def _bounds(parts: EngineParts) -> Bounds:
-    assert parts.config.context_length is not None, "resolved"
-    model = parts.model
-    return Bounds(vocab_size=model.vocab_size, context_length=parts.config.context_length, vision=model.vision)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from disagg.config import SchedulerSpec
 from disagg.metadata import Checksum, MetadataBuffers
-from disagg.outgoing import PageSender
 from disagg.transfer_engine import engine_of, memory_of, side_pools, start, transfer_config
 from engine.assembly.parts import EngineParts
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
@@ -40,15 +39,6 @@ class Transfers:
     @property
     def page_bytes(self) -> int:
         return sum(self.args.layer_bytes) * self.args.kv_units
-
-    def sender(self, *, layerwise: bool = False, min_bytes: int = 0) -> PageSender:
-        return PageSender(
-            self.metadata,
-            page_size=self.args.page_size,
-            page_bytes=self.page_bytes,
-            layerwise=layerwise,
-            min_bytes=min_bytes,
-        )
 
     def receives(self, lookup: Lookup) -> DecodeManager:
         """Return a started manager of what arrives."""

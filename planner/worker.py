@@ -8,11 +8,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from disagg.assembly import RoleAssembly
 from disagg.config import DisaggConfig
-from disagg.decode_role import DecodeRole
+from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender, PromptHandovers
-from disagg.prefill_role import PrefillRole
 from engine.assembly.worker import Clock, CoreConfig, WorkerWire, assemble_worker, build_core, computing
 from engine.config import EngineConfig
 from engine.core.request import Request
@@ -28,6 +27,7 @@ from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSender
 
 OnOutputs = Callable[[list[TokenOutput], float], None]  # (outputs, time in seconds)
 NO_SLOWER = Beside()
+NOTHING_ASKED = Bounds(vocab_size=0, context_length=0)
 NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is late
 
 
@@ -119,22 +119,16 @@ class PlanWorker:
     def _role(self, network: Network) -> EngineRole:
         if self.spec.role == "unified":
             return UnifiedRole(self.scheduler)
-        if self.spec.role == "decode":
-            return DecodeRole(
-                scheduler=self.scheduler,
-                manager=PlannedReceivers(network, self._end),
-                metadata=self._metadata,
-                moves_bytes=True,
-                prealloc_timeout_s=NEVER_S,
-            )
-        senders = PlannedSenders(network, self._end)
-        pages = PageSender(self._metadata, page_size=self.spec.engine.page_size, page_bytes=self.spec.page_bytes)
-        return PrefillRole(
+        role = RoleAssembly(
             scheduler=self.scheduler,
-            manager=senders,
-            prompts=PromptHandovers(self.scheduler, pages),
-            directory=senders,
+            metadata=self._metadata,
+            page_size=self.spec.engine.page_size,
+            page_bytes=self.spec.page_bytes,
         )
+        if self.spec.role == "decode":
+            return role.decode(PlannedReceivers(network, self._end), prealloc_timeout_s=NEVER_S)
+        senders = PlannedSenders(network, self._end)
+        return role.prefill(senders, senders, bounds=NOTHING_ASKED)
 
     def _wake(self) -> None:
         """Schedule an iteration now, or after the current one."""

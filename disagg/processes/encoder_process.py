@@ -3,7 +3,7 @@
 import time
 
 from disagg.config import SchedulerSpec
-from disagg.features.feature_transfers import encode_role
+from disagg.feature_transfers import encode_role
 from disagg.processes.serving import common_facts, serve
 from disagg.transfer_engine import engine_use
 from engine.assembly.encoder import build_encoder

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from disagg.features.moving import Moves
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender
 from engine.messages import MOVED, Bootstrap, FinishReason, KVSource, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import new_request
 from tests.core.named_stops import stops_of
 from tests.core.proof.cycle_grammar import CycleGrammar
-from tests.disagg.two_roles import RoleEngine, decode_role, prefill_role
+from tests.disagg.two_roles import BOUNDS, NEVER_S, RoleEngine, assembly_of
 from tests.disagg.wire_in_a_test import Receiver, Sender, Wire
 from transfer_backends.contract import Route
 
@@ -95,29 +93,24 @@ class Trio:
             for two in ("a", "b")
             if one != two
         }
-        self._add_prefill_role(metadata["p"], page_size)
+        self._add_prefill_role(metadata["p"])
         for me, other in (("a", "b"), ("b", "a")):
-            self._add_decode_role(me, other, metadata[me], page_size)
+            self._add_decode_role(me, other, metadata[me])
         self.asks: dict[str, Ask] = {}
         self._rooms = 0
         self.moved = self.fell_back = self._idle = 0
 
-    def _add_prefill_role(self, rows: MetadataBuffers, page_size: int) -> None:
+    def _add_prefill_role(self, rows: MetadataBuffers) -> None:
         prefill = self.engines["p"]
         wire = _ToBoth(self.wires["p", "a"], self.wires["p", "b"])
-        prefill.role = prefill_role(prefill, wire, PageSender(rows, page_size=page_size, page_bytes=1))
+        prefill.role = assembly_of(prefill, rows).prefill(wire, wire, bounds=BOUNDS)
         self.to_both = wire
 
-    def _add_decode_role(self, me: str, other: str, rows: MetadataBuffers, page_size: int) -> None:
+    def _add_decode_role(self, me: str, other: str, rows: MetadataBuffers) -> None:
         engine, ends = self.engines[me], Ends(self.wires, me=me, other=other)
-        moves = Moves(
-            scheduler=engine.scheduler,
-            manager=ends,
-            pages=PageSender(rows, page_size=page_size, page_bytes=1),
-            source=KVSource(me, me),
-            moves_bytes=True,
-        )
-        engine.role = decode_role(engine, ends, rows, (moves,))
+        role = assembly_of(engine, rows)
+        moves = role.moves(ends, KVSource(me, me))
+        engine.role = role.decode(ends, (moves,), prealloc_timeout_s=NEVER_S)
 
     # ---- what clients and the router do
 

@@ -4,14 +4,12 @@ import random
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from disagg.features.prefix_exchange import PrefixExchange, PrefixServer
-from disagg.features.prefix_fetching import FetchPolicy, PrefixFetches
+from disagg.features.prefix_exchange import PrefixExchange
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender
 from disagg.prefill_role import PrefillRole
 from engine.messages import KVSource, PrefixSource
 from tests.core.engine_in_a_test import request_of
-from tests.disagg.two_roles import Cluster, RoleEngine, part_of, prefill_role
+from tests.disagg.two_roles import BOUNDS, Cluster, RoleEngine, assembly_of, part_of
 from tests.disagg.wire_in_a_test import Wire
 
 ROWS = 16
@@ -44,17 +42,9 @@ class PrefixCluster(Cluster):
         self.policy = part_of(self.prefill.role, PrefixExchange)._policy
 
     def _role(self, engine: RoleEngine, sends: Wire, *, gets: Wire, rows: MetadataBuffers) -> PrefillRole:
-        size = engine.scheduler.limits.page_size
-        policy = FetchPolicy(token_bytes=1)
-        pages = [PageSender(rows, page_size=size, page_bytes=1) for _ in range(2)]
-        exchange = PrefixExchange(
-            fetches=PrefixFetches(scheduler=engine.scheduler, manager=gets, metadata=rows, policy=policy),
-            server=PrefixServer(scheduler=engine.scheduler, manager=sends, pages=pages[1]),
-            policy=policy,
-            source=KVSource("127.0.0.1:1", "source"),
-            token_bytes=1,
-        )
-        return prefill_role(engine, sends, pages[0], (exchange,))
+        role = assembly_of(engine, rows, page_bytes=engine.scheduler.limits.page_size)  # a byte a token
+        source = KVSource("127.0.0.1:1", "source")
+        return role.prefill(sends, sends, (role.prefixes(sends, gets, source, token_bytes=1),), bounds=BOUNDS)
 
     def warm(self, prompt: list[int], **wishes: object) -> None:
         """Have the source compute `prompt`."""

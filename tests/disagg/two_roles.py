@@ -6,12 +6,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from disagg.assembly import RoleAssembly
 from disagg.decode_role import DecodeRole
 from disagg.features.feature_serving import EncodeRole
-from disagg.features.recompute import Bounds, Recomputes
-from disagg.features.resumption import Resumption
+from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender, PromptHandovers
 from disagg.prefill_role import PrefillRole
 from disagg.role import PartedRole, PeerPart
 from engine.core.outputs import StepEffects
@@ -72,24 +71,13 @@ class RoleEngine(EngineInATest):
             self.say(self.role.abort(rid, self.now_s, reason))
 
 
-def prefill_role(engine: RoleEngine, wire: Any, pages: PageSender, parts: Sequence[PeerPart] = ()) -> PrefillRole:
-    """With `parts`, and what decode engines may ask of it."""
-    prompts, bounds = PromptHandovers(engine.scheduler, pages), Bounds(vocab_size=VOCAB, context_length=10_000)
-    recomputes = Recomputes(scheduler=engine.scheduler, manager=wire, prompts=prompts, bounds=bounds)
-    return PrefillRole(
-        scheduler=engine.scheduler, manager=wire, prompts=prompts, directory=wire, parts=(*parts, recomputes)
-    )
+BOUNDS = Bounds(vocab_size=VOCAB, context_length=10_000)
+NEVER_S = 1000.0
 
 
-def decode_role(engine: RoleEngine, wire: Any, rows: MetadataBuffers, parts: Sequence[PeerPart] = ()) -> DecodeRole:
-    """With `parts`, and retracted requests that prefill computes again."""
-    common: dict[str, Any] = {
-        "scheduler": engine.scheduler,
-        "manager": wire,
-        "metadata": rows,
-        "moves_bytes": True,
-    }
-    return DecodeRole(**common, prealloc_timeout_s=1000.0, parts=(Resumption(**common), *parts))
+def assembly_of(engine: RoleEngine, rows: MetadataBuffers, *, page_bytes: int = 1) -> RoleAssembly:
+    page_size = engine.scheduler.limits.page_size
+    return RoleAssembly(scheduler=engine.scheduler, metadata=rows, page_size=page_size, page_bytes=page_bytes)
 
 
 Part = TypeVar("Part", bound=PeerPart)
@@ -125,9 +113,11 @@ class Cluster:
         self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
         rows_p, rows_d = (MetadataBuffers(rows, weights=partial(int, number)) for number in weights)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
-        pages = PageSender(rows_p, page_size=page_size, page_bytes=1, layerwise=layerwise, min_bytes=min_bytes)
-        self.prefill.role = prefill_role(self.prefill, self.wire, pages)
-        self.decode.role = decode_role(self.decode, self.wire, rows_d)
+        prefill_wire: Any = self.wire
+        self.prefill.role = assembly_of(self.prefill, rows_p).prefill(
+            prefill_wire, prefill_wire, bounds=BOUNDS, layerwise=layerwise, min_bytes=min_bytes
+        )
+        self.decode.role = assembly_of(self.decode, rows_d).decode(self.wire, prealloc_timeout_s=NEVER_S)
 
     def submit(self, rid: str, prompt: list[int], room: int, *, new: int, **wishes: object) -> None:
         """To both, as the router does. `wishes`: other fields of the request."""

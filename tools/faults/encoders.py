@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from disagg.features.feature_transfers import FETCH_TIMEOUT_S
+from disagg.feature_transfers import FETCH_TIMEOUT_S
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import BACKENDS
 from tools.faults.household import SETTLE_S, unclean, until

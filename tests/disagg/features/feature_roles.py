@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.features.feature_fetching import FeatureFetches
-from disagg.features.feature_serving import EncodeRole, FeatureServer
 from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender
 from disagg.role import PartedRole
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.page_allocator import PageAllocator
@@ -18,7 +16,7 @@ from engine.images import ImageInput
 from engine.messages import FeatureSource, KVSource
 from tests.core.hash_model import KV, NO_MEMORY, VOCAB, HashModel, Slot
 from tests.core.mem_cache.images import SEES, prompt_of
-from tests.disagg.two_roles import RoleEngine
+from tests.disagg.two_roles import RoleEngine, assembly_of
 from tests.disagg.wire_in_a_test import Wire
 
 PAGE = 4
@@ -95,14 +93,8 @@ class EncodeCluster:
         )
         landing = ArrivingPages(self.engine.model.arrivals)
         self.wire = Wire(prefill=self.encoder.model, decode=landing, rows=rows)  # type: ignore[arg-type]
-        server = FeatureServer(
-            scheduler=self.encoder.scheduler,
-            manager=self.wire,
-            pages=PageSender(rows[0], page_size=PAGE, page_bytes=1),
-            bounds=SEEN,
-            source=KVSource(SOURCE.control, SOURCE.incarnation),
-        )
-        self.encoder.role = EncodeRole(self.encoder.scheduler, self.wire, server)
+        source = KVSource(SOURCE.control, SOURCE.incarnation)
+        self.encoder.role = assembly_of(self.encoder, rows[0]).encode(self.wire, source, SEEN)
         self.fetches = FeatureFetches(
             memory=self.engine.scheduler.memory,
             manager=self.wire,

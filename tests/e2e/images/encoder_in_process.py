@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.features.feature_transfers import encode_role
+from disagg.feature_transfers import encode_role
 from engine.assembly.encoder import build_encoder
 from engine.config import EngineConfig
 from engine.core.mem_cache.image_cache import ImageCache

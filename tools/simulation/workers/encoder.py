@@ -4,20 +4,18 @@ from typing import Any
 
 import msgspec
 
-from disagg.features.feature_serving import EncodeRole, FeatureServer
+from disagg.assembly import source_of
+from disagg.features.feature_serving import EncodeRole
 from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import PageSender
 from engine.assembly.worker import CoreConfig, build_core
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.radix_node import TRUNK
 from engine.core.policy import Limits
 from engine.core.scheduler import Scheduler
-from engine.messages import KVSource
 from tests.core.hash_model import VOCAB
 from tests.core.mem_cache.images import SEES
 from tools.simulation.activity import Flag
-from tools.simulation.surroundings import SLOT_BYTES
 from tools.simulation.workers.executor import SimExecutor
 from tools.simulation.workers.features import ALONE, EncodingModel, feature_args, feature_checksum
 from tools.simulation.workers.images import contents_by_keys
@@ -92,17 +90,8 @@ class Encoder(Worker):
         return manager
 
     def _role(self, manager: PrefillManager) -> EncodeRole:
-        """As disagg/features/feature_transfers.py."""
-        page_bytes = self.kv_args.page_size * SLOT_BYTES
-        pages = PageSender(
-            self.metadata,
-            page_size=self.kv_args.page_size,
-            page_bytes=page_bytes,
-        )
         bounds = Bounds(VOCAB, context_length=10_000, vision=SEES)
-        source = KVSource(manager.control_address, manager.incarnation)
-        server = FeatureServer(scheduler=self.scheduler, manager=manager, pages=pages, bounds=bounds, source=source)
-        return EncodeRole(self.scheduler, manager, server)
+        return self._assembly.encode(manager, source_of(manager), bounds)
 
     def _info(self) -> dict[str, Any]:
         """As disagg/processes/encoder_process.py."""

@@ -35,7 +35,7 @@ OTHERWISE = 50  # what features of other weights are off by
 
 
 def feature_args(options: Options, *, num_pages: int) -> KVArgs:
-    """As disagg/features/feature_transfers.py."""
+    """As disagg/feature_transfers.py."""
     return KVArgs(
         kv=Region(KV_BASE, 1 + num_pages, options.feature_page * SLOT_BYTES, None),
         aux=Region(AUX_BASE, options.feature_rows, ROW.itemsize, None),
@@ -102,7 +102,7 @@ class Arrivals:
         self.metadata = MetadataBuffers(options.feature_rows, weights=weights_of, checksum=checksum)
 
     def fetches(self, memory: Memory, manager: DecodeManager) -> FeatureFetches:
-        """As disagg/features/feature_transfers.py."""
+        """As disagg/feature_transfers.py."""
         return FeatureFetches(
             memory=memory,
             manager=WatchedReceivers(manager, self.exposed, seen=Counter()),

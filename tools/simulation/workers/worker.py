@@ -16,17 +16,16 @@ import msgspec
 import numpy as np
 
 from bootstrap_server.registry import BootstrapConfig, Registry
+from disagg.assembly import RoleAssembly, source_of
 from disagg.decode_role import DecodeRole
 from disagg.features.feature_fetching import FeatureFetch, FeatureFetches
 from disagg.features.feature_serving import EncodeRole, FeatureServer
 from disagg.features.moving import Moves
-from disagg.features.prefix_exchange import PrefixExchange, PrefixServer
-from disagg.features.prefix_fetching import FetchPolicy, PrefixFetches
-from disagg.features.recompute import Bounds, Recomputes
-from disagg.features.resumption import Resumption
+from disagg.features.prefix_exchange import PrefixExchange
+from disagg.features.recompute import Bounds
 from disagg.incoming import RequestTransfer
 from disagg.metadata import ROW, Checksum, MetadataBuffers
-from disagg.outgoing import Outgoing, PageSender, PrefillHandover, PromptHandovers
+from disagg.outgoing import Outgoing, PrefillHandover
 from disagg.prefill_role import PrefillRole
 from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.core.mem_cache.state_slots import StateSlots
@@ -39,7 +38,6 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetStep,
-    KVSource,
     PrefixSource,
     ToFrontend,
     TokenBatch,
@@ -351,27 +349,22 @@ class Worker:
         self.managers[FEATURE_CONTROL] = manager
         return arrivals.fetches(self.scheduler.memory, manager)
 
+    @property
+    def _assembly(self) -> RoleAssembly:
+        size = self.kv_args.page_size
+        return RoleAssembly(
+            scheduler=self.scheduler, metadata=self.metadata, page_size=size, page_bytes=size * SLOT_BYTES
+        )
+
+    def _watched(self, manager: DecodeManager) -> WatchedReceivers:
+        return WatchedReceivers(manager, self.exposed, seen=self.around.world.seen)
+
     def _prefixes(self) -> Sequence[PrefixExchange]:
         if self.prefix_receiver is None:
             return ()
-        source = KVSource(self.sender.control_address, self.sender.incarnation)
-        self.around.prefix_sources[self.process.node] = source
-        page_bytes = self.kv_args.page_size * SLOT_BYTES
-        pages = PageSender(self.metadata, page_size=self.kv_args.page_size, page_bytes=page_bytes)
-        policy = FetchPolicy(token_bytes=SLOT_BYTES)
-        exchange = PrefixExchange(
-            fetches=PrefixFetches(
-                scheduler=self.scheduler,
-                manager=WatchedReceivers(self.prefix_receiver, self.exposed, seen=self.around.world.seen),
-                metadata=self.metadata,
-                policy=policy,
-            ),
-            server=PrefixServer(scheduler=self.scheduler, manager=self.sender, pages=pages),
-            policy=policy,
-            source=source,
-            token_bytes=SLOT_BYTES,
-        )
-        return (exchange,)
+        source = self.around.prefix_sources[self.process.node] = source_of(self.sender)
+        receives = self._watched(self.prefix_receiver)
+        return (self._assembly.prefixes(self.sender, receives, source, token_bytes=SLOT_BYTES),)
 
     def _moves_manager(self) -> PrefillManager:
         """As disagg/compose.py: of the same engine and memory."""
@@ -426,47 +419,19 @@ class Worker:
         self.threads["registrar"] = self._thread("registrar", registrar.turn)
         registrar._wake = Flag(self.threads["registrar"].wake)  # type: ignore[assignment]
         self.threads["registrar"].wake()
-        pages = PageSender(
-            self.metadata,
-            page_size=self.kv_args.page_size,
-            page_bytes=self.kv_args.page_size * SLOT_BYTES,
+        return self._assembly.prefill(
+            self.manager,
+            registrar,
+            (*self._prefixes(), *(() if self.features is None else (self.features,))),
+            bounds=Bounds(VOCAB, context_length=10_000, vision=SEES if self.around.options.image_room else None),
             layerwise=self.executor.layers > 1,
-        )
-        prompts = PromptHandovers(self.scheduler, pages)
-        bounds = Bounds(VOCAB, context_length=10_000, vision=SEES if self.around.options.image_room else None)
-        return PrefillRole(
-            scheduler=self.scheduler,
-            manager=self.manager,
-            prompts=prompts,
-            directory=registrar,
-            parts=(
-                *self._prefixes(),
-                *(() if self.features is None else (self.features,)),
-                Recomputes(scheduler=self.scheduler, manager=self.manager, prompts=prompts, bounds=bounds),
-            ),
         )
 
     def _decode_role(self) -> DecodeRole:
         assert isinstance(self.manager, DecodeManager)
-        receivers = WatchedReceivers(self.manager, self.exposed, seen=self.around.world.seen)
-        common: dict[str, Any] = {"scheduler": self.scheduler, "moves_bytes": True}
-        arriving = {"manager": receivers, "metadata": self.metadata}
-        moves = Moves(
-            **common,
-            manager=self.sender,
-            pages=PageSender(
-                self.metadata,
-                page_size=self.kv_args.page_size,
-                page_bytes=self.kv_args.page_size * SLOT_BYTES,
-            ),
-            source=KVSource(self.sender.control_address, self.sender.incarnation),
-        )
-        return DecodeRole(
-            **common,
-            **arriving,
-            prealloc_timeout_s=self.around.options.prealloc_timeout_s,
-            parts=(Resumption(**common, **arriving), moves),
-        )
+        moves = self._assembly.moves(self.sender, source_of(self.sender))
+        timeout_s = self.around.options.prealloc_timeout_s
+        return self._assembly.decode(self._watched(self.manager), (moves,), prealloc_timeout_s=timeout_s)
 
     def _checksum(self) -> Checksum | None:
         if not self.around.options.checksum:

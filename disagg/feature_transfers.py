@@ -4,19 +4,18 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
+from disagg.assembly import RoleAssembly, source_of
 from disagg.config import SchedulerSpec
 from disagg.features.feature_fetching import MAX_FETCHES, FeatureFetches, rooms_of
-from disagg.features.feature_serving import EncodeRole, FeatureServer
+from disagg.features.feature_serving import EncodeRole
 from disagg.features.recompute import Bounds
 from disagg.metadata import Checksum, MetadataBuffers
-from disagg.outgoing import PageSender
 from disagg.transfer_engine import engine_of, memory_of, no_lookup, start, transfer_config
 from engine.assembly.encoder import EncoderParts
-from engine.assembly.parts import EngineParts
+from engine.assembly.parts import EngineParts, WorkerParts
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
-from engine.messages import KVSource
 from engine.model_files.model_config import ModelConfig
 from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
@@ -31,7 +30,6 @@ HANDSHAKE_S = 3.0  # maximum for an encode worker: a prompt waits, and can do wi
 def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[], None]) -> EncodeRole:
     """Raises BackendUnavailable. Transfer threads call `wakeup` when a queue may move."""
     config, scheduler = parts.config, parts.scheduler
-    assert config.context_length is not None, "resolved"
     parts.weights.number()  # now: no transfer should read files
     metadata = MetadataBuffers(
         2 * scheduler.limits.max_running_requests,
@@ -41,11 +39,17 @@ def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[]
     args = feature_args(spec, parts.pool, metadata, parts.model, dtype=config.dtype)
     manager = PrefillManager(args, engine_of(spec, parts.pool), transfer_config(spec))
     start(manager, wakeup)
-    pages = PageSender(metadata, page_size=parts.pool.page_size, page_bytes=parts.pool.page_bytes)
-    bounds = Bounds(vocab_size=parts.model.vocab_size, context_length=config.context_length, vision=parts.model.vision)
-    source = KVSource(manager.control_address, manager.incarnation)
-    server = FeatureServer(scheduler=scheduler, manager=manager, pages=pages, bounds=bounds, source=source)
-    return EncodeRole(scheduler, manager, server)
+    role = RoleAssembly(
+        scheduler=scheduler, metadata=metadata, page_size=parts.pool.page_size, page_bytes=parts.pool.page_bytes
+    )
+    return role.encode(manager, source_of(manager), bounds_of(parts))
+
+
+def bounds_of(parts: WorkerParts) -> Bounds:
+    """Return the limits of what peers may ask of a worker."""
+    assert parts.config.context_length is not None, "resolved"
+    model = parts.model
+    return Bounds(vocab_size=model.vocab_size, context_length=parts.config.context_length, vision=model.vision)
 
 
 def feature_fetches(
