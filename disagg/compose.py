@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from disagg.assembly import RoleAssembly, source_of
+from disagg.assembly import source_of
 from disagg.config import SchedulerSpec
 from disagg.decode_role import DecodeRole
 from disagg.feature_transfers import bounds_of, feature_fetches
@@ -73,8 +73,7 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
         dp_rank=spec.dp_rank,
     )
     registrar.start()
-    role = _assembly(parts, transfers)
-    prefixes = []
+    role, prefixes = transfers.role, []
     if spec.disagg.prefix_fetch:
         token_bytes = parts.pool.page_bytes // parts.pool.page_size
         receives = transfers.receives(no_lookup)
@@ -100,18 +99,8 @@ def _decode(parts: EngineParts, transfers: Transfers) -> DecodeRole:
     config = replace(transfers.config, bootstrap_timeout_s=timeout_s)
     sends = PrefillManager(transfers.args, transfers.engine, config, followers=transfers.followers, computes=False)
     start(sends, transfers.wakeup)
-    role = _assembly(parts, transfers)
-    return role.decode(receives, (role.moves(sends, source_of(sends)),))
-
-
-def _assembly(parts: EngineParts, transfers: Transfers) -> RoleAssembly:
-    return RoleAssembly(
-        scheduler=parts.scheduler,
-        metadata=transfers.metadata,
-        page_size=transfers.args.page_size,
-        page_bytes=transfers.page_bytes,
-        moves_bytes=transfers.moves_bytes,
-    )
+    moves = transfers.role.moves(sends, source_of(sends))
+    return transfers.role.decode(receives, (moves,))
 
 
 def _layer_groups(spec: SchedulerSpec, args: KVArgs) -> tuple[LayerGroup, ...]:

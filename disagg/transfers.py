@@ -1,8 +1,9 @@
-"""Engine, memory and metadata rows of a worker's transfers, which its role and the parts share."""
+"""Engine and memory of a worker's transfers, which its senders and receivers share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from disagg.assembly import RoleAssembly
 from disagg.config import SchedulerSpec
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.transfer_engine import engine_of, memory_of, side_pools, start, transfer_config
@@ -22,23 +23,15 @@ from transfer_backends.ranks.remote import RemoteEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """`wakeup`: called by threads when a queue may move. `is_apart`: ranks are on several machines.
+    """`wakeup`: called by threads when a queue may move. `is_apart`: ranks are on several machines."""
 
-    `moves_bytes`: False for a fake transfer.
-    """
-
-    metadata: MetadataBuffers
+    role: RoleAssembly
     engine: Engine
     args: KVArgs
     config: TransferConfig
     followers: tuple[ProcessMark, ...]
     wakeup: Callable[[], None]
     is_apart: bool
-    moves_bytes: bool
-
-    @property
-    def page_bytes(self) -> int:
-        return sum(self.args.layer_bytes) * self.args.kv_units
 
     def receives(self, lookup: Lookup) -> DecodeManager:
         """Return a started manager of what arrives."""
@@ -74,14 +67,19 @@ def transfers_of(
     )
     engines = [SharedEngine(one, num_users=num_managers) if num_managers > 1 else one for one in (own, *remotes)]
     return Transfers(
-        metadata=metadata,
+        role=RoleAssembly(
+            scheduler=parts.scheduler,
+            metadata=metadata,
+            page_size=args.page_size,
+            page_bytes=sum(args.layer_bytes) * args.kv_units,
+            moves_bytes=spec.disagg.disaggregation_transfer_backend != "fake",
+        ),
         engine=RankEngines(engines) if remotes else engines[0],
         args=args,
         config=config,
         followers=tuple(remote.mark for remote in remotes),
         wakeup=wakeup,
         is_apart=spec.engine.nnodes > 1,
-        moves_bytes=spec.disagg.disaggregation_transfer_backend != "fake",
     )
 
 

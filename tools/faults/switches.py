@@ -107,7 +107,7 @@ def _install_rank(folder: Path) -> None:
     def refuse(*args: Any, **more: Any) -> None:
         raise PermissionError(13, "Permission denied", "model.safetensors")
 
-    # Before engine.assembly.loading is imported, which takes `load_model` as its default.
+    # Before engine.device.step_memory is imported, which takes `load_model` as its default.
     if (folder / "unreadable").exists():
         load.load_model = refuse
     if (folder / "other-weights").exists():
