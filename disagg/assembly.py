@@ -22,7 +22,7 @@ from transfer_backends.prefill.manager import PrefillManager
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleAssembly:
-    """What the parts of a role share: bookkeeping, metadata rows, and the size of a page.
+    """Bookkeeping, metadata rows and sizes that the parts of a role share.
 
     `page_bytes`: of all ranks. `moves_bytes`: False for a fake transfer.
     """
@@ -43,7 +43,7 @@ class RoleAssembly:
         layerwise: bool = False,
         min_bytes: int = 0,
     ) -> PrefillRole:
-        """Return a role with `parts`, and what decode workers may ask of it."""
+        """Return a role with `parts`, and the recomputation of prompts for decode workers."""
         prompts = PromptHandovers(self.scheduler, self._pages(layerwise=layerwise, min_bytes=min_bytes))
         recomputes = Recomputes(scheduler=self.scheduler, manager=sends, prompts=prompts, bounds=bounds)
         return PrefillRole(
@@ -55,7 +55,7 @@ class RoleAssembly:
         )
 
     def prefixes(self, sends: Senders, receives: Receivers, source: KVSource, *, token_bytes: int) -> PrefixExchange:
-        """Return the exchange of prefixes with other prefill workers, for which this one is `source`."""
+        """Return the exchange of prefixes with other workers, which know this one as `source`."""
         policy = FetchPolicy(token_bytes=self.page_bytes / self.page_size)
         return PrefixExchange(
             fetches=PrefixFetches(scheduler=self.scheduler, manager=receives, metadata=self.metadata, policy=policy),
@@ -82,7 +82,7 @@ class RoleAssembly:
         )
 
     def moves(self, sends: Senders, source: KVSource) -> Moves:
-        """Return the moves of running requests to another decode worker, for which this one is `source`."""
+        """Return the moves of running requests to workers that know this one as `source`."""
         return Moves(
             scheduler=self.scheduler,
             manager=sends,
@@ -109,5 +109,5 @@ class RoleAssembly:
 
 
 def source_of(manager: PrefillManager) -> KVSource:
-    """Return the address under which peers ask `manager`."""
+    """Return the address of `manager` for peers."""
     return KVSource(manager.control_address, manager.incarnation)

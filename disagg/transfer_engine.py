@@ -1,4 +1,4 @@
-"""What a worker's role needs of its engine; transfer engine of a rank, its memory, and KVArgs of managers."""
+"""Transfer engine of a rank, its memory, KVArgs of managers; a role's requirements on an engine."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from transfer_backends.ranks.remote import RemoteEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """`wakeup`: called by threads when a queue may move. `is_apart`: ranks are on several machines."""
+    """`wakeup`: called by threads when a queue may move. `is_apart`: ranks on several machines."""
 
     role: RoleAssembly
     engine: Engine

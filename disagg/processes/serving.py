@@ -1,4 +1,4 @@
-"""Serving of an assembled worker until its parent or its ranks end it; its facts for /server_info."""
+"""Serving of an assembled worker until its parent or ranks end it; its facts for /server_info."""
 
 import os
 import time

@@ -125,7 +125,7 @@ def _build(rank: LoadedRank, sizes: MemorySizes, agreed: PoolSize, links: RankLi
 
 
 def _actions(built: BuiltRank, profiler: TorchProfiler) -> dict[str, Action]:
-    """Return what the leader may ask for between steps."""
+    """Return work for the leader between steps, by name."""
     running, kv, files = built.runner.running, built.kv, built.files
     return {
         "use_weights": running.use,

@@ -13,7 +13,7 @@ from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.device.feature_pool import arrivals, arriving_bytes
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
-from engine.device.measure import StepsOver, Trial, measured
+from engine.device.measure import LargestSteps, StepsOver, measured
 from engine.device.memory_plan import MeasuredMemory, kv_pages, with_fitting_prompts, with_state_slots
 from engine.device.pools import Pools, build_pools, why_kept
 from engine.device.step_memory import EngineUse, LoadedRank, StepMemory
@@ -116,7 +116,7 @@ def fitting_sizes(
     Raises ConfigError.
     """
     config, model = rank.config, rank.model_config
-    found = measured(Trial(rank, use, place, steps_over))
+    found = measured(LargestSteps(rank, use, place, steps_over))
     if found is not None:
         if config.enable_pdmux:
             found = found.at_once()

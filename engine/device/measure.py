@@ -40,7 +40,7 @@ StepsOver = Callable[[KVPool], AbstractContextManager[RunStep]]  # what runs ste
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LargestSteps:
     """The largest steps of a rank at `place`, which runs them by `steps_over`.
 
     Ranks measure at the same time: their steps need one another.
@@ -58,7 +58,7 @@ class Trial:
         return KVPool(specs, num_pages=1, page_size=size, device=config.device, units=units)
 
 
-def measured(trial: Trial) -> MeasuredMemory | None:
+def measured(trial: LargestSteps) -> MeasuredMemory | None:
     """Return the memory, and what weights and steps of a rank take of it. Raises ConfigError.
 
     None: --max-total-tokens is set on a GPU.
@@ -69,7 +69,7 @@ def measured(trial: Trial) -> MeasuredMemory | None:
     return measure_on_cpu(trial) if rank.machine.gauge is None else measure(trial, rank.machine.gauge)
 
 
-def measure(trial: Trial, gauge: MemoryGauge) -> MeasuredMemory:
+def measure(trial: LargestSteps, gauge: MemoryGauge) -> MeasuredMemory:
     """Run every kind of step over a scratch pool, which also compiles kernels. Raises ConfigError.
 
     Adapters are not loaded yet and not included. After vLLM's profile run.
@@ -109,7 +109,7 @@ def measure(trial: Trial, gauge: MemoryGauge) -> MeasuredMemory:
     )
 
 
-def measure_on_cpu(trial: Trial) -> MeasuredMemory:
+def measure_on_cpu(trial: LargestSteps) -> MeasuredMemory:
     """Run the largest steps over a scratch pool.
 
     Where a prompt step would take too long, the cost of a token is extrapolated from two shorter

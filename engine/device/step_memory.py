@@ -1,4 +1,4 @@
-"""What a rank is built on: role, share of a GPU, machine, weights, memory of steps, place."""
+"""The base of a rank: role, share of a GPU, machine, weights, memory of steps, place."""
 
 import logging
 import time
