@@ -15,7 +15,6 @@ from engine.core.policy import Limits
 from engine.core.scheduler import Scheduler
 from tests.core.hash_model import VOCAB
 from tests.core.mem_cache.images import SEES
-from tools.simulation.activity import Flag
 from tools.simulation.workers.executor import SimExecutor
 from tools.simulation.workers.features import ALONE, EncodingModel, feature_args, feature_checksum
 from tools.simulation.workers.images import contents_by_keys
@@ -57,7 +56,8 @@ class Encoder(Worker):
         self.exposed = {}
         self.depth, self.watched = options.depth[0], False
         self.scheduler = self._scheduler(num_pages)
-        self.manager = self.sender = self._sender()
+        self._start_engine(1)
+        self.manager = self.sender = self._sends()
         self.managers = {CONTROL: self.manager}
         self.features = None
         self.role = self._role(self.sender)
@@ -78,16 +78,6 @@ class Encoder(Worker):
         )
         scheduler, _ = build_core(core, [ImageCache(max_bytes=options.encode_room, token_bytes=1)])
         return scheduler
-
-    def _sender(self) -> PrefillManager:
-        self.threads["driver"] = self._thread("driver", self._drive)
-        engine = self._engine(self.threads["driver"].wake)
-        manager = PrefillManager(
-            self.kv_args, engine, self.around.config, self.process.clock, environment=self._environment()
-        )
-        manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
-        self._set_up(manager)
-        return manager
 
     def _role(self, manager: PrefillManager) -> EncodeRole:
         bounds = Bounds(VOCAB, context_length=10_000, vision=SEES)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -73,7 +73,7 @@ from tools.simulation.workers.ranks import Follower, RankView
 from tools.simulation.workers.transfer_engine import EngineBehaviour, SimEngine, make_caps
 from tools.simulation.workers.weights import OWN, SimWeights
 from tools.simulation.world import Process, Violation
-from transfer_backends.contract import Caps, Region, Route
+from transfer_backends.contract import Caps, KVArgs, Region, Route
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.environment import Environment
@@ -91,9 +91,15 @@ CONTROL_PORT, SENDER_CONTROL_PORT = 9000, 9500
 NAMED_RATE = 0.7  # of requests, whose router knows of another worker that may have their prefix
 HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
 
+M = TypeVar("M", PrefillManager, DecodeManager)
+
 
 class Worker:
     """`role_name`: "prefill" | "decode" | "encode" (encoder.py)."""
+
+    manager: PrefillManager | DecodeManager
+    sender: PrefillManager
+    managers: dict[str, PrefillManager | DecodeManager]
 
     def __init__(self, around: Surroundings, process: Process, role_name: str) -> None:
         self.around, self.process, self.role_name = around, process, role_name
@@ -154,14 +160,28 @@ class Worker:
         self.scheduler = make_scheduler(
             options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill, stages=stages, **groups
         )
-        self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
-        self.sender = self.manager if isinstance(self.manager, PrefillManager) else self._moves_manager()
-        self.managers = {CONTROL: self.manager, **({} if is_prefill else {SENDER_CONTROL: self.sender})}
-        self.prefix_receiver = self._prefix_manager() if is_prefill and options.prefix_fetch else None
-        if self.prefix_receiver is not None:
-            self.managers[PREFIX_CONTROL] = self.prefix_receiver
+        self._make_managers(prefixes=is_prefill and options.prefix_fetch)
         self.features = self._feature_fetches() if is_prefill and options.num_encode else None
         self.role: PrefillRole | DecodeRole | EncodeRole = self._prefill_role() if is_prefill else self._decode_role()
+
+    def _make_managers(self, *, prefixes: bool) -> None:
+        """As disagg/compose.py: of one engine and memory."""
+        whole = replace(self.kv_args, groups=())
+        if self.role_name == "prefill":
+            self._start_engine(2 if prefixes else 1)
+            self.sender = self.manager = self._sends(layers=self.executor if self.executor.layers > 1 else None)
+            self.executor.wake = self.sender.wake_sender
+            self.managers = {CONTROL: self.sender}
+            if prefixes:
+                self.prefix_receiver = self._receives(PREFIX_CONTROL, whole, self.shared_engine)
+                self.managers[PREFIX_CONTROL] = self.prefix_receiver
+            return
+        self._start_engine(2)
+        self.manager = self._receives(CONTROL, self.kv_args, self.shared_engine)
+        config = replace(self.around.config, bootstrap_timeout_s=MOVE_TIMEOUT_S)
+        port = SENDER_CONTROL_PORT
+        self.sender = self._sends(SENDER_CONTROL, port, kv_args=whole, config=config, computes=False)
+        self.managers = {CONTROL: self.manager, SENDER_CONTROL: self.sender}
 
     def _start_followers(self, count: int) -> list[Follower]:
         world, process = self.around.world, self.process
@@ -294,36 +314,35 @@ class Worker:
         for engine in self._engines:
             engine.faulty = False
 
-    def _prefill_manager(self) -> PrefillManager:
+    def _start_engine(self, num_users: int) -> None:
+        """Its driver, and the engine that so many managers share."""
         self.threads["driver"] = self._thread("driver", self._drive)
-        share = partial(SharedEngine, num_users=2) if self.around.options.prefix_fetch else (lambda engine: engine)
+        share = partial(SharedEngine, num_users=num_users) if num_users > 1 else (lambda engine: engine)
         self.shared_engine = self._engine(self.threads["driver"].wake, share)
-        manager = PrefillManager(
-            self.kv_args,
-            self.shared_engine,
-            self.around.config,
-            self.process.clock,
-            environment=self._environment(),
-            layers=self.executor if self.executor.layers > 1 else None,
-            followers=[follower.mark(self._host) for follower in self.followers],
-        )
-        self.executor.wake = manager.wake_sender
-        manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
-        self._set_up(manager)
-        return manager
 
-    def _prefix_manager(self) -> DecodeManager:
-        """As disagg/compose.py: of the same engine and memory."""
-        manager = DecodeManager(
-            replace(self.kv_args, groups=()),
-            self.shared_engine,
-            self.around.config,
-            lookup=self._look_up,
+    def _sends(self, name: str = CONTROL, port: int = CONTROL_PORT, **more: Any) -> PrefillManager:
+        """As disagg/compose.py. `more`: in place of what a prefill worker gives."""
+        given: dict[str, Any] = {"kv_args": self.kv_args, "config": self.around.config, **more}
+        manager = PrefillManager(
+            engine=self.shared_engine,
             clock=self.process.clock,
-            environment=self._environment(PREFIX_CONTROL),
+            environment=self._environment(name, port),
+            followers=[follower.mark(self._host) for follower in self.followers],
+            **given,
         )
+        manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
+        return self._started(name, manager)
+
+    def _receives(self, name: str, kv_args: KVArgs, engine: Engine, rows: Arrivals | None = None) -> DecodeManager:
+        """As disagg/transfers.py. `rows`: as in `_environment`."""
+        environment = self._environment(name, rows=rows)
+        clock, config = self.process.clock, self.around.config
+        manager = DecodeManager(kv_args, engine, config, lookup=self._look_up, clock=clock, environment=environment)
+        return self._started(name, manager)
+
+    def _started(self, name: str, manager: M) -> M:
         manager.set_wakeup(self._wake_loop)
-        self._wake_control(PREFIX_CONTROL)
+        self._wake_control(name)
         return manager
 
     def _feature_fetches(self) -> FeatureFetches:
@@ -336,17 +355,7 @@ class Worker:
             model.arrived = arrivals.features_of
         engine = self._engine_of(arrivals.view, self._wake_loop, self._caps(), label=" features")
         self._engines.append(engine)
-        manager = DecodeManager(
-            arrivals.kv_args,
-            engine,
-            around.config,
-            lookup=self._look_up,
-            clock=self.process.clock,
-            environment=self._environment(FEATURE_CONTROL, rows=arrivals),
-        )
-        manager.set_wakeup(self._wake_loop)
-        self._wake_control(FEATURE_CONTROL)
-        self.managers[FEATURE_CONTROL] = manager
+        manager = self.managers[FEATURE_CONTROL] = self._receives(FEATURE_CONTROL, arrivals.kv_args, engine, arrivals)
         return arrivals.fetches(self.scheduler.memory, manager)
 
     @property
@@ -365,40 +374,6 @@ class Worker:
         source = self.around.prefix_sources[self.process.node] = source_of(self.sender)
         receives = self._watched(self.prefix_receiver)
         return (self._assembly.prefixes(self.sender, receives, source, token_bytes=SLOT_BYTES),)
-
-    def _moves_manager(self) -> PrefillManager:
-        """As disagg/compose.py: of the same engine and memory."""
-        manager = PrefillManager(
-            replace(self.kv_args, groups=()),
-            self.shared_engine,
-            replace(self.around.config, bootstrap_timeout_s=MOVE_TIMEOUT_S),
-            self.process.clock,
-            environment=self._environment(SENDER_CONTROL, SENDER_CONTROL_PORT),
-            followers=[follower.mark(self._host) for follower in self.followers],
-            computes=False,
-        )
-        manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
-        manager.set_wakeup(self._wake_loop)
-        self._wake_control(SENDER_CONTROL)
-        return manager
-
-    def _decode_manager(self) -> DecodeManager:
-        self.threads["driver"] = self._thread("driver", self._drive)
-        self.shared_engine = self._engine(self.threads["driver"].wake, partial(SharedEngine, num_users=2))
-        manager = DecodeManager(
-            self.kv_args,
-            self.shared_engine,
-            self.around.config,
-            lookup=self._look_up,
-            clock=self.process.clock,
-            environment=self._environment(),
-        )
-        self._set_up(manager)
-        return manager
-
-    def _set_up(self, manager: PrefillManager | DecodeManager) -> None:
-        manager.set_wakeup(self._wake_loop)
-        self._wake_control()
 
     def _wake_loop(self) -> None:
         if "loop" in self.threads:
