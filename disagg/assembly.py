@@ -19,6 +19,8 @@ from engine.core.scheduler import Scheduler
 from engine.messages import KVSource
 from transfer_backends.prefill.manager import PrefillManager
 
+NO_PROMPTS = Bounds(vocab_size=0, context_length=0)  # of decode workers to compute again
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleAssembly:
@@ -39,7 +41,7 @@ class RoleAssembly:
         directory: Directory,
         parts: Sequence[PeerPart] = (),
         *,
-        bounds: Bounds,
+        bounds: Bounds = NO_PROMPTS,
         layerwise: bool = False,
         min_bytes: int = 0,
     ) -> PrefillRole:

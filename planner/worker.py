@@ -10,7 +10,6 @@ from typing import Any
 
 from disagg.assembly import RoleAssembly
 from disagg.config import DisaggConfig
-from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
 from engine.assembly.worker import Clock, CoreConfig, WorkerWire, assemble_worker, build_core, computing
 from engine.config import EngineConfig
@@ -27,7 +26,6 @@ from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSender
 
 OnOutputs = Callable[[list[TokenOutput], float], None]  # (outputs, time in seconds)
 NO_SLOWER = Beside()
-NOTHING_ASKED = Bounds(vocab_size=0, context_length=0)
 NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is late
 
 
@@ -128,7 +126,7 @@ class PlanWorker:
         if self.spec.role == "decode":
             return role.decode(PlannedReceivers(network, self._end), prealloc_timeout_s=NEVER_S)
         senders = PlannedSenders(network, self._end)
-        return role.prefill(senders, senders, bounds=NOTHING_ASKED)
+        return role.prefill(senders, senders)
 
     def _wake(self) -> None:
         """Schedule an iteration now, or after the current one."""
