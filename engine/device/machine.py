@@ -14,7 +14,7 @@ from engine.kernels.build import (
     cpu_kinds,
 )
 from engine.kernels.linear import linear_kernel
-from engine.kernels.paged_attention import DECODE_SOURCE as PAGED_DECODE
+from engine.kernels.paged_attention import DECODE as PAGED_DECODE
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _c_kernels() -> tuple[str, str | None]:
     if os.environ.get(DISABLE_VARIABLE) == "1":
         return "off", None
     try:
-        check_buildable(PAGED_DECODE)  # decode attention has built it already, in fp32 too
+        check_buildable(PAGED_DECODE.path)  # decode attention has built it already, in fp32 too
     except NoCompilerError as error:
         return "no compiler", str(error)
     except BuildError as error:

@@ -3,15 +3,14 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.kernels.build import TEAM, TEAM_FLAGS, load_library
-from engine.kernels.sample import ROUNDED
+from engine.kernels.build import CSRC, TEAM, load_library
 from engine.kernels.sample import SOURCE as SAMPLE
 from engine.threads import usable_cores
 
-FLAGS = {SAMPLE.name: ROUNDED, TEAM.name: TEAM_FLAGS}  # flags of single sources
+FLAGS = {source.path.name: source.flags for source in (SAMPLE, TEAM)}
 
 
-def build_all(folder: Path = SAMPLE.parent) -> list[str]:
+def build_all(folder: Path = CSRC) -> list[str]:
     """Return kernels that failed to build."""
     largest_first = sorted(folder.glob("*.c"), key=lambda source: -source.stat().st_size)
     with ThreadPoolExecutor(usable_cores()) as pool:

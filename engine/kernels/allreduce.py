@@ -6,16 +6,12 @@ record sums and gathers.
 
 import ctypes
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import failure, fields, load_library
-
-SOURCE = Path(__file__).with_name("csrc") / "allreduce.c"
-ABI_VERSION = 4
+from engine.kernels.build import CSource, failure, fields
 
 
 class _Wait(ctypes.Structure):
@@ -46,6 +42,9 @@ class _Gather(ctypes.Structure):
     _fields_ = fields(("part", "all", "lines", "abort"), ("rows", "columns", "first", "total", "rank", "ranks"))
 
 
+SOURCE = CSource("allreduce", 4, {"wait": _Wait, "sum": _Sum, "rows": _Rows, "take": _Take, "gather": _Gather})
+
+
 class SharedLines(NamedTuple):
     """Shared memory addresses: one line per rank, and the abort word."""
 
@@ -59,24 +58,11 @@ class Allreduce:
     """Kernels; each raises RanksEnded once the abort word is set."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert library.tandem_allreduce_abi() == ABI_VERSION
-        self._wait = library.tandem_wait
-        self._sum = library.tandem_sum
-        self._rows = library.tandem_rows
-        self._take = library.tandem_take
-        self._gather = library.tandem_gather
-        for function, args in (
-            (self._wait, _Wait),
-            (self._sum, _Sum),
-            (self._rows, _Rows),
-            (self._take, _Take),
-            (self._gather, _Gather),
-        ):
-            function.argtypes = [ctypes.POINTER(args)]
+        self._kernels = library
 
     def wait(self, word: int, value: int, *, abort: int) -> None:
         """Wait until the int64 at `word` is at least `value`."""
-        if failed := self._wait(_Wait(word=word, abort=abort, value=value)):
+        if failed := self._kernels.tandem_wait(_Wait(word=word, abort=abort, value=value)):
             raise failure(failed)
 
     def sum(
@@ -104,7 +90,7 @@ class Allreduce:
             window=window,
             out_is_f32=dtype == torch.float32,
         )
-        if failed := tape.call(self._sum, args):
+        if failed := tape.call(self._kernels.tandem_sum, args):
             raise failure(failed)
         return out
 
@@ -132,7 +118,7 @@ class Allreduce:
             ranks=at.ranks,
             window=window,
         )
-        if failed := tape.call(self._rows, args):
+        if failed := tape.call(self._kernels.tandem_rows, args):
             raise failure(failed)
         return out
 
@@ -173,7 +159,7 @@ class Allreduce:
             ranks=at.ranks,
             window=window,
         )
-        if failed := tape.call_once(self._take, args):
+        if failed := tape.call_once(self._kernels.tandem_take, args):
             raise failure(failed)
         return out
 
@@ -193,14 +179,13 @@ class Allreduce:
             rank=at.rank,
             ranks=at.ranks,
         )
-        if failed := tape.call(self._gather, args):
+        if failed := tape.call(self._kernels.tandem_gather, args):
             raise failure(failed)
 
 
 @cache
 def allreduce() -> Allreduce | None:
-    library = load_library(SOURCE)
-    return None if library is None else Allreduce(library)
+    return SOURCE.open(Allreduce)
 
 
 def _address(x: torch.Tensor) -> int:

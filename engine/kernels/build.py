@@ -14,14 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 # ---- arithmetic kinds of C kernels
 
@@ -126,10 +127,11 @@ COMPILE_TIMEOUT_S = 300  # linear.c takes 4 s on an idle core
 BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
 CPU_INFO = Path("/proc/cpuinfo")
 
-TEAM = Path(__file__).with_name("csrc") / "team.c"
-TEAM_FLAGS = ("-pthread",)
+CSRC = Path(__file__).with_name("csrc")
 
 log = logging.getLogger(__name__)
+
+Kernels = TypeVar("Kernels")
 
 
 class BuildError(Exception):
@@ -138,6 +140,38 @@ class BuildError(Exception):
 
 class NoCompilerError(BuildError):
     """This machine has no C compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class CSource:
+    """A file of csrc. `functions`: the structure whose address each takes, by name."""
+
+    name: str
+    abi: int
+    functions: Mapping[str, type[ctypes.Structure]]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return CSRC / f"{self.name}.c"
+
+    def load(self, *, kind: Kind | None = None) -> ctypes.CDLL | None:
+        """`load_library`, checked and typed."""
+        library = load_library(self.path, flags=self.flags, kind=kind)
+        return None if library is None else self.typed(library)
+
+    def typed(self, library: ctypes.CDLL) -> ctypes.CDLL:
+        assert getattr(library, f"tandem_{self.name}_abi")() == self.abi, self.name
+        for name, structure in self.functions.items():
+            getattr(library, f"tandem_{name}").argtypes = [ctypes.POINTER(structure)]
+        return library
+
+    def open(self, make: Callable[[ctypes.CDLL], Kernels]) -> Kernels | None:
+        library = self.load()
+        return None if library is None else make(library)
+
+
+TEAM = CSource("team", 2, {}, flags=("-pthread",))
 
 
 def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None = None) -> ctypes.CDLL | None:
@@ -192,7 +226,7 @@ def check_buildable(source: Path) -> None:
 
 
 def _use_team(library: ctypes.CDLL) -> None:
-    calls = _load(_built(TEAM, own_flags=TEAM_FLAGS)).tandem_team_calls
+    calls = _load(_built(TEAM.path, own_flags=TEAM.flags)).tandem_team_calls
     calls.restype = ctypes.c_void_p
     library.tandem_use_team(ctypes.c_void_p(calls()))
 

@@ -6,19 +6,16 @@ C trusts its arguments: shapes and types are asserted before each call.
 import ctypes
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import fields, load_library
+from engine.kernels.build import CSource, fields
 
 if TYPE_CHECKING:
     from engine.kernels.triton.elementwise import TritonElementwise
 
-SOURCE = Path(__file__).with_name("csrc") / "elementwise.c"
-ABI_VERSION = 5
 LANES = 16  # widths are multiples of it
 
 
@@ -42,24 +39,22 @@ class _SigmoidGate(ctypes.Structure):
     _fields_ = fields(("gates", "x", "out"), ("gates_stride", "rows", "width"))
 
 
+SOURCE = CSource(
+    "elementwise",
+    5,
+    {
+        **dict.fromkeys(("rms_norm", "offset_norm", "add", "scale"), _Norm),
+        **dict.fromkeys(("silu_mul", "gelu_mul"), _Gate),
+        **{"norm_turn": _Turn, "sigmoid_mul": _SigmoidGate},
+    },
+)
+
+
 class Elementwise:
     """Kernels of elementwise.c; a row has the same bits in any batch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert library.tandem_elementwise_abi() == ABI_VERSION
-        self._rms_norm = library.tandem_rms_norm
-        self._add = library.tandem_add
-        self._norm_rope = library.tandem_norm_turn
-        self._silu_mul = library.tandem_silu_mul
-        self._sigmoid_mul = library.tandem_sigmoid_mul
-        self._sigmoid_mul.argtypes = [ctypes.POINTER(_SigmoidGate)]
-        self._offset_norm, self._scale = library.tandem_offset_norm, library.tandem_scale
-        self._gelu_mul = library.tandem_gelu_mul
-        for function in (self._rms_norm, self._offset_norm, self._add, self._scale):
-            function.argtypes = [ctypes.POINTER(_Norm)]
-        self._norm_rope.argtypes = [ctypes.POINTER(_Turn)]
-        for function in (self._silu_mul, self._gelu_mul):
-            function.argtypes = [ctypes.POINTER(_Gate)]
+        self._kernels = library
 
     def rms_norm(
         self,
@@ -85,21 +80,21 @@ class Elementwise:
             eps=eps,
             offset=offset,
         )
-        tape.call(self._offset_norm if offset else self._rms_norm, args)
+        tape.call(self._kernels.tandem_offset_norm if offset else self._kernels.tandem_rms_norm, args)
         return out
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """Add `delta` to x [T, width] in place."""
         rows, width = x.shape
         assert delta.shape == x.shape and width % LANES == 0, (x.shape, delta.shape)
-        tape.call(self._add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width))
+        tape.call(self._kernels.tandem_add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width))
         return x
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """Multiply x [T, width] in place."""
         rows, width = x.shape
         assert width % LANES == 0, x.shape
-        tape.call(self._scale, _Norm(x=_address(x), rows=rows, width=width, offset=factor))
+        tape.call(self._kernels.tandem_scale, _Norm(x=_address(x), rows=rows, width=width, offset=factor))
         return x
 
     def norm_rope(
@@ -133,15 +128,15 @@ class Elementwise:
             eps=eps,
             offset=offset,
         )
-        tape.call(self._norm_rope, args)
+        tape.call(self._kernels.tandem_norm_turn, args)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Return silu(x[:, :width]) * x[:, width:], [T, width]."""
-        return self._gated(self._silu_mul, x)
+        return self._gated(self._kernels.tandem_silu_mul, x)
 
     def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Tanh gelu instead of silu."""
-        return self._gated(self._gelu_mul, x)
+        return self._gated(self._kernels.tandem_gelu_mul, x)
 
     def _gated(self, kernel: tape.Kernel, x: torch.Tensor) -> torch.Tensor:
         rows, width = x.shape[0], x.shape[1] // 2
@@ -165,14 +160,13 @@ class Elementwise:
             rows=rows,
             width=width,
         )
-        tape.call(self._sigmoid_mul, args)
+        tape.call(self._kernels.tandem_sigmoid_mul, args)
         return out
 
 
 @cache
 def elementwise() -> Elementwise | None:
-    library = load_library(SOURCE)
-    return None if library is None else Elementwise(library)
+    return SOURCE.open(Elementwise)
 
 
 @cache

@@ -2,19 +2,16 @@
 
 import ctypes
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import fields, load_library
+from engine.kernels.build import CSource, fields
 from engine.kernels.paged_attention import check_pages
 from engine.kernels.path_rows import PATHS, fill_paths
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
-SOURCE = Path(__file__).with_name("csrc") / "latent_attention.c"
-ABI_VERSION = 6
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -50,14 +47,15 @@ class _Scores(ctypes.Structure):
     )
 
 
+SOURCE = CSource("latent_attention", 6, {"latent_attention": _Args, "index_scores": _Scores})
+
+
 class LatentKernel:
     """One pool's MLA attention; a row has the same bits in any step or chunk."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_latent_attention
-        self._call.argtypes = [ctypes.POINTER(_Args)]
         self._scores = library.tandem_index_scores
-        self._scores.argtypes = [ctypes.POINTER(_Scores)]
         self._pool = pool
         self._caches = [pool.k(layer).data_ptr() for layer in range(pool.num_layers)]
         self._step = _Step()
@@ -141,8 +139,4 @@ def make_latent_kernel(pool: KVPool) -> LatentKernel | None:
     sizes = {size for spec in pool.specs for size in (spec.head_dim, spec.latent, spec.index)}
     if any(size % LANES for size in sizes) or not all(spec.dtype in DTYPES for spec in pool.specs):
         return None
-    library = load_library(SOURCE)
-    if library is None:
-        return None
-    assert library.tandem_latent_attention_abi() == ABI_VERSION
-    return LatentKernel(library, pool)
+    return SOURCE.open(lambda library: LatentKernel(library, pool))

@@ -3,19 +3,16 @@
 import ctypes
 from enum import IntEnum
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import Kind, fields, load_library
+from engine.kernels.build import CSource, Kind, fields
 from engine.kernels.integer_layout import fits, group_steps, packed_bytes, packed_parts, step_bytes
 from engine.kernels.packed_memory import PackedMemory
 from engine.quant.integers import Integers, Weight
 
-SOURCE = Path(__file__).with_name("csrc") / "linear.c"
-ABI_VERSION = 8
 PANEL = 32  # outputs per panel, and inputs per step
 LANES = 16  # inputs are a multiple of it if rows are normalized before the product
 
@@ -40,6 +37,13 @@ class LinearArgs(ctypes.Structure):
 
 class _Packing(ctypes.Structure):
     _fields_ = fields(("weight", "to"), ("outputs", "inputs", "segments", "interleaved"))
+
+
+class _Each(ctypes.Structure):
+    _fields_ = [("like", LinearArgs), *fields(("rows",), ("matrices", "apart"))]
+
+
+SOURCE = CSource("linear", 8, {"linear": LinearArgs, "linear_pack": _Packing, "linear_each": _Each})
 
 
 class PackedWeights(NamedTuple):
@@ -180,8 +184,6 @@ class PackedMatrix:
 
 class LinearKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert library.tandem_linear_abi() == ABI_VERSION
-        library.tandem_linear.argtypes = [ctypes.POINTER(LinearArgs)]
         self.kind = Kind(library.tandem_linear_kind())
         self.library = library
         self.memory = PackedMemory()
@@ -194,15 +196,10 @@ class LinearKernel:
 
 @cache
 def linear_kernel() -> LinearKernel | None:
-    library = load_library(SOURCE)
-    return None if library is None else LinearKernel(library)
+    return SOURCE.open(LinearKernel)
 
 
 # ---- Packed matrices of one shape (a layer's experts), each multiplied by its own rows.
-
-
-class _Each(ctypes.Structure):
-    _fields_ = [("like", LinearArgs), *fields(("rows",), ("matrices", "apart"))]
 
 
 class PackedMatrices:
@@ -217,7 +214,6 @@ class PackedMatrices:
         self._count, self._shape = len(matrices), (outputs, inputs)
         self._kind = kernel.kind
         self._call = kernel.library.tandem_linear_each
-        self._call.argtypes = [ctypes.POINTER(_Each)]
         self.gates = gates
         self._weight = pack(kernel, matrices, segments=1, gates=gates)
 

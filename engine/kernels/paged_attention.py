@@ -5,13 +5,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from engine.kernels import tape
-from engine.kernels.build import fields, load_library
+from engine.kernels.build import CSource, fields
 from engine.kernels.path_rows import PATHS, fill_paths
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.step_batch import StepBatch
@@ -180,8 +179,6 @@ def _dense_heads(x: torch.Tensor) -> torch.Tensor:
 
 # ---- Decode attention on CPU (paged_decode.c).
 
-DECODE_SOURCE = Path(__file__).with_name("csrc") / "paged_decode.c"
-DECODE_ABI_VERSION = 10
 LANES = 16
 DECODE_DTYPES = ("bfloat16", "float32")
 QUERIES_OF_FP8 = "bfloat16"
@@ -206,12 +203,14 @@ class _DecodeArgs(ctypes.Structure):
     _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "is_fp8"), SCORES)
 
 
+DECODE = CSource("paged_decode", 10, {"paged_decode": _DecodeArgs})
+
+
 class PagedDecode:
     """One pool's decode attention, one row per token; drops the GIL."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_decode
-        self._call.argtypes = [ctypes.POINTER(_DecodeArgs)]
         self._pool = pool
         self._layer = LayerCall(pool)
         self._step = _Step()  # recorded calls point here, too, and so read a new step
@@ -270,17 +269,11 @@ def make_paged_decode(pool: KVPool) -> PagedDecode | None:
         return None
     if any(spec.fp8 and spec.dtype != QUERIES_OF_FP8 for spec in pool.specs):
         return None
-    library = load_library(DECODE_SOURCE)
-    if library is None:
-        return None
-    assert library.tandem_paged_decode_abi() == DECODE_ABI_VERSION
-    return PagedDecode(library, pool)
+    return DECODE.open(lambda library: PagedDecode(library, pool))
 
 
 # ---- Prompt attention on CPU (paged_extend.c).
 
-EXTEND_SOURCE = Path(__file__).with_name("csrc") / "paged_extend.c"
-EXTEND_ABI_VERSION = 7
 DTYPE = "bfloat16"
 
 _EXTEND_TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "groups", "shared", "token_pages", "token_offsets")
@@ -291,12 +284,14 @@ class _ExtendArgs(ctypes.Structure):
     _fields_ = fields((*POINTERS, *_EXTEND_TABLES), (*STRIDES, "table_width", *_NUMBERS), SCORES)
 
 
+EXTEND = CSource("paged_extend", 7, {"paged_extend": _ExtendArgs})
+
+
 class PagedExtend:
     """One pool's prompt attention; drops the GIL. Results depend only on position and KV."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_extend
-        self._call.argtypes = [ctypes.POINTER(_ExtendArgs)]
         self._pool = pool
         self._layer = LayerCall(pool)
         self._args = _ExtendArgs(kind=library.tandem_paged_extend_kind(), **layout_of(pool))
@@ -361,8 +356,4 @@ def make_paged_extend(pool: KVPool) -> PagedExtend | None:
     """Return None if a layer does not fit, or if not buildable (logged)."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype == DTYPE for spec in pool.specs):
         return None
-    library = load_library(EXTEND_SOURCE)
-    if library is None:
-        return None
-    assert library.tandem_paged_extend_abi() == EXTEND_ABI_VERSION
-    return PagedExtend(library, pool)
+    return EXTEND.open(lambda library: PagedExtend(library, pool))

@@ -4,13 +4,12 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.kernels import tape
-from engine.kernels.build import fields, load_library
+from engine.kernels.build import CSource, fields
 from engine.kv.state_pool import StatePool
 
 # ---- Rows and state slots of a step's requests, for kernels of recurrent layers.
@@ -45,8 +44,6 @@ class StateRows:
 
 # ---- Short causal convolution of recurrent layers (conv.c), after checks of arguments.
 
-CONV_SOURCE = Path(__file__).with_name("csrc") / "conv.c"
-CONV_ABI_VERSION = 2
 MAX_TAPS = 8
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -58,13 +55,14 @@ class _ConvArgs(ctypes.Structure):
     )
 
 
+CONV = CSource("conv", 2, {"conv": _ConvArgs})
+
+
 class ConvKernel:
     """Kernel with equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert library.tandem_conv_abi() == CONV_ABI_VERSION
         self._call = library.tandem_conv
-        self._call.argtypes = [ctypes.POINTER(_ConvArgs)]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows) -> Tensor:
         """Return silu(conv(x)) [T, channels] of x [T, channels], and update the state.
@@ -97,14 +95,10 @@ class ConvKernel:
 
 @cache
 def conv_kernel() -> ConvKernel | None:
-    library = load_library(CONV_SOURCE)
-    return None if library is None else ConvKernel(library)
+    return CONV.open(ConvKernel)
 
 
 # ---- Gated delta rule (delta.c), after checks of arguments.
-
-DELTA_SOURCE = Path(__file__).with_name("csrc") / "delta.c"
-DELTA_ABI_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +128,14 @@ class _DeltaArgs(ctypes.Structure):
     )
 
 
+DELTA = CSource("delta", 2, {"delta": _DeltaArgs})
+
+
 class DeltaKernel:
     """Kernel with equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert library.tandem_delta_abi() == DELTA_ABI_VERSION
         self._call = library.tandem_delta
-        self._call.argtypes = [ctypes.POINTER(_DeltaArgs)]
 
     def __call__(
         self, mixed: Tensor, gates: Tensor, z: Tensor, weights: DeltaWeights, state: Tensor, rows: StateRows
@@ -189,14 +184,10 @@ class DeltaKernel:
 
 @cache
 def delta_kernel() -> DeltaKernel | None:
-    library = load_library(DELTA_SOURCE)
-    return None if library is None else DeltaKernel(library)
+    return DELTA.open(DeltaKernel)
 
 
 # ---- Mamba2 state space (mamba.c), after checks of arguments.
-
-MAMBA_SOURCE = Path(__file__).with_name("csrc") / "mamba.c"
-MAMBA_ABI_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +226,14 @@ class _MambaArgs(ctypes.Structure):
     )
 
 
+MAMBA = CSource("mamba", 2, {"mamba": _MambaArgs})
+
+
 class MambaKernel:
     """Kernel with equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert library.tandem_mamba_abi() == MAMBA_ABI_VERSION
         self._call = library.tandem_mamba
-        self._call.argtypes = [ctypes.POINTER(_MambaArgs)]
 
     def __call__(
         self, mixed: Tensor, time: Tensor, gate: Tensor, weights: MambaWeights, state: Tensor, rows: StateRows
@@ -296,5 +288,4 @@ class MambaKernel:
 
 @cache
 def mamba_kernel() -> MambaKernel | None:
-    library = load_library(MAMBA_SOURCE)
-    return None if library is None else MambaKernel(library)
+    return MAMBA.open(MambaKernel)

@@ -4,17 +4,13 @@ import ctypes
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.kernels import tape
-from engine.kernels.build import fields, load_library
+from engine.kernels.build import CSource, fields
 
-SOURCE = Path(__file__).with_name("csrc") / "sample.c"
-ABI_VERSION = 2
-ROUNDED = ("-ffp-contract=off",)  # noise has the same bits everywhere: no fused multiply-add
 MOST_TOKENS = 2**22  # vocabulary size whose sum of masses fits in an int64
 
 
@@ -23,6 +19,10 @@ class _Args(ctypes.Structure):
         ("logits", "rows", "best", "greedy", "keys", "temperature", "top_p", "log_min_p", "top_k", "tokens"),
         ("count", "vocab", "stride"),
     )
+
+
+# noise has the same bits everywhere: no fused multiply-add
+SOURCE = CSource("sample", 2, {"sample": _Args}, flags=("-ffp-contract=off",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,6 @@ class SampledRows:
 
 class SampleKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert library.tandem_sample_abi() == ABI_VERSION
-        library.tandem_sample.argtypes = [ctypes.POINTER(_Args)]
         library.tandem_noise.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self._library = library
 
@@ -91,5 +89,4 @@ def _address(x: Tensor, n: int, dtype: torch.dtype) -> int:
 
 @cache
 def sample_kernel() -> SampleKernel | None:
-    library = load_library(SOURCE, flags=ROUNDED)
-    return None if library is None else SampleKernel(library)
+    return SOURCE.open(SampleKernel)

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.kernels.build import TEAM, TEAM_FLAGS, failure, load_library
+from engine.kernels.build import TEAM, failure
 from engine.kernels.packed_memory import Staging
 
-ABI_VERSION = 2
 _CPU = torch.device("cpu")
 TURNS = 4  # tensors of one kind in use at once; a layer needs two
 
@@ -158,9 +157,8 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def tape_library() -> ctypes.CDLL | None:
-    library = load_library(TEAM, flags=TEAM_FLAGS)
+    library = TEAM.load()
     if library is not None:
-        assert library.tandem_team_abi() == ABI_VERSION
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.tandem_team_play.argtypes = [ctypes.POINTER(_Call), number, number]
         library.tandem_team_call.argtypes = [pointer, pointer, number]

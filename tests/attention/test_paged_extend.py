@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from engine.attention.torch_backend import CpuBackend, TorchBackend
-from engine.kernels import build
 from engine.kernels.build import Kind
-from engine.kernels.paged_attention import EXTEND_SOURCE, PagedExtend, plain_softmax
+from engine.kernels.paged_attention import EXTEND, PagedExtend, plain_softmax
 from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
     TOLERANCE,
@@ -40,7 +39,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def kernel_of(kind: Kind, pool: KVPool) -> PagedExtend:
-    library = build.load_library(EXTEND_SOURCE, kind=kind)
+    library = EXTEND.load(kind=kind)
     assert library is not None
     return PagedExtend(library, pool)
 

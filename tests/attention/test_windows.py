@@ -9,9 +9,8 @@ import torch
 from engine.attention.backend import make_attention_backend
 from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels import build
 from engine.kernels.build import Kind
-from engine.kernels.paged_attention import EXTEND_SOURCE, PagedExtend, make_paged_extend
+from engine.kernels.paged_attention import EXTEND, PagedExtend, make_paged_extend
 from engine.kv.kv_pool import KVPool
 from service.flags import ConfigError
 from tests.attention.attention_cases import (
@@ -44,7 +43,7 @@ def pool_of(sequences: list[Sequence], ends: list[int], starts: list[int], *, wi
 
 
 def extend_of(kind: Kind) -> Callable[[KVPool], PagedExtend]:
-    library = build.load_library(EXTEND_SOURCE, kind=kind)
+    library = EXTEND.load(kind=kind)
     assert library is not None
     return lambda pool: PagedExtend(library, pool)
 

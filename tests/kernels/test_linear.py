@@ -13,7 +13,7 @@ ROWS = [1, 2, 15, 16, 17, 32, 33, 129, 1100]
 
 
 def kernel_of(kind: Kind) -> LinearKernel:
-    library = build.load_library(SOURCE, kind=kind)
+    library = SOURCE.load(kind=kind)
     assert library is not None
     return LinearKernel(library)
 

@@ -3,9 +3,9 @@
 Products and attention are compared with float64 within what rounding allows, the rest with the same kernel here.
 """
 
+import ctypes
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.kernels import build, packed_memory, paged_attention
-from engine.kernels.build import Kind, flags_of
+from engine.kernels.build import CSource, Kind, flags_of
 from engine.kernels.elementwise import SOURCE as ELEMENTWISE
 from engine.kernels.elementwise import Elementwise, elementwise
 from engine.kernels.latent_attention import SOURCE as LATENTS
@@ -21,10 +21,10 @@ from engine.kernels.latent_attention import LatentKernel
 from engine.kernels.linear import SOURCE as LINEAR
 from engine.kernels.linear import LinearKernel, PackedMatrices
 from engine.kernels.paged_attention import plain_softmax
-from engine.kernels.recurrent import CONV_SOURCE as CONV
-from engine.kernels.recurrent import DELTA_SOURCE as DELTA
-from engine.kernels.recurrent import MAMBA_SOURCE as MAMBA
 from engine.kernels.recurrent import (
+    CONV,
+    DELTA,
+    MAMBA,
     ConvKernel,
     DeltaKernel,
     DeltaWeights,
@@ -35,8 +35,8 @@ from engine.kernels.recurrent import (
     delta_kernel,
     mamba_kernel,
 )
-from engine.kernels.sample import ROUNDED, SampleKernel, sample_kernel
 from engine.kernels.sample import SOURCE as SAMPLE
+from engine.kernels.sample import SampleKernel, sample_kernel
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -65,7 +65,7 @@ TARGETS = {
 if platform.machine() == "x86_64" and Kind.AVX2 not in build.cpu_kinds():
     TARGETS[Kind.AVX2] = Target("gcc", flags_of(Kind.AVX2, frozenset()), ("qemu-x86_64", "-cpu", "max"))
 
-Open = Callable[..., Guest]
+Open = Callable[[CSource], ctypes.CDLL]
 
 
 @pytest.fixture(params=TARGETS, ids=lambda kind: kind.label)
@@ -86,10 +86,10 @@ def library(kind: Kind, memory: Memory) -> Iterator[Open]:
     """Opens a kernel's library on the other CPU."""
     opened: list[Guest] = []
 
-    def open_one(source: Path, flags: Sequence[str] = ()) -> Guest:
-        program, functions = guest.build(source, TARGETS[kind], build.cache_dir(), flags)
+    def open_one(source: CSource) -> ctypes.CDLL:
+        program, functions = guest.build(source.path, TARGETS[kind], build.cache_dir(), source.flags)
         opened.append(Guest(program, functions, TARGETS[kind], memory))
-        return opened[-1]
+        return source.typed(cast(Any, opened[-1]))
 
     yield open_one
     for one in opened:
@@ -97,11 +97,11 @@ def library(kind: Kind, memory: Memory) -> Iterator[Open]:
 
 
 def test_the_library_is_of_the_kind(kind: Kind, library: Open) -> None:
-    assert LinearKernel(cast(Any, library(LINEAR))).kind == kind
+    assert LinearKernel(library(LINEAR)).kind == kind
 
 
 def test_products_are_those_of_float64_and_a_row_has_the_same_bits_in_any_batch(library: Open) -> None:
-    kernel = LinearKernel(cast(Any, library(LINEAR)))
+    kernel = LinearKernel(library(LINEAR))
     for outputs, inputs in ((100, 72), (33, 31), (64, 160)):
         weight, bias, x = drawn(outputs, inputs, seed=1), drawn(outputs, seed=2), drawn(37, inputs, seed=3)
         packed = kernel.pack(weight, bias)
@@ -116,7 +116,7 @@ def test_products_are_those_of_float64_and_a_row_has_the_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_integers_are_exact_until_they_are_summed(library: Open, scheme: str) -> None:
-    kernel = LinearKernel(cast(Any, library(LINEAR)))
+    kernel = LinearKernel(library(LINEAR))
     weight = integers(scheme, 100, 160, seed=1)
     whole, x = values(weight), drawn(20, 160, seed=3)
     packed = kernel.pack(weight, None)
@@ -130,7 +130,7 @@ def test_integers_are_exact_until_they_are_summed(library: Open, scheme: str) ->
 
 
 def test_experts_norms_and_gates_are_those_of_plain_products(library: Open) -> None:
-    kernel, weights = LinearKernel(cast(Any, library(LINEAR))), [drawn(96, 64, seed=i) for i in range(3)]
+    kernel, weights = LinearKernel(library(LINEAR)), [drawn(96, 64, seed=i) for i in range(3)]
     alone = [kernel.pack(weight, None, gates=True) for weight in weights]
     together = PackedMatrices(kernel, list(weights), gates=True)
     x, norm = drawn(9, 64, seed=5), drawn(64, seed=6)
@@ -149,7 +149,7 @@ def test_attention_of_prompts(library: Open, fp8: bool) -> None:
     sequences = make_sequences(heads, ends, page_size=16, dtype="bfloat16")
     pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16, dtype="bfloat16", fp8=fp8)
     fill(pool, sequences, starts)
-    kernel = paged_attention.PagedExtend(cast(Any, library(paged_attention.EXTEND_SOURCE)), pool)
+    kernel = paged_attention.PagedExtend(library(paged_attention.EXTEND), pool)
     outs = run_step(kernel, sequences, starts, ends, page_size=16)
     assert worst_error(outs, sequences, starts, ends) < (0.2 if fp8 else TOLERANCE["bfloat16"])
 
@@ -160,7 +160,7 @@ def test_attention_of_decode_steps(library: Open, dtype: str) -> None:
     starts = [end - 1 for end in ends]
     sequences = make_sequences(heads, ends, page_size=16, dtype=dtype)
     pool = filled_pool(heads, sequences, starts)
-    kernel = paged_attention.PagedDecode(cast(Any, library(paged_attention.DECODE_SOURCE)), pool)
+    kernel = paged_attention.PagedDecode(library(paged_attention.DECODE), pool)
     kernel.begin(make_step(sequences, starts, ends, page_size=16, extend=False))
     turned = [torch.stack([getattr(s, name)[-1] for s in sequences]) for name in "qkv"]
     outs = kernel.attend_rotated(1, *turned, plain_softmax(heads.dim)).split(1)
@@ -172,7 +172,7 @@ def test_attention_of_latents(library: Open, dtype: str) -> None:
     shape, lengths = Shape(3, 48, 32), [40, 9]
     sequences = latent_sequences(shape, lengths, dtype)
     pool = latent_pool(shape, dtype, num_pages=max(max(s.pages) for s in sequences))
-    kernel = LatentKernel(cast(Any, library(LATENTS)), pool)
+    kernel = LatentKernel(library(LATENTS), pool)
     kernel.begin(make_step(sequences, [0, 0], lengths, page_size=PAGE, extend=True))
     q, latents = torch.cat([s.q for s in sequences]), torch.cat([s.k[:, 0] for s in sequences])
     out = kernel.attend(1, q, latents, scale=SCALE).split(lengths)
@@ -187,7 +187,7 @@ def near(found: torch.Tensor, here: torch.Tensor) -> None:
 
 
 def test_elementwise_kernels_are_those_of_this_cpu(library: Open) -> None:
-    there, here = Elementwise(cast(Any, library(ELEMENTWISE))), elementwise()
+    there, here = Elementwise(library(ELEMENTWISE)), elementwise()
     assert here is not None
     x, weight, wide = drawn(5, 96, seed=1), drawn(96, seed=2), drawn(5, 192, seed=3)
     near(there.rms_norm(x.clone(), weight, eps=1e-6), here.rms_norm(x.clone(), weight, eps=1e-6))
@@ -207,9 +207,9 @@ def test_recurrent_kernels_are_those_of_this_cpu(library: Open) -> None:
     both: list[list[torch.Tensor]] = []
     for conv, delta, mamba in (
         (
-            ConvKernel(cast(Any, library(CONV))),
-            DeltaKernel(cast(Any, library(DELTA))),
-            MambaKernel(cast(Any, library(MAMBA))),
+            ConvKernel(library(CONV)),
+            DeltaKernel(library(DELTA)),
+            MambaKernel(library(MAMBA)),
         ),
         (conv_kernel(), delta_kernel(), mamba_kernel()),
     ):
@@ -241,7 +241,7 @@ def test_recurrent_kernels_are_those_of_this_cpu(library: Open) -> None:
 
 
 def test_noise_of_samples_has_the_same_bits(library: Open) -> None:
-    there, here = SampleKernel(cast(Any, library(SAMPLE, ROUNDED))), sample_kernel()
+    there, here = SampleKernel(library(SAMPLE)), sample_kernel()
     assert here is not None
     bits = torch.randint(0, 2**32, (160,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(there.noise(bits), here.noise(bits))
