@@ -22,7 +22,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels.paged_attention import plain_softmax
-from engine.kernels.triton.decode import DecodeTiles, decode, decode_tiles, split_list
+from engine.kernels.triton.decode import DecodeTiles, PagedLayer, decode, decode_tiles, split_list
 from engine.kernels.triton.extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
 from engine.kernels.triton.extend_plan import plan_extend
 from engine.kv.cache_spec import CacheSpec
@@ -48,17 +48,8 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
 
         def work() -> torch.Tensor:
             layer = next(layers)
-            return decode(
-                q,
-                pool.k(layer),
-                pool.v(layer),
-                page_table=table,
-                slots=slots,
-                kv_lens=kv_lens,
-                splits=splits,
-                tiles=tiles,
-                scale=shape.head_dim**-0.5,
-            )
+            pages = PagedLayer(pool.k(layer), pool.v(layer), table, plain_softmax(shape.head_dim))
+            return decode(q, pages, slots=slots, kv_lens=kv_lens, splits=splits, tiles=tiles)
 
         return target.ms(work)
 
@@ -109,20 +100,8 @@ def _extend_ms(
     plan = plan_extend([rows], [context], group=group, kv_heads=shape.kv_heads, rows=tiles.rows, block=tiles.block)
     lists = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in lists_of(plan))
     work = work_of(plan, lists)
-    return target.ms(
-        lambda: extend(
-            q,
-            pool.k(0),
-            pool.v(0),
-            page_table=table,
-            slots=slots,
-            starts=starts,
-            kv_lens=kv_lens,
-            work=work,
-            tiles=tiles,
-            scale=shape.head_dim**-0.5,
-        )
-    )
+    pages = PagedLayer(pool.k(0), pool.v(0), table, plain_softmax(shape.head_dim))
+    return target.ms(lambda: extend(q, pages, slots=slots, starts=starts, kv_lens=kv_lens, work=work, tiles=tiles))
 
 
 def numerics(target: Target) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,7 +10,7 @@ import torch
 
 from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper
 from engine.attention.latent import CpuLatents, SparseLatents, TorchLatents
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.kernels.latent_attention import LatentKernel, make_latent_kernel
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
@@ -80,8 +81,6 @@ def _cpu(pool: KVPool) -> AttentionBackend:
         raise ConfigError(f"--attention-backend cpu: the KV cache is on {pool.device}; choose torch or triton")
     if any(spec.latent for spec in pool.specs):
         return _of_latents(pool, make_latent_kernel(pool))
-    from engine.attention.torch_backend import CpuBackend
-
     return CpuBackend(pool)
 
 
@@ -95,12 +94,10 @@ def _on_gpu(name: str, pool: KVPool, *, num_heads: int) -> AttentionBackend:
     if pool.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(f"--attention-backend {name}: needs a GPU; choose cpu or torch")
     try:
-        from engine.attention.triton_backend import TritonBackend
+        from engine.attention.triton_backend import TritonBackend, TritonLatents
     except ImportError as e:
         raise ConfigError(f"--attention-backend {name}: {e}; pip install triton, or choose torch") from e
     if any(spec.latent for spec in pool.specs):
-        from engine.attention.latent_triton import TritonLatents
-
         return TritonLatents(pool, num_heads=num_heads)
     return TritonBackend(pool, num_heads=num_heads, prompts=_prompts(pool, num_heads) if name == "flashinfer" else None)
 
@@ -112,3 +109,44 @@ def _prompts(pool: KVPool, num_heads: int) -> FlashInferPrompts:
             f"--attention-backend flashinfer: reads pages of one unit, not of {pool.units} units (--kv-units); choose triton"
         )
     return FlashInferPrompts(pool, num_heads=num_heads, wrapper=import_wrapper())
+
+
+# ---- Models with window layers in their own KV pool: one backend per pool.
+
+OnePool = CpuBackend | TorchBackend
+
+
+class WindowedBackend:
+    """Backends per pool; `full` is None if all layers have windows.
+
+    Kernels read no page before a row's window: the table holds reassigned pages there.
+    """
+
+    def __init__(self, full: OnePool | None, windows: OnePool, *, in_window: Sequence[bool]) -> None:
+        self._full = full
+        self._windows = windows
+        self._places = [
+            (windows if inside else full, sum(in_window[:n] if inside else (not i for i in in_window[:n])))
+            for n, inside in enumerate(in_window)
+        ]
+
+    @property
+    def has_kernel(self) -> bool:
+        backends = [backend for backend in (self._full, self._windows) if backend is not None]
+        return all(isinstance(backend, CpuBackend) and backend.has_kernel for backend in backends)
+
+    def begin(self, step: StepBatch) -> None:
+        assert step.windows is not None, "a step of windows knows their pages"
+        if self._full is not None:
+            self._full.begin(step)
+        self._windows.begin(replace(step, page_table=step.windows.page_table, token_pages=step.windows.token_pages))
+
+    def attend(self, layer: int, new: Any) -> torch.Tensor:
+        backend, place = self._places[layer]
+        assert backend is not None
+        return backend.attend(place, new)
+
+
+def windowed(full: AttentionBackend | None, windows: AttentionBackend, *, in_window: Sequence[bool]) -> WindowedBackend:
+    assert isinstance(windows, OnePool) and (full is None or isinstance(full, OnePool)), (full, windows)
+    return WindowedBackend(full, windows, in_window=in_window)

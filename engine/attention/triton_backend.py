@@ -13,6 +13,7 @@ from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.kernels.paged_attention import Softmax
 from engine.kernels.triton.decode import (
     DecodeTiles,
+    PagedLayer,
     SplitList,
     decode,
     decode_tiles,
@@ -34,6 +35,7 @@ from engine.kernels.triton.extend_plan import plan_extend
 from engine.kernels.triton.rope_write import rope_write
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths, upload
+from engine.layers.latents import NewLatents
 from engine.layers.rope import Unturned
 
 ALIGNED = 4  # int32 in 16 bytes
@@ -129,57 +131,30 @@ class TritonBackend:
         """Attend over written K and V; q [T, heads, head_dim] is rotated."""
         now = self._now
         assert now is not None, "begin() comes first"
-        cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
-        rows, shape = q.to(cache_k.dtype), self._shapes[layer]
+        pages, shape = self._paged(layer, softmax), self._shapes[layer]
+        rows = q.to(pages.k.dtype)
         if isinstance(now, _Decode):
-            out = self._decode(layer, rows, now, self._slots, softmax)
-        else:
-            out = extend(
-                rows,
-                cache_k,
-                cache_v,
-                page_table=self._page_table,
-                slots=self._slots,
-                starts=now.starts,
-                kv_lens=now.kv_lens,
-                work=now.work[shape],
-                tiles=shape.extend,
-                scale=softmax.scale,
-                units=self._units[layer],
-                window=shape.window,
-                cap=softmax.cap,
-                sinks=softmax.sinks,
-                rest=shape.rest,
-            )
-            if now.library and self._prompts is not None:
-                self._prompts.attend(layer, rows, out)
-            if (riders := now.riders) is not None:
-                out.index_copy_(
-                    0, riders.rows, self._decode(layer, rows[riders.rows], riders.decode, riders.slots, softmax)
-                )
+            return _decoded(rows, pages, shape, now, self._slots).flatten(1).to(q.dtype)
+        out = extend(
+            rows,
+            pages,
+            slots=self._slots,
+            starts=now.starts,
+            kv_lens=now.kv_lens,
+            work=now.work[shape],
+            tiles=shape.extend,
+        )
+        if now.library and self._prompts is not None:
+            self._prompts.attend(layer, rows, out)
+        if (riders := now.riders) is not None:
+            decoded = _decoded(rows[riders.rows], pages, shape, riders.decode, riders.slots)
+            out.index_copy_(0, riders.rows, decoded)
         return out.flatten(1).to(q.dtype)
 
-    def _decode(
-        self, layer: int, rows: torch.Tensor, now: _Decode, slots: torch.Tensor, softmax: Softmax
-    ) -> torch.Tensor:
-        shape = self._shapes[layer]
-        return decode(
-            rows,
-            self._pool.k(layer),
-            self._pool.v(layer),
-            page_table=self._page_table,
-            slots=slots,
-            kv_lens=now.kv_lens,
-            splits=now.splits[shape],
-            tiles=shape.decode,
-            scale=softmax.scale,
-            units=self._units[layer],
-            window=shape.window,
-            cap=softmax.cap,
-            sinks=softmax.sinks,
-            rest=shape.rest,
-            paths=now.paths,
-        )
+    def _paged(self, layer: int, softmax: Softmax) -> PagedLayer:
+        shape, units = self._shapes[layer], self._units[layer]
+        cache = self._pool.k(layer), self._pool.v(layer)
+        return PagedLayer(*cache, self._page_table, softmax, units, shape.window, shape.rest)
 
     def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
         self._token_pages, self._token_offsets = step.token_pages, step.token_offsets
@@ -244,3 +219,19 @@ class TritonBackend:
         flat = [x for values, size in zip(lists, sizes, strict=True) for x in (*values, *[0] * (size - len(values)))]
         whole = upload(torch.tensor(flat, dtype=torch.int32), self._pool.device)
         return tuple(part[: len(values)] for part, values in zip(whole.split(sizes), lists, strict=True))
+
+
+def _decoded(rows: torch.Tensor, pages: PagedLayer, shape: _Shape, now: _Decode, slots: torch.Tensor) -> torch.Tensor:
+    return decode(
+        rows, pages, slots=slots, kv_lens=now.kv_lens, splits=now.splits[shape], tiles=shape.decode, paths=now.paths
+    )
+
+
+class TritonLatents(TritonBackend):
+    """MLA, also for captured steps: one KV head; V is the first elements of K."""
+
+    def attend(self, layer: int, new: NewLatents) -> torch.Tensor:  # type: ignore[override]
+        """Return [T, heads * rank]."""
+        latents = new.latents.unsqueeze(1)
+        self._pool.write(layer, self._token_pages, self._token_offsets, latents, latents)
+        return self.attend_written(layer, new.q.contiguous(), Softmax(new.scale))

@@ -24,7 +24,6 @@ from engine.kv.state_pool import StatePool
 from engine.lora.bank import AdapterBank, LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.parallel.layout import share_of
 from engine.sampler.sampler import CapturableSampler, make_sampler
 
 
@@ -65,22 +64,13 @@ def build_device(
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = memory.pool.device, config.max_running_requests
-    sees = model_config.vision is not None
-    parts = build_forward(
-        config,
-        model,
-        memory,
-        num_heads=len(share_of(model_config, seat.place).heads),
-        tapes=records.decodes and records.capture is None,
-        exchange=seat.exchange,
-        sees=sees,
-    )
+    parts = build_forward(config, model, memory, records, exchange=seat.exchange)
     in_graphs = isinstance(parts.backend, CapturableBackend)
     future_map = seat.future_map or FutureMap.on(device, num_slots=num_slots)
     inputs = seat.inputs or future_map
     sampler = make_sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device, in_graphs=in_graphs)
     end = SampledEnd(sampler, future_map, device=device) if isinstance(sampler, CapturableSampler) else None
-    graphs = make_graphs(config, model, parts, records, inputs=inputs, end=end, sees=sees)
+    graphs = make_graphs(config, model, parts, records, inputs=inputs, end=end)
     drafts = make_draft_pass(config, model, parts.pools, sampler=sampler)
     runner = ModelRunner(
         model=model,

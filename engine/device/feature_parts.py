@@ -33,12 +33,10 @@ def make_parts(
     *,
     adapters: AdapterBank | None,
     states: States | None,
-    sees: bool,
 ) -> list[StepPart]:
     """Return the parts of steps in their order; the drafter's follows.
 
-    Windows use the places that trees of drafts fill in. `config` is resolved. `sees`: tokens may be
-    those of images.
+    Windows use the places that trees of drafts fill in. `config` is resolved.
     """
     parts = list[StepPart]()
     if topk_of(config) > 1:
@@ -51,7 +49,7 @@ def make_parts(
         parts.append(AdapterPart(adapters))
     if states is not None:
         parts.append(states)
-    if sees:
+    if model.sees:
         parts.append(ImagePositions())
     if model.vision is not None:
         device, dtype = page_table.device, DTYPES[config.dtype]

@@ -4,12 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine.attention.backend import AttentionBackend, CapturableBackend, make_attention_backend
+from engine.attention.backend import (
+    AttentionBackend,
+    CapturableBackend,
+    WindowedBackend,
+    make_attention_backend,
+    windowed,
+)
 from engine.attention.torch_backend import CpuBackend
-from engine.attention.windowed import WindowedBackend, windowed
 from engine.config import EngineConfig
 from engine.device.feature_parts import make_adapters, make_parts, make_states
-from engine.device.step_memory import StepMemory
+from engine.device.step_memory import Recording, StepMemory
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.draft_pass import DraftPass
 from engine.executor.draft_steps import PagedPool
@@ -61,23 +66,21 @@ def build_forward(
     config: EngineConfig,
     model: DenseDecoder,
     memory: StepMemory,
+    records: Recording,
     *,
-    num_heads: int,
-    tapes: bool,
     exchange: RowExchange | None,
-    sees: bool,
 ) -> ForwardParts:
     """Put together what computes the first half of steps. `config` is resolved. Raises ConfigError.
 
-    `num_heads`: query heads of `model`. `tapes`: decode steps are recorded where they can be.
-    `exchange`: with DP attention. `sees`: as of `make_parts`.
+    `exchange`: with DP attention.
     """
-    backend, pools = _attention(config, model, memory, num_heads)
+    backend, pools = _attention(config, model, memory)
+    tapes = records.decodes and records.capture is None
     page_table, shared_by = pools[0].page_table, config.dp_size if exchange is not None else 1
     recorded = [DecodeTapes(shared_by=shared_by)] if tapes and model.recordable and _can_tape(config, backend) else []
     adapters = make_adapters(config, model, grouped=isinstance(backend, CapturableBackend))
     states = make_states(config, model, page_table.device, shadows=memory.shadows)
-    parts = make_parts(config, model, memory, page_table, adapters=adapters, states=states, sees=sees)
+    parts = make_parts(config, model, memory, page_table, adapters=adapters, states=states)
     if exchange is not None:
         parts.insert(0, JointSteps(exchange, tapes=recorded, scratch_slot=page_table.scratch_slot))
     layers = LayerMarks(page_table.device, more_follows=model.drafter is not None)
@@ -85,12 +88,13 @@ def build_forward(
 
 
 def _attention(
-    config: EngineConfig, model: DenseDecoder, memory: StepMemory, num_heads: int
+    config: EngineConfig, model: DenseDecoder, memory: StepMemory
 ) -> tuple[AttentionBackend, list[PagedPool]]:
     """Return the attention of all layers, and the pools of their KV, the drafter's in the first."""
     assert config.max_running_requests is not None, "resolved"
     pool, windows = memory.pool, memory.windows
-    make = partial(make_attention_backend, config.attention_backend, num_heads=num_heads, needs=model.attention_needs)
+    own = partial(make_attention_backend, config.attention_backend, num_heads=model.num_heads)
+    make = partial(own, needs=model.attention_needs)
     rows, device, size = config.max_running_requests, pool.device, config.page_size
     max_pages = memory.max_pages or min(pool.num_pages, context_pages(config))
     if windows is None:

@@ -11,6 +11,7 @@ from engine.executor.forward import StepInputs
 from engine.executor.graphs import (
     CudaCapture,
     DecodeGraphs,
+    GraphRecorder,
     PrefillGraphs,
     RecordedEnd,
     RecordedFeatures,
@@ -37,12 +38,10 @@ def make_graphs(
     *,
     inputs: StepInputs,
     end: RecordedEnd | None,
-    sees: bool,
 ) -> list[RecordedSteps]:
     """Return the graphs of decode steps and of short prompts, still to be recorded.
 
-    `config` is resolved. `end`: of decode steps; None: they cannot be recorded. `sees`: as of
-    DecodeGraphs.
+    `config` is resolved. `end`: of decode steps; None: they cannot be recorded.
     """
     capture, page_table, backend = records.capture, parts.page_table, parts.backend
     if capture is None and page_table.device.type == "cuda":
@@ -58,34 +57,17 @@ def make_graphs(
     if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
         return []
-    found = list[RecordedSteps]()
+    found, recorder = list[RecordedSteps](), GraphRecorder(capture, backend, page_table, inputs, records.progress)
     if records.decodes:
         adapters = parts.adapters
-        graphs = DecodeGraphs(
-            sizes=_decode_sizes(config),
-            capture=capture,
-            backend=backend,
-            page_table=page_table,
-            inputs=inputs,
-            end=end,
-            features=RecordedFeatures(
-                adapters=adapters if adapters is not None and adapters.records else None,
-                depth=passes_of(config) if topk_of(config) > 1 else 0,
-                sees=sees,
-            ),
-            progress=records.progress,
+        features = RecordedFeatures(
+            adapters=adapters if adapters is not None and adapters.records else None,
+            depth=passes_of(config) if topk_of(config) > 1 else 0,
+            sees=model.sees,
         )
-        found.append(graphs)
+        found.append(DecodeGraphs(_decode_sizes(config), recorder, end=end, features=features))
     if records.prefills:
-        prompts = PrefillGraphs(
-            sizes=PREFILL_SIZES,
-            capture=capture,
-            backend=backend,
-            page_table=page_table,
-            inputs=inputs,
-            progress=records.progress,
-        )
-        found.append(prompts)
+        found.append(PrefillGraphs(PREFILL_SIZES, recorder))
     return found
 
 

@@ -24,7 +24,7 @@ from engine.executor.forward import first_rows, runs_of
 from engine.executor.step_part import Batch, StepPart
 from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder
-from engine.models.draft_model import DraftModel
+from engine.models.draft_model import DraftEntries, DraftModel
 
 _NO_FEATURES = torch.empty(0)
 
@@ -55,7 +55,8 @@ class DraftPass(StepPart):
         """Compute the drafter's KV. `before` [T, size]: features of the token before each row."""
         rows = batch.rows
         self._backend.begin(rows.step)
-        _drafter(batch.model).forward(batch.inputs(), before, rows.positions, self._backend.attend, batch.images)
+        entries = DraftEntries(batch.inputs(), before, rows.positions, batch.images)
+        _drafter(batch.model).forward(entries, self._backend.attend)
 
     def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
         """Move KV of accepted rows of the last step with drafts.

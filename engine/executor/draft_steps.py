@@ -18,7 +18,7 @@ from engine.core.plan import PlanItem
 from engine.executor.image_pass import rope_positions
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import PageTable, StepBatch, TreePaths, upload
-from engine.models.draft_model import DraftModel
+from engine.models.draft_model import DraftEntries, DraftModel
 from engine.parallel.collectives import Collectives
 from engine.sampler.sampler import TokenSampler
 
@@ -189,7 +189,7 @@ class DraftSteps:
         places = paths.places if number == 0 else torch.cat((paths.places, own[:, :, None]), 2)
         positions = (paths.turns + number).repeat_interleave(paths.width)
         self._backend.begin(self._step(paths, own, places, number))
-        out = drafter.forward(paths.ids.flatten(), paths.hidden, positions, self._backend.attend)
+        out = drafter.forward(DraftEntries(paths.ids.flatten(), paths.hidden, positions), self._backend.attend)
         tokens, confidences = self._guesses(drafter, out, paths, number)
         best = (paths.scores[:, :, None] + confidences.log()).flatten(1).topk(paths.topk, 1)
         drafted = Drafted(paths.of, tokens, confidences, best.indices)

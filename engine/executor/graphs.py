@@ -129,6 +129,31 @@ class RecordedFeatures:
 PLAIN = RecordedFeatures()
 
 
+@dataclass(frozen=True, slots=True)
+class GraphRecorder:
+    """What graphs are recorded by and over. `progress`: show a bar."""
+
+    capture: Callable[[], Capture]
+    backend: CapturableBackend
+    page_table: PageTable
+    inputs: StepInputs
+    progress: bool = False
+
+    def bar(self, sizes: Sequence[int], what: str) -> "tqdm[int]":
+        """Return `sizes`, the largest first."""
+        return tqdm(sizes[::-1], desc=what, disable=None if self.progress else True, leave=False)
+
+    def hidden(self, model: DenseDecoder, ids: Tensor, positions: Tensor, step: DeviceStep | DeviceExtend) -> Tensor:
+        """Compute `model` over the inputs that `ids` stand for, [T, hidden]."""
+        self.backend.begin_on_device(step)
+        return model.forward(self.inputs.recorded(ids), positions, self.backend.attend)
+
+
+def _checked(sizes: Sequence[int]) -> list[int]:
+    assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
+    return list(sizes)
+
+
 class DecodeGraphs:
     """`sizes`: batch sizes, ascending.
 
@@ -143,28 +168,12 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        *,
-        sizes: Sequence[int],
-        capture: Callable[[], Capture],
-        backend: CapturableBackend,
-        page_table: PageTable,
-        inputs: StepInputs,
-        end: RecordedEnd,
-        features: RecordedFeatures = PLAIN,
-        progress: bool = False,
+        self, sizes: Sequence[int], recorder: GraphRecorder, *, end: RecordedEnd, features: RecordedFeatures = PLAIN
     ) -> None:
-        assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
-        self.sizes = list(sizes)
-        self._capture = capture
-        self._backend = backend
-        self._page_table = page_table
-        self._step_inputs = inputs
-        self._end = end
+        self.sizes, self._recorder, self._end = _checked(sizes), recorder, end
+        self._page_table, device = recorder.page_table, recorder.page_table.device
         self._adapters, depth, self._sees = features.adapters, features.depth, features.sees
-        self._progress = progress
-        device = page_table.device
-        rows = [0, 0, page_table.scratch_slot, NOT_SAMPLED, *([0] if features.sees else [])]
+        rows = [0, 0, self._page_table.scratch_slot, NOT_SAMPLED, *([0] if features.sees else [])]
         padding = torch.tensor(rows, device=device)[:, None]
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
         no_tree = torch.tensor([[0, 1] + [0] * depth], dtype=torch.int32, device=device)
@@ -183,10 +192,9 @@ class DecodeGraphs:
         """
         self.forget()
         self._end.begin(model, rows=self.sizes[-1])
-        capture = self._capture()
-        bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
+        capture = self._recorder.capture()
         graphs, adapted = {}, {}
-        for size in bar:
+        for size in self._recorder.bar(self.sizes, "decode graphs"):
             graphs[size] = capture.capture(self._work(model, size))
             if self._adapters is not None:
                 self._adapters.begin_recording(size)
@@ -210,7 +218,7 @@ class DecodeGraphs:
         if self._adapters is not None:
             self._adapters.compute(recorded=size)
         batch.arrival.hold_all()
-        self._step_inputs.fill(len(plan.items))
+        self._recorder.inputs.fill(len(plan.items))
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
         if self._trees:
             upload_into(self._trees[size], tree_rows(plan.items, like=self._trees[size]))
@@ -251,10 +259,7 @@ class DecodeGraphs:
                 if trees is None
                 else TreePaths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
             )
-            self._backend.begin_on_device(step)
-            hidden = model.forward(
-                self._step_inputs.recorded(ids), turns[0] if turns else positions, self._backend.attend
-            )
+            hidden = self._recorder.hidden(model, ids, turns[0] if turns else positions, step)
             return self._end.run(model, hidden, slots, output_lens)
 
         return work
@@ -290,24 +295,9 @@ class PrefillGraphs:
     on.
     """
 
-    def __init__(
-        self,
-        *,
-        sizes: Sequence[int],
-        capture: Callable[[], Capture],
-        backend: CapturableBackend,
-        page_table: PageTable,
-        inputs: StepInputs,
-        progress: bool = False,
-    ) -> None:
-        assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
-        self.sizes = list(sizes)
-        self._capture = capture
-        self._backend = backend
-        self._page_table = page_table
-        self._step_inputs = inputs
-        self._progress = progress
-        self._inputs = {size: self._rows([], size).to(page_table.device) for size in sizes}
+    def __init__(self, sizes: Sequence[int], recorder: GraphRecorder) -> None:
+        self.sizes, self._recorder, self._page_table = _checked(sizes), recorder, recorder.page_table
+        self._inputs = {size: self._rows([], size).to(self._page_table.device) for size in sizes}
         self._graphs: dict[int, Work] = {}
 
     def forget(self) -> None:
@@ -320,8 +310,8 @@ class PrefillGraphs:
         Raises torch.OutOfMemoryError, and then there are no graphs.
         """
         self.forget()
-        capture = self._capture()
-        bar = tqdm(self.sizes[::-1], desc="prefill graphs", disable=None if self._progress else True, leave=False)
+        capture = self._recorder.capture()
+        bar = self._recorder.bar(self.sizes, "prefill graphs")
         self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}
 
     def takes(self, plan: Plan) -> bool:
@@ -343,7 +333,7 @@ class PrefillGraphs:
     def _replayed(self, items: list[PlanItem]) -> Tensor:
         num_tokens = sum(item.q_len for item in items)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
-        self._step_inputs.fill(num_tokens)
+        self._recorder.inputs.fill(num_tokens)
         upload_into(self._inputs[size], self._rows(items, size))
         return self._graphs[size]()[:num_tokens]
 
@@ -374,7 +364,6 @@ class PrefillGraphs:
                 token_pages=pages,
                 token_offsets=offsets,
             )
-            self._backend.begin_on_device(step)
-            return model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)
+            return self._recorder.hidden(model, ids, positions, step)
 
         return work

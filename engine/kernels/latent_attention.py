@@ -7,8 +7,7 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import CSource, fields
-from engine.kernels.paged_attention import check_pages
-from engine.kernels.path_rows import PATHS, fill_paths
+from engine.kernels.paged_attention import PATHS, check_pages, fill_paths
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 

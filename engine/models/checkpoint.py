@@ -23,8 +23,7 @@ from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
 from engine.model_files.vision_config import TEXT_PARTS, VISION_PARTS, text_name
 from engine.models.dummy_weights import DummyTensors
-from engine.models.packed_gguf import PackedGGUF
-from engine.models.quantized_tensors import QuantizedTensors
+from engine.models.quantized_tensors import PackedGGUF, QuantizedTensors
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Integers, stacked
 from service.flags import ConfigError

@@ -73,6 +73,16 @@ class DenseDecoder:
         return self._config.attention_needs()
 
     @property
+    def num_heads(self) -> int:
+        """Query heads of this rank."""
+        return len(self._share.heads)
+
+    @property
+    def sees(self) -> bool:
+        """True if tokens may be images, on any stage."""
+        return self._config.vision is not None
+
+    @property
     def vocab_size(self) -> int:
         return self._config.vocab_size
 

@@ -6,10 +6,9 @@ EAGLE        a layer that reads a token and the model's hidden state before it
 EAGLE3       the same with hidden states of inner layers
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,6 +18,18 @@ from engine.models.vision.tower import NO_IMAGES, StepImages
 
 if TYPE_CHECKING:
     from engine.models.decoder import DenseDecoder
+
+
+class DraftEntries(NamedTuple):
+    """Inputs of a draft step: `ids` [T] i64, `features` of the tokens before them, if read.
+
+    `images`: replace embeddings.
+    """
+
+    ids: Tensor
+    features: Tensor | None
+    positions: Tensor
+    images: StepImages = NO_IMAGES
 
 
 class DraftModel(Protocol):
@@ -36,46 +47,19 @@ class DraftModel(Protocol):
     def features(self, hidden: Tensor) -> Tensor | None:
         """Return its input [T, size] from the model's latest `hidden` [T, H], if any."""
 
-    def forward(
-        self,
-        ids: Tensor,
-        features: Tensor | None,
-        positions: Tensor,
-        attend: Attend,
-        images: StepImages = NO_IMAGES,
-    ) -> Tensor:
-        """Return [T, size] for `ids` [T] i64 and the features of the tokens before them.
-
-        A row is the input of `logits` and the next draft step's features. `images`: replace
-        embeddings.
-        """
+    def forward(self, entries: DraftEntries, attend: Attend) -> Tensor:
+        """Return [T, size]: a row is the input of `logits` and the next draft step's features."""
 
     def logits(self, rows: Tensor) -> Tensor | None:
         """Return [n, vocab] fp32 for `rows` [n, size]; None except on rank 0."""
 
 
-class Lender:
-    """The target model's embedding and head, without owning its weights."""
-
-    def __init__(self, model: "DenseDecoder") -> None:
-        self._model = weakref.ref(model)
-
-    @property
-    def model(self) -> "DenseDecoder":
-        model = self._model()
-        assert model is not None, "its weights are released"
-        return model
-
-    def embedded(self, ids: Tensor, images: StepImages) -> Tensor:
-        return images.embedded(self.model.embedded(ids))
-
-
 class StandaloneModel:
     """A separate draft model, with KV of all its layers."""
 
-    def __init__(self, model: "DenseDecoder", *, num_heads: int) -> None:
+    def __init__(self, model: "DenseDecoder") -> None:
         self._model = model
-        self.num_heads = num_heads
+        self.num_heads = model.num_heads
 
     @property
     def attention_needs(self) -> Sequence[str]:
@@ -87,15 +71,8 @@ class StandaloneModel:
     def features(self, hidden: Tensor) -> Tensor | None:
         return None
 
-    def forward(
-        self,
-        ids: Tensor,
-        features: Tensor | None,
-        positions: Tensor,
-        attend: Attend,
-        images: StepImages = NO_IMAGES,
-    ) -> Tensor:
-        return self._model.forward(ids, positions, attend)
+    def forward(self, entries: DraftEntries, attend: Attend) -> Tensor:
+        return self._model.forward(entries.ids, entries.positions, attend)
 
     def logits(self, rows: Tensor) -> Tensor | None:
         return self._model.logits(rows)

@@ -8,7 +8,7 @@ Further steps read the layer's output. arXiv:2401.15077 and arXiv:2503.01840; te
 as in SGLang.
 """
 
-from collections.abc import Sequence
+import weakref
 
 import torch
 from torch import Tensor
@@ -23,22 +23,57 @@ from engine.models.attention import Attend, Attention
 from engine.models.cache_specs import reading_layer_specs
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
-from engine.models.draft_model import Lender
+from engine.models.draft_model import DraftEntries
 from engine.models.layer import DenseMLP, layer_of
 from engine.models.part import ModelPart
-from engine.models.vision.tower import NO_IMAGES, StepImages
 from engine.parallel.layout import Cut
 from service.flags import ConfigError
 
 
-class EagleLayer:
+class ReadingLayer:
+    """A layer that reads hidden states, with KV. `use` lends it the model's embedding and head."""
+
+    def __init__(self, part: ModelPart, layers: range) -> None:
+        config, checkpoint = part.config, part.checkpoint
+        self._turns = LayerRopes(config, layers, dtype=checkpoint.dtype, device=checkpoint.device)
+        self._specs = reading_layer_specs(config, part.share, dtype=checkpoint.dtype_name)
+        self._lent: weakref.ref[DenseDecoder] | None = None
+        self.num_heads = len(part.share.heads)
+        self.attention_needs = config.attention_needs()
+
+    def use(self, model: DenseDecoder) -> None:
+        """Draft for `model`, without owning its weights."""
+        self._lent = weakref.ref(model)
+
+    @property
+    def _model(self) -> DenseDecoder:
+        assert self._lent is not None, "use() comes first"
+        model = self._lent()
+        assert model is not None, "its weights are released"
+        return model
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return list(self._specs)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def _embedded(self, entries: DraftEntries) -> Tensor:
+        return entries.images.embedded(self._model.embedded(entries.ids))
+
+    def logits(self, rows: Tensor) -> Tensor | None:
+        return self._model.logits(rows)
+
+
+class EagleLayer(ReadingLayer):
     """An EAGLE or EAGLE3 drafter over `part`; `model` has embeddings and head."""
 
     def __init__(self, part: ModelPart, drafter: DrafterConfig, model: DenseDecoder) -> None:
+        super().__init__(part, range(1))
+        self.use(model)
         config, checkpoint = part.config, part.checkpoint
         prefix = "model." if checkpoint.has("model.fc.weight") else ""  # like the embeddings in the file
         layer = f"{prefix}midlayer." if drafter.kind == EAGLE3 else f"{prefix}layers.0."
-        self._lender = Lender(model)
         self._reads_inside = drafter.kind == EAGLE3
         inputs = len(drafter.inside) * drafter.hidden if self._reads_inside else 2 * config.hidden_size
         self._join = _linear(part, f"{prefix}fc", inputs)
@@ -46,7 +81,6 @@ class EagleLayer:
         self._attention = Attention(part, f"{layer}self_attn.", place=0, inputs=width)
         self._mlp_norm = part.norm(f"{layer}post_attention_layernorm")
         self._mlp = DenseMLP(part, f"{layer}{part.mlp_names.place}.")
-        self._turns = LayerRopes(config, range(1), dtype=checkpoint.dtype, device=checkpoint.device)
         if self._reads_inside:
             self._embedding_norm, self._hidden_norm = (
                 part.norm(f"{layer}{name}") for name in ("input_layernorm", "hidden_norm")
@@ -58,26 +92,14 @@ class EagleLayer:
         for lent in ("embed_tokens.weight", "lm_head.weight", "t2d"):  # copies; t2d follows from d2t
             checkpoint.ignore(f"{prefix}{lent}")
             checkpoint.ignore(lent)
-        self._specs = reading_layer_specs(config, part.share, dtype=checkpoint.dtype_name)
-        self.num_heads = len(part.share.heads)
-        self.attention_needs: Sequence[str] = config.attention_needs()
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return list(self._specs)
 
     def features(self, hidden: Tensor) -> Tensor:
-        return self._join(torch.cat(self._lender.model.seen_inside(), 1)) if self._reads_inside else hidden
+        return self._join(torch.cat(self._model.seen_inside(), 1)) if self._reads_inside else hidden
 
-    def forward(
-        self,
-        ids: Tensor,
-        features: Tensor | None,
-        positions: Tensor,
-        attend: Attend,
-        images: StepImages = NO_IMAGES,
-    ) -> Tensor:
+    def forward(self, entries: DraftEntries, attend: Attend) -> Tensor:
+        features = entries.features
         assert features is not None
-        embedded, (cos, sin) = self._lender.embedded(ids, images), self._turns.at(positions)
+        embedded, (cos, sin) = self._embedded(entries), self._turns.at(entries.positions)
         if self._reads_inside:
             x = features.clone()  # it becomes the sum
             both = torch.cat((self._embedding_norm(embedded), self._hidden_norm(features)), 1)
@@ -87,7 +109,7 @@ class EagleLayer:
         return add(x, self._mlp(self._mlp_norm, x, delta))
 
     def logits(self, rows: Tensor) -> Tensor | None:
-        head = self._head or self._lender.model
+        head = self._head or self._model
         return head.logits(self._norm(rows) if self._reads_inside else rows)
 
 
@@ -120,7 +142,7 @@ def _linear(part: ModelPart, name: str, inputs: int) -> Linear:
     return part.columns([name], rows, inputs=inputs, bias=part.checkpoint.has(f"{name}.bias"))[0]
 
 
-class NextnLayer:
+class NextnLayer(ReadingLayer):
     """A NextN `DraftModel` over the model's `part`; call `use` first. Raises ConfigError.
 
     NextN drafter: the model's own layer for the token after the next (MTP).
@@ -134,52 +156,24 @@ class NextnLayer:
     """
 
     def __init__(self, part: ModelPart) -> None:
-        config, checkpoint, hidden = part.config, part.checkpoint, part.config.hidden_size
-        index, names = config.num_layers, family_of(config.architecture).nextn
+        config, hidden, index = part.config, part.config.hidden_size, part.config.num_layers
+        super().__init__(part, range(index, index + 1))
+        names = family_of(config.architecture).nextn
         join = names.join.format(index)
-        _check(checkpoint, join)
+        _check(part.checkpoint, join)
         self._embedding_norm, self._hidden_norm, self._norm = (
             part.norm(name.format(index)) for name in (names.embedding_norm, names.hidden_norm, names.norm)
         )
         self._join, _ = part.columns([join], [Cut.whole(hidden)], inputs=2 * hidden)
         self._layer = layer_of(part, index, place=0, prefix=names.layer.format(index))
-        self._turns = LayerRopes(config, range(index, index + 1), dtype=checkpoint.dtype, device=checkpoint.device)
-        self._specs = reading_layer_specs(config, part.share, dtype=checkpoint.dtype_name)
-        self._lender: Lender | None = None
-        self.num_heads = len(part.share.heads)
-        self.attention_needs: Sequence[str] = config.attention_needs()
 
-    def use(self, model: DenseDecoder) -> None:
-        self._lender = Lender(model)
-
-    @property
-    def _model(self) -> DenseDecoder:
-        assert self._lender is not None, "use() comes first"
-        return self._lender.model
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return list(self._specs)
-
-    def features(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def forward(
-        self,
-        ids: Tensor,
-        features: Tensor | None,
-        positions: Tensor,
-        attend: Attend,
-        images: StepImages = NO_IMAGES,
-    ) -> Tensor:
+    def forward(self, entries: DraftEntries, attend: Attend) -> Tensor:
+        features = entries.features
         assert features is not None
-        assert self._lender is not None, "use() comes first"
-        embedded = self._embedding_norm(self._lender.embedded(ids, images))
+        embedded = self._embedding_norm(self._embedded(entries))
         x = self._join(torch.cat((embedded, self._hidden_norm(features)), 1))
-        cos, sin = self._turns.at(positions)
+        cos, sin = self._turns.at(entries.positions)
         return self._norm.of_sum(x, self._layer(x, None, (cos, sin), attend))
-
-    def logits(self, rows: Tensor) -> Tensor | None:
-        return self._model.logits(rows)
 
 
 def _check(checkpoint: Checkpoint, join: str) -> None:

@@ -16,7 +16,7 @@ from engine.models.matrices import STORED, QuantizedMatrices
 from engine.models.part import ModelPart
 from engine.parallel.collectives import SINGLE_RANK, Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
-from engine.parallel.layout import ALONE, Place, share_of
+from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
 from engine.quant.integers import SCHEMES
 
@@ -76,7 +76,7 @@ def load_model(
         if drafter.kind == STANDALONE:
             layers = replace(drafter.layers, vision=None)  # it drafts text only
             other = load_model(drafter.path, layers, context_length=positions, dummies=dummies, **own, **shared)
-            model.draft_with(StandaloneModel(other, num_heads=len(share_of(drafter.layers, place).heads)))
+            model.draft_with(StandaloneModel(other))
         else:
             own["dummy"] = drafter.path in dummies
             model.draft_with(_eagle(drafter, model, positions, own, shared))

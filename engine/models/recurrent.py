@@ -1,6 +1,6 @@
 """Recurrent layers in place of attention or beside it: Gated DeltaNet and Mamba2."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,27 @@ class Remembered:
         return step.products[self._number][rows]
 
 
+class _Mixer:
+    """A recurrence between two products, called like `Attention`, without LoRA sites."""
+
+    states: Remembered
+    _in: Linear
+    _out: Callable[[Tensor], Tensor]
+
+    def __init__(self) -> None:
+        self.sites: list[LinearSite] = []
+
+    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
+
+    def pass_again(self, rows: Tensor) -> None:
+        """Rerun the recurrence over the kept `rows`, from the states before them."""
+        self._recurred(self.states.product_again(rows))
+
+    def _recurred(self, product: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 # ---- Gated DeltaNet (Qwen3-Next, Qwen3.5)
 
 
@@ -62,7 +83,7 @@ class _DeltaShards(NamedTuple):
     heads: Cut
 
 
-class DeltaMixer:
+class DeltaMixer(_Mixer):
     """A Gated DeltaNet mixer, called like `Attention`, without LoRA sites.
 
     x -> q | k | v | z | beta | time    one product
@@ -72,6 +93,7 @@ class DeltaMixer:
     """
 
     def __init__(self, part: ModelPart, prefix: str, config: DeltaConfig) -> None:
+        super().__init__()
         checkpoint, cuts = part.checkpoint, _delta_shards(part, config)
         heads = cuts.heads
         self._in = _by_key_head(part, prefix, config) if config.by_key_head else _apart(part, prefix, cuts)
@@ -87,14 +109,6 @@ class DeltaMixer:
         self._out, _ = part.rows(f"{prefix}out_proj", cuts.values)
         head = config.key_dim, config.value_dim
         self.states = Remembered(_qkv(cuts), heads, taps=config.taps, head=head, dtype=checkpoint.dtype_name)
-        self.sites: list[LinearSite] = []
-
-    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
-        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
-
-    def pass_again(self, rows: Tensor) -> None:
-        """Rerun the recurrence over the kept `rows`, from the states before them."""
-        self._recurred(self.states.product_again(rows))
 
     def _recurred(self, product: Tensor) -> Tensor:
         step, states = self.states.now()
@@ -154,7 +168,7 @@ class _MambaShards(NamedTuple):
     wide: Cut
 
 
-class MambaMixer:
+class MambaMixer(_Mixer):
     """A Mamba2 mixer, called like `Attention`, without LoRA sites.
 
     x -> gate | values | B | C | time   one product
@@ -164,6 +178,7 @@ class MambaMixer:
     """
 
     def __init__(self, part: ModelPart, prefix: str, config: MambaConfig) -> None:
+        super().__init__()
         checkpoint, cuts = part.checkpoint, _mamba_shards(part, config)
         heads, inner, wide = cuts
         names, rows = [f"{prefix}in_proj"] * 5, in_one([inner, inner, wide, wide, heads])
@@ -191,13 +206,6 @@ class MambaMixer:
         self._out, _ = part.rows(f"{prefix}out_proj", inner, factor=config.out_factor)
         head = config.state_dim, config.head_dim
         self.states = Remembered(channels, heads, taps=config.taps, head=head, dtype=checkpoint.dtype_name)
-        self.sites: list[LinearSite] = []
-
-    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
-        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
-
-    def pass_again(self, rows: Tensor) -> None:
-        self._recurred(self.states.product_again(rows))
 
     def _recurred(self, product: Tensor) -> Tensor:
         step, states = self.states.now()

@@ -3,11 +3,13 @@
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 
-from engine.kernels.page_sums import page_sums_for
+import torch
+
 from engine.kv.cache_spec import CopiesDiffer, KVShard, total
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_checksum import WINDOWS, PageChecksum, StateChecksum
+from engine.kv.page_checksum import WINDOWS, PageChecksum, PageSums, StateChecksum
 from engine.ranks.followers import Followers
 from engine.ranks.rank_parts import RankPools
 
@@ -29,7 +31,7 @@ class RankChecksum:
             if pool is None or not pool.specs:  # all layers have windows
                 return None
             own = _all_layers(held, pool) if apart else held
-            return PageChecksum(pool, held=own, page_sums=page_sums_for(pool.device), begin=begin, wakeup=wakeup)
+            return PageChecksum(pool, held=own, page_sums=_page_sums_for(pool.device), begin=begin, wakeup=wakeup)
 
         self._pages, self._windows = of_pages(pools.kv), of_pages(pools.windows, begin=WINDOWS)
         self._states = None
@@ -105,3 +107,12 @@ class GroupChecksum:
             return found[0]
 
         return value
+
+
+def _page_sums_for(device: torch.device) -> PageSums | None:
+    """Return the device's kernel; None without a GPU: torch operators."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from engine.kernels.triton.checksum import page_sums
+
+    return page_sums

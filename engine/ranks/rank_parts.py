@@ -22,7 +22,6 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import StatePool
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.parallel.layout import share_of
 from engine.ranks.follower import RankRunner
 from engine.ranks.links import RankLinks, future_map_of, stage_input
 from service.flags import ConfigError
@@ -38,21 +37,12 @@ def rank_parts(
 ) -> tuple[RankRunner, ForwardParts]:
     """Return what runs a follower's steps. `config` is resolved. Raises ConfigError."""
     assert config.max_running_requests is not None, "resolved"
-    sees = model_config.vision is not None
-    parts = build_forward(
-        config,
-        model,
-        memory,
-        num_heads=len(share_of(model_config, links.place).heads),
-        tapes=records.decodes and records.capture is None,
-        exchange=links.exchange,
-        sees=sees,
-    )
+    parts = build_forward(config, model, memory, records, exchange=links.exchange)
     device = memory.pool.device
     future_map = future_map_of(links, leads=False, device=device, num_slots=config.max_running_requests)
     inputs = stage_input(links, config, model_config) or future_map
     end = FollowedEnd(is_last=links.after is None)
-    graphs = make_graphs(config, model, parts, records, inputs=inputs, end=end, sees=sees)
+    graphs = make_graphs(config, model, parts, records, inputs=inputs, end=end)
     drafts = make_draft_pass(config, model, parts.pools, sampler=None)
     runner = RankRunner(
         model=model,

@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from engine.attention.backend import AttentionBackend
 from engine.kernels.paged_attention import PagedExtend, Softmax, plain_softmax
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import StepBatch
+from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths
 from engine.layers.rope import NormedRope, Unturned
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -88,6 +89,19 @@ def make_step(
         token_pages=torch.tensor(pages),
         token_offsets=positions_t % page_size,
     )
+
+
+def on_device(step: StepBatch) -> DeviceStep | DeviceExtend:
+    """`step` with wider tables, and a padded row, which is a request of its own among single tokens."""
+    table, kv_lens = pad(step.page_table, (0, 7, 0, 1)), torch.tensor(step.kv_lens, dtype=torch.int32)
+    pages, offsets = pad(step.token_pages, (0, 1)), pad(step.token_offsets, (0, 1))
+    if step.extend:
+        starts = torch.tensor([0, *np.cumsum(step.q_lens)], dtype=torch.int32)
+        return DeviceExtend(table, step.slots, starts, kv_lens, pages, offsets)
+    slots, paths = pad(step.slots, (0, 1), value=len(step.page_table)), None
+    if step.paths is not None:
+        paths = TreePaths(pad(step.paths.starts, (0, 1), value=1), pad(step.paths.places, (0, 0, 0, 1)))
+    return DeviceStep(table, slots, pad(kv_lens, (0, 1), value=1), pages, offsets, paths)
 
 
 def run_step(
@@ -181,17 +195,26 @@ def reference(s: Sequence, start: int, end: int, *, window: int = 0, softmax: So
     return np.einsum("hqk,khd->qhd", weights[..., :end], v).reshape(end - start, -1)
 
 
-def poisoned_pool(heads: Heads, lengths: list[int], *, page_size: int, dtype: str) -> KVPool:
+def poisoned_pool(heads: Heads, lengths: list[int], *, page_size: int, dtype: str, window: int = 0) -> KVPool:
     """NaN where a kernel must not read: the new tokens' places, the tails of last pages, layer 0, the scratch page."""
-    pool = make_pool(heads, num_pages=pages_needed(lengths, page_size), page_size=page_size, dtype=dtype)
+    num_pages = pages_needed(lengths, page_size)
+    pool = make_pool(heads, num_pages=num_pages, page_size=page_size, dtype=dtype, window=window)
     for layer in range(2):
         pool.k(layer).fill_(torch.nan)
         pool.v(layer).fill_(torch.nan)
     return pool
 
 
-def worst_error(outs: list[torch.Tensor], sequences: list[Sequence], starts: list[int], ends: list[int]) -> float:
+def worst_error(
+    outs: list[torch.Tensor],
+    sequences: list[Sequence],
+    starts: list[int],
+    ends: list[int],
+    *,
+    window: int = 0,
+    softmax: Softmax | None = None,
+) -> float:
     return max(
-        float(np.abs(out.double().numpy() - reference(s, a, b)).max())
+        float(np.abs(out.double().numpy() - reference(s, a, b, window=window, softmax=softmax)).max())
         for out, s, a, b in zip(outs, sequences, starts, ends, strict=True)
     )

@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.backend import make_attention_backend
 from engine.attention.latent import CpuLatents, SparseLatents, TorchLatents
-from engine.attention.latent_triton import TritonLatents
+from engine.attention.triton_backend import TritonLatents
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.layers.latents import NewLatents

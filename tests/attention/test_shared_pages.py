@@ -20,7 +20,7 @@ from tests.attention.attention_cases import (
     make_step,
     run_step,
 )
-from tests.attention.test_paged_extend import kernel_of
+from tests.attention.test_cpu_kernels import kernel_of
 from tests.kernels.test_linear import kinds
 
 PAGE = 16

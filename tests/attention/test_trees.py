@@ -7,10 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, windowed
 from engine.attention.latent import CpuLatents, TorchLatents
 from engine.attention.torch_backend import CpuBackend, TorchBackend
-from engine.attention.windowed import windowed
 from engine.kernels.latent_attention import make_latent_kernel
 from engine.kernels.paged_attention import Softmax, make_paged_decode
 from engine.kernels.tape import Tape, Workspace

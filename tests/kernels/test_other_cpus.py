@@ -52,9 +52,8 @@ from tests.attention.attention_cases import (
 from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool, latent_reference, latent_sequences
 from tests.kernels import guest
 from tests.kernels.guest import Guest, Memory, Target, watched
-from tests.kernels.test_integers import KINDS as SCHEMES
-from tests.kernels.test_integers import integers, values
-from tests.kernels.test_linear import drawn, exact
+from tests.kernels.test_linear import KINDS as SCHEMES
+from tests.kernels.test_linear import drawn, exact, integers, values
 
 ARM = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu")
 TARGETS = {

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engine.model_files.drafter_config import DrafterConfig, load_eagle, nextn_of
+from engine.model_files.drafter_config import EAGLE, EAGLE3, NEXTN, DrafterConfig, load_eagle, nextn_of
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
+from engine.models.draft_model import DraftEntries
 from engine.models.load import load_model
+from engine.models.vision.tower import NO_IMAGES, ImageRows, StepImages
 from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import HYBRIDS, edit_tensors, make_tiny_checkpoint
 from tests.models.tiny_drafters import INSIDE, make_tiny_eagle
+from tests.models.tiny_seeing import IMAGE, with_mtp
 
 IDS = [20 + i * i % 101 for i in range(40)]
 PASSES = 3
@@ -41,7 +44,7 @@ def of_the_engine(model: DenseDecoder) -> list[Tensor]:
         features = torch.cat((torch.zeros_like(features[:1]), features[:-1]))
         ids, positions = torch.tensor(IDS), torch.arange(len(IDS))
         for _ in range(PASSES):
-            features = drafter.forward(ids, features, positions, attend)[-1:]
+            features = drafter.forward(DraftEntries(ids, features, positions), attend)[-1:]
             logits = drafter.logits(features)
             assert logits is not None
             found.append(logits[0].clone())
@@ -270,3 +273,33 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[
     own = make_tiny_eagle(tmp_path / "eagle", "EAGLE3", **fields)
     with pytest.raises(ConfigError, match=said):
         load(path, load_eagle(own, load_model_config(path), kind="EAGLE3"))
+
+
+# ---- features in the place of image tokens, as the model has
+
+SEEN_IDS = torch.tensor([20, IMAGE, 22, 23])
+
+
+@pytest.mark.parametrize("kind", [NEXTN, EAGLE, EAGLE3])
+def test_features_of_an_image_are_as_an_embedding_of_its_token(tmp_path: Path, kind: str) -> None:
+    path = with_mtp(tmp_path / "sees", "qwen3_5")
+    config = load_model_config(path)
+    if kind == NEXTN:
+        drafter_config = nextn_of(config, flag="")
+    else:
+        drafter_config = load_eagle(make_tiny_eagle(tmp_path / "drafts", kind), config, kind=kind)
+    model = load_model(path, config, dtype="float32", device="cpu", progress=False, drafter=drafter_config)
+    drafter, positions = model.drafter, torch.arange(len(SEEN_IDS))
+    assert drafter is not None
+    generator = torch.Generator().manual_seed(1)
+    before, features = (torch.randn((n, config.hidden_size), generator=generator) for n in (len(SEEN_IDS), 1))
+
+    def drafted(images: StepImages) -> torch.Tensor:
+        with torch.inference_mode():
+            return drafter.forward(DraftEntries(SEEN_IDS, before, positions, images), Sequence(model)._attend)
+
+    seen, blind = drafted(ImageRows(torch.tensor([1]), features)), drafted(NO_IMAGES)
+    with torch.inference_mode():
+        model._embed._table[IMAGE] = features[0]  # type: ignore[attr-defined]
+    assert torch.equal(seen, drafted(NO_IMAGES)) and not torch.allclose(seen, blind)
+    assert torch.equal(seen[:1], blind[:1]), "what stands before it"

@@ -22,12 +22,13 @@ Windows, sinks, caps and latents have not run on a GPU.
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.paged_attention import Softmax
 from engine.kv.kv_pool import ONE_UNIT, Units
 from engine.kv.step_batch import TreePaths
 
@@ -360,17 +361,11 @@ def decode_split_kernel(
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Grains:
+class Grains(NamedTuple):
     """Unit for offsets: `size` elements, a divisor of rows and strides; `wide` exceeds 32 bits."""
 
     size: int
     wide: bool = False
-
-    @classmethod
-    def of(cls, cache: torch.Tensor, units: Units, *, dim: int, rest: int = 0) -> "Grains":
-        size = gcd(cache.stride(0), units.stride, dim, rest)
-        return cls(size, wide=cache.shape[0] * (cache.stride(0) // size) >= 1 << 31)
 
 
 def cache_constants(
@@ -401,20 +396,44 @@ def cache_constants(
     }
 
 
-def grains_and_constants(
-    cache: torch.Tensor, units: Units, *, heads: int, kv_heads: int, dim: int, rest: int
-) -> tuple[Grains, dict[str, Any]]:
-    grains = Grains.of(cache, units, dim=dim, rest=rest)
-    return grains, cache_constants(
-        heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
-        page_size=cache.shape[1],
-        dtype=cache.dtype,
-        units=units.count,
-        rest=rest,
-        grains=grains,
-    )
+class PagedLayer(NamedTuple):
+    """A layer's K and V, unit 0 of KVPool.k and KVPool.v, found by `page_table` int32[slots, pages].
+
+    `rest`: latents' elements of q and K after V's.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    page_table: torch.Tensor
+    softmax: Softmax
+    units: Units = ONE_UNIT
+    window: int = 0
+    rest: int = 0
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[2] * self.units.count
+
+    @property
+    def masking(self) -> dict[str, Any]:
+        return {"window": self.window, "cap": self.softmax.cap}
+
+    def arguments(self, *, heads: int, kv_heads: int, dim: int) -> tuple[tuple[int, int, float], dict[str, Any]]:
+        """Return a kernel's page_grains, unit_grains and scale, and its `cache_constants`."""
+        pages, (units, unit_stride) = self.k.stride(0), self.units
+        size = gcd(pages, unit_stride, dim, self.rest)
+        grains = Grains(size, wide=self.k.shape[0] * (pages // size) >= 1 << 31)
+        constants = cache_constants(
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            page_size=self.k.shape[1],
+            dtype=self.k.dtype,
+            units=units,
+            rest=self.rest,
+            grains=grains,
+        )
+        return (pages // size, unit_stride // size, self.softmax.scale * LOG2_E), constants
 
 
 def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 0, cap: float = 0.0) -> dict[str, Any]:
@@ -473,30 +492,21 @@ def split_list(kv_lens: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles, wind
 
 def decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: PagedLayer,
     *,
-    page_table: torch.Tensor,
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
     splits: SplitList,
     tiles: DecodeTiles,
-    scale: float,
-    units: Units = ONE_UNIT,
-    window: int = 0,
-    cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    rest: int = 0,
     paths: TreePaths | None = None,
 ) -> torch.Tensor:
     """Return dense [B, heads, dim] for q [B, heads, dim] in the cache's dtype; rows may be strided.
 
-    Caches are unit 0 of KVPool.k; page_table int32[slots, pages]; slots int64[B]; kv_lens int32[B];
-    `splits` are `split_list` of these. `rest`: latents' elements of q and K after V's.
+    slots int64[B]; kv_lens int32[B]; `splits` are `split_list` of these.
     """
     batch, heads, width = q.shape
-    dim, kv_heads = width - rest, head_tiles(heads) if rest else k_cache.shape[2] * units.count
-    grains, cache = grains_and_constants(k_cache, units, heads=heads, kv_heads=kv_heads, dim=dim, rest=rest)
+    dim, kv_heads = width - layer.rest, head_tiles(heads) if layer.rest else layer.kv_heads
+    strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim)
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
@@ -504,27 +514,25 @@ def decode(
     programs = min(multiprocessors(q.device) * tiles.per_sm, batch * kv_heads * tiles.splits)
     decode_split_kernel[(programs,)](
         q,
-        k_cache,
-        v_cache,
+        layer.k,
+        layer.v,
         out,
         parts,
         lse,
         splits.units,
         splits.done,
         merges,
-        page_table,
+        layer.page_table,
         slots,
         kv_lens,
-        sinks,
+        layer.softmax.sinks,
         *((None, None) if paths is None else (paths.starts, paths.places)),
         batch,
         q.stride(0),
-        page_table.stride(0),
+        layer.page_table.stride(0),
         None if paths is None else paths.places.stride(0),
-        k_cache.stride(0) // grains.size,
-        units.stride // grains.size,
-        scale * LOG2_E,
-        **split_constants(cache, tiles, window=window, cap=cap),
+        *strides,
+        **split_constants(cache, tiles, **layer.masking),
         **split_options(tiles),
     )
     return out

@@ -20,9 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.decode import KERNEL_LOG2_E, LOG2_E, capped, grains_and_constants, row_start, tile_dim
+from engine.kernels.triton.decode import KERNEL_LOG2_E, PagedLayer, capped, row_start, tile_dim
 from engine.kernels.triton.extend_plan import MAX_SPANS, ExtendPlan
-from engine.kv.kv_pool import ONE_UNIT, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,52 +347,41 @@ def extend_merge_constants(*, heads: int, kv_heads: int, dim: int, tiles: Extend
 
 def extend(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    layer: PagedLayer,
     *,
-    page_table: torch.Tensor,
     slots: torch.Tensor,
     starts: torch.Tensor,
     kv_lens: torch.Tensor,
     work: ExtendWork,
     tiles: ExtendTiles,
-    scale: float,
-    units: Units = ONE_UNIT,
-    window: int = 0,
-    cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    rest: int = 0,
 ) -> torch.Tensor:
     """Return dense [T, heads, dim] for q [T, heads, dim] in the cache's dtype; rows may be strided.
 
-    Caches are unit 0 of KVPool.k; page_table int32[slots, pages]; slots int64[B]; starts int32[B +
-    1]; kv_lens int32[B]; `work` is `plan_extend` of these.
+    slots int64[B]; starts int32[B + 1]; kv_lens int32[B]; `work` is `plan_extend` of these.
     """
     tokens, heads, width = q.shape
-    dim, kv_heads = width - rest, k_cache.shape[2] * units.count
-    grains, cache = grains_and_constants(k_cache, units, heads=heads, kv_heads=kv_heads, dim=dim, rest=rest)
+    dim, kv_heads = width - layer.rest, layer.kv_heads
+    strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim)
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
 
     def launch(programs: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *, split: bool) -> None:
-        grid = (len(programs) // 5, kv_heads) if split else (len(programs) // 2, kv_heads if rest else heads)
+        grid = (len(programs) // 5, kv_heads) if split else (len(programs) // 2, kv_heads if layer.rest else heads)
         extend_kernel[grid](
             q,
-            k_cache,
-            v_cache,
+            layer.k,
+            layer.v,
             target,
             lse,
             programs,
-            page_table,
+            layer.page_table,
             slots,
             starts,
             kv_lens,
-            sinks,
+            layer.softmax.sinks,
             q.stride(0),
-            page_table.stride(0),
-            k_cache.stride(0) // grains.size,
-            units.stride // grains.size,
-            scale * LOG2_E,
-            **extend_constants(cache, tiles, split=split, window=window, cap=cap),
+            layer.page_table.stride(0),
+            *strides,
+            **extend_constants(cache, tiles, split=split, **layer.masking),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )

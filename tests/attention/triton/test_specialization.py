@@ -18,7 +18,7 @@ from engine.attention.triton_backend import TritonBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.forward import FutureMap
 from engine.executor.forward_pass import ForwardPass
-from engine.executor.graphs import DecodeGraphs, PrefillGraphs, SampledEnd, Work
+from engine.executor.graphs import DecodeGraphs, GraphRecorder, PrefillGraphs, SampledEnd, Work
 from engine.executor.layer_marks import LayerMarks
 from engine.kernels.triton.elementwise import TritonElementwise
 from engine.kv.kv_pool import KVPool
@@ -126,16 +126,11 @@ class Day:
         pool = KVPool(model.cache_specs(), num_pages=20, page_size=PAGE_SIZE, device=cpu)
         table = PageTable(num_slots=64, max_pages=MOST_TOKENS // PAGE_SIZE, page_size=PAGE_SIZE, device=cpu)
         future_map, backend = FutureMap.on(cpu, num_slots=64), TritonBackend(pool, num_heads=4)
-        graphs = DecodeGraphs(
-            sizes=[1, 2, 4, 7],
-            capture=Anew,
-            backend=backend,
-            page_table=table,
-            inputs=future_map,
-            end=SampledEnd(TritonSampler(num_slots=64, vocab_size=VOCAB_SIZE, device=cpu), future_map, device=cpu),
-        )
+        recorder = GraphRecorder(Anew, backend, table, future_map)
+        end = SampledEnd(TritonSampler(num_slots=64, vocab_size=VOCAB_SIZE, device=cpu), future_map, device=cpu)
+        graphs = DecodeGraphs([1, 2, 4, 7], recorder, end=end)
         make = partial(ForwardPass, backend=backend, page_table=table, inputs=future_map, layers=LayerMarks(cpu))
-        prompts = PrefillGraphs(sizes=[16, 64, 300], capture=Anew, backend=backend, page_table=table, inputs=future_map)
+        prompts = PrefillGraphs([16, 64, 300], recorder)
         self._eager, self._recorded = make(), make(recorded=[graphs, prompts])
         self._recorded.record(model)
 

@@ -6,16 +6,14 @@ Beside float64, with guard rows around what kernels write, and NaN in every plac
 import sys
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
-from engine.attention.latent_triton import TritonLatents
+from engine.attention.triton_backend import TritonLatents
 from engine.kernels.triton import decode, extend, extend_plan
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from engine.layers.latents import NewLatents
-from tests.attention.attention_cases import TOLERANCE, Sequence, make_step, pages_needed
+from tests.attention.attention_cases import TOLERANCE, Sequence, make_step, on_device, pages_needed
 from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool, latent_reference, latent_sequences
 from tests.attention.triton.triton_numerics import guarded
 
@@ -99,18 +97,6 @@ def check_lengths_on_the_device(shape: Shape) -> None:
         outs = backend.attend(1, new_latents(sequences, starts, ENDS, more=1))[:-1].split(list(step.q_lens))
         check_near(list(outs), shape, sequences, starts, ENDS)
     guarded.check()
-
-
-def on_device(step: StepBatch) -> DeviceStep | DeviceExtend:
-    """`step` and a padded row, which is a request of its own among single tokens."""
-    more = torch.nn.functional.pad
-    table, kv_lens = more(step.page_table, (0, 0, 0, 1)), torch.tensor(step.kv_lens, dtype=torch.int32)
-    pages, offsets = more(step.token_pages, (0, 1)), more(step.token_offsets, (0, 1))
-    if step.extend:
-        starts = torch.tensor([0, *np.cumsum(step.q_lens)], dtype=torch.int32)
-        return DeviceExtend(table, step.slots, starts, kv_lens, pages, offsets)
-    slots = more(step.slots, (0, 1), value=len(step.page_table))
-    return DeviceStep(table, slots, more(kv_lens, (0, 1), value=1), pages, offsets)
 
 
 def check_split_prompts(shape: Shape) -> None:

@@ -15,9 +15,9 @@ import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.attention import triton_backend
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.attention.triton_backend import TritonBackend
+from engine.kernels.paged_attention import plain_softmax
 from engine.kernels.triton import decode, elementwise, extend_plan
 from engine.kernels.triton import extend as triton_extend
-from engine.kv.step_batch import DeviceStep
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -28,6 +28,7 @@ from tests.attention.attention_cases import (
     make_pool,
     make_sequences,
     make_step,
+    on_device,
     poisoned_pool,
     run_step,
     worst_error,
@@ -88,15 +89,7 @@ def check_lengths_on_the_device() -> None:
     step = make_step(sequences, starts, ends, page_size=16, extend=False)
     backend = TritonBackend(pool, num_heads=heads.q)
     more = torch.nn.functional.pad
-    backend.begin_on_device(
-        DeviceStep(
-            page_table=more(step.page_table, (0, 7, 0, 1)),
-            slots=more(step.slots, (0, 1), value=len(step.page_table)),
-            kv_lens=more(torch.tensor(ends, dtype=torch.int32), (0, 1), value=1),
-            token_pages=more(step.token_pages, (0, 1)),
-            token_offsets=more(step.token_offsets, (0, 1)),
-        )
-    )
+    backend.begin_on_device(on_device(step))
     rows = [torch.cat([getattr(s, name)[-1:] for s in sequences]) for name in "qkv"]
     out = backend.attend(1, by_no_angle(*(more(row, (0, 0, 0, 0, 0, 1)) for row in rows)))
     assert worst_error(list(out[:2].split(1)), sequences, starts, ends) < TOLERANCE["float32"]
@@ -228,8 +221,8 @@ def check_merge() -> None:
     pool.buffer.view(torch.float32).normal_(generator=torch.Generator().manual_seed(1))
     q = torch.randn(6, heads.q, heads.dim, generator=torch.Generator().manual_seed(2))
     lens = torch.tensor(kv_lens, dtype=torch.int32)
+    table = torch.arange(6 * 20, dtype=torch.int32).view(6, 20) % 20 + 1
     step = {
-        "page_table": torch.arange(6 * 20, dtype=torch.int32).view(6, 20) % 20 + 1,
         "slots": torch.arange(6),
         "kv_lens": lens,
         "splits": decode.split_list(lens, kv_heads=heads.kv, tiles=tiles),
@@ -241,7 +234,8 @@ def check_merge() -> None:
         setattr(decode, "INTERPRETED_PROGRAMS", programs)  # noqa: B010
         decode.multiprocessors.cache_clear()
         for layer in range(2):
-            outs.append(decode.decode(q, pool.k(layer), pool.v(layer), tiles=tiles, scale=q.shape[2] ** -0.5, **step))
+            pages = decode.PagedLayer(pool.k(layer), pool.v(layer), table, plain_softmax(q.shape[2]))
+            outs.append(decode.decode(q, pages, tiles=tiles, **step))
             assert not step["splits"].done.any(), "the next layer would count on"
             part, lse, out, merges = (made[GUARD_ROWS:-GUARD_ROWS] for made in guarded.made[-4:])
             assert merges[merges != GUARD].sort().values.tolist() == merged.tolist()

@@ -8,14 +8,13 @@ import torch
 from torch.nn.functional import pad
 
 from engine.attention import triton_backend
-from engine.attention.latent_triton import TritonLatents
-from engine.attention.triton_backend import TritonBackend
+from engine.attention.triton_backend import TritonBackend, TritonLatents
 from engine.kernels.paged_attention import Softmax
 from engine.kernels.triton.decode import DecodeTiles
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceStep, StepBatch, TreePaths
+from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from engine.layers.latents import NewLatents
-from tests.attention.attention_cases import Heads, by_no_angle, make_pool
+from tests.attention.attention_cases import Heads, by_no_angle, make_pool, on_device
 from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool
 from tests.attention.tree_cases import (
     Tree,
@@ -73,30 +72,19 @@ def check_rows(*, softmax: Softmax, window: int = 0, units: int = 1, everywhere:
     assert torch.equal(attended(pool, step, behind, softmax)[PROMPT:], expected)
 
 
-def attended(pool: KVPool, step: StepBatch | DeviceStep, rows: list[torch.Tensor], softmax: Softmax) -> torch.Tensor:
+def attended(
+    pool: KVPool, step: StepBatch | DeviceStep | DeviceExtend, rows: list[torch.Tensor], softmax: Softmax
+) -> torch.Tensor:
     backend = TritonBackend(pool, num_heads=HEADS.q)
     begin(backend, step)
     return backend.attend(0, by_no_angle(*rows, softmax))
 
 
-def begin(backend: TritonBackend | TritonLatents, step: StepBatch | DeviceStep) -> None:
-    if isinstance(step, DeviceStep):
-        backend.begin_on_device(step)
-    else:
+def begin(backend: TritonBackend, step: StepBatch | DeviceStep | DeviceExtend) -> None:
+    if isinstance(step, StepBatch):
         backend.begin(step)
-
-
-def on_device(step: StepBatch) -> DeviceStep:
-    """`step` and a padded row."""
-    assert step.paths is not None
-    return DeviceStep(
-        page_table=pad(step.page_table, (0, 0, 0, 1)),
-        slots=pad(step.slots, (0, 1), value=len(step.page_table)),
-        kv_lens=pad(torch.tensor(step.kv_lens, dtype=torch.int32), (0, 1), value=1),
-        token_pages=pad(step.token_pages, (0, 1)),
-        token_offsets=pad(step.token_offsets, (0, 1)),
-        paths=TreePaths(pad(step.paths.starts, (0, 1), value=1), pad(step.paths.places, (0, 0, 0, 1))),
-    )
+    else:
+        backend.begin_on_device(step)
 
 
 def check_latents() -> None:

@@ -16,7 +16,6 @@ from engine.kernels.paged_attention import Softmax
 from engine.kernels.triton import decode, extend_plan
 from engine.kernels.triton import extend as triton_extend
 from engine.kv.kv_pool import ONE_UNIT, KVPool, Units
-from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -27,9 +26,10 @@ from tests.attention.attention_cases import (
     make_pool,
     make_sequences,
     make_step,
+    on_device,
     pages_needed,
-    reference,
     run_step,
+    worst_error,
 )
 from tests.attention.triton.triton_numerics import guarded
 
@@ -58,21 +58,6 @@ def pool_of(sequences: list[Sequence], starts: list[int], *, window: int) -> KVP
     return pool
 
 
-def error(
-    outs: list[torch.Tensor],
-    sequences: list[Sequence],
-    starts: list[int],
-    ends: list[int],
-    *,
-    window: int,
-    softmax: Softmax,
-) -> float:
-    return max(
-        float(np.abs(out.double().numpy() - reference(s, a, b, window=window, softmax=softmax)).max())
-        for out, s, a, b in zip(outs, sequences, starts, ends, strict=True)
-    )
-
-
 def check(name: str, *, window: int, alone: int, starts: list[int] = STARTS, extend: bool = True) -> None:
     """Together, and with the bits that number `alone` has alone."""
     softmax = SOFTMAXES[name]
@@ -84,7 +69,7 @@ def check(name: str, *, window: int, alone: int, starts: list[int] = STARTS, ext
         return run_step(backend, *mine, page_size=PAGE, extend=extend, layer=0, softmax=softmax)
 
     together = run(slice(None))
-    worst = error(together, sequences, starts, ENDS, window=window, softmax=softmax)
+    worst = worst_error(together, sequences, starts, ENDS, window=window, softmax=softmax)
     assert worst < TOLERANCE["float32"], (name, window, extend, worst)
     assert torch.equal(run(slice(alone, alone + 1))[0], together[alone]), (name, window, extend, alone)
     guarded.check()
@@ -119,7 +104,7 @@ def check_riders() -> None:
     sequences, window, softmax = make_sequences(HEADS, ENDS, page_size=PAGE, dtype="float32"), 40, SOFTMAXES["sinks"]
     backend = TritonBackend(pool_of(sequences, STARTS, window=window), num_heads=HEADS.q)
     mixed = run_step(backend, sequences, STARTS, ENDS, page_size=PAGE, layer=0, riders=[4], softmax=softmax)
-    assert error(mixed, sequences, STARTS, ENDS, window=window, softmax=softmax) < TOLERANCE["float32"]
+    assert worst_error(mixed, sequences, STARTS, ENDS, window=window, softmax=softmax) < TOLERANCE["float32"]
     mine = sequences[4:], STARTS[4:], ENDS[4:]
     (alone,) = run_step(backend, *mine, page_size=PAGE, layer=0, extend=False, softmax=softmax)
     assert torch.equal(mixed[4], alone)
@@ -141,7 +126,9 @@ def check_layers_of_both_kinds() -> None:
         for layer, window in ((0, 0), (1, 40), (0, 0)):
             out = attend(backend, layer, *new_rows(sequences, starts), softmax=softmax)
             outs = [out[a:b] for a, b in spans]
-            assert error(outs, sequences, starts, ENDS, window=window, softmax=softmax) < TOLERANCE["float32"], layer
+            assert worst_error(outs, sequences, starts, ENDS, window=window, softmax=softmax) < TOLERANCE["float32"], (
+                layer
+            )
 
 
 def new_rows(sequences: list[Sequence], starts: list[int]) -> list[torch.Tensor]:
@@ -161,21 +148,8 @@ def check_lengths_on_the_device() -> None:
         rows = [torch.nn.functional.pad(row, (0, 0, 0, 0, 0, 1)) for row in new_rows(sequences, starts)]
         out = backend.attend(0, by_no_angle(*rows, softmax))[:-1]
         outs = list(out.split(list(step.q_lens)))
-        assert error(outs, sequences, starts, ENDS, window=window, softmax=softmax) < TOLERANCE["float32"]
+        assert worst_error(outs, sequences, starts, ENDS, window=window, softmax=softmax) < TOLERANCE["float32"]
     guarded.check()
-
-
-def on_device(step: StepBatch) -> DeviceStep | DeviceExtend:
-    """`step` and a padded row, which is a request of its own among single tokens."""
-    more = torch.nn.functional.pad
-    table, scratch = more(step.page_table, (0, 0, 0, 1)), len(step.page_table)
-    kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32)
-    pages, offsets = more(step.token_pages, (0, 1)), more(step.token_offsets, (0, 1))
-    if step.extend:
-        starts = torch.tensor([0, *np.cumsum(step.q_lens)], dtype=torch.int32)
-        return DeviceExtend(table, step.slots, starts, kv_lens, pages, offsets)
-    slots = more(step.slots, (0, 1), value=scratch)
-    return DeviceStep(table, slots, more(kv_lens, (0, 1), value=1), pages, offsets)
 
 
 def written(

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.images import ImageInput
+from engine.models.draft_model import DraftEntries
 from engine.models.vision.tower import NO_IMAGES, Pixels, VisionTower
 from engine.models.vision.towers import DeepstackTower, ProjectedClip, WindowedTower
 from tests.core.hash_model import NO_MEMORY
@@ -302,9 +303,9 @@ def seen_by(drafter: Any) -> list[bool]:
     """For each of its passes from now on, whether it has rows of images."""
     seen, forward = list[bool](), drafter.forward
 
-    def noted(ids: Any, features: Any, positions: Any, attend: Any, images: Any = NO_IMAGES) -> Any:
-        seen.append(images is not NO_IMAGES)
-        return forward(ids, features, positions, attend, images)
+    def noted(entries: DraftEntries, attend: Any) -> Any:
+        seen.append(entries.images is not NO_IMAGES)
+        return forward(entries, attend)
 
     drafter.forward = noted
     return seen

@@ -15,7 +15,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
 from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
 from engine.executor.forward import FutureMap
-from engine.executor.graphs import MAX_REQUESTS, PrefillGraphs, graph_sizes
+from engine.executor.graphs import MAX_REQUESTS, GraphRecorder, PrefillGraphs, graph_sizes
 from engine.flags.resolve import resolve
 from engine.kernels.triton.extend_plan import MAX_WHOLE
 from engine.kv.cache_spec import CacheSpec
@@ -51,6 +51,13 @@ def test_many_requests_take_steps_of_32() -> None:
         assert padded - batch < (8 if batch <= 64 else 32)
 
 
+def prompts(sizes: list[int]) -> PrefillGraphs:
+    device = torch.device("cpu")
+    backend: Any = TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device))
+    table = PageTable(num_slots=1, max_pages=1, page_size=16, device=device)
+    return PrefillGraphs(sizes, GraphRecorder(EagerCapture, backend, table, FutureMap.on(device, num_slots=1)))
+
+
 @pytest.mark.parametrize(
     ("lens", "taken"),  # (new tokens, tokens before them) of each request
     [
@@ -63,14 +70,7 @@ def test_many_requests_take_steps_of_32() -> None:
     ],
 )
 def test_long_prompts_and_prefixes_are_no_graphs(lens: list[tuple[int, int]], taken: bool) -> None:
-    device = torch.device("cpu")
-    graphs = PrefillGraphs(
-        sizes=[2 * MAX_REQUESTS] if len(lens) > 1 else [16],
-        capture=EagerCapture,
-        backend=TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device)),  # type: ignore[arg-type]
-        page_table=PageTable(num_slots=1, max_pages=1, page_size=16, device=device),
-        inputs=FutureMap.on(device, num_slots=1),
-    )
+    graphs = prompts([2 * MAX_REQUESTS] if len(lens) > 1 else [16])
     items = [
         PlanItem(str(i), i, [0] * new, before, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
         for i, (new, before) in enumerate(lens)
@@ -85,14 +85,7 @@ def test_long_prompts_and_prefixes_are_no_graphs(lens: list[tuple[int, int]], ta
     "seen", [ItemImages(rope_delta=-4), ItemImages((FeatureRows(0, b"key", 0, 1),), ([0], [0], [0]))]
 )
 def test_prompts_from_their_first_image_on_are_no_graphs(seen: ItemImages) -> None:
-    device = torch.device("cpu")
-    graphs = PrefillGraphs(
-        sizes=[16],
-        capture=EagerCapture,
-        backend=TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device)),  # type: ignore[arg-type]
-        page_table=PageTable(num_slots=1, max_pages=1, page_size=16, device=device),
-        inputs=FutureMap.on(device, num_slots=1),
-    )
+    graphs = prompts([16])
     graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
     item = PlanItem("r", 0, [0], 0, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
     assert graphs.takes(Plan(seq=0, extend=True, items=[item]))
