@@ -49,13 +49,18 @@ QWEN3 = {
     "hidden_size": 128,
     "intermediate_size": 128,
 }
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "deepseek_v3": {}}
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, sizes, flags
+    "qwen3": ("qwen3", QWEN3, {}),
+    "KV of 8 bits": ("qwen3", QWEN3, {"kv_cache_dtype": "fp8_e4m3"}),
+    "deepseek_v3": ("deepseek_v3", {}, {}),
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("bits") / "model"
-    return make_tiny_checkpoint(folder, request.param, dtype="bfloat16", **FAMILIES[request.param])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Path and flags."""
+    (family, sizes, flags), folder = FAMILIES[request.param], tmp_path_factory.mktemp("bits") / "model"
+    return {"model_path": make_tiny_checkpoint(folder, family, dtype="bfloat16", **sizes), **FLAGS, **flags}
 
 
 def answers(engine: EngineInProcess, names: dict[str, list[int]]) -> dict[str, Any]:
@@ -68,15 +73,15 @@ def answers(engine: EngineInProcess, names: dict[str, list[int]]) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def plain(path: str) -> dict[str, Any]:
-    with EngineInProcess(path, **FLAGS) as engine:
+def plain(model: dict[str, Any]) -> dict[str, Any]:
+    with EngineInProcess(**model) as engine:
         return answers(engine, PROMPTS)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_way_changes_no_bit(way: str, path: str, plain: dict[str, Any]) -> None:
+def test_the_way_changes_no_bit(way: str, model: dict[str, Any], plain: dict[str, Any]) -> None:
     flags, use, times = WAYS[way]
-    with EngineInProcess(path, use=use, **{**FLAGS, **flags}) as engine:
+    with EngineInProcess(use=use, **{**model, **flags}) as engine:
         got = answers(engine, PROMPTS)
         assert got == plain
         if way == "cached prompts":

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise
 from engine.layers import linear
+from engine.layers.experts import _product_by_expert, grouped_product
 from engine.layers.linear import Linear, gelu_mul, sigmoid_mul, silu_mul
 from engine.layers.norm import OffsetNorm, RMSNorm, Scaled
 from engine.layers.rope import NormedRope, apply_rope
@@ -232,3 +233,13 @@ def test_a_gate_multiplies_by_its_sigmoid() -> None:
         gates, values = wide.to(dtype)[:, 16:64], x.to(dtype)
         wanted = gates.double().sigmoid() * values.double()
         assert (sigmoid_mul(gates, values) - wanted).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 4, 1], [0, 0, 8, 0], [8, 0, 0, 0], [0, 0, 0, 8]])
+def test_all_rows_by_each_expert_are_the_grouped_product(rows: list[int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weights = (torch.randn(*shape, generator=draw) for shape in ((8, 16), (4, 16, 32)))
+    counts = torch.tensor(rows)
+    expected = torch.cat([part @ weight for part, weight in zip(x.split(rows), weights, strict=True)])
+    assert torch.allclose(_product_by_expert(x, weights, counts.cumsum(0)), expected, atol=1e-5)
+    assert torch.allclose(grouped_product(x, weights, counts), expected, atol=1e-5)

@@ -65,15 +65,24 @@ NORMS = {
 }
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}  # not tied: scaled embeddings repeat their token then
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
 OWN: dict[str, dict[str, Any]] = {  # fields that a family has or means otherwise
     "falcon_h1": {
         "mamba_d_ssm": 128,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 8,
-        "mamba_d_conv": 4,
-        "mamba_chunk_size": 8,
+        **_MAMBA,
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
         "embedding_multiplier": 2.0,
@@ -102,30 +111,17 @@ OWN: dict[str, dict[str, Any]] = {  # fields that a family has or means otherwis
         "rope_local_base_freq": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 2.0,
-    },
+    "granite": _GRANITE,
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention", "attention", "mamba"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 8,
-        "mamba_d_conv": 4,
+        **_MAMBA,
         "mamba_expand": 2,
-        "mamba_chunk_size": 8,
         "shared_intermediate_size": 48,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "intermediate_size": 32,
         "position_embedding_type": "nope",
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 2.0,
+        **_GRANITE,
     },
     "mistral": {"sliding_window": None},
     "olmo": {"clip_qkv": 1.5},
@@ -154,6 +150,8 @@ _SIGMOID_EXPERTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+_DEEPSEEK = {**LATENTS, "q_lora_rank": 48, **_SIGMOID_EXPERTS}
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
 _QWEN_SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _QWEN_HYBRID = {
     "linear_num_key_heads": 2,
@@ -179,36 +177,11 @@ MIXTURES: dict[str, dict[str, Any]] = {  # fields of their own
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.5,
     },
-    "deepseek_v3": {
-        **LATENTS,
-        "q_lora_rank": 48,
-        **_SIGMOID_EXPERTS,
-    },
-    "deepseek_v32": {
-        **LATENTS,
-        "q_lora_rank": 48,
-        **_SIGMOID_EXPERTS,
-        "index_n_heads": 16,
-        "index_head_dim": 32,
-        "index_topk": 24,
-    },
-    "glm_moe_dsa": {
-        **LATENTS,
-        "q_lora_rank": 48,
-        **_SIGMOID_EXPERTS,
-        "index_n_heads": 16,
-        "index_head_dim": 32,
-        "index_topk": 24,
-    },
-    "glm4_moe_lite": {
-        **LATENTS,
-        "q_lora_rank": 48,
-        **_SIGMOID_EXPERTS,
-    },
-    "glm4_moe": {
-        **_SIGMOID_EXPERTS,
-        "use_qk_norm": True,
-    },
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK | _INDEXER,
+    "glm_moe_dsa": _DEEPSEEK | _INDEXER,
+    "glm4_moe_lite": _DEEPSEEK,
+    "glm4_moe": {**_SIGMOID_EXPERTS, "use_qk_norm": True},
     "gpt_oss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -14,7 +14,7 @@ from engine.models.load import load_model
 from engine.quant.integers import SCHEMES, quantized
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
-from tests.quant.test_mxfp4_model import with_blocks
+from tests.quant.test_mxfp4 import with_blocks
 
 HIDDEN = 128
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 192, "dtype": "bfloat16"}

@@ -14,8 +14,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.load import load_model
 from engine.parallel.layout import Cut
 from engine.quant.ggml import BLOCK_TYPES
-from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.engine_in_process import prompt_of
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_gguf import make_tiny_gguf
 
@@ -109,21 +108,3 @@ def test_a_part_that_cuts_a_group_becomes_floats(tmp_path: Path) -> None:
     file, _ = make_tiny_gguf(tmp_path, "llama", "Q4_0")
     with opened(file) as taken:
         assert taken.take_integers(names([DOWN]), [256], Cut(512, range(0, 16))) is None
-
-
-def answers(engine: EngineInProcess) -> list[int]:
-    engine.add("a", PROMPT, max_new_tokens=16)
-    engine.run()
-    return engine.tokens["a"]
-
-
-@needs_kernel
-def test_every_way_to_a_token_has_the_same(tmp_path: Path) -> None:
-    file, _ = make_tiny_gguf(tmp_path, "llama", "Q4_1")
-    flags = {"dtype": "bfloat16", "reduce_units": 2}
-    with EngineInProcess(str(file), **flags) as engine:
-        expected = answers(engine)
-    with EngineInProcess(str(file), chunked_prefill_size=16, page_size=4, **flags) as engine:
-        assert answers(engine) == expected
-    with ranks(str(file), tp_size=2, **flags) as two:
-        assert answers(two.engine) == expected

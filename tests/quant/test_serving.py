@@ -13,6 +13,7 @@ from engine.messages import LogprobOptions
 from engine.quant.integers import HEAD, SCHEMES, quantized
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.ranks.ranks_in_process import ranks
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
 from tests.models.tiny_gguf import make_tiny_gguf
@@ -20,6 +21,7 @@ from tests.quant.stored_formats import make_both
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
 PROMPT = prompt_of(60, 1)
+PROMPTS = [prompt_of(70, 1), prompt_of(9, 2), prompt_of(33, 3)]
 KINDS = ("int8wo", "awq", "Q4_1")  # rounded while they load, stored in a checkpoint, stored in a GGUF file
 
 pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="integers are multiplied by our kernel alone")
@@ -79,6 +81,35 @@ def test_weights_go_and_come_and_others_take_their_place(kind: str, tmp_path: Pa
         assert engine.parts.scheduler.flush_cache()
         assert answer(engine, "updated") == wanted
         assert_packed(engine)
+
+
+WAYS: list[dict[str, Any]] = [
+    {"chunked_prefill_size": 32, "page_size": 4},
+    {"disable_cuda_graph": True},
+    {"stream": "threaded"},
+]
+
+
+def answers(engine: EngineInProcess) -> list[list[int]]:
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(f"{index}", prompt, max_new_tokens=16, temperature=0.8, seed=index)
+    engine.run()
+    return [engine.tokens[f"{index}"] for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "int4wo-32"])
+def test_every_way_to_a_token_has_the_same(kind: str, tmp_path: Path) -> None:
+    path, _ = make(tmp_path, kind)
+    flags = {**flags_of(kind), "reduce_units": 2}
+    with EngineInProcess(path, **flags) as engine:
+        expected = answers(engine)
+        assert_packed(engine)
+        assert engine.parts.model.signature().endswith(f"/{kind}") or kind not in SCHEMES
+    for other in WAYS:
+        with EngineInProcess(path, **flags, **other) as engine:
+            assert answers(engine) == expected, other
+    with ranks(path, tp_size=2, **flags) as two:
+        assert answers(two.engine) == expected
 
 
 def logprobs(engine: EngineInProcess, adapter: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ Chat templates are ours: short ones that read what those of the family read.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ PARTS = chat(
 class Shape:
     """One folder. `special`, `plain`: added tokens, which answers hide or show. `post`: the template of tokenizer.json.
 
-    `config`, `generation`: ends in config.json and generation_config.json, by text. `ends`: what ends an answer; `unnamed`: others,
-    which no file names.
+    `config`, `generation`: ends in config.json and generation_config.json, by text; `unnamed`: others, which no file names.
     `fields`: of config.json. `files`: others, by path. `padding`: rows of the model without a token.
     `generic`: compared with transformers' generic class, which reads tokenizer.json alone; with AutoTokenizer else.
     `before`, `behind`: tokens that transformers 5 does not add. `why`: the engines differ here, and which one the row follows.
@@ -85,7 +84,6 @@ class Shape:
     tokenizer: dict[str, Any]
     config: tuple[str, ...] = ()
     generation: tuple[str, ...] = ()
-    ends: tuple[str, ...]
     unnamed: tuple[str, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
@@ -140,200 +138,160 @@ _QWEN_NAMES = {"tokenizer_class": QWEN, "add_bos_token": False, "bos_token": Non
 _IM_END = {**_QWEN_NAMES, "eos_token": "<|im_end|>"}
 _METASPACE = "transformers 5 and SGLang on it build Metaspace anew for the class; ids follow tokenizer.json, as in transformers 4"
 
+
+def _names(kind: str, bos: str | None = None, eos: str | None = None, **more: Any) -> dict[str, Any]:
+    named = {"bos_token": bos, "eos_token": eos}
+    return {"tokenizer_class": kind, **{name: text for name, text in named.items() if text}, **more}
+
+
+_LLAMA2 = Shape(
+    name="Llama 2",
+    family="llama",
+    spelling=LLAMA2,
+    special=_SPM,
+    post="<s> $A",
+    tokenizer={
+        **{"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False},
+        **{name: _object(text) for name, text in _SPM_NAMES.items()},
+        "chat_template": INST,
+    },
+    config=("</s>",),
+    generation=("</s>",),
+    generic=True,
+    why=_METASPACE,
+)
+TINYLLAMA = replace(  # of which GGUF files are made
+    _LLAMA2,
+    name="TinyLlama",
+    tokenizer={"tokenizer_class": "LlamaTokenizer", **_SPM_NAMES},
+    generation=(),
+    generic=False,
+    why="",
+)
+_LLAMA3 = Shape(
+    name="Llama 3.1",
+    family="llama",
+    special=_LLAMA3_TOKENS,
+    post="<|begin_of_text|> $A",
+    tokenizer=_names(FAST, "<|begin_of_text|>", "<|eot_id|>", chat_template=HEADERS),
+    config=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    generation=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    fields=_llama3(8.0),
+)
+_QWEN3 = Shape(
+    name="Qwen 3",
+    family="qwen3",
+    special=_QWEN_TOKENS,
+    plain=("<think>", "</think>"),
+    tokenizer={**_IM_END, "chat_template": HERMES},
+    config=("<|im_end|>",),
+    generation=("<|im_end|>", "<|endoftext|>"),
+    fields=_yarn(4.0, 3072),
+    context=12288,
+    padding=26,
+)
+_GEMMA2 = Shape(
+    name="Gemma 2",
+    family="gemma2",
+    spelling=GEMMA,
+    special=_GEMMA_TOKENS,
+    post="<bos> $A",
+    tokenizer=_names("GemmaTokenizer", add_bos_token=True, add_eos_token=False, **_GEMMA_NAMES, chat_template=TURNS),
+    config=("<eos>", "<end_of_turn>"),
+    generation=("<eos>",),
+)
 SHAPES = [
-    Shape(
-        name="Llama 2",
-        family="llama",
-        spelling=LLAMA2,
-        special=_SPM,
-        post="<s> $A",
-        tokenizer={
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "legacy": False,
-            "bos_token": _object("<s>"),
-            "eos_token": _object("</s>"),
-            "unk_token": _object("<unk>"),
-            "chat_template": INST,
-        },
-        config=("</s>",),
-        generation=("</s>",),
-        ends=("</s>",),
-        generic=True,
-        why=_METASPACE,
-    ),
-    Shape(
+    _LLAMA2,
+    replace(
+        _LLAMA3,
         name="Llama 3",
-        family="llama",
         special=_LLAMA3_TOKENS[:4] + _LLAMA3_TOKENS[5:],
-        post="<|begin_of_text|> $A",
-        tokenizer={
-            "tokenizer_class": FAST,
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|eot_id|>",
-            "chat_template": HEADERS,
-        },
         config=("<|end_of_text|>",),
-        ends=("<|end_of_text|>", "<|eot_id|>"),
+        generation=(),
+        fields={},
     ),
-    Shape(
-        name="Llama 3.1",
-        family="llama",
-        special=_LLAMA3_TOKENS,
-        post="<|begin_of_text|> $A",
-        tokenizer={
-            "tokenizer_class": FAST,
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|eot_id|>",
-            "chat_template": HEADERS,
-        },
-        config=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-        generation=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-        ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-        fields=_llama3(8.0),
-    ),
-    Shape(
+    _LLAMA3,
+    replace(
+        _LLAMA3,
         name="Llama 4",
-        family="llama",
         special=("<|begin_of_text|>", "<|end_of_text|>", "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>"),
-        post="<|begin_of_text|> $A",
-        tokenizer={"tokenizer_class": "PreTrainedTokenizer", "bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
+        tokenizer=_names("PreTrainedTokenizer", "<|begin_of_text|>", "<|eot|>"),
         config=("<|end_of_text|>", "<|eom|>", "<|eot|>"),
-        ends=("<|end_of_text|>", "<|eom|>", "<|eot|>"),
+        generation=(),
+        fields={},
         files={
             "chat_template.json": {"chat_template": HEADERS.replace("_id|", "|")},
             "chat_template.jinja": HEADERS.replace("<|eot_id|>", "<|eot|>"),
         },
     ),
-    Shape(
+    replace(
+        _LLAMA3,
         name="Llama Guard 3",
-        family="llama",
-        special=_LLAMA3_TOKENS,
-        post="<|begin_of_text|> $A",
-        tokenizer={
-            "tokenizer_class": FAST,
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|eot_id|>",
-            "chat_template": PARTS,
-        },
+        tokenizer={**_LLAMA3.tokenizer, "chat_template": PARTS},
         config=("<|end_of_text|>", "<|eot_id|>"),
-        ends=("<|end_of_text|>", "<|eot_id|>"),
+        generation=(),
         unnamed=("<|eom_id|>",),
         fields=_llama3(32.0),
         why="SGLang takes <|eom_id|> for an end of every tokenizer that has it; vLLM follows the files",
     ),
-    Shape(
+    replace(
+        _QWEN3,
         name="Qwen 2.5",
         family="qwen2",
-        special=_QWEN_TOKENS,
         plain=("<tool_call>", "</tool_call>"),
-        tokenizer={**_IM_END, "chat_template": HERMES},
-        config=("<|im_end|>",),
-        generation=("<|im_end|>", "<|endoftext|>"),
-        ends=("<|im_end|>", "<|endoftext|>"),
         fields=_yarn(4.0, TRAINED),
         context=4 * TRAINED,
-        padding=26,
         why="vLLM serves factor x original of YaRN, SGLang max_position_embeddings where the original length is named",
     ),
-    Shape(
-        name="Qwen 3",
-        family="qwen3",
-        special=_QWEN_TOKENS,
-        plain=("<think>", "</think>"),
-        tokenizer={**_IM_END, "chat_template": HERMES},
-        config=("<|im_end|>",),
-        generation=("<|im_end|>", "<|endoftext|>"),
-        ends=("<|im_end|>", "<|endoftext|>"),
-        fields=_yarn(4.0, 3072),
-        context=12288,
-        padding=26,
-    ),
+    _QWEN3,
     Shape(
         name="Qwen 3 Embedding",
         family="qwen3",
         special=_QWEN_TOKENS,
         post="$A <|endoftext|>",
-        tokenizer={**_IM_END, "chat_template": HERMES},
+        tokenizer=_QWEN3.tokenizer,
         config=("<|endoftext|>",),
-        ends=("<|endoftext|>", "<|im_end|>"),
     ),
-    Shape(
+    replace(
+        _QWEN3,
         name="Qwen 3 Coder",
         family="qwen3_moe",
-        special=_QWEN_TOKENS,
         plain=("<tool_call>", "</tool_call>"),
         tokenizer=_IM_END,
-        config=("<|im_end|>",),
-        generation=("<|im_end|>", "<|endoftext|>"),
-        ends=("<|im_end|>", "<|endoftext|>"),
+        fields={},
         files={"chat_template.jinja": HERMES},
+        context=TRAINED,
+        padding=0,
     ),
-    Shape(
+    replace(
+        _LLAMA2,
         name="Mistral 7B v0.3",
         family="mistral",
         spelling=MISTRAL,
         special=(*_SPM, "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-        post="<s> $A",
         tokenizer={
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "legacy": False,
+            **_LLAMA2.tokenizer,
             **_SPM_NAMES,
             "chat_template": [{"name": "default", "template": INST}, {"name": "tool_use", "template": INST}],
         },
-        config=("</s>",),
-        generation=("</s>",),
-        ends=("</s>",),
-        generic=True,
-        why=_METASPACE,
     ),
-    Shape(
+    replace(
+        _LLAMA2,
         name="Mistral Nemo",
         family="mistral",
+        spelling=BYTES,
         special=(*_SPM, "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-        post="<s> $A",
-        tokenizer={
-            "tokenizer_class": FAST,
-            "add_bos_token": True,
-            "add_prefix_space": False,
-            **_SPM_NAMES,
-            "chat_template": INST,
-        },
-        config=("</s>",),
-        ends=("</s>",),
-        generic=True,
+        tokenizer=_names(FAST, add_bos_token=True, add_prefix_space=False, **_SPM_NAMES, chat_template=INST),
+        generation=(),
         why="transformers 5 has a class of its own for Mistral's folders, SGLang and vLLM their mistral_common",
     ),
-    Shape(
-        name="Gemma 2",
-        family="gemma2",
-        spelling=GEMMA,
-        special=_GEMMA_TOKENS,
-        post="<bos> $A",
-        tokenizer={
-            "tokenizer_class": "GemmaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            **_GEMMA_NAMES,
-            "chat_template": TURNS,
-        },
-        config=("<eos>", "<end_of_turn>"),
-        generation=("<eos>",),
-        ends=("<eos>", "<end_of_turn>"),
-    ),
-    Shape(
+    _GEMMA2,
+    replace(
+        _GEMMA2,
         name="Gemma 3",
         family="gemma3_text",
-        spelling=GEMMA,
-        special=_GEMMA_TOKENS,
-        post="<bos> $A",
-        tokenizer={"tokenizer_class": "GemmaTokenizer", "extra_special_tokens": {}, **_GEMMA_NAMES},
-        config=("<eos>", "<end_of_turn>"),
+        tokenizer=_names("GemmaTokenizer", extra_special_tokens={}, **_GEMMA_NAMES),
         generation=("<eos>", "<end_of_turn>"),
-        ends=("<eos>", "<end_of_turn>"),
         fields={"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         files={"chat_template.json": {"chat_template": TURNS}},
         why="max_position_embeddings is with the scaling, so that vLLM does not multiply it",
@@ -342,15 +300,14 @@ SHAPES = [
         name="Phi 4",
         family="phi3",
         special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>"),
-        tokenizer={
-            "tokenizer_class": "GPT2Tokenizer",
-            "bos_token": "<|endoftext|>",
-            "eos_token": "<|im_end|>",
-            "unk_token": "<|endoftext|>",
-            "chat_template": CHATML.replace("\n", "<|im_sep|>", 1),
-        },
+        tokenizer=_names(
+            "GPT2Tokenizer",
+            "<|endoftext|>",
+            "<|im_end|>",
+            unk_token="<|endoftext|>",
+            chat_template=CHATML.replace("\n", "<|im_sep|>", 1),
+        ),
         config=("<|endoftext|>", "<|im_end|>"),
-        ends=("<|endoftext|>", "<|im_end|>"),
         padding=12,
     ),
     Shape(
@@ -358,19 +315,18 @@ SHAPES = [
         family="deepseek_v3",
         special=_DEEPSEEK[:2],
         plain=_DEEPSEEK[2:],
-        tokenizer={
-            "tokenizer_class": LLAMA,
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "bos_token": _object(_DEEPSEEK[0]),
-            "eos_token": _object(_DEEPSEEK[1]),
-            "chat_template": chat(
+        tokenizer=_names(
+            LLAMA,
+            add_bos_token=True,
+            add_eos_token=False,
+            bos_token=_object(_DEEPSEEK[0]),
+            eos_token=_object(_DEEPSEEK[1]),
+            chat_template=chat(
                 "{{ '<｜User｜>' if m.role == 'user' else '<｜Assistant｜>' }}{{ m.content }}", start="{{ bos_token }}"
             ),
-        },
+        ),
         config=(_DEEPSEEK[1],),
         generation=(_DEEPSEEK[1],),
-        ends=(_DEEPSEEK[1],),
         fields=_yarn(8.0, 512, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1),
         padding=9,
         before=_DEEPSEEK[:1],
@@ -382,29 +338,23 @@ SHAPES = [
         special=("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"),
         plain=("<tool_call>", "</tool_call>"),
         post="<|begin_of_text|> $A",
-        tokenizer={
-            "tokenizer_class": FAST,
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|im_end|>",
-            "chat_template": [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": HERMES}],
-        },
+        tokenizer=_names(
+            FAST,
+            "<|begin_of_text|>",
+            "<|im_end|>",
+            chat_template=[{"name": "default", "template": CHATML}, {"name": "tool_use", "template": HERMES}],
+        ),
         config=("<|im_end|>",),
-        ends=("<|im_end|>",),
     ),
     Shape(
         name="Command R",
         family="llama",
         special=("<PAD>", "<UNK>", "<BOS_TOKEN>", "<EOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
         post="<BOS_TOKEN> $A",
-        tokenizer={
-            "tokenizer_class": "CohereTokenizerFast",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "bos_token": "<BOS_TOKEN>",
-            "eos_token": "<|END_OF_TURN_TOKEN|>",
-        },
+        tokenizer=_names(
+            "CohereTokenizerFast", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", add_bos_token=True, add_eos_token=False
+        ),
         config=("<|END_OF_TURN_TOKEN|>",),
-        ends=("<|END_OF_TURN_TOKEN|>",),
         fields={"model_max_length": 2 * TRAINED},
         files={
             "chat_template.jinja": CHATML,
@@ -415,44 +365,31 @@ SHAPES = [
         generic=True,
         why="transformers 5 builds the class anew; model_max_length counts for SGLang and vLLM",
     ),
-    Shape(
+    replace(
+        _LLAMA2,
         name="a ChatML fine-tune of Mistral 0.1",
         family="mistral",
-        spelling=LLAMA2,
         special=(*_SPM, "<|im_end|>"),
         plain=("<|im_start|>",),
-        post="<s> $A",
-        tokenizer={
-            "tokenizer_class": LLAMA,
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "bos_token": "<s>",
-            "chat_template": CHATML,
-        },
-        config=("</s>",),
-        generation=("</s>",),
-        ends=("</s>", "<|im_end|>"),
+        tokenizer=_names(LLAMA, "<s>", add_bos_token=True, add_eos_token=False, chat_template=CHATML),
         files={
             "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": "<s>"}
         },
-        generic=True,
-        why=_METASPACE,
     ),
     Shape(
         name="GLM 4.5",
         family="glm4_moe",
         special=("<|endoftext|>", "[MASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
         plain=("<think>", "</think>", "<tool_call>"),
-        tokenizer={
-            "tokenizer_class": FAST,
-            "do_lower_case": False,
-            "eos_token": "<|endoftext|>",
-            "pad_token": "<|endoftext|>",
-            "additional_special_tokens": ["<|endoftext|>", "[MASK]", "<sop>", "<|user|>", "<|observation|>"],
-        },
+        tokenizer=_names(
+            FAST,
+            do_lower_case=False,
+            eos_token="<|endoftext|>",
+            pad_token="<|endoftext|>",
+            additional_special_tokens=["<|endoftext|>", "[MASK]", "<sop>", "<|user|>", "<|observation|>"],
+        ),
         config=("<|endoftext|>", "<|user|>", "<|observation|>"),
         generation=("<|endoftext|>", "<|user|>", "<|observation|>"),
-        ends=("<|endoftext|>", "<|user|>", "<|observation|>"),
         files={
             "chat_template.jinja": chat(
                 "<|{{ m.role }}|>\n{{ m.content }}", start="[gMASK]<sop>", tools="{{ tools | tojson }}"
@@ -464,16 +401,11 @@ SHAPES = [
         name="Kimi K2",
         family="deepseek_v3",
         special=("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "[PAD]"),
-        tokenizer={
-            "tokenizer_class": FAST,
-            "bos_token": "[BOS]",
-            "eos_token": "[EOS]",
-            "pad_token": "[PAD]",
-            "additional_special_tokens": ["<|im_end|>", "<|im_user|>"],
-        },
+        tokenizer=_names(
+            FAST, "[BOS]", "[EOS]", pad_token="[PAD]", additional_special_tokens=["<|im_end|>", "<|im_user|>"]
+        ),
         config=("<|im_end|>",),
         generation=("<|im_end|>",),
-        ends=("<|im_end|>", "[EOS]"),
         fields=_yarn(32.0, 128, mscale=1.0, mscale_all_dim=1.0, beta_fast=1.0, beta_slow=0.5),
         files={
             "chat_template.jinja": chat(
@@ -487,72 +419,58 @@ SHAPES = [
         name="gpt-oss",
         family="gpt_oss",
         special=("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>"),
-        tokenizer={"tokenizer_class": FAST, "bos_token": "<|startoftext|>", "eos_token": "<|return|>"},
+        tokenizer=_names(FAST, "<|startoftext|>", "<|return|>"),
         config=("<|return|>",),
         generation=("<|return|>", "<|endoftext|>", "<|call|>"),
-        ends=("<|return|>", "<|endoftext|>", "<|call|>"),
         fields={"rope_scaling": {**_yarn(32.0, 128)["rope_scaling"], "rope_type": "yarn", "truncate": False}},
         files={"chat_template.jinja": HARMONY},
     ),
-    Shape(
+    replace(
+        _LLAMA2,
         name="LLaVA 1.5",
         family="llava",
-        spelling=LLAMA2,
         special=(*_SPM, "<image>", "<pad>"),
-        post="<s> $A",
-        tokenizer={
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": True,
-            "image_token": "<image>",
-            "pad_token": "<pad>",
-            **_SPM_NAMES,
-        },
+        tokenizer=_names("LlamaTokenizer", add_bos_token=True, image_token="<image>", pad_token="<pad>", **_SPM_NAMES),
         config=(),
-        generation=("</s>",),
-        ends=("</s>",),
         files={"chat_template.json": {"chat_template": PARTS}},
         padding=6,
+        generic=False,
+        why="",
     ),
-    Shape(
+    replace(
+        _QWEN3,
         name="Qwen 2.5 VL",
         family="qwen2_5_vl",
         special=(*_QWEN_TOKENS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-        tokenizer={**_IM_END, "chat_template": HERMES},
-        config=("<|im_end|>",),
-        generation=("<|im_end|>", "<|endoftext|>"),
-        ends=("<|im_end|>", "<|endoftext|>"),
+        plain=(),
         fields={"rope_scaling": {**_yarn(4.0, TRAINED)["rope_scaling"], "mrope_section": [4, 2, 2]}},
         files={"chat_template.json": {"chat_template": CHATML}},
         context=4 * TRAINED,
+        padding=0,
     ),
     Shape(
         name="SmolLM 2",
         family="llama",
         special=_QWEN_TOKENS,
-        tokenizer={
-            "tokenizer_class": "GPT2Tokenizer",
-            "add_prefix_space": False,
-            "bos_token": "<|im_start|>",
-            "eos_token": "<|im_end|>",
-            "unk_token": "<|endoftext|>",
-            "chat_template": CHATML,
-        },
+        tokenizer=_names(
+            "GPT2Tokenizer",
+            "<|im_start|>",
+            "<|im_end|>",
+            add_prefix_space=False,
+            unk_token="<|endoftext|>",
+            chat_template=CHATML,
+        ),
         config=("<|im_end|>",),
-        ends=("<|im_end|>",),
         generic=True,
         why="transformers 5 cuts digits as GPT-2 does; ids follow tokenizer.json, as in SGLang and transformers 4",
     ),
-    Shape(
+    replace(
+        _LLAMA2,
         name="e5-mistral",
         family="mistral",
-        spelling=LLAMA2,
-        special=_SPM,
-        post="<s> $A",
-        tokenizer={"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True, **_SPM_NAMES},
-        config=("</s>",),
-        ends=("</s>",),
+        tokenizer=_names("LlamaTokenizer", add_bos_token=True, add_eos_token=True, **_SPM_NAMES),
+        generation=(),
         fields={"architectures": ["MistralModel"]},
-        generic=True,
         behind=("</s>",),
         why=(
             "transformers 5 and what runs on it drop add_eos_token, and embeddings are wrong (mteb#5237); here it counts where "
@@ -560,17 +478,6 @@ SHAPES = [
         ),
     ),
 ]
-
-TINYLLAMA = Shape(  # of which GGUF files are made
-    name="TinyLlama",
-    family="llama",
-    spelling=LLAMA2,
-    special=_SPM,
-    post="<s> $A",
-    tokenizer={"tokenizer_class": "LlamaTokenizer", **_SPM_NAMES},
-    config=("</s>",),
-    ends=("</s>",),
-)
 
 
 def write_folder(folder: Path, shape: Shape) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Loading: shards, stray copies, and one clear line for files that do not fit."""
 
 import json
+import logging
 import struct
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from engine.model_files.model_config import load_model_config
+from engine.models.checkpoint import LINE_EVERY_S, LoadProgress
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from service.flags import ConfigError
@@ -136,3 +138,42 @@ def test_a_missing_shard_and_a_tensor_the_index_invents_are_named(tmp_path: Path
     (tmp_path / first).unlink()
     with pytest.raises(ConfigError, match=rf"{first}: missing, though"):
         load(path)
+
+
+# ---- where a user sees how far a checkpoint is loaded
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_log_has_a_line_every_few_seconds(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    with caplog.at_level(logging.INFO):
+        progress = LoadProgress(200, bar=False, clock=clock)
+        for _ in range(5):
+            clock.now_s += 0.5 * LINE_EVERY_S
+            progress.update(10)
+        progress.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading weights: 20 of 200 tensors (10%) in 10 s",
+        "loading weights: 40 of 200 tensors (20%) in 20 s",
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar_and_no_lines(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    with caplog.at_level(logging.INFO):
+        progress = LoadProgress(2, bar=True, clock=clock)
+        clock.now_s += 10 * LINE_EVERY_S
+        progress.update(2)
+        progress.close()
+    assert "100%" in capsys.readouterr().err and caplog.records == []
