@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from router.choice.chooser import make_chooser
-from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key
+from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key, make_chooser
 from router.config import POLICIES, RouterConfig
 from router.pool.breaker import Check
 from router.pool.worker import PAIR, Lease, Pool, Worker

@@ -21,12 +21,11 @@ from typing import Any
 from benchmarks.measures import Measure, Row, Tables, tell
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import BootstrapConfig, Registry
-from router.admission.admission import Admission
+from router.admission import Admission
+from router.attempts.failures import CallFailed
 from router.attempts.pair_attempt import RoomMinter
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import CallFailed
-from router.choice.chooser import make_chooser
-from router.choice.policies import RoutingHints, cost_tokens
+from router.choice.policies import RoutingHints, cost_tokens, make_chooser
 from router.config import RouterConfig
 from router.pool.breaker import Check, Event
 from router.pool.worker import PAIR, Lease, LoadReport, Role, Worker

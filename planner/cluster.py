@@ -18,7 +18,7 @@ from planner.routing import REPORT_S, WANTED, Routed, Routing
 from planner.transfer import Network
 from planner.worker import PlanWorker, WorkerSpec
 from planner.workload import PlannedRequest
-from router.choice.route_costs import Objectives
+from router.attempts.request import Slo
 from router.pool.reports import parse_load
 from service.flags import ConfigError
 
@@ -121,7 +121,7 @@ class ClusterCosts:
     host_request_s: float = 0.0
     host_token_s: float = 0.0
     policy: str = "least_load"
-    wanted: Objectives = WANTED
+    wanted: Slo = WANTED
 
 
 @dataclass(slots=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from planner.workload import PlannedRequest
-from router.choice.chooser import make_chooser
-from router.choice.policies import RoutingHints, cost_tokens
-from router.choice.route_costs import Objectives
+from router.attempts.request import Slo
+from router.choice.policies import RoutingHints, cost_tokens, make_chooser
 from router.config import RouterConfig
 from router.history.forecast import Forecast, SentPrompt
 from router.pool.breaker import Check
@@ -21,7 +20,7 @@ from router.requests.route_choice import RouteChooser
 from service.kv_events import BLOCK_TOKENS
 
 SEED = 1
-WANTED = Objectives(RouterConfig.mixed_ttft_s, RouterConfig.mixed_itl_s)
+WANTED = Slo(RouterConfig.mixed_ttft_s, RouterConfig.mixed_itl_s)
 REPORT_S = 1.0  # interval of reports (--load-poll-interval)
 WAYS = (("prefill", "decode"), ("unified",))  # possible routes
 T = TypeVar("T", bound=Hashable)
@@ -46,7 +45,7 @@ class Routing(Generic[T]):
 
     policy: str = "least_load"
     mixed: bool = False
-    wanted: Objectives = WANTED
+    wanted: Slo = WANTED
     _table: WorkerTable = field(default_factory=WorkerTable)
     workers: dict[T, Worker] = field(default_factory=dict)
     _forecast: Forecast = field(default_factory=Forecast)

@@ -25,7 +25,7 @@ from planner.memory import kv_pages, page_bytes
 from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest, workload_of
-from router.choice.route_costs import Objectives
+from router.attempts.request import Slo
 from service.flags import ConfigError
 
 DEFAULT_BATCH = 32
@@ -116,7 +116,7 @@ def study_of(config: PlanConfig) -> Study:
             host_request_s=config.host_request_time_s,
             host_token_s=config.host_token_time_s,
             policy=config.policy,
-            wanted=Objectives(config.slo_ttft_s, config.slo_tpot_s),
+            wanted=Slo(config.slo_ttft_s, config.slo_tpot_s),
         ),
         requests=requests,
         history=history,

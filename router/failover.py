@@ -16,17 +16,16 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from router.attempts.failures import MOVED, CallFailed
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import MOVED, CallFailed
 from router.client.credentials import Credentials
 from router.client.session import call_worker
 from router.pool.active_calls import ActiveCall
 from router.pool.worker import Role, Worker
-from router.requests.answer import ClientAnswer
+from router.requests.answer import ClientAnswer, StreamSplitter, ask_for_rest, failure_response, has_moved, read_whole
 from router.requests.merge import Merger
 from router.requests.picking import Picker
-from router.requests.relay import StreamSplitter, ask_for_rest, failure_response, has_moved, read_whole
 from service.http.errors import decode_or_none
 from service.http.guard import owner_said
 from service.http.resume import MOVE_OUT, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from router.attempts.request import ClientStream, RequestContext, Serve
-from router.requests.relay import HANDED_BACK, draining, error_of
+from router.requests.answer import HANDED_BACK, draining, error_of
 from service.http.errors import ApiError
 from service.http.keep_alive import KeepAlive
 from service.http.routes import errors_of

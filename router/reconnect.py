@@ -19,7 +19,7 @@ from router.client.session import WorkerAnswer, call_worker
 from router.pool.breaker import Health
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
-from router.requests.relay import ask_for_rest
+from router.requests.answer import ask_for_rest
 from service.http.errors import ApiError
 from service.http.reconnect import KEEP_HEADER, LAST_EVENT_HEADER, RETAINED_PATH, Keep, RetainedQuestion, RetainedRest
 from service.http.resume import RESUME_HEADER, sign

@@ -15,8 +15,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from router.choice.chooser import Chooser
 from router.choice.kv_view import WorkerCacheView
+from router.choice.policies import Chooser
 from router.pool.reports import EventSource, parse_event_source
 from router.pool.worker import MAX_WORKERS, Worker
 from service.kv_events import (

@@ -6,20 +6,20 @@ import time
 from contextlib import AsyncExitStack
 from functools import partial
 
-from router.admission.admission import Admission
+from router.admission import Admission
 from router.attempts.pair_attempt import RoomMinter
-from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed
+from router.choice.policies import make_chooser
 from router.compose.exposure import check_exposure, check_secret, make_credentials, named_workers, ways_of
 from router.config import RouterConfig
-from router.encoders.headers import EncoderHeaders
+from router.encoders import EncoderHeaders
 from router.fleet import PeerProcesses, ProcessSlot
 from router.history.recorder import Recorder
 from router.metrics import RouterMetrics, of_feed
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.prefix import PrefixHeaders, PrefixSources
-from router.requests.live import LiveRequests
+from router.requests.dispatch import LiveRequests
 from router.requests.responses import of_store, store_of
 from service.security.secret import router_secret
 from service.telemetry.exporters import open_exporter

@@ -3,8 +3,8 @@
 import math
 
 from router.attempts.pair_attempt import AttemptLauncher
-from router.choice.chooser import Chooser
-from router.choice.route_costs import Objectives
+from router.attempts.request import Slo
+from router.choice.policies import Chooser
 from router.compose.exposure import ways_of
 from router.compose.parts import Owners, make_parts
 from router.config import RouterConfig
@@ -16,7 +16,7 @@ from router.requests.route_choice import RouteChooser
 def make_dispatcher(config: RouterConfig, owners: Owners, launcher: AttemptLauncher, chooser: Chooser) -> Dispatcher:
     admission, ways = owners.admission, None
     if config.mixed:
-        wanted = Objectives(config.mixed_ttft_s, config.mixed_itl_s)
+        wanted = Slo(config.mixed_ttft_s, config.mixed_itl_s)
         ways = RouteChooser(policies=chooser.policies, forecast=admission.forecast, wanted=wanted)
     picker = Picker(
         table=launcher.table,

@@ -1,20 +1,23 @@
 """The receivers of events."""
 
+import logging
 from functools import partial
 
-from router.attempts.request import Events
-from router.attempts.upstream_call import (
+from router.attempts.failures import CallFailed
+from router.attempts.pair_attempt import (
     circuit_answered,
     circuit_failed,
     circuit_prefilled,
     circuit_started,
-    report_unreachable,
 )
+from router.attempts.request import Events
 from router.history.forecast import Forecast
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.metrics import RouterMetrics
 from router.pool.health import HealthMonitor
+
+log = logging.getLogger(__name__)
 
 
 def make_events(
@@ -45,3 +48,10 @@ def make_events(
         on_ended=(traces.on_ended,),
         on_refused=(metrics.on_refused,),
     )
+
+
+def report_unreachable(monitor: HealthMonitor, failure: CallFailed, now_s: float) -> None:
+    if failure.reason in ("refused", "lost") or failure.draining:
+        log.warning("%s", failure)
+        refused = str(failure) if failure.reason == "refused" else ""
+        monitor.on_unreachable(failure.worker, refused=refused, draining=failure.draining)

@@ -5,20 +5,19 @@ from functools import partial
 
 import aiohttp
 
-from router.admission.admission import PRIORITY_HEADER, Admission
+from router.admission import PRIORITY_HEADER, Admission
 from router.attempts.pair_attempt import AttemptLauncher
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, ServePart
 from router.body import ALONE, Api
 from router.client.credentials import Credentials
 from router.config import RouterConfig
-from router.encoders.headers import EncoderHeaders
-from router.encoders.images import BodyImages
+from router.encoders import EncoderHeaders
 from router.failover import Failover
+from router.images import BodyImages
 from router.kept_alive import serve_kept_alive
 from router.reconnect import Reconnect
 from router.requests.answer import ClientAnswer
-from router.requests.dispatch import RequestParts
-from router.requests.live import LiveRequests
+from router.requests.dispatch import LiveRequests, RequestParts
 from router.requests.picking import Picker
 from router.requests.responses import Responses, SharedBook
 from service.http.guard import ENVOY_HEADER, RANK_HEADER, TIMEOUT_HEADER

@@ -5,7 +5,7 @@ from functools import partial
 
 from aiohttp import web
 
-from router.admission.queue import limit_rate, make_limiter
+from router.admission import limit_rate, make_limiter
 from router.body import PUTS, Api
 from router.compose.exposure import browser_rule
 from router.compose.router import Router

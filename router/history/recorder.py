@@ -1,7 +1,7 @@
 """The last requests, and counts per second for two minutes. Pure but for its clock.
 
 Latencies are counts in buckets of ratio 1.125: quantiles within 6 %, and sums over processes
-(DDSketch, Masson, Rim and Lee, VLDB 2019).
+(DDSketch, Masson, Rim and Lee, VLDB 2019). Times are monotonic seconds.
 """
 
 import math
@@ -9,11 +9,68 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
+import msgspec
+
+from router.attempts.failures import CallFailed
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import CallFailed
-from router.history.records import DashboardRequest, DashboardSnapshot, Second
 from router.pool.worker import LoadReport, Role
+
+
+class Second(msgspec.Struct):
+    """Events of a second: latencies by bucket (recorder.py), `failures` by "role reason"."""
+
+    at: int
+    arrived: int = 0
+    ended: int = 0
+    failed: int = 0
+    retried: int = 0
+    ttft: dict[int, int] = msgspec.field(default_factory=dict)
+    gaps: dict[int, int] = msgspec.field(default_factory=dict)
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    # Increases between reports, not summed, as all processes receive the same.
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    kv_bytes: int = 0
+
+
+class DashboardAttempt(msgspec.Struct):
+    """One attempt. `answering`: decode, unified, or a prefill worker without decode."""
+
+    started_s: float
+    answering: str
+    prefill: str | None = None
+    prefill_ended_s: float | None = None
+    failure: str = ""
+    failed_s: float | None = None
+
+
+class DashboardRequest(msgspec.Struct):
+    """One request. `status`: 0 while running, 499 if its client left."""
+
+    key: str  # unique among all processes
+    request_id: str
+    path: str
+    started_s: float
+    prompt_tokens: int  # estimated
+    attempts: list[DashboardAttempt]
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
+    num_events: int = 0  # chunks of a streamed answer
+    ended_s: float | None = None
+    status: int = 0
+    failure: str = ""
+    caller: str = ""  # name of its API key
+    rooms: list[int] = []  # all its attempts'
+
+
+class DashboardSnapshot(msgspec.Struct):
+    """Records of one process. `switching`: URL -> new role."""
+
+    seconds: list[Second]
+    records: list[DashboardRequest]
+    switching: dict[str, str] = {}
+
 
 KEPT_REQUESTS = 256  # finished ones
 MAX_RUNNING = 512  # running ones; further ones are only counted

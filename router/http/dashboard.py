@@ -10,11 +10,10 @@ from aiohttp import web
 
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
-from router.history.recorder import Recorder, add, quantile
-from router.history.records import DashboardRequest, DashboardSnapshot, Second
+from router.history.recorder import DashboardRequest, DashboardSnapshot, Recorder, Second, add, quantile
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
-from router.requests.live import LiveRequests
+from router.requests.dispatch import LiveRequests
 from service.http.api_shapes import json_response
 from service.http.errors import ApiError, decode_or_none
 

@@ -16,7 +16,7 @@ from router.pool.health import HealthMonitor
 from router.pool.reports import count_of
 from router.pool.worker import Worker
 from router.pool.workers import join_models
-from router.requests.live import LiveRequests
+from router.requests.dispatch import LiveRequests
 from service.flags import untagged
 from service.http.api_shapes import json_response
 from service.http.errors import ApiError, decode_or_none, object_of

@@ -10,8 +10,8 @@ from router.http.worker_calls import WorkerCalls
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import missing_roles
-from router.requests.live import LiveRequests
-from router.requests.relay import no_worker
+from router.requests.answer import no_worker
+from router.requests.dispatch import LiveRequests
 from service.flags import installed_version
 from service.http.api_shapes import json_response
 from service.http.errors import DRAINING, ApiError

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from router.client.session import call_worker
 from router.fleet import PeerProcesses
-from router.history.records import DashboardRequest, DashboardSnapshot
+from router.history.recorder import DashboardRequest, DashboardSnapshot
 from router.history.trace import MAX_ID_CHARS
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker

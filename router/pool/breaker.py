@@ -56,15 +56,10 @@ class Circuit:
     state: State = State.CLOSED
     quiet: bool = True
     on_open: Callable[[float], None] = lambda until_s: None  # receives the end of the timeout, 0.0 if not open
-    on_trial: Callable[[], None] = lambda: None
     _since_s: float = -math.inf  # start of this state
     _faults_s: list[float] = field(default_factory=list)  # in a row, within the window
     _num_begun: int = 0  # while half open
     _num_trials: int = 0  # running ones
-
-    @property
-    def waits_until_s(self) -> float:
-        return self._since_s + self.flags.cb_timeout_duration_s if self.state is State.OPEN else math.inf
 
     def takes(self, now_s: float) -> bool:
         if self.state is State.CLOSED:
@@ -79,12 +74,10 @@ class Circuit:
         trial = self.state is State.HALF_OPEN
         if trial:
             self._num_trials += 1
-            self.on_trial()
         return trial
 
     def end_trial(self) -> None:
         self._num_trials -= 1
-        self.on_trial()
         assert self._num_trials >= 0
 
     def _has_waited(self, now_s: float) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from router.config import BreakerFlags, HealthFlags
-from router.pool.breaker import HEALTH_TRANSITIONS, Check, Circuit, Health
-from router.pool.open_circuits import OpenCircuits
+from router.pool.breaker import HEALTH_TRANSITIONS, Check, Circuit, Health, State
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, Loads, Pool, Role, Way, Worker
 from service.http.errors import ApiError
@@ -160,7 +159,7 @@ class WorkerTable:
     _next_id: int = 0
     _pools: dict[tuple[Role, str], Pool] = field(default_factory=dict)  # cache
     _models: Catalogue | None = None  # cache, until models change
-    _circuits: OpenCircuits = field(default_factory=OpenCircuits)
+    _unsettled: dict[int, Worker] = field(default_factory=dict)  # with circuits that are not closed
 
     def add(
         self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0, discovered: bool = False
@@ -186,7 +185,6 @@ class WorkerTable:
             circuit=Circuit(self.breaker),
         )
         worker.circuit.on_open = lambda until_s: self._on_circuit(worker, until_s)
-        worker.circuit.on_trial = self._circuits.on_trial
         self._next_id += 1
         self._workers[worker.worker_id] = worker
         self._by_name[same_url(url)] = self._by_slot[worker.slot] = worker
@@ -199,7 +197,7 @@ class WorkerTable:
         del self._workers[worker.worker_id]
         del self._by_name[same_url(url)]
         self._by_slot.pop(worker.slot, None)
-        self._circuits.forget(worker)
+        self._unsettled.pop(worker.worker_id, None)
         if worker.peers is not None:
             worker.peers.give_back(worker.slot)
         worker.peers, worker.slot = None, 0
@@ -254,9 +252,9 @@ class WorkerTable:
     def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
         """Return the pool's workers with closed circuits, else all."""
         pool = self.pool(role, model)
-        faulty = self._circuits.shut(now_s) if self._circuits.any else frozenset()
+        faulty = {worker_id for worker_id, worker in self._unsettled.items() if not worker.circuit.takes(now_s)}
         if self.peers is not None and (others := self.peers.others_open(now_s)):
-            faulty = faulty.union([self._by_slot[slot].worker_id for slot in others if slot in self._by_slot])
+            faulty.update([self._by_slot[slot].worker_id for slot in others if slot in self._by_slot])
         return [w for w in pool if w.worker_id not in faulty] or pool if faulty else pool
 
     def trusts(self, worker: Worker, *, now_s: float) -> bool:
@@ -358,8 +356,10 @@ class WorkerTable:
     def _on_circuit(self, worker: Worker, until_s: float) -> None:
         if worker.peers is not None:
             worker.peers.publish_open(worker.slot, until_s)
-        if worker in self:
-            self._circuits.on_change(worker)
+        if worker.circuit.state is State.CLOSED or worker not in self:
+            self._unsettled.pop(worker.worker_id, None)
+        else:
+            self._unsettled[worker.worker_id] = worker
 
     def check(self) -> None:
         workers = self.workers()
@@ -367,7 +367,7 @@ class WorkerTable:
         assert list(self._workers) == sorted(self._workers) == [w.worker_id for w in workers]
         assert list(self._by_name.values()) == workers
         assert all(self.find(w.url) is w for w in workers)
-        self._circuits.check(workers)
+        assert sorted(self._unsettled) == [w.worker_id for w in workers if w.circuit.state is not State.CLOSED]
         anew = {key: self._pool(*key) for key in self._pools}
         assert self._pools == anew
         self.loads.check(workers)

@@ -1,39 +1,105 @@
 """The dispatcher: reads a generation request, admits it, tries attempts, relays the answer.
 
-Workers change only before anything is sent to the client. Every exit ends the attempts.
+Workers change only before anything is sent to the client. Every exit ends the attempts. A drain
+refuses new requests; live ones finish or are handed back. A block holds new ones while live ones
+finish, to change all workers in between, as SGLang's input blocker.
 """
 
 import asyncio
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from aiohttp import web
 
+from router.attempts.failures import CallFailed
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import BodyPart, RequestContext, RequestRefused, Serve, ServePart, concerns, time_given
-from router.attempts.upstream_call import CallFailed
 from router.body import ALONE, Api, named_dp_rank, parse_body
-from router.choice.chooser import Chooser
+from router.choice.policies import Chooser
 from router.client.credentials import Credentials
 from router.pool.worker import Way
 from router.pool.workers import UnknownModel
-from router.requests.answer import ClientAnswer
-from router.requests.live import LiveRequests
+from router.requests.answer import HANDED_BACK, ClientAnswer, draining, failure_response, no_worker
 from router.requests.merge import Merger
 from router.requests.picking import Picker
-from router.requests.relay import HANDED_BACK, draining, failure_response, no_worker
 from service.http.api_shapes import REQUEST_ID
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE, caller_header, rank_in
 from service.http.routes import invoked_path
+from service.process.stop_signals import wait_while
 from service.security.keys import authorization_of
 from service.waiter import BODIES
 
+log = logging.getLogger(__name__)
+
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = 1
+MAX_BLOCKED = 4096  # requests waiting in a block
 
 Attempted = Callable[[AttemptLauncher, RequestContext, PairAttempt, Sequence[Merger]], ClientAnswer]
+
+
+@dataclass(eq=False)
+class LiveRequests:
+    """Running and queued requests in order of arrival."""
+
+    draining: bool = False
+    requests: dict[RequestContext, None] = field(default_factory=dict)
+    num_blocked: int = 0
+    _open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._open.set()
+
+    @property
+    def blocked(self) -> bool:
+        return not self._open.is_set()
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def refuse_if_draining(self, http: web.BaseRequest) -> None:
+        if self.draining:
+            raise draining("the router is draining: it takes no new requests")
+
+    async def block(self) -> None:
+        """Hold new requests until `unblock`, and wait for live ones."""
+        self._open.clear()
+        await wait_while(lambda: bool(self.requests), at_once=self._open)
+
+    def unblock(self) -> None:
+        self._open.set()
+
+    async def wait_unblocked(self, *, timeout_s: float) -> None:
+        """Wait for the block's end. ApiError after the deadline, or for too many requests."""
+        if self.num_blocked >= MAX_BLOCKED:
+            message = f"{self.num_blocked} requests wait until the router is unblocked; try again later"
+            raise ApiError(503, message, code="queue_full", retry_after_s=1)
+        self.num_blocked += 1
+        try:
+            async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
+                await self._open.wait()
+        except TimeoutError:
+            message = f"an operator has blocked the router for longer than {timeout_s:g} s, which the request may take"
+            raise ApiError(504, message, code="deadline") from None
+        finally:
+            self.num_blocked -= 1
+
+    async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
+        self.draining = True
+        self.unblock()
+        if self.requests:
+            log.info("draining: %d requests run, for up to %g s (--drain-timeout)", len(self), timeout_s)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        await wait_while(lambda: bool(self.requests) and loop.time() < deadline_s, at_once=at_once)
+        if self.requests:
+            log.warning("draining: %d requests have not ended and are handed back", len(self))
+        for request in list(self.requests):
+            request.hand_back()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,16 @@
-"""Choice of a request's route: a pair or a unified worker (--mixed). Pure.
+"""Choice of a request's route, a pair or a unified worker, by its SLO cost (--mixed). Pure.
 
-Prompts of one length keep their route until another is clearly cheaper (route_costs.py), so that
-noise does not swing the load.
+    cost(route) = (TTFT / wanted TTFT)^4 + (ITL / wanted ITL)^4, predicted with the request
+    TTFT          wait for room + time of queued tokens and of the prompt
+    ITL           with one more request; at a unified worker plus the stall of answers by this
+                  prompt, over the length of an answer
+
+Prefill workers stall no answers, unified ones need no hand-over: long prompts go to pairs until
+load outweighs that. By the power the tightest SLO decides. Ideas: mixed pools, Splitwise (ISCA'24);
+predicted times, Mooncake (FAST'25); no kind always wins, TaiChi (arXiv 2508.01989).
+
+Prompts of one length keep their route until another is clearly cheaper, so that noise does not
+swing the load.
 """
 
 import math
@@ -11,9 +20,72 @@ from typing import NamedTuple
 
 from router.attempts.request import Slo
 from router.choice.policies import Placement, Policy, RoutingHints
-from router.choice.route_costs import Ask, FittedLine, Objectives, WorkerMetrics, pair_slo_cost, unified_slo_cost
 from router.history.forecast import STALE_S, Forecast, LineFit
 from router.pool.worker import LoadReport, Pool, Role, Worker
+
+POWER = 4
+
+
+class FittedLine(NamedTuple):
+    base_s: float
+    slope_s: float
+
+    def at(self, x: float) -> float:
+        return self.base_s + self.slope_s * x
+
+
+class WorkerMetrics(NamedTuple):
+    """Load and fitted times of a worker; 0 if unknown.
+
+    `ttft` is by tokens, `step` (ITL) by requests. `company`: probability that answers run when a
+    prompt arrives.
+    """
+
+    ttft: FittedLine
+    step: FittedLine
+    waiting_tokens: int = 0
+    requests: int = 0
+    held_tokens: float = 0.0
+    capacity_tokens: int = 0
+    most_requests: int = 0
+    company: float = 1.0
+
+
+class Ask(NamedTuple):
+    """A request at one worker: uncached tokens, KV at its end, expected answer."""
+
+    new_tokens: int
+    kv_tokens: int
+    answer_tokens: float
+
+
+def pair_slo_cost(prefill: WorkerMetrics, compute: Ask, decode: WorkerMetrics, answer: Ask, wanted: Slo) -> float:
+    ttft_s = prefill.ttft.at(prefill.waiting_tokens + compute.new_tokens) + wait_for_room_s(decode, answer)
+    return _slo_cost(ttft_s, decode.step.at(decode.requests + 1), wanted)
+
+
+def unified_slo_cost(worker: WorkerMetrics, ask: Ask, wanted: Slo) -> float:
+    ttft_s = worker.ttft.at(worker.waiting_tokens + ask.new_tokens) + wait_for_room_s(worker, ask)
+    held_up_s = worker.company * worker.ttft.slope_s * ask.new_tokens / max(1.0, ask.answer_tokens)
+    return _slo_cost(ttft_s, worker.step.at(worker.requests + 1) + held_up_s, wanted)
+
+
+def wait_for_room_s(worker: WorkerMetrics, ask: Ask) -> float:
+    """Return the time until there is memory and a batch slot.
+
+    A share of either frees up in that share of a request's stay.
+    """
+    over = 0.0
+    if worker.capacity_tokens:
+        over = (worker.held_tokens + ask.kv_tokens) / worker.capacity_tokens - 1
+    if worker.most_requests:
+        over = max(over, (worker.requests + 1) / worker.most_requests - 1)
+    return max(0.0, over) * ask.answer_tokens * worker.step.at(worker.requests)
+
+
+def _slo_cost(ttft_s: float, itl_s: float, wanted: Slo) -> float:
+    return (ttft_s / wanted.ttft_s) ** POWER + (itl_s / wanted.itl_s) ** POWER
+
 
 STAY = 0.03  # least relative saving for which prompts of one length change their route
 COLOCATION_SHARE = 0.05  # weight of each choice
@@ -38,7 +110,7 @@ class RouteChooser:
 
     policies: Mapping[Role, Policy]
     forecast: Forecast
-    wanted: Objectives
+    wanted: Slo
     _last: dict[int, Role] = field(default_factory=dict)  # first role of the last route, by bits of the prompt's length
     _company: float = 0.0  # share of recent choices that found requests at the unified worker
 
@@ -60,7 +132,7 @@ class RouteChooser:
         return way
 
     def _best(
-        self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, wanted: Objectives, now_s: float
+        self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, wanted: Slo, now_s: float
     ) -> Placements:
         fits = [self._fits(pools, way) for pools, way in zip(ways, found, strict=True)]
         strains = [
@@ -82,7 +154,7 @@ class RouteChooser:
         return own if own.is_known else self.forecast.first_known(pool, which) or own
 
     def _slo_cost(
-        self, way: Placements, lines: tuple[FittedLine, FittedLine], hints: RoutingHints, wanted: Objectives
+        self, way: Placements, lines: tuple[FittedLine, FittedLine], hints: RoutingHints, wanted: Slo
     ) -> float:
         tokens = min(self.forecast.answer_events or DEFAULT_ANSWER, hints.output_tokens)
         asks = [Ask(hints.prompt_tokens - one.cached_tokens, hints.prompt_tokens + int(tokens), tokens) for one in way]
@@ -110,8 +182,8 @@ class RouteChooser:
                 self._company += COLOCATION_SHARE * ((way[0].worker.requests_everywhere > 0) - self._company)
 
 
-def _objectives(slo: Slo, usual: Objectives) -> Objectives:
-    return Objectives(
+def _objectives(slo: Slo, usual: Slo) -> Slo:
+    return Slo(
         slo.ttft_s if slo.ttft_s < math.inf else usual.ttft_s, slo.itl_s if slo.itl_s < math.inf else usual.itl_s
     )
 

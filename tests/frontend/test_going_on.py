@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from engine.frontend.apis.shared import resumable
-from router.requests.relay import StreamSplitter
+from router.requests.answer import StreamSplitter
 from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedRest
 from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, sign
 from tests.frontend.conftest import CALL, SECRET, TOOL, Worker, wait_for

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.admission.admission import Admission
-from router.admission.objectives import look_in_time, objectives_of
-from router.admission.queue import AdmissionQueue, TicketStatus
+from router.admission import Admission, AdmissionQueue, TicketStatus, look_in_time, objectives_of
 from router.attempts.request import Events, RequestRefused, Slo
 from router.choice.policies import LeastLoad, RoutingHints
 from router.config import AdmissionFlags, RouterConfig

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import reconnect
+from router import images, reconnect
 from router.body import Api, BadBody, named_model, parse_body, write_bodies
-from router.choice.chooser import Chooser
-from router.encoders import images
+from router.choice.policies import Chooser
 from router.http import fan_out
 from router.requests import dispatch, responses
+from router.requests.answer import StreamSplitter
 from router.requests.merge import Merger
-from router.requests.relay import FilteredStream, StreamSplitter
 from service.http.bodies import MAX_FIELDS, MAX_PARTS
 from tests.router.dummies import Cluster, cluster
 
@@ -256,7 +255,7 @@ def test_streams_are_merged_however_they_are_cut(cuts: list[int]) -> None:
         {"index": 1, **native("y")}, {"index": 0, **native("x")}, {"index": 0, "text": "xx", "meta_info": {"id": "r"}}
     )
     prefill = [native("x", input_token_logprobs=IN), native("y", input_token_logprobs=IN[:1])]
-    merger = FilteredStream(EVENTS, [Merger(Api.GENERATE, json.dumps(prefill).encode()).merge_events])
+    merger = StreamSplitter(EVENTS, filters=[Merger(Api.GENERATE, json.dumps(prefill).encode()).merge_events])
     out, rest = b"", stream
     for cut in cuts:
         out += merger.feed(rest[:cut])

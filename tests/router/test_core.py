@@ -11,8 +11,8 @@ from router.pool.breaker import HEALTH_TRANSITIONS, Check, Health
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError
+from router.requests.answer import no_worker
 from router.requests.dispatch import pause_s
-from router.requests.relay import no_worker
 from service.flags import ConfigError
 from tests.router.dummies import table_of
 

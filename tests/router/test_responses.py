@@ -12,7 +12,7 @@ from aiohttp import web
 
 from router.body import Api, parse_body
 from router.choice.prefix_index import prompt_keys
-from router.requests.relay import FilteredStream
+from router.requests.answer import StreamSplitter
 from router.requests.responses import response_in
 from tests.router.dummies import Cluster, DummyWorker, begin_stream, cluster, key_file, until
 from tests.router.test_fleet import Fleet, fleet
@@ -279,7 +279,7 @@ def test_a_filter_sees_whole_events(size: int) -> None:
         pieces.append(events)
         return events
 
-    stream = FilteredStream("text/event-stream", [noted])
+    stream = StreamSplitter(filters=[noted])
     passed = b"".join(stream.feed(data[at : at + size]) for at in range(0, len(data), size))
     assert passed == data == b"".join(pieces) and all(piece.endswith(b"\n\n") for piece in pieces)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
-from router.admission.queue import MAX_CLIENTS, RateLimiter, client_of, make_limiter
+from router.admission import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.client.credentials import Credentials
 from service.flags import ConfigError
 from service.http.errors import ApiError, deeper_than

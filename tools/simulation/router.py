@@ -10,17 +10,17 @@ import aiohttp
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
-from router.admission.admission import Admission
+from router.admission import Admission
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import Api
-from router.choice.chooser import make_chooser
+from router.choice.policies import make_chooser
 from router.client.credentials import Credentials
 from router.compose.dispatcher import make_dispatcher
 from router.compose.events import make_events
 from router.compose.parts import Owners
 from router.compose.routes import need_of
 from router.config import RouterConfig
-from router.encoders.headers import EncoderHeaders
+from router.encoders import EncoderHeaders
 from router.failover import MoveOrders
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
@@ -29,7 +29,7 @@ from router.pool.breaker import Health
 from router.pool.health import HealthMonitor
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.requests.live import LiveRequests
+from router.requests.dispatch import LiveRequests
 from service.http.api_shapes import REQUEST_ID_HEADER
 from service.http.guard import make_guard
 from service.http.routes import Routes

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from router.admission.admission import Admission
-from router.admission.objectives import _NAMES
-from router.admission.queue import TicketStatus
-from router.attempts.upstream_call import MOVED, CallFailed
+from router.admission import _NAMES, Admission, TicketStatus
+from router.attempts.failures import MOVED, CallFailed
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
 from router.pool.worker import PAIR, UNIFIED, Role, Way

@@ -9,8 +9,7 @@ import pytest
 from router.attempts.pair_attempt import PairAttempt
 from router.body import TOKENS_PER_IMAGE
 from router.choice.policies import Placement
-from router.encoders.choice import SLACK_TOKENS, Encoders, choose_encoders
-from router.encoders.headers import EncoderHeaders
+from router.encoders import SLACK_TOKENS, EncoderHeaders, Encoders, choose_encoders
 from router.pool.breaker import Check
 from router.pool.reports import parse_encoder, parse_load
 from router.pool.worker import LoadReport, Role, Worker

@@ -20,9 +20,9 @@ from engine.core.mem_cache.radix_node import TRUNK, Branch
 from engine.flags.kv_events_config import KVEventsConfig, parse_kv_events_config
 from engine.images import key_ids
 from engine.loop.kv_events import ZmqPublisher
-from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed, _Turns
 from router.choice.kv_view import NamedBlocks, TokenBlocks, WorkerCacheView
+from router.choice.policies import make_chooser
 from router.choice.prefix_index import PrefixIndex, chain
 from router.config import RouterConfig
 from router.pool.reports import EventSource, parse_event_source

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.body import Api, parse_body
-from router.choice.cache_aware import CacheAware
-from router.choice.chooser import Chooser, make_chooser, session_of
 from router.choice.policies import (
+    CacheAware,
+    Chooser,
     ConsistentHashing,
     LeastLoad,
     Placement,
@@ -20,6 +20,8 @@ from router.choice.policies import (
     RoundRobin,
     RoutingHints,
     cost_tokens,
+    make_chooser,
+    session_of,
 )
 from router.choice.prefix_index import PrefixIndex, chain
 from router.config import POLICIES, ChoiceFlags, RouterConfig

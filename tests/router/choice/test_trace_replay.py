@@ -7,8 +7,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from router.choice.cache_aware import CacheAware
 from router.choice.policies import (
+    CacheAware,
     ConsistentHashing,
     LeastLoad,
     Policy,

@@ -7,26 +7,25 @@ from typing import Any
 import pytest
 
 from router.attempts.request import Slo
-from router.choice.chooser import make_chooser
-from router.choice.policies import Placement, RoutingHints
-from router.choice.route_costs import (
-    Ask,
-    FittedLine,
-    Objectives,
-    WorkerMetrics,
-    pair_slo_cost,
-    unified_slo_cost,
-    wait_for_room_s,
-)
+from router.choice.policies import Placement, RoutingHints, make_chooser
 from router.config import ChoiceFlags
 from router.history.forecast import MIN_POINTS, STALE_S, Forecast
 from router.pool.breaker import Check
 from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
-from router.requests.route_choice import RouteChooser, route_to_take
+from router.requests.route_choice import (
+    Ask,
+    FittedLine,
+    RouteChooser,
+    WorkerMetrics,
+    pair_slo_cost,
+    route_to_take,
+    unified_slo_cost,
+    wait_for_room_s,
+)
 from tests.router.dummies import CHAT, STREAM, Cluster, always, cluster, until
 
-WANTED = Objectives(ttft_s=4.0, itl_s=0.04)
+WANTED = Slo(ttft_s=4.0, itl_s=0.04)
 # A token is computed in 1 ms; a hand-over takes 40 ms.
 SLOW_HANDOVER, ALONE = FittedLine(0.06, 1e-3), FittedLine(0.02, 1e-3)
 STEP = FittedLine(0.02, 0.001)
@@ -38,7 +37,7 @@ def ask(tokens: int) -> Ask:
     return Ask(tokens, tokens + 100, 100.0)
 
 
-def goes_alone(tokens: int, wanted: Objectives = WANTED, **at: WorkerMetrics) -> bool:
+def goes_alone(tokens: int, wanted: Slo = WANTED, **at: WorkerMetrics) -> bool:
     """`at`: the figures of the workers (prefill, decode, alone) that differ from the usual ones."""
     one, prefill, decode = ask(tokens), at.get("prefill", PREFILL), at.get("decode", DECODE)
     return unified_slo_cost(at.get("alone", FREE), one, wanted) < pair_slo_cost(prefill, one, decode, one, wanted)
@@ -52,7 +51,7 @@ def test_a_short_prompt_goes_where_fewer_answers_run_and_a_long_one_holds_up_non
 
 
 def test_a_short_prompt_skips_the_hand_over_where_the_first_token_is_in_a_hurry() -> None:
-    hurry = Objectives(ttft_s=0.1, itl_s=0.04)
+    hurry = Slo(ttft_s=0.1, itl_s=0.04)
     assert all(goes_alone(tokens, hurry) and not goes_alone(tokens) for tokens in (20, 3000))
 
 
@@ -85,8 +84,8 @@ def test_a_worker_without_room_is_waited_for_as_long_as_its_requests_stay() -> N
 def test_the_tightest_objective_counts_most() -> None:
     """The pair's prefill worker has a queue, the unified worker a full batch."""
     at = {"prefill": PREFILL._replace(waiting_tokens=800), "alone": FREE._replace(requests=30)}
-    assert goes_alone(100, Objectives(ttft_s=1.0, itl_s=1.0), **at)
-    assert not goes_alone(100, Objectives(ttft_s=20.0, itl_s=0.06), **at)
+    assert goes_alone(100, Slo(ttft_s=1.0, itl_s=1.0), **at)
+    assert not goes_alone(100, Slo(ttft_s=20.0, itl_s=0.06), **at)
 
 
 class Pool:

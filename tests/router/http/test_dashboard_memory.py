@@ -4,20 +4,21 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.attempts.failures import FailedWorkers
 from router.attempts.pair_attempt import PairAttempt
-from router.attempts.request import Events, FailedWorkers
+from router.attempts.request import Events
 from router.history.recorder import (
     KEPT_REQUESTS,
     KEPT_SECONDS,
     MAX_RUNNING,
     MIN_S,
+    DashboardSnapshot,
     Recorder,
     add,
     bucket_of,
     middle_of,
     quantile,
 )
-from router.history.records import DashboardSnapshot
 from router.history.trace import RequestTraces
 from router.http.dashboard import SHOWN_REQUESTS, SHOWN_SECONDS, draw, merge, pick_records
 from router.pool.worker import LoadReport, Role

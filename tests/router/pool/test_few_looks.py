@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from router.admission.objectives import Objective, look_in_time, objectives_of
-from router.attempts.request import MAX_JOINS, FailedWorkers, RequestRefused, Slo, server_of
-from router.attempts.upstream_call import CallFailed
-from router.choice.cache_aware import CacheAware
+from router.admission import Objective, look_in_time, objectives_of
+from router.attempts.failures import MAX_JOINS, CallFailed, FailedWorkers, server_of
+from router.attempts.request import RequestRefused, Slo
 from router.choice.policies import (
     DRAWN,
     SCANNED,
+    CacheAware,
     ConsistentHashing,
     LeastLoad,
     Placement,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.choice.cache_aware import CacheAware, unbalanced
-from router.choice.policies import LeastLoad, RoutingHints
+from router.choice.policies import CacheAware, LeastLoad, RoutingHints, unbalanced
 from router.choice.prefix_index import PrefixIndex
 from router.config import BreakerFlags, ChoiceFlags
 from router.pool.breaker import Check, Event, Health
@@ -137,7 +136,7 @@ def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
 
 
 def plain_soonest(candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: ChoiceFlags) -> Worker:
-    """The rule of router/choice/cache_aware.py, a worker at a time."""
+    """The rule of router/choice/policies.py, a worker at a time."""
     matched = index.match(ask.keys)
     queues = [worker.inflight_requests for worker in candidates]
     if not matched.groups or unbalanced(min(queues), max(queues), settings):

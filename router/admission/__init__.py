@@ -1,1 +1,0 @@
-"""Admission: concurrency limits, queue, latency forecasts, rate limits."""

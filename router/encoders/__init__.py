@@ -1,1 +1,0 @@
-"""Encoder workers, and images in bodies."""
