@@ -206,7 +206,7 @@ class PrefixCopies:
         if not self.replication.begin(hints.keys[source.num_blocks - 1], source.size_bytes, now_s):
             return
         rooms = launcher.rooms.mint(request.parsed.num_samples)
-        body, _ = write_bodies(request.parsed, host=target.bootstrap_host, port=target.bootstrap_port, rooms=rooms)
+        body, _ = write_bodies(request.parsed, host=target.bootstrap.host, port=target.bootstrap.port, rooms=rooms)
         headers = self.prefixes.naming(source, request.headers_at(now_s), copy=True)
         reply = launcher.upstream.post(target.url, request.path, headers=headers, body=body)
         self._running.add(reply)

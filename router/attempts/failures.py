@@ -90,7 +90,7 @@ Server = tuple[str, int | None]
 
 
 def server_of(worker: Worker) -> Server | None:
-    return (worker.bootstrap_host, worker.bootstrap_port) if worker.role is Role.PREFILL else None
+    return (worker.bootstrap.host, worker.bootstrap.port) if worker.role is Role.PREFILL else None
 
 
 class FailedWorkers(msgspec.Struct):

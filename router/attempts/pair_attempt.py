@@ -403,7 +403,7 @@ class AttemptLauncher:
 
         A worker with one rank gets no DP rank if its peer has several.
         """
-        host, port = prefill.bootstrap_host, prefill.bootstrap_port
+        host, port = prefill.bootstrap.host, prefill.bootstrap.port
         to_prefill, to_decode = write_bodies(request.parsed, host=host, port=port, rooms=rooms)
         of_prefill = of_decode = headers
         if prefill.ranks.dp != decode.ranks.dp and 1 in (prefill.ranks.dp, decode.ranks.dp):
@@ -449,10 +449,10 @@ class AttemptLauncher:
         return call
 
     def _vouched(self, headers: Mapping[str, str], prefill: Worker, rooms: Sequence[int]) -> Mapping[str, str]:
-        secret, port = self.secret, prefill.bootstrap_port
-        if secret is None or port is None:
+        secret, at = self.secret, prefill.bootstrap
+        if secret is None or at.port is None:
             return headers
-        return {**headers, VOUCHER_HEADER: vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)}
+        return {**headers, VOUCHER_HEADER: vouch(secret, host=at.host, port=at.port, rooms=rooms)}
 
 
 # ---- Receivers of events (router/attempts/request.py)

@@ -45,7 +45,7 @@ LetGo = Callable[[Worker, Sequence[ActiveCall], str], None]  # takes calls from 
 
 def last_sign_s(worker: Worker) -> float:
     """Return the time of the last byte of a check, heartbeat or call."""
-    return max((worker.heard_s, *(call.last_byte_s for call in worker.calls)))
+    return max((worker.checks.heard_s, *(call.last_byte_s for call in worker.calls)))
 
 
 def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int:
@@ -101,12 +101,12 @@ def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: floa
     since_s = call.waits_since_s
     if since_s is None:
         return ""
-    if since_s < worker.former_life_s:
+    if since_s < worker.process.former_s:
         return "the process that had this request is gone, another one answers at its address"
-    if worker.health is not Health.DOWN or now_s - max(since_s, worker.good_s) < timeout_s:
+    if worker.health is not Health.DOWN or now_s - max(since_s, worker.checks.good_s) < timeout_s:
         return ""
-    silent = f"no good health check for {now_s - worker.good_s:.0f} s (--dead-worker-timeout)"
-    return f"no answer, and {silent}: {worker.last_error}"
+    silent = f"no good health check for {now_s - worker.checks.good_s:.0f} s (--dead-worker-timeout)"
+    return f"no answer, and {silent}: {worker.checks.error}"
 
 
 def _room(worker: Worker, *, above: float) -> float:

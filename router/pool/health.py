@@ -205,17 +205,17 @@ class HealthMonitor:
         address. With good heartbeats health comes with `/server_info`, and load only with requests.
         """
         worker, heartbeats = watch.worker, watch.heartbeats
-        known, result, error = worker.incarnation, Check.OK, ""
+        known, result, error = worker.process.incarnation, Check.OK, ""
         if worker.health is not Health.UP or not watch.is_fine or loop_time_s() >= watch.info_due_s:
             result, error = await self._check_health(worker)
             if result is Check.OK and heartbeats is not None:
                 heartbeats.on_answer()
         now_s = loop_time_s()
-        is_new = worker.health is not Health.UP or worker.incarnation != known
+        is_new = worker.health is not Health.UP or worker.process.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
             error = await self._read_info(watch)
             if (
-                error and error != worker.last_error and worker.health is not Health.UP
+                error and error != worker.checks.error and worker.health is not Health.UP
             ):  # not logged as a change of state
                 log.warning("%s worker %s gets no request: %s", worker.role, worker.url, error)
             result = Check.FAILED if error else Check.OK
@@ -288,7 +288,7 @@ class HealthMonitor:
             return Check.REFUSED, str(err)
         except FAILURES as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
-        incarnation, worker.busy_s = parse_health(body)
+        incarnation, worker.process.busy_s = parse_health(body)
         self.table.on_incarnation(worker, incarnation, checked_s=checked_s)
         if status == 503 and reports_draining(body):
             return Check.DRAINING, why_draining(body)
@@ -320,14 +320,14 @@ class HealthMonitor:
         """
         worker = watch.worker
         host, port = parse_bootstrap(info, url_host=worker.url_host)
-        given = worker.given_bootstrap_port
+        given = worker.bootstrap.given_port
         if given is None:
             self.table.on_bootstrap(worker, host, port)
             return NO_BOOTSTRAP if port is None else ""
-        claim = (worker.incarnation, worker.bootstrap_host, port)
+        claim = (worker.process.incarnation, worker.bootstrap.host, port)
         if given == port or claim == watch.proven:
             return ""
-        url = f"{url_of(worker.bootstrap_host, given)}/health"
+        url = f"{url_of(worker.bootstrap.host, given)}/health"
         answer = await call_worker(self.session, "GET", url, {}, timeout_s=self.config.health_check_timeout_s)
         if is_bootstrap_server(answer.status, answer.body):
             watch.proven = claim

@@ -67,7 +67,7 @@ class Prober:
                 worker.url + path, timeout=timeout, headers=self.credentials.own(), allow_redirects=False
             ) as response:
                 status, body = response.status, await _read_bounded(response)
-            worker.heard_s = loop_time_s()
+            worker.checks.heard_s = loop_time_s()
             self.on_silence(worker, False)
             return status, body
         finally:
@@ -243,13 +243,13 @@ class Heartbeats:
         in_time = now_s - self._beat_s <= self._limit_s
         self._in_a_row = self._in_a_row + 1 if in_time else 1
         self._beat, self._beat_s, self.is_late = beat, now_s, False
-        self.worker.heard_s = now_s
+        self.worker.checks.heard_s = now_s
         self._ran = self._ran or not all(one.rests for one in beats)
         if not self.trusted:
             if self._in_a_row >= BEATS:
                 self._trust()
             return
-        self.worker.busy_s = beat.busy_s
+        self.worker.process.busy_s = beat.busy_s
         if was_late:
             self._end_silence()
             self.on_silence(self.worker, False)

@@ -72,6 +72,38 @@ class RankSizes:
 ONE_RANK = RankSizes()
 
 
+@dataclass(slots=True)
+class BootstrapAddress:
+    """A prefill worker's bootstrap server, on a port that was given or that it reports."""
+
+    host: str
+    port: int | None
+    given_port: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckResults:
+    """Results of health checks. `streak`: equal ones in a row. `changed_s`: last change of health."""
+
+    changed_s: float
+    good_s: float  # last good check
+    heard_s: float = -math.inf  # last check answered or heartbeat
+    streak: int = 0
+    last: Check | None = None
+    error: str = "not checked yet"
+
+
+@dataclass(slots=True)
+class WorkerProcess:
+    """The process that answers at a worker's address, as its health says."""
+
+    incarnation: str = ""  # empty if unknown
+    seen_s: float = 0.0
+    former_s: float = -math.inf  # when the previous one was last seen: older calls wait in vain
+    former: tuple[str, ...] = ()
+    busy_s: float | None = None  # duration of its present step
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
     """One worker. `WorkerTable` and `Loads` change it; `HealthMonitor` sets values of reports."""
@@ -79,19 +111,10 @@ class Worker:
     worker_id: int
     url: str
     role: Role
-    given_bootstrap_port: int | None
-    bootstrap_host: str
-    bootstrap_port: int | None
-    changed_s: float
+    bootstrap: BootstrapAddress
+    checks: CheckResults
+    process: WorkerProcess = field(default_factory=WorkerProcess)
     health: Health = Health.STARTING
-    streak: int = 0  # equal check results
-    last_check: Check | None = None
-    last_error: str = "not checked yet"
-    good_s: float = 0.0  # last good check
-    incarnation: str = ""  # of the answering process, if known
-    incarnation_s: float = 0.0  # last seen
-    former_life_s: float = -math.inf  # when the previous one was last seen: older calls wait in vain
-    former_lives: tuple[str, ...] = ()
     inflight_requests: int = 0
     inflight_tokens: int = 0
     assigned_total: int = 0
@@ -103,8 +126,6 @@ class Worker:
     last_resort: bool = False  # gets them if no other worker of its role is up
     silent: bool = False  # answers no probe: gets requests only if all others are silent
     beats: bool = False  # sends heartbeats, so needs no probes
-    busy_s: float | None = None  # duration of its present step, as last reported
-    heard_s: float = -math.inf  # last check answered or heartbeat
     ranks: RankSizes = ONE_RANK
     switching_to: Role | None = None  # role requested by this router
     discovered: bool = False  # found by service discovery in each process

@@ -10,7 +10,18 @@ from urllib.parse import urlsplit
 from router.config import BreakerFlags, HealthFlags
 from router.pool.breaker import HEALTH_TRANSITIONS, Check, Circuit, Health, State
 from router.pool.shared_load import SharedLoad
-from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, Loads, Pool, Role, Way, Worker
+from router.pool.worker import (
+    MAX_WORKERS,
+    PAIR,
+    UNIFIED,
+    BootstrapAddress,
+    CheckResults,
+    Loads,
+    Pool,
+    Role,
+    Way,
+    Worker,
+)
 from service.http.errors import ApiError
 
 # ---- models of workers
@@ -174,13 +185,10 @@ class WorkerTable:
             worker_id=self._next_id,
             url=url,
             role=role,
-            given_bootstrap_port=bootstrap_port,
-            bootstrap_host=urlsplit(url).hostname or "",
-            bootstrap_port=bootstrap_port,
-            changed_s=now_s,
+            bootstrap=BootstrapAddress(urlsplit(url).hostname or "", bootstrap_port, bootstrap_port),
+            checks=CheckResults(changed_s=now_s, good_s=now_s),
             peers=self.peers,
             slot=0 if self.peers is None else self.peers.take(url),
-            good_s=now_s,
             discovered=discovered,
             circuit=Circuit(self.breaker),
         )
@@ -278,19 +286,19 @@ class WorkerTable:
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Apply a check's result; return whether the state changed."""
-        same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)
-        worker.streak = worker.streak + 1 if same else 1
-        worker.last_check = result
-        worker.last_error = error
+        checks = worker.checks
+        same = checks.last is not None and _kind(checks.last) is _kind(result)
+        checks.streak = checks.streak + 1 if same else 1
+        checks.last, checks.error = result, error
         if result in (Check.OK, Check.DRAINING):
-            worker.good_s = now_s
+            checks.good_s = now_s
         target, threshold = HEALTH_TRANSITIONS[worker.health, result]
-        if target is worker.health or (threshold and worker.streak < getattr(self.health, threshold)):
+        if target is worker.health or (threshold and checks.streak < getattr(self.health, threshold)):
             return False
-        worker.health, worker.changed_s = target, now_s
+        worker.health, checks.changed_s = target, now_s
         self._on_change()
         if target is Health.DOWN:
-            worker.silent, worker.busy_s = False, None  # superseded
+            worker.silent, worker.process.busy_s = False, None  # superseded
             self._forget(worker)
         return True
 
@@ -306,14 +314,15 @@ class WorkerTable:
 
         One that returns after another is one of several behind the URL, and changes nothing.
         """
-        if worker.incarnation not in ("", incarnation) and incarnation:
-            worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
-            if incarnation not in worker.former_lives:
-                worker.former_life_s = worker.incarnation_s
+        process = worker.process
+        if process.incarnation not in ("", incarnation) and incarnation:
+            process.former = (*process.former, process.incarnation)[-MAX_FORMER_LIVES:]
+            if incarnation not in process.former:
+                process.former_s = process.seen_s
                 worker.circuit.reset()
                 self.on_gone(worker)
         if incarnation:
-            worker.incarnation, worker.incarnation_s = incarnation, checked_s
+            process.incarnation, process.seen_s = incarnation, checked_s
 
     def set_switching(self, worker: Worker, role: Role | None) -> None:
         """Send no new requests during a switch; None ends it."""
@@ -325,7 +334,7 @@ class WorkerTable:
         """Set a new role, and forget the old one's state."""
         worker.role = role
         self._on_change()
-        worker.given_bootstrap_port = None
+        worker.bootstrap.given_port = None
         self._forget(worker)
 
     def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
@@ -334,8 +343,8 @@ class WorkerTable:
             self._on_change()
 
     def on_bootstrap(self, worker: Worker, host: str, port: int | None) -> None:
-        if (host, port) != (worker.bootstrap_host, worker.bootstrap_port):
-            worker.bootstrap_host, worker.bootstrap_port = host, port
+        if (host, port) != (worker.bootstrap.host, worker.bootstrap.port):
+            worker.bootstrap.host, worker.bootstrap.port = host, port
             self._on_change()
 
     @property

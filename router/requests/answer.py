@@ -272,7 +272,7 @@ def no_worker(
 
 
 def _state(worker: Worker) -> str:
-    return "it does not answer its checks" if worker.silent else worker.last_error or worker.health.value
+    return "it does not answer its checks" if worker.silent else worker.checks.error or worker.health.value
 
 
 def failure_response(failure: CallFailed, path: str) -> web.Response:

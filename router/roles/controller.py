@@ -261,7 +261,7 @@ class Gauge:
         short, long = self.window_s, SPEED_WINDOWS * self.window_s
         return _Trend(
             role=worker.role,
-            incarnation=worker.incarnation,
+            incarnation=worker.process.incarnation,
             report=report,
             at_s=now_s,
             work=Smooth(short),
@@ -362,4 +362,4 @@ def _is_another(trend: _Trend, worker: Worker, report: LoadReport) -> bool:
     fell = report.busy_ms_total < trend.report.busy_ms_total or (
         report.prompt_tokens_total < trend.report.prompt_tokens_total
     )
-    return trend.role is not worker.role or trend.incarnation != worker.incarnation or fell
+    return trend.role is not worker.role or trend.incarnation != worker.process.incarnation or fell

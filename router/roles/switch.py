@@ -95,7 +95,7 @@ class Switch:
 
     async def _move(self, worker: Worker, role: Role, drain_s: float | None, headers: dict[str, str]) -> None:
         try:
-            was, old = worker.incarnation, worker.role
+            was, old = worker.process.incarnation, worker.role
             await self._ask(worker, role, drain_s, headers)
             await self._announce(worker, role)
             await self._until_there(worker, role, was=was, timeout_s=START_TIMEOUT_S + (drain_s or 0.0))
@@ -125,11 +125,11 @@ class Switch:
                     self.monitor.look(worker)
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise SwitchFailed(f"{worker.url} is not back after {timeout_s:g} s: {worker.last_error}") from None
+            raise SwitchFailed(f"{worker.url} is not back after {timeout_s:g} s: {worker.checks.error}") from None
         if now is SwitchProgress.WENT_BACK:
             raise SwitchFailed(f"{worker.url}: {now}: {await self._why(worker)}")
         if now is not SwitchProgress.THERE:
-            raise SwitchFailed(f"{worker.url}: {now}: {worker.last_error}")
+            raise SwitchFailed(f"{worker.url}: {now}: {worker.checks.error}")
 
     async def _why(self, worker: Worker) -> str:
         answer = await call_worker(self.session, "GET", f"{worker.url}/server_info", self.credentials.own())
@@ -170,13 +170,13 @@ def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> Swi
     """Return a switch's progress from incarnation `was`."""
     if worker not in table:
         return SwitchProgress.REMOVED
-    if worker.health is Health.DOWN and worker.last_check is Check.REFUSED:
+    if worker.health is Health.DOWN and worker.checks.last is Check.REFUSED:
         return SwitchProgress.ENDED  # a switching worker keeps its port
     if worker.health is not Health.UP:
         return SwitchProgress.UNDER_WAY
     if worker.role is role:
         return SwitchProgress.THERE
-    role_is_read = worker.good_s >= worker.incarnation_s  # by the first check of this incarnation
-    if worker.incarnation not in ("", was) and role_is_read:
+    role_is_read = worker.checks.good_s >= worker.process.seen_s  # by the first check of this incarnation
+    if worker.process.incarnation not in ("", was) and role_is_read:
         return SwitchProgress.WENT_BACK
     return SwitchProgress.UNDER_WAY

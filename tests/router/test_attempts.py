@@ -21,7 +21,7 @@ def pair_of(table: WorkerTable, i: int, *, server: int | None = None) -> tuple[W
     prefill = table.add(f"http://p{i}:1", role=Role.PREFILL, bootstrap_port=8000 + i)
     decode = table.add(f"http://d{i}:1", role=Role.DECODE)
     if server is not None:
-        prefill.bootstrap_host, prefill.bootstrap_port = "b", server
+        prefill.bootstrap.host, prefill.bootstrap.port = "b", server
     for worker in (prefill, decode):
         table.on_check(worker, Check.OK, now_s=0.0)
     return prefill, decode
@@ -125,7 +125,7 @@ def test_a_call_that_does_not_read_is_never_given_up_and_0_means_never(worker: W
 def test_what_waits_for_a_silent_worker_has_waited_for_one_silence_itself_and_the_worker_is_silent_for_two(
     worker: Worker,
 ) -> None:
-    worker.heard_s = 10.0
+    worker.checks.heard_s = 10.0
     early, late, _ = begin(worker, now_s=5.0), begin(worker, now_s=11.5), begin(worker, now_s=None)
     waits = [waits_at_silent(worker, now_s, silence_s=1.0) for now_s in (11.9, 12.0, 12.5)]
     assert waits == [[], [early], [early, late]]
@@ -157,7 +157,7 @@ def test_several_processes_behind_one_url_are_no_lives_one_after_the_other() -> 
     for checked_s in range(3, 40):
         table.on_incarnation(worker, "ab"[checked_s % 2], checked_s=float(checked_s))
         assert give_up_vain_calls(worker, float(checked_s), timeout_s=30.0) == 0
-    assert len(worker.former_lives) <= 16
+    assert len(worker.process.former) <= 16
 
 
 async def begun(attempt: PairAttempt) -> PairAttempt:

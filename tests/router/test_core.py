@@ -32,7 +32,7 @@ def test_a_worker_leaves_after_two_failures_and_comes_back_after_one_success() -
     assert not table.on_check(worker, Check.OK, now_s=2.0)
     assert not table.on_check(worker, Check.FAILED, now_s=3.0) and table.on_silence(worker, True)
     assert table.on_check(worker, Check.FAILED, now_s=4.0, error="/health answers 500")
-    assert table.alive(Role.DECODE) == [] and worker.changed_s == 4.0 and not worker.silent
+    assert table.alive(Role.DECODE) == [] and worker.checks.changed_s == 4.0 and not worker.silent
     error = no_worker(table, [Role.DECODE])
     assert error.message == "no decode worker is alive (http://h0:1: /health answers 500)"
     assert table.on_check(worker, Check.OK, now_s=5.0)

@@ -163,7 +163,7 @@ async def test_a_lost_connection_makes_the_router_look_at_once() -> None:
         c.prefills[0].info["disaggregation_bootstrap_port"] = 4444
         c.prefills[0].behave, c.decodes[1].behave = resets, hang
         await c.post("/generate", {"text": "a"})
-        await until(lambda: c.router.table.workers()[0].bootstrap_port == 4444)
+        await until(lambda: c.router.table.workers()[0].bootstrap.port == 4444)
 
 
 async def test_an_unhealthy_worker_leaves_and_a_restarted_prefill_worker_is_asked_for_its_bootstrap_port() -> None:

@@ -78,7 +78,7 @@ def test_what_was_known_of_the_old_role_is_forgotten() -> None:
     lease = table.loads.charge(p0, 7)
     table.on_role(p0, Role.DECODE)
     assert table.alive(Role.DECODE)[0] is p0 and p0 not in table.alive(Role.PREFILL)
-    assert (p0.report, p0.foreign_tokens, p0.given_bootstrap_port, gone) == (None, 0, None, [p0])
+    assert (p0.report, p0.foreign_tokens, p0.bootstrap.given_port, gone) == (None, 0, None, [p0])
     table.loads.release(lease)
     table.check()
 
@@ -137,7 +137,7 @@ async def movable() -> AsyncIterator[Cluster]:
     async with cluster(prefill=2, decode=1) as c:
         for number, dummy in enumerate((*c.prefills, *c.decodes)):
             dummy.behave, dummy.incarnation = obey, f"life-{number}-"
-        await until(lambda: all(w.incarnation for w in c.router.table.workers()))
+        await until(lambda: all(w.process.incarnation for w in c.router.table.workers()))
         yield c
 
 

@@ -54,7 +54,7 @@ async def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port
     table = WorkerTable()
     worker = table.add("http://p:80", role=Role.PREFILL)
     table.on_check(worker, Check.OK, now_s=0.0)
-    worker.bootstrap_host, worker.bootstrap_port = "p", 8998
+    worker.bootstrap.host, worker.bootstrap.port = "p", 8998
     session: Any = Session()
     config = RouterConfig(pd_disaggregation=True)
     gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
@@ -63,8 +63,8 @@ async def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port
     monitor._check_health = _healthy  # type: ignore[method-assign]
     watch: Any = SimpleNamespace(worker=worker, heartbeats=None, is_fine=False, info_due_s=0.0, load_due_s=0.0)
     await monitor._check(watch)
-    assert (worker.bootstrap_host, worker.bootstrap_port) == ("p", 8998)
-    assert worker.last_check is Check.FAILED and "server_info" in worker.last_error
+    assert (worker.bootstrap.host, worker.bootstrap.port) == ("p", 8998)
+    assert worker.checks.last is Check.FAILED and "server_info" in worker.checks.error
 
 
 async def _healthy(worker: object) -> tuple[Check, str]:

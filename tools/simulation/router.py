@@ -150,7 +150,7 @@ class Router:
     def has_asked(self, node: str, since_s: float) -> bool:
         """Whether all this time, by the world's clock, it has taken the worker at `node` for one that may live."""
         worker = self.table.find(f"http://{node}:80")
-        changed_s = worker.changed_s - self.process.skew_s
+        changed_s = worker.checks.changed_s - self.process.skew_s
         return worker.health is not Health.DOWN and changed_s < since_s and self.process.born_s < since_s
 
     def check_if_changed(self) -> None:

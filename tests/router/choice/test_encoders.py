@@ -378,12 +378,12 @@ async def test_one_that_does_not_say_where_it_is_asked_gets_no_image() -> None:
         await other.start()
         try:
             assert (await c.post("/workers", {"url": other.url, "role": "encode"}))[0] == 201
-            await until(lambda: "image_encoder" in c.state(other).last_error)
+            await until(lambda: "image_encoder" in c.state(other).checks.error)
             await ask(c, b"a")
             assert HEADER not in c.prefills[0].seen[-1].headers
             wrong = {"url": c.prefills[0].url.replace("127.0.0.1", "localhost"), "role": "encode"}
             assert (await c.post("/workers", wrong))[0] == 201
             (worker,) = [w for w in c.router.table.workers() if w.url == wrong["url"]]
-            await until(lambda: "was given as one of role encode" in worker.last_error)
+            await until(lambda: "was given as one of role encode" in worker.checks.error)
         finally:
             await other.stop()

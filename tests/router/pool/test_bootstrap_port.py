@@ -49,13 +49,13 @@ async def test_a_wrong_port_keeps_a_worker_out_and_the_remedy_is_named(
     with caplog.at_level(logging.WARNING):
         async with given(free_port() if port == "closed" else 0) as c:
             worker = c.state(c.prefills[0])
-            assert not worker.answers and worker.last_error is not None
-            assert f"given as {worker.given_bootstrap_port}" in worker.last_error
+            assert not worker.answers
+            assert f"given as {worker.bootstrap.given_port}" in worker.checks.error
             assert (
                 f"leave the port out (--prefill, bootstrap_port, the pod's annotation), or give {BOOTSTRAP_PORT}"
-                in worker.last_error
+                in worker.checks.error
             )
-    assert f"{worker.url} gets no request: {worker.last_error}" in caplog.text
+    assert f"{worker.url} gets no request: {worker.checks.error}" in caplog.text
 
 
 async def test_a_refusal_says_why_there_is_no_worker() -> None:
@@ -63,7 +63,7 @@ async def test_a_refusal_says_why_there_is_no_worker() -> None:
         assert await c.remove(c.prefills[0]) == 200
         added = {"url": late.url, "role": "prefill", "bootstrap_port": free_port()}
         assert (await c.post("/workers", added))[0] == 201
-        await until(lambda: c.router.table.find(late.url).last_check)
+        await until(lambda: c.router.table.find(late.url).checks.last)
         status, _, answer = await c.post("/v1/chat/completions", CHAT)
         assert status == 503 and f"it says {BOOTSTRAP_PORT}" in json.loads(answer)["error"]["message"]
         shown = (await c.get("/workers"))[1]["workers"]
@@ -77,7 +77,7 @@ async def test_a_mapped_port_is_right_where_a_bootstrap_server_answers(whose: st
     async with bootstrap(handle) as port, given(BOOTSTRAP_PORT if whose == "as it says" else port) as c:
         worker = c.state(c.prefills[0])
         await until(lambda: worker.answers)
-        assert worker.bootstrap_port == (BOOTSTRAP_PORT if whose == "as it says" else port)
+        assert worker.bootstrap.port == (BOOTSTRAP_PORT if whose == "as it says" else port)
 
 
 async def test_a_bootstrap_server_that_hangs_hides_no_silent_worker() -> None:

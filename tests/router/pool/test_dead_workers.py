@@ -85,7 +85,7 @@ async def test_a_stream_that_gets_bytes_goes_on_though_every_health_check_fails(
         decode.healthy = False
         await until(lambda: worker.health is Health.DOWN)
         loop = asyncio.get_running_loop()
-        await until(lambda: loop.time() - worker.good_s > 1.5)
+        await until(lambda: loop.time() - worker.checks.good_s > 1.5)
         stop.set()
         status, _, answer = await ask
         assert status == 200 and events_of(answer)[-1] == "[DONE]"
@@ -96,10 +96,10 @@ async def test_another_process_at_the_same_url_ends_the_legs_of_the_one_before_a
     async with cluster(prefill=1, decode=1, health_check_interval_s=0.02) as c:
         decode, worker = c.decodes[0], c.router.table.workers()[1]
         decode.behave, decode.incarnation = hang, "a"
-        await until(lambda: worker.incarnation == "a")
+        await until(lambda: worker.process.incarnation == "a")
         ask = await c.begin(CHAT, decode)
-        seen_s = worker.incarnation_s
-        await until(lambda: worker.incarnation_s > seen_s + 0.05)
+        seen_s = worker.process.seen_s
+        await until(lambda: worker.process.seen_s > seen_s + 0.05)
         decode.behave, decode.incarnation = answer_ok, "b"
         status, _, answer = await ask
         assert status == 200 and json.loads(answer)["from"] == decode.name and len(decode.seen) == 2

@@ -108,7 +108,7 @@ async def test_a_worker_whose_heartbeats_are_fine_is_asked_nothing_while_it_rest
         idle, live = c.decodes[0], c.prefills[0]
         idle.loads, live.loads, live.beat = LOADS, LOADS, live_line(2.0)
         await trusted(c)
-        await until(lambda: c.state(idle).report and c.state(live).busy_s == 2.0)
+        await until(lambda: c.state(idle).report and c.state(live).process.busy_s == 2.0)
         checks, loads, before = (idle.num_checks, live.num_checks), idle.num_loads, live.num_loads
         await until(lambda: live.num_loads >= before + 10)
         assert idle.num_loads <= loads + 1 and (idle.num_checks, live.num_checks) == checks

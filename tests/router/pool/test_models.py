@@ -185,8 +185,8 @@ async def test_a_web_server_that_is_no_worker_never_gets_a_request() -> None:
         async with cluster(unified=1) as c:
             assert (await c.post("/workers", {"url": url}))[0] == 201
             stranger = c.router.table.workers()[1]
-            await until(lambda: stranger.last_error != "not checked yet")
-            assert stranger.health is Health.STARTING and "is this URL a worker's?" in stranger.last_error
+            await until(lambda: stranger.checks.error != "not checked yet")
+            assert stranger.health is Health.STARTING and "is this URL a worker's?" in stranger.checks.error
             for _ in range(4):
                 assert (await c.post("/generate", {"text": "x"}))[0] == 200
             assert len(c.decodes[0].seen) == 4

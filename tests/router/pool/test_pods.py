@@ -116,7 +116,7 @@ def test_the_bootstrap_port_comes_from_the_annotation(text: str | None, port: An
     if port == "bad":
         assert changes == [] and "bootstrap port must be 1 to 65535" in core.workers.problems["ns/a"]
     else:
-        assert core.table.find(URL).bootstrap_port == port
+        assert core.table.find(URL).bootstrap.port == port
     assert Core().show([a_pod(bootstrap_port=text)])  # none of decode's business
 
 

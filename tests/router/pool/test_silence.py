@@ -98,10 +98,10 @@ async def test_a_worker_in_a_long_step_says_so_and_stays_in_the_choice() -> None
     async with cluster(decode=2, **QUICK, health_failure_threshold=1) as c:
         for said, shown in (({"busy_s": 90.5}, 90.5), ({"busy_s": "long"}, None), ({"busy_s": -1}, None), ({}, None)):
             c.decodes[0].health_says = said
-            await until(lambda shown=shown: state(c, 1).busy_s == shown)  # type: ignore[misc]
+            await until(lambda shown=shown: state(c, 1).process.busy_s == shown)  # type: ignore[misc]
             assert state(c, 1).health is Health.UP and not state(c, 1).silent
         c.decodes[0].health_says = {"busy_s": 90.5}
-        await until(lambda: state(c, 1).busy_s == 90.5)
+        await until(lambda: state(c, 1).process.busy_s == 90.5)
         assert {w["url"]: w["busy_s"] for w in (await c.get("/workers"))[1]["workers"]}[c.decodes[0].url] == 90.5
         for _ in range(4):
             assert (await c.post("/v1/chat/completions", CHAT))[0] == 200

@@ -58,7 +58,7 @@ async def test_a_vllm_decode_worker_takes_no_half_of_a_request() -> None:
     """It would ignore the other half, and answer all the same."""
     async with cluster(decode=[vllm("decode")]) as c:
         assert (await c.post("/v1/chat/completions", CHAT))[0] == 503
-        assert [worker.last_error for worker in c.router.table.workers()] == ["", NO_PAIR]
+        assert [worker.checks.error for worker in c.router.table.workers()] == ["", NO_PAIR]
 
 
 def nothing_said(mode: str) -> DummyWorker:
@@ -69,7 +69,7 @@ def nothing_said(mode: str) -> DummyWorker:
 async def test_a_server_that_knows_no_pairs_is_no_half(mode: str) -> None:
     given: dict[str, Any] = {mode: [nothing_said(mode)]}
     async with cluster(**given) as c:
-        errors = {worker.role: worker.last_error for worker in c.router.table.workers()}
+        errors = {worker.role: worker.checks.error for worker in c.router.table.workers()}
         assert errors == {Role.PREFILL: "", Role.DECODE: "", Role(mode): NO_HALF}
         assert (await c.post("/v1/chat/completions", CHAT))[0] == 503
 
@@ -79,8 +79,8 @@ async def test_a_prefill_worker_without_a_bootstrap_server_gets_nothing(port: in
     silent = DummyWorker("p", "prefill", info={"disaggregation_bootstrap_port": None}, given_port=port)
     async with cluster(prefill=[silent]) as c:
         state = c.state(silent)
-        assert not state.answers and state.last_error.startswith(NO_BOOTSTRAP)
-        assert (f"the given bootstrap port, {port}," in state.last_error) == (port is not None)
+        assert not state.answers and state.checks.error.startswith(NO_BOOTSTRAP)
+        assert (f"the given bootstrap port, {port}," in state.checks.error) == (port is not None)
 
 
 async def test_unified_vllm_workers_serve() -> None:
