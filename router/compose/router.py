@@ -8,10 +8,9 @@ from router.attempts.pair_attempt import AttemptLauncher
 from router.client.session import open_session
 from router.client.upstream import HttpUpstream
 from router.compose.core import RouterCore
-from router.compose.dispatcher import make_dispatcher
+from router.compose.dispatcher import Owners, make_dispatcher
 from router.compose.events import make_events
 from router.compose.exposure import ways_of
-from router.compose.parts import Owners
 from router.config import RouterConfig
 from router.failover import MoveOrders
 from router.fleet import ProcessSlot

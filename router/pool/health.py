@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from router.client.credentials import Credentials
-from router.client.session import call_worker
+from router.client.session import Credentials, call_worker
 from router.client.upstream import Upstream
 from router.config import HealthFlags
 from router.pool.active_calls import (

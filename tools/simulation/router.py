@@ -14,10 +14,9 @@ from router.admission import Admission
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import Api
 from router.choice.policies import make_chooser
-from router.client.credentials import Credentials
-from router.compose.dispatcher import make_dispatcher
+from router.client.session import Credentials
+from router.compose.dispatcher import Owners, make_dispatcher
 from router.compose.events import make_events
-from router.compose.parts import Owners
 from router.compose.routes import need_of
 from router.config import RouterConfig
 from router.encoders import EncoderHeaders
