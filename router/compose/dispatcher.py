@@ -28,7 +28,6 @@ from service.http.guard import ENVOY_HEADER, RANK_HEADER, TIMEOUT_HEADER
 from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.resume import FRAMES_HEADER
 
-
 _DEADLINES = (TIMEOUT_HEADER, ENVOY_HEADER)
 _PASSED = ("traceparent", "tracestate", *_DEADLINES, PRIORITY_HEADER, TTFT_HEADER, ITL_HEADER, RANK_HEADER)
 
