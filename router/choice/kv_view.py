@@ -166,7 +166,6 @@ class WorkerCacheView:
         self._last_live = -1
         self.whole = True
         self.num_gaps = 0
-        self.num_messages = 0  # applied
 
     @property
     def num_tokens(self) -> int:
@@ -208,7 +207,6 @@ class WorkerCacheView:
 
     def _apply(self, seq: int, events: Sequence[AnyEvent]) -> None:
         self.next = seq + 1
-        self.num_messages += 1
         removed = False
         for event in events:
             match event:

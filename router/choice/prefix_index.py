@@ -48,10 +48,6 @@ class PrefixMatch:
             return 0
         return next((depth for depth, bits in self.groups if bits & part.bit), 0)
 
-    def has(self, worker_id: int, bits: int) -> bool:
-        part = self._parts.get(worker_id)
-        return part is not None and bool(bits & part.bit)
-
     @property
     def num_places(self) -> int:
         return max(1, len(self._owner))
@@ -106,9 +102,6 @@ class PrefixIndex:
         self._trim(part, self._max_blocks)
         self._sweep()
 
-    def store(self, worker_id: int, key: Hashable) -> None:
-        self.store_all(worker_id, (key,))
-
     def store_all(self, worker_id: int, keys: Sequence[Hashable]) -> None:
         part, holders = self._part(worker_id), self._holders
         reported, guessed, bit = part.reported, part.guessed, part.bit
@@ -116,9 +109,6 @@ class PrefixIndex:
             guessed.pop(key, None)
             reported.add(key)
             holders[key] = holders.get(key, 0) | bit
-
-    def remove(self, worker_id: int, key: Hashable) -> None:
-        self.remove_all(worker_id, (key,))
 
     def remove_all(self, worker_id: int, keys: Collection[Hashable]) -> None:
         """Remove reported prefixes; most may be unknown."""

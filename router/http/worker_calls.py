@@ -19,6 +19,19 @@ from service.http.guard import CALLER_HEADER
 from service.security.keys import authorization_of
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call to workers: with `model` only to those that serve it, perhaps without `encoders`."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes = b""
+    timeout_s: float = CALL_TIMEOUT_S
+    model: str = ""
+    encoders: bool = True
+
+
 @dataclass(eq=False)
 class WorkerCalls:
     session: aiohttp.ClientSession
@@ -32,32 +45,26 @@ class WorkerCalls:
 
     async def call_one(self, request: web.BaseRequest, *, model: str = "", path: str = "") -> web.Response:
         """Pass a request to the first live worker, decode first."""
-        headers, body = self.credentials.for_client(authorization_of(request.headers)), await request.read()
-        method, path = "POST" if request.method == "POST" else "GET", path or request.path
+        call = Call(
+            "POST" if request.method == "POST" else "GET",
+            path or request.path,
+            self.credentials.for_client(authorization_of(request.headers)),
+            await request.read(),
+        )
         for role in reversed(self.roles):
             for worker in tuple(self.table.pool(role, model)):
-                answer = await self._call(worker, method, path, headers, body)
+                answer = await self._send(call, worker)
                 if lacks_route(answer.status, answer.body):
                     raise no_route(worker, request.path)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
         raise no_worker(self.table, missing_roles(self.table, self.ways, model) or self.roles, model)
 
-    async def call_all(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
-        model: str = "",
-        encoders: bool = True,
-    ) -> web.Response:
+    async def call_all(self, call: Call) -> web.Response:
         """Call all live workers; return the worst status and all answers."""
-        answers = await self.answers(method, path, headers, body, timeout_s=timeout_s, model=model, encoders=encoders)
-        if model and not answers:
-            raise no_worker(self.table, self.roles, model)
+        answers = await self.answers(call)
+        if call.model and not answers:
+            raise no_worker(self.table, self.roles, call.model)
         status = max((a.status or 502 for _, a in answers), default=503)
         results = [
             {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}
@@ -65,41 +72,22 @@ class WorkerCalls:
         ]
         return json_response({"success": status == 200, "workers": results}, status=status)
 
-    async def answers(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
-        model: str = "",
-        encoders: bool = True,
-    ) -> list[tuple[Worker, WorkerAnswer]]:
-        known = [w for w in self.table.workers() if not model or serves(w.models, model)]
-        known = [w for w in known if encoders or w.role is not Role.ENCODE]
+    async def answers(self, call: Call) -> list[tuple[Worker, WorkerAnswer]]:
+        known = [w for w in self.table.workers() if not call.model or serves(w.models, call.model)]
+        known = [w for w in known if call.encoders or w.role is not Role.ENCODE]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
-        calls = (self._call(w, method, path, headers, body, timeout_s=timeout_s) for w in workers)
-        answers = zip(workers, await asyncio.gather(*calls), strict=True)
-        return [(worker, _without_lack(worker, path, answer)) for worker, answer in answers]
+        answers = zip(workers, await asyncio.gather(*(self._send(call, w) for w in workers)), strict=True)
+        return [(worker, _without_lack(worker, call.path, answer)) for worker, answer in answers]
 
-    async def _call(
-        self,
-        worker: Worker,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes,
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
-    ) -> WorkerAnswer:
+    async def _send(self, call: Call, worker: Worker) -> WorkerAnswer:
+        method, path, body = call.method, call.path, call.body
         if worker.runtime_type == VLLM:
             method, path, body = vllm_call(method, path, body)
-        return await call_worker(self.session, method, worker.url + path, headers, body, timeout_s=timeout_s)
+        return await call_worker(self.session, method, worker.url + path, call.headers, body, timeout_s=call.timeout_s)
 
     async def abort(self, headers: Mapping[str, str], rid: str) -> None:
         shown = {name: headers[name] for name in ("Authorization", CALLER_HEADER) if name in headers}
-        await self.answers("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid}))
+        await self.answers(Call("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid})))
 
 
 def _without_lack(worker: Worker, path: str, answer: WorkerAnswer) -> WorkerAnswer:

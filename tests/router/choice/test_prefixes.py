@@ -133,7 +133,7 @@ def test_the_least_recently_used_goes_first_and_the_front_of_a_prefix_last() -> 
 
 def test_guesses_beyond_what_the_worker_holds_are_dropped_oldest_first() -> None:
     index = PrefixIndex(max_blocks=10)
-    index.store(0, b"told")
+    index.store_all(0, [b"told"])
     index.touch(0, path("aaa", 3))
     index.touch(0, path("bb", 2))
     index.shrink(0, 4)
@@ -183,14 +183,14 @@ class Model(RuleBasedStateMachine):
         key = path(name, len(name))[-1]
         if len(self.told.setdefault(worker, set())) < 6:
             self.told[worker].add(key)
-        self.index.store(worker, key)
+        self.index.store_all(worker, [key])
 
     @rule(worker=st.integers(0, 3), name=st.text("ab", min_size=1, max_size=3))
     def remove(self, worker: int, name: str) -> None:
         key = path(name, len(name))[-1]
         for known in (self.told, self.may_have):
             known.setdefault(worker, set()).discard(key)
-        self.index.remove(worker, key)
+        self.index.remove_all(worker, [key])
 
     @rule(worker=st.integers(0, 3), blocks=st.integers(0, 6))
     def shrink(self, worker: int, blocks: int) -> None:

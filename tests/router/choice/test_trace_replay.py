@@ -123,9 +123,8 @@ def replay(name: str) -> Result:
         ) -> None:
             table.loads.release(lease)
             queued[at] -= todo
-            for blocks, tell in zip(moved, (index.store, index.remove), strict=True) if tells else ():
-                for key in (key for block in blocks for key in keys_of(block)):
-                    tell(at, key)
+            for blocks, tell in zip(moved, (index.store_all, index.remove_all), strict=True) if tells else ():
+                tell(at, [key for block in blocks for key in keys_of(block)])
 
         heappush(later, (free_s[at], next(numbers), end))
     return Result(found / total, sorted(ttft_s)[-1], sorted(longest)[-1])
