@@ -11,7 +11,7 @@ from aiohttp import web
 
 from router.admission import Admission, AdmissionQueue, TicketStatus, look_in_time, objectives_of
 from router.attempts.request import Events, RequestRefused, Slo
-from router.choice.policies import LeastLoad, RoutingHints
+from router.choice.policies import LeastLoad, Placement, RoutingHints
 from router.config import AdmissionFlags, RouterConfig
 from router.history.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
 from router.metrics import RouterMetrics
@@ -205,6 +205,48 @@ def test_one_request_tries_a_worker_that_was_silent_for_long() -> None:
     assert taken(forecast, [slow], now_s=later_s, **ask) is slow
     with pytest.raises(RequestRefused):
         taken(forecast, [slow], now_s=later_s + 1, **ask)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "itl_s", "tried"),
+    [((5.0, 3.0), (5.0, 3.0), 1), ((3.0, 5.0), (20.0, 3.0), None)],
+    ids=["longest ago", "not all that it misses is stale"],
+)
+def test_of_workers_that_are_late_one_is_tried(
+    ttft_s: tuple[float, ...], itl_s: tuple[float, ...], tried: int | None
+) -> None:
+    _, workers = pool(2, Role.UNIFIED)
+    forecast, now_s = Forecast(), 3.0 + STALE_S
+    for worker, *measured_s in zip(workers, ttft_s, itl_s, strict=True):
+        for fit, at_s in zip(forecast.fits(worker), measured_s, strict=True):
+            for _ in range(MIN_POINTS):
+                fit.add(1.0, 9.0, at_s)
+    if tried is None:
+        with pytest.raises(RequestRefused):
+            taken(forecast, workers, Slo(1.0, 1.0), now_s=now_s)
+    else:
+        assert taken(forecast, workers, Slo(1.0, 1.0), now_s=now_s) is workers[tried]
+
+
+@pytest.mark.parametrize(
+    ("role", "slo", "whats"),
+    [
+        (Role.PREFILL, Slo(1.0, 1.0), ["ttft"]),
+        (Role.DECODE, Slo(1.0, 1.0), ["itl"]),
+        (Role.UNIFIED, Slo(1.0, 1.0), ["ttft", "itl"]),
+        (Role.UNIFIED, Slo(itl_s=1.0), ["itl"]),
+    ],
+)
+def test_a_worker_keeps_the_slo_of_its_role(role: Role, slo: Slo, whats: list[str]) -> None:
+    assert [one.what for one in objectives_of(slo, role, RoutingHints(), Forecast())] == whats
+
+
+def test_cached_tokens_of_a_prompt_take_no_time() -> None:
+    table, [worker] = pool(1, Role.PREFILL)
+    forecast = Forecast()
+    teach(forecast, table, worker)
+    (one,) = objectives_of(Slo(ttft_s=law(1000)), Role.PREFILL, RoutingHints(prompt_tokens=3000), forecast)
+    assert [one.keeps(Placement(worker, cached)) for cached in (0, 1900, 2100)] == [False, False, True]
 
 
 def test_requests_of_a_former_incarnation_teach_nothing() -> None:

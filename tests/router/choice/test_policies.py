@@ -161,6 +161,14 @@ def test_unequal_queues_beyond_both_thresholds_go_by_load_alone(short: int, long
     assert (policy.choose(table.workers(), ask).worker is other) == ignored
 
 
+@pytest.mark.parametrize(("tokens", "matches"), [(8 * BLOCK_TOKENS, True), (8 * BLOCK_TOKENS + 1, False)])
+def test_a_match_below_the_threshold_is_none(tokens: int, matches: bool) -> None:
+    table, policy = table_of(2, role=Role.PREFILL), cache_aware(cache_threshold=0.5)
+    there = policy.choose(table.workers(), ask_of(keys_of("a", 4))).worker
+    table.loads.charge(there, 1)
+    assert (policy.look(table.workers(), ask_of(keys_of("a", 4), tokens=tokens)).worker is there) == matches
+
+
 @pytest.mark.parametrize(("role", "stays"), [(Role.PREFILL, True), (Role.DECODE, False)])
 def test_a_prefix_is_worth_its_computation_on_prefill_alone(role: Role, stays: bool) -> None:
     """All have queues. The worker with the prefix holds more than twice its tokens."""

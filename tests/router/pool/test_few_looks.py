@@ -1,15 +1,12 @@
-"""Retries and requests with objectives take the worker that a look at each would take; of a large pool few are looked at."""
+"""Of a large pool few workers are looked at; what a request with objectives is told if all are late."""
 
-import math
 import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from router.admission import Objective, look_in_time, objectives_of
-from router.attempts.failures import MAX_JOINS, CallFailed, FailedWorkers, server_of
+from router.admission import look_in_time, objectives_of
 from router.attempts.request import RequestRefused, Slo
 from router.choice.policies import (
     DRAWN,
@@ -18,191 +15,16 @@ from router.choice.policies import (
     ConsistentHashing,
     LeastLoad,
     Placement,
-    Policy,
-    Random,
-    RoundRobin,
     RoutingHints,
 )
 from router.choice.prefix_index import PrefixIndex
 from router.config import ChoiceFlags
 from router.history.forecast import MIN_POINTS, STALE_S, Forecast
 from router.pool import workers as table_module
-from router.pool.worker import LoadReport, Role, Worker
+from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from service.kv_events import BLOCK_TOKENS
 from tests.router.dummies import no_draw, table_of
-from tests.router.pool.test_pools import ROLES, Story
-
-
-def ask_of(rng: random.Random) -> RoutingHints:
-    keys = [b"system", b"tools", *(b"%d.%d" % (rng.randrange(9), i) for i in range(rng.randrange(1, 7)))]
-    tokens = len(keys) * BLOCK_TOKENS + rng.randrange(4 * BLOCK_TOKENS)
-    return RoutingHints(prompt_tokens=tokens, keys=keys, session=str(rng.randrange(50)))
-
-
-def plain_best(failed: FailedWorkers, alive: Sequence[Worker]) -> list[Worker]:
-    """The rule of router/attempts/request.py, a rank for each worker: lower is better, and of 3 none is tried."""
-
-    def rank(worker: Worker) -> int:
-        server = server_of(worker)
-        unjoined = 0 if server is None else failed._unjoined.get(server, 0)
-        if unjoined >= MAX_JOINS:
-            return 3
-        return 2 if worker.worker_id in failed._failed else 1 if unjoined else 0
-
-    best = min(map(rank, alive))
-    return [] if best == 3 else [w for w in alive if rank(w) <= (2 if best == 2 else best)]
-
-
-class Trouble(Story):
-    """Bootstrap servers move, too."""
-
-    def step(self) -> None:
-        super().step()
-        worker = self.rng.choice(self.table.workers())
-        self.table.on_bootstrap(worker, "b", self.rng.choice((1, 2, 2, 2, worker.worker_id)))
-
-
-def failures(story: Story) -> FailedWorkers:
-    failed = None
-    for _ in range(story.rng.randrange(1, 5)):
-        pair = [story.rng.choice(pool) for role in ROLES if (pool := story.table.pool(role, ""))]
-        if pair:
-            failure = CallFailed(story.rng.choice(pair), reason=story.rng.choice(("lost", "status")), status=503)
-            failed = failed or FailedWorkers(failure)
-            failed.note(failure, pair)
-            if story.rng.random() < 0.5:
-                server = server_of(pair[0]) or ("b", 2)
-                failed._unjoined[server] = failed._unjoined.get(server, 0) + 1
-    return failed or FailedWorkers(CallFailed(story.table.workers()[0], reason="lost"))
-
-
-@pytest.mark.parametrize(("seed", "workers"), [(0, 8), (1, 8), (2, 60), (3, 60)])
-def test_a_retry_goes_where_a_look_at_each_would_send_it(seed: int, workers: int) -> None:
-    story, sizes = Trouble(random.Random(seed), workers=workers), set()
-    for _ in range(80):
-        story.step()
-        failed = failures(story)
-        for pool in [story.table.ready(role, "", now_s=story.now_s) for role in ROLES]:
-            if pool:
-                best = failed.best_of(pool)
-                assert [*best] == plain_best(failed, pool)
-                sizes.add(len(pool) - len(best))
-    assert len(sizes) > 2
-    story.table.check()
-
-
-class Timed:
-    """Workers of which some are known, each with a line of its own."""
-
-    def __init__(self, rng: random.Random, role: Role, *, workers: int) -> None:
-        self.rng, self.forecast, self.table = rng, Forecast(), table_of(workers, role=role)
-        self.now_s = 0.0
-        self.unknown: list[Worker] = []
-        for worker in self.table.workers():
-            self.learn(worker)
-
-    def learn(self, worker: Worker) -> None:
-        ttft, itl = self.forecast.fits(worker)
-        slow = self.rng.choice((1.0, 1.0, 1.1, 20.0))
-        flat = self.rng.random() < 0.1
-        for i in range(MIN_POINTS):
-            x = 7 if flat else i
-            ttft.add(500.0 * x, slow * (0.05 + 0.05 * x), self.now_s)
-            itl.add(2.0 * x, slow * (0.01 + 0.002 * x), self.now_s)
-
-    def step(self) -> None:
-        self.now_s += self.rng.choice((0.02, 0.02, 0.02, 0.6))
-        loads, worker = self.table.loads, self.rng.choice(self.table.workers())
-        match self.rng.randrange(8):
-            case 0:
-                self.forecast.forget(worker)
-                self.unknown.append(worker)
-            case 1:
-                while self.unknown:
-                    self.learn(self.unknown.pop())
-                self.learn(worker)
-            case 2:
-                self.table.on_silence(worker, self.rng.random() < 0.5)
-            case 3:
-                loads.on_report(worker, LoadReport(capacity_tokens=100_000, used_tokens=self.rng.randrange(9000)))
-            case _:
-                lease = loads.charge(worker, self.rng.randrange(20_000))
-                prompt = self.forecast.expect(worker, lease.tokens, now_s=self.now_s)
-                if self.rng.random() < 0.5:
-                    self.forecast.computed(prompt)
-                    loads.release(lease)
-
-    def slo(self) -> Slo:
-        wanted_s = self.rng.choice((0.02, 0.06, 0.2, 0.5, 3.0, self.rng.random()))
-        return Slo(ttft_s=wanted_s, itl_s=self.rng.choice((math.inf, wanted_s / 5)))
-
-
-def plain_look(
-    policy: Policy, pool: Sequence[Worker], hints: RoutingHints, objectives: Sequence[Objective], now_s: float
-) -> Worker | None:
-    """What router/history/forecast.py promises, a worker at a time. None: the request is refused."""
-    index = policy.index if isinstance(policy, CacheAware) else PrefixIndex(max_blocks=1)
-    matched = index.match(hints.keys)
-
-    def missed(worker: Worker) -> list[Objective]:
-        cached = max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, hints.prompt_tokens - 1))
-        return [one for one in objectives if not one.keeps(Placement(worker, cached))]
-
-    kept = [w for w in pool if not missed(w)]
-    if kept:
-        first = policy.look(pool, hints).worker
-        return first if first in kept else policy.look(kept, hints).worker
-    for objective in objectives:
-        for worker in sorted(pool, key=lambda w: (objective.fit(w).news_s, w.worker_id)):
-            stale = [one.is_stale(worker, now_s) for one in missed(worker)]
-            if objective.is_stale(worker, now_s) and all(stale):
-                return worker
-    return None
-
-
-@pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_request_with_objectives_goes_where_a_look_at_each_would_send_it(role: Role, seed: int) -> None:
-    rng = random.Random(seed)
-    story, index = Timed(rng, role, workers=SCANNED), PrefixIndex(max_blocks=64)
-    flags = ChoiceFlags(balance_abs_threshold=6, balance_rel_threshold=1.5)
-    refused = tried = 0
-    chosen: list[Policy] = [
-        LeastLoad(no_draw),
-        RoundRobin(no_draw),
-        ConsistentHashing(no_draw),
-        CacheAware(no_draw, index, flags),
-    ]
-    for number in range(200):
-        story.step()
-        policy, hints, pool = chosen[number % 4], ask_of(rng), story.table.pool(role, "")
-        objectives = objectives_of(story.slo(), role, hints, story.forecast)
-        expected = plain_look(policy, pool, hints, objectives, story.now_s)
-        try:
-            choice = look_in_time(policy, pool, hints, objectives, now_s=story.now_s)
-        except RequestRefused as error:
-            assert expected is None and error.retry_after_s is not None and error.retry_after_s >= 1
-            refused += 1
-            continue
-        assert choice.worker is expected
-        tried += not all(one.keeps(choice) for one in objectives)
-        policy.note(choice, hints)
-    assert refused + tried > 2, (refused, tried)
-
-
-def test_those_in_time_are_drawn_from_evenly() -> None:
-    """A draw that is late is drawn again: that favours nobody."""
-    rng = random.Random(5)
-    story = Timed(rng, Role.PREFILL, workers=12)
-    hints = RoutingHints(prompt_tokens=500)
-    objectives = objectives_of(Slo(ttft_s=0.3), Role.PREFILL, hints, story.forecast)
-    pool = story.table.pool(Role.PREFILL, "")
-    kept = [w for w in pool if all(one.keeps(Placement(w)) for one in objectives)]
-    counts = dict.fromkeys(kept, 0)
-    for _ in range(400 * len(kept)):
-        counts[look_in_time(Random(rng.randrange), pool, hints, objectives, now_s=0.0).worker] += 1
-    assert 2 <= len(kept) < 12 and all(300 < count < 500 for count in counts.values()), counts
 
 
 def test_a_refusal_names_the_shortest_time_of_the_objective_that_all_miss() -> None:

@@ -1,19 +1,17 @@
-"""Who may be chosen after any events, and that of a pool of up to 128 workers the best of all is chosen."""
+"""Who may be chosen after any events, also those that peers report."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from router.choice.policies import CacheAware, LeastLoad, RoutingHints, unbalanced
-from router.choice.prefix_index import PrefixIndex
-from router.config import BreakerFlags, ChoiceFlags
+from router.choice.policies import LeastLoad, RoutingHints
+from router.config import BreakerFlags
 from router.pool.breaker import Check, Event, Health
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable, serves
-from service.kv_events import BLOCK_TOKENS
 from tests.router.dummies import no_draw
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -93,18 +91,6 @@ def who_may(story: Story, role: Role, model: str) -> list[Worker]:
     return [w for w in heard if w.circuit.takes(story.now_s)] or heard
 
 
-def ties(worker: Worker) -> tuple[int, ...]:
-    return (worker.inflight_requests, worker.assigned_total, worker.worker_id)
-
-
-def plain_least(candidates: Sequence[Worker]) -> Worker:
-    """The rule of docs/router.md: by the share of KV where all say how much fits, else by tokens."""
-    holds_kv = candidates[0].role in (Role.DECODE, Role.UNIFIED)
-    if holds_kv and all(w.report is not None and w.report.capacity_tokens for w in candidates):
-        return min(candidates, key=lambda w: (w.load_tokens / w.capacity_tokens, *ties(w)))
-    return min(candidates, key=lambda w: (w.load_tokens, *ties(w)))
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_pools_hold_the_eligible_workers_after_any_events(seed: int) -> None:
     story = Story(random.Random(seed), workers=8)
@@ -118,57 +104,6 @@ def test_pools_hold_the_eligible_workers_after_any_events(seed: int) -> None:
                 seen.add(len(ready))
     assert len(seen) > 3
     story.table.check()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
-    story, policy, chosen = Story(random.Random(seed)), LeastLoad(no_draw), set()
-    for _ in range(600):
-        story.step()
-        for role in ROLES:
-            for model in MODELS[1:]:
-                pool = story.table.ready(role, model, now_s=story.now_s)
-                if pool:
-                    worker = policy.look(pool, RoutingHints()).worker
-                    assert worker is plain_least(pool)
-                    chosen.add(worker)
-    assert len(chosen) > 5
-
-
-def plain_soonest(candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: ChoiceFlags) -> Worker:
-    """The rule of router/choice/policies.py, a worker at a time."""
-    matched = index.match(ask.keys)
-    queues = [worker.inflight_requests for worker in candidates]
-    if not matched.groups or unbalanced(min(queues), max(queues), settings):
-        return plain_least(candidates)
-
-    def cost(worker: Worker) -> tuple[float, ...]:
-        cached = matched.depth(worker.worker_id) * BLOCK_TOKENS
-        worth = (1 + 4 * min(queues)) * cached if cached >= settings.cache_threshold * ask.prompt_tokens else 0
-        return (worker.load_tokens - worth, *ties(worker))
-
-    return min(candidates, key=cost)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
-    rng = random.Random(seed)
-    settings = ChoiceFlags(balance_abs_threshold=6, balance_rel_threshold=1.5)
-    story, index = Story(rng, workers=4 * MANY), PrefixIndex(max_blocks=64)
-    policy, cached = CacheAware(no_draw, index, settings), 0
-    story.table.on_gone = lambda worker: index.forget(worker.worker_id)
-    for _ in range(500):
-        story.step()
-        talk, depth = rng.randrange(12), rng.randrange(1, 9)
-        keys = [b"system", b"tools", *(b"%d.%d" % (talk, i) for i in range(depth))]
-        ask = RoutingHints(prompt_tokens=len(keys) * BLOCK_TOKENS + rng.randrange(4 * BLOCK_TOKENS), keys=keys)
-        pool = story.table.ready(Role.PREFILL, "", now_s=story.now_s)
-        expected = plain_soonest(pool, ask, index, settings)
-        choice = policy.choose(pool, ask)
-        assert choice.worker is expected
-        cached += choice.cached_tokens > 2 * BLOCK_TOKENS
-        story.leases.append(story.table.loads.charge(choice.worker, ask.prompt_tokens - choice.cached_tokens))
-    assert 50 < cached < 450
 
 
 def peers(tmp_path: Path, count: int) -> list[WorkerTable]:
