@@ -21,12 +21,12 @@ from typing import Any
 from benchmarks.measures import Measure, Row, Tables, tell
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import BootstrapConfig, Registry
-from router.admission import Admission
-from router.attempts.failures import CallFailed
 from router.attempts.pair_attempt import RoomMinter
 from router.attempts.request import RequestContext
+from router.attempts.upstream_call import CallFailed
 from router.choice.policies import RoutingHints, cost_tokens, make_chooser
 from router.config import RouterConfig
+from router.parts.admission import Admission
 from router.pool.breaker import Check, Event
 from router.pool.worker import PAIR, Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.attempts.failures import MOVED, CallFailed
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
+from router.attempts.upstream_call import MOVED, CallFailed
 from router.body import Api
 from router.choice.kv_feed import KVEventFeed
 from router.pool.breaker import State

@@ -4,23 +4,19 @@ Both answers wake one waiter, without tasks; the first failure ends both calls.
 """
 
 import asyncio
-import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from router.attempts.failures import CallFailed
 from router.attempts.request import CallPart, Events, PromptCall, RequestContext
+from router.attempts.upstream_call import CallFailed, UpstreamCall, stays
 from router.body import without_dp_rank, write_bodies
 from router.choice.policies import Placement, cost_tokens
-from router.client.upstream import HttpReply, Upstream, UpstreamError
-from router.pool.breaker import Event
+from router.client.upstream import Upstream
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
-from service.http.api_shapes import STREAM_TYPES
 from service.http.guard import RANK_HEADER
-from service.http.resume import FRAMES_TYPE
 from service.security.secret import VOUCHER_HEADER, vouch
 from service.waiter import Waiter
 
@@ -28,7 +24,6 @@ TAIL_S = 5.0  # how long prefill may take to end its own answer after the client
 GOING = 503  # status of a worker that is ending, or whose engine died
 ROOM_BITS = 63
 MAX_LIVE_ROOMS = 1 << 20
-_IN_PIECES = (*STREAM_TYPES, FRAMES_TYPE)
 
 
 class RoomMinter:
@@ -68,97 +63,6 @@ class RoomMinter:
 
     def check(self) -> None:
         assert all(0 < room < 1 << ROOM_BITS for room in self._live)
-
-
-class UpstreamCall:
-    """One running call. `stream` permits streaming its answer."""
-
-    def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
-        self.worker = worker
-        self.reply = reply
-        self._stream = stream
-        self._failure: CallFailed | None = None
-        # Set once the client has a part of the answer: whether another worker can continue.
-        self.goes_on: Callable[[], bool] | None = None
-        self.rooms_to_leave: Callable[[], Mapping[str, int]] = dict
-        self.names_owner = ""  # owner of its samples' names
-        self._leaves = False
-
-    @property
-    def movable(self) -> bool:
-        return not (self.ended or self._leaves) and (self.goes_on is None or self.goes_on())
-
-    @property
-    def continuable(self) -> bool:
-        return not (self.ended or self._leaves) and self.goes_on is not None and self.goes_on()
-
-    def leave(self) -> Mapping[str, int]:
-        rooms = self.rooms_to_leave()
-        self._leaves = bool(rooms)
-        return rooms
-
-    @property
-    def streaming(self) -> bool:
-        return self._is_of(STREAM_TYPES)
-
-    @property
-    def framed(self) -> bool:
-        """True for a whole answer after frames (service/http/resume.py)."""
-        return self._is_of((FRAMES_TYPE,))
-
-    def _is_of(self, types: tuple[str, ...]) -> bool:
-        status = self.reply.status
-        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(types)
-
-    @property
-    def ended(self) -> bool:
-        return self.reply.complete or self.reply.error is not None
-
-    @property
-    def begun(self) -> bool:
-        """True from a stream's first bytes, else at the end."""
-        return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
-
-    def failure(self) -> CallFailed | None:
-        """Return a failure before the answer started; later ones go to its reader."""
-        if self._failure is None:
-            self._failure = self._find_failure()
-        return self._failure
-
-    def _find_failure(self) -> CallFailed | None:
-        reply = self.reply
-        if reply.error is not None:
-            return CallFailed(self.worker, reason=reply.error.reason, detail=str(reply.error))
-        if not reply.complete:
-            return None
-        if reply.status >= 300:
-            return CallFailed(
-                self.worker, reason="status", status=reply.status, headers=reply.headers, body=reply.take()
-            )
-        if self.streaming and not reply.num_buffered:
-            return CallFailed(self.worker, reason="lost", detail="the stream ended before its first event")
-        return None
-
-    @property
-    def waits_since_s(self) -> float | None:
-        """Loop time of the last bytes; None while bytes are buffered."""
-        return None if self.reply.num_buffered else self.reply.received_s
-
-    @property
-    def last_byte_s(self) -> float:
-        return self.reply.received_s if self.reply.status else -math.inf
-
-    def give_up(self, why: str) -> None:
-        self.reply.close(UpstreamError("down", why))
-
-    def record_end(self, now_s: float) -> None:
-        """Report a good end to the circuit; faults are reported as they happen."""
-        if not self.worker.circuit.quiet and self.reply.complete and self.reply.status < 300:
-            self.worker.circuit.record(Event.WELL, now_s)
-
-
-def stays() -> bool:
-    return False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -453,33 +357,3 @@ class AttemptLauncher:
         if secret is None or at.port is None:
             return headers
         return {**headers, VOUCHER_HEADER: vouch(secret, host=at.host, port=at.port, rooms=rooms)}
-
-
-# ---- Receivers of events (router/attempts/request.py)
-
-
-def circuit_started(request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-    for worker in attempt.workers:
-        if not worker.circuit.quiet:
-            worker.circuit.record(Event.BEGUN, now_s)
-
-
-def circuit_failed(failure: CallFailed, now_s: float) -> None:
-    if failure.is_fault:
-        failure.worker.circuit.record(Event.FAULT, now_s)
-
-
-def circuit_blamed(request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-    """Record a fault of the workers whose request `attempt` then answered."""
-    if request.failed is not None:
-        for worker in request.failed.take_suspects(attempt.workers):
-            worker.circuit.record(Event.FAULT, now_s)
-
-
-def circuit_answered(attempt: PairAttempt, now_s: float) -> None:
-    attempt.answering.record_end(now_s)
-
-
-def circuit_prefilled(attempt: PairAttempt, now_s: float) -> None:
-    if attempt.prefill is not None:
-        attempt.prefill.record_end(now_s)

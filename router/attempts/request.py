@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from aiohttp import web
 
-from router.attempts.failures import CallFailed, FailedWorkers
+from router.attempts.upstream_call import CallFailed, FailedWorkers
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
 from router.pool.worker import Lease, Role, Way, Worker

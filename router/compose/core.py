@@ -6,19 +6,19 @@ import time
 from contextlib import AsyncExitStack
 from functools import partial
 
-from router.admission import Admission
 from router.attempts.pair_attempt import RoomMinter
 from router.choice.kv_feed import KVEventFeed
 from router.choice.policies import make_chooser
 from router.compose.exposure import check_exposure, check_secret, make_credentials, named_workers, ways_of
 from router.config import RouterConfig
-from router.encoders import EncoderHeaders
 from router.fleet import PeerProcesses, ProcessSlot
 from router.history.recorder import Recorder
 from router.metrics import RouterMetrics, of_feed
+from router.parts.admission import Admission
+from router.parts.encoders import EncoderHeaders
+from router.parts.prefix import PrefixHeaders, PrefixSources
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
-from router.prefix import PrefixHeaders, PrefixSources
 from router.requests.dispatch import LiveRequests
 from router.requests.responses import of_store, store_of
 from service.security.secret import router_secret

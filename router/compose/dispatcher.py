@@ -6,19 +6,19 @@ from functools import partial
 
 import aiohttp
 
-from router.admission import PRIORITY_HEADER, Admission
 from router.attempts.pair_attempt import AttemptLauncher
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, ServePart, Slo
 from router.body import ALONE, Api
 from router.choice.policies import Chooser
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.compose.exposure import ways_of
 from router.config import RouterConfig
-from router.encoders import EncoderHeaders
-from router.failover import Failover
-from router.images import BodyImages
-from router.kept_alive import serve_kept_alive
-from router.reconnect import Reconnect
+from router.parts.admission import PRIORITY_HEADER, Admission
+from router.parts.encoders import EncoderHeaders
+from router.parts.failover import Failover
+from router.parts.images import BodyImages
+from router.parts.kept_alive import serve_kept_alive
+from router.parts.reconnect import Reconnect
 from router.requests.answer import ClientAnswer
 from router.requests.dispatch import Dispatcher, LiveRequests, RequestParts
 from router.requests.picking import Picker

@@ -3,14 +3,14 @@
 import logging
 from functools import partial
 
-from router.attempts.failures import CallFailed
-from router.attempts.pair_attempt import (
+from router.attempts.request import Events
+from router.attempts.upstream_call import (
+    CallFailed,
     circuit_answered,
     circuit_failed,
     circuit_prefilled,
     circuit_started,
 )
-from router.attempts.request import Events
 from router.history.forecast import Forecast
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces

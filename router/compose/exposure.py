@@ -3,7 +3,7 @@
 import logging
 import time
 
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import PAIR, UNIFIED, Role, Way

@@ -12,14 +12,14 @@ from router.compose.dispatcher import Owners, make_dispatcher
 from router.compose.events import make_events
 from router.compose.exposure import ways_of
 from router.config import RouterConfig
-from router.failover import MoveOrders
 from router.fleet import ProcessSlot
 from router.history.trace import RequestTraces
 from router.http.worker_calls import WorkerCalls
+from router.parts.failover import MoveOrders
+from router.parts.prefix import PrefixCopies, Replication
 from router.pool.active_calls import LetGo, give_up_all
 from router.pool.discovery import open_discovery
 from router.pool.health import HealthMonitor
-from router.prefix import PrefixCopies, Replication
 from router.requests.dispatch import Dispatcher
 from router.requests.responses import SharedBook
 from router.roles.auto import AutoRoles

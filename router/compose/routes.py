@@ -5,7 +5,6 @@ from functools import partial
 
 from aiohttp import web
 
-from router.admission import limit_rate, make_limiter
 from router.body import PUTS, Api
 from router.compose.exposure import browser_rule
 from router.compose.router import Router
@@ -15,6 +14,7 @@ from router.http.health_api import HealthApi
 from router.http.traces_api import TRACES, TracesApi
 from router.http.workers_api import WorkersApi
 from router.metrics import counted
+from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
 from service.http.guard import make_guard
 from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of

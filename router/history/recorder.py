@@ -11,9 +11,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from router.attempts.failures import CallFailed
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
+from router.attempts.upstream_call import CallFailed
 from router.pool.worker import LoadReport, Role
 
 

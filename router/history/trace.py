@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.attempts.failures import CallFailed
-from router.attempts.pair_attempt import PairAttempt, UpstreamCall
+from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
+from router.attempts.upstream_call import CallFailed, UpstreamCall
 from router.history.recorder import DashboardAttempt, DashboardRequest, Recorder
 from router.pool.worker import Worker
 from service.http.errors import decode_or_none

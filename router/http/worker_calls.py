@@ -8,7 +8,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from router.client.session import CALL_TIMEOUT_S, Credentials, WorkerAnswer, call_worker
+from router.client.credentials import Credentials
+from router.client.session import CALL_TIMEOUT_S, WorkerAnswer, call_worker
 from router.pool.breaker import Health
 from router.pool.reports import VLLM, lack_of, lacks_route, vllm_call
 from router.pool.worker import Role, Way, Worker

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from router.client.session import Credentials, call_worker
+from router.client.credentials import Credentials
+from router.client.session import call_worker
 from router.client.upstream import Upstream
 from router.config import HealthFlags
 from router.pool.active_calls import (

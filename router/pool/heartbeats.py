@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.client.upstream import HttpReply, Upstream
 from router.pool.active_calls import last_sign_s
 from router.pool.worker import Worker

@@ -83,7 +83,7 @@ class BootstrapAddress:
 
 @dataclass(slots=True, kw_only=True)
 class CheckResults:
-    """Results of health checks. `streak`: equal ones in a row. `changed_s`: last change of health."""
+    """Results of health checks. `streak`: equal ones in a row. `changed_s`: last change."""
 
     changed_s: float
     good_s: float  # last good check
@@ -95,7 +95,7 @@ class CheckResults:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """The process that answers at a worker's address, as its health says."""
+    """The process that answers at a worker's address, by its /health."""
 
     incarnation: str = ""  # empty if unknown
     seen_s: float = 0.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from router.attempts.failures import MOVED, CallFailed, broken_stream
-from router.attempts.pair_attempt import AttemptLauncher, PairAttempt, UpstreamCall, circuit_blamed
+from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
+from router.attempts.upstream_call import MOVED, CallFailed, UpstreamCall, broken_stream, circuit_blamed
 from router.body import write_body
 from router.client.upstream import UpstreamError
 from router.pool.reports import lack_of, lacks_route, parse_error
@@ -44,7 +44,10 @@ class StreamSplitter:
         filters: Sequence[Callable[[bytes], bytes]] = (),
         record: FrameRecord | None = None,
     ) -> None:
-        """Split a stream; `record` takes its frames (service/http/resume.py), `filters` change events."""
+        """Split a stream; `record` takes its frames (service/http/resume.py).
+
+        `filters` change events.
+        """
         self._ends = next(ends for kind, ends in _ENDS.items() if content_type.startswith(kind))
         self._tail = b""
         self._filters = filters

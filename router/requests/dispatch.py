@@ -14,12 +14,12 @@ from functools import partial
 
 from aiohttp import web
 
-from router.attempts.failures import CallFailed
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import BodyPart, RequestContext, RequestRefused, Serve, ServePart, concerns, time_given
+from router.attempts.upstream_call import CallFailed
 from router.body import ALONE, Api, named_dp_rank, parse_body
 from router.choice.policies import Chooser
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.pool.worker import Way
 from router.pool.workers import UnknownModel
 from router.requests.answer import HANDED_BACK, ClientAnswer, draining, failure_response, no_worker

@@ -11,7 +11,8 @@ from enum import StrEnum
 import aiohttp
 import msgspec
 
-from router.client.session import Credentials, call_worker
+from router.client.credentials import Credentials
+from router.client.session import call_worker
 from router.fleet import PeerProcesses
 from router.pool.breaker import Check, Health
 from router.pool.health import HealthMonitor

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from router.attempts.failures import CallFailed, FailedWorkers
 from router.attempts.pair_attempt import PairAttempt
+from router.attempts.upstream_call import CallFailed, FailedWorkers
 from router.pool.active_calls import give_up_vain_calls, waits_at_silent
 from router.pool.breaker import Check, Health
 from router.pool.worker import Role, Worker

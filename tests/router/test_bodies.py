@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import images, reconnect
 from router.body import Api, BadBody, named_model, parse_body, write_bodies
 from router.choice.policies import Chooser
 from router.http import fan_out
+from router.parts import images, reconnect
 from router.requests import dispatch, responses
 from router.requests.answer import StreamSplitter
 from router.requests.merge import Merger

@@ -10,8 +10,8 @@ from aiohttp import web
 from router.attempts.request import concerns
 from router.body import TOKENS_PER_IMAGE, Api, parse_body
 from router.choice.prefix_index import prompt_keys
-from router.encoders import EncoderHeaders
-from router.images import BodyImages
+from router.parts.encoders import EncoderHeaders
+from router.parts.images import BodyImages
 from router.pool.workers import WorkerTable
 from service.flags import ConfigError
 from service.http.errors import ApiError

@@ -13,7 +13,7 @@ from tests.router.dummies import CHAT, CHAT_PATH, STREAM, cluster
 
 ROUTER = str(ROOT / "router")
 OTHERS = ("on_info", "on_gone", "__init__")  # what a worker's reports call, whatever is asked
-FEATURES = ("encoders.py", "images.py", "prefix.py", "reconnect.py", "requests/merge.py", "requests/responses.py", "requests/route_choice.py")  # fmt: skip
+FEATURES = ("parts/encoders.py", "parts/images.py", "parts/prefix.py", "parts/reconnect.py", "requests/merge.py", "requests/responses.py", "requests/route_choice.py")  # fmt: skip
 
 
 @contextmanager

@@ -91,7 +91,7 @@ async def test_a_worker_that_says_nothing_does_not_hold_the_others(monkeypatch: 
         c.decodes[0].behave, c.decodes[1].behave = silent, keeps()
         _, _, text = await c.post(PATH, STREAM, headers=AGAIN)
         assert tokens_of(text) == [3, 4]
-        monkeypatch.setattr("router.reconnect.ASK_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("router.parts.reconnect.ASK_TIMEOUT_S", 0.05)
         c.decodes[1].behave = keeps(status=404)  # the silent one may have it: the client is to come again
         status, headers, answer = await c.post(PATH, STREAM, headers=AGAIN)
         error = json.loads(answer)["error"]

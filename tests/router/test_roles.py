@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.fleet import PeerProcesses
 from router.pool.breaker import Check, Health
 from router.pool.worker import LoadReport, Role, Worker

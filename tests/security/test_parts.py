@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
-from router.admission import MAX_CLIENTS, RateLimiter, client_of, make_limiter
-from router.client.session import Credentials
+from router.client.credentials import Credentials
+from router.parts.admission import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from service.flags import ConfigError
 from service.http.errors import ApiError, deeper_than
 from service.security.browser import AllowedAddresses, is_loopback, require_secret

@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.pool.breaker import Check
 from router.pool.health import HealthMonitor

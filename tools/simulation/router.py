@@ -10,20 +10,20 @@ import aiohttp
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
-from router.admission import Admission
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import Api
 from router.choice.policies import make_chooser
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.compose.dispatcher import Owners, make_dispatcher
 from router.compose.events import make_events
 from router.compose.routes import need_of
 from router.config import RouterConfig
-from router.encoders import EncoderHeaders
-from router.failover import MoveOrders
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.metrics import RouterMetrics, counted
+from router.parts.admission import Admission
+from router.parts.encoders import EncoderHeaders
+from router.parts.failover import MoveOrders
 from router.pool.breaker import Health
 from router.pool.health import HealthMonitor
 from router.pool.worker import Role

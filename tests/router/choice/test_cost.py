@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from router.admission import _NAMES, Admission, TicketStatus
-from router.attempts.failures import MOVED, CallFailed
+from router.attempts.upstream_call import MOVED, CallFailed
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
+from router.parts.admission import _NAMES, Admission, TicketStatus
 from router.pool.worker import PAIR, UNIFIED, Role, Way
 from router.pool.workers import UnknownModel, WorkerTable
 from tests.router.attempts import Launched, make_request

@@ -9,7 +9,7 @@ import pytest
 from router.attempts.pair_attempt import PairAttempt
 from router.body import TOKENS_PER_IMAGE
 from router.choice.policies import Placement
-from router.encoders import SLACK_TOKENS, EncoderHeaders, Encoders, choose_encoders
+from router.parts.encoders import SLACK_TOKENS, EncoderHeaders, Encoders, choose_encoders
 from router.pool.breaker import Check
 from router.pool.reports import parse_encoder, parse_load
 from router.pool.worker import LoadReport, Role, Worker

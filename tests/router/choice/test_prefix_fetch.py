@@ -7,10 +7,7 @@ import pytest
 
 from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import PrefixIndex
-from router.pool.breaker import Health
-from router.pool.reports import PrefixHolder, parse_prefix_holder
-from router.pool.worker import Role
-from router.prefix import (
+from router.parts.prefix import (
     HALF_LIFE_S,
     HOT_HITS,
     MAX_AT_ONCE,
@@ -21,6 +18,9 @@ from router.prefix import (
     PrefixSources,
     Replication,
 )
+from router.pool.breaker import Health
+from router.pool.reports import PrefixHolder, parse_prefix_holder
+from router.pool.worker import Role
 from service.http.prefix_source import PREFIX_HEADER, PURPOSE, PrefixSourceHeader, read_header, write_header
 from service.kv_events import BLOCK_TOKENS
 from service.security.secret import sign

@@ -4,9 +4,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.attempts.failures import FailedWorkers
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import Events
+from router.attempts.upstream_call import FailedWorkers
 from router.history.recorder import (
     KEPT_REQUESTS,
     KEPT_SECONDS,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.attempts.failures import CallFailed
+from router.attempts.upstream_call import CallFailed
 from router.config import BreakerFlags
 from router.pool.breaker import TRANSITIONS, Circuit, Event, State
 from router.pool.worker import Role

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from router.admission import look_in_time, objectives_of
 from router.attempts.request import RequestRefused, Slo
 from router.choice.policies import (
     DRAWN,
@@ -20,6 +19,7 @@ from router.choice.policies import (
 from router.choice.prefix_index import PrefixIndex
 from router.config import ChoiceFlags
 from router.history.forecast import MIN_POINTS, STALE_S, Forecast
+from router.parts.admission import look_in_time, objectives_of
 from router.pool import workers as table_module
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-import router.failover
+import router.parts.failover
 from router.pool.active_calls import num_to_give
 from router.pool.worker import LoadReport, Worker
 from service.http.resume import RESUME_FIELD, FrameRecord, Resume, SampleSource, begin_frame, ids_frame, moved_frame
@@ -111,7 +111,7 @@ async def test_a_pair_goes_on_where_the_other_worker_does_not_get_the_kv(fails: 
 
 
 async def test_a_worker_that_does_not_begin_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.failover, "TAKE_OVER_S", 0.05)
+    monkeypatch.setattr(router.parts.failover, "TAKE_OVER_S", 0.05)
 
     async def other(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         by_kv = msgspec.convert(body[RESUME_FIELD], Resume).sources
@@ -151,7 +151,7 @@ async def test_a_worker_that_does_not_let_go_is_given_up(
     lets_go: Callable[[list[dict[str, Any]]], list[str]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of another make, one that knows no such stream, one that never ends it."""
-    monkeypatch.setattr(router.failover, "END_S", 0.05)
+    monkeypatch.setattr(router.parts.failover, "END_S", 0.05)
     async with cluster(decode=2) as c:
         leaving = Leaving()
         leaving.lets_go = lets_go  # type: ignore[assignment, method-assign]

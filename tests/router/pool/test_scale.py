@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from benchmarks import scale_balance, scale_fleet
-from router.client.session import Credentials
+from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.http.workers_api import SLICE, describe, describe_all
 from router.metrics import RouterMetrics

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from router.attempts.request import RequestContext, Serve
 from router.body import OLLAMA
-from router.client.session import Credentials, WorkerAnswer, call_worker
+from router.client.credentials import Credentials
+from router.client.session import WorkerAnswer, call_worker
 from router.pool.breaker import Health
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable

@@ -16,10 +16,11 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from router.attempts.failures import MOVED, CallFailed
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
-from router.client.session import Credentials, call_worker
+from router.attempts.upstream_call import MOVED, CallFailed
+from router.client.credentials import Credentials
+from router.client.session import call_worker
 from router.pool.active_calls import ActiveCall
 from router.pool.worker import Role, Worker
 from router.requests.answer import ClientAnswer, StreamSplitter, ask_for_rest, failure_response, has_moved, read_whole

@@ -1,15 +1,25 @@
-"""Failures of calls to workers, by kind, and the workers that failed one request."""
+"""One HTTP request to one worker, its failures by kind, and the workers that failed one request."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from router.client.upstream import UpstreamError
+from router.client.upstream import HttpReply, UpstreamError
+from router.pool.breaker import Event
 from router.pool.reports import reports_draining, reports_request_failed
 from router.pool.worker import Pool, Role, Worker
+from service.http.api_shapes import STREAM_TYPES
+from service.http.resume import FRAMES_TYPE
+
+if TYPE_CHECKING:
+    from router.attempts.pair_attempt import PairAttempt
+    from router.attempts.request import RequestContext
 
 UNJOINED = 502  # status of a decode worker that could not find or reach the prefill worker
 MOVED = "moved"  # reason of an answer that was migrated: its KV waits there for another worker
+_IN_PIECES = (*STREAM_TYPES, FRAMES_TYPE)
 _FAULTS = frozenset((500, UNJOINED, 503))
 
 
@@ -74,6 +84,97 @@ class CallFailed(Exception):
     def retryable(self) -> bool:
         """True if another worker may succeed, unlike back-pressure and bad requests."""
         return self.reason in ("refused", "lost", "down", MOVED) or self.status in _FAULTS
+
+
+class UpstreamCall:
+    """One running call. `stream` permits streaming its answer."""
+
+    def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
+        self.worker = worker
+        self.reply = reply
+        self._stream = stream
+        self._failure: CallFailed | None = None
+        # Set once the client has a part of the answer: whether another worker can continue.
+        self.goes_on: Callable[[], bool] | None = None
+        self.rooms_to_leave: Callable[[], Mapping[str, int]] = dict
+        self.names_owner = ""  # owner of its samples' names
+        self._leaves = False
+
+    @property
+    def movable(self) -> bool:
+        return not (self.ended or self._leaves) and (self.goes_on is None or self.goes_on())
+
+    @property
+    def continuable(self) -> bool:
+        return not (self.ended or self._leaves) and self.goes_on is not None and self.goes_on()
+
+    def leave(self) -> Mapping[str, int]:
+        rooms = self.rooms_to_leave()
+        self._leaves = bool(rooms)
+        return rooms
+
+    @property
+    def streaming(self) -> bool:
+        return self._is_of(STREAM_TYPES)
+
+    @property
+    def framed(self) -> bool:
+        """True for a whole answer after frames (service/http/resume.py)."""
+        return self._is_of((FRAMES_TYPE,))
+
+    def _is_of(self, types: tuple[str, ...]) -> bool:
+        status = self.reply.status
+        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(types)
+
+    @property
+    def ended(self) -> bool:
+        return self.reply.complete or self.reply.error is not None
+
+    @property
+    def begun(self) -> bool:
+        """True from a stream's first bytes, else at the end."""
+        return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
+
+    def failure(self) -> CallFailed | None:
+        """Return a failure before the answer started; later ones go to its reader."""
+        if self._failure is None:
+            self._failure = self._find_failure()
+        return self._failure
+
+    def _find_failure(self) -> CallFailed | None:
+        reply = self.reply
+        if reply.error is not None:
+            return CallFailed(self.worker, reason=reply.error.reason, detail=str(reply.error))
+        if not reply.complete:
+            return None
+        if reply.status >= 300:
+            return CallFailed(
+                self.worker, reason="status", status=reply.status, headers=reply.headers, body=reply.take()
+            )
+        if self.streaming and not reply.num_buffered:
+            return CallFailed(self.worker, reason="lost", detail="the stream ended before its first event")
+        return None
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Loop time of the last bytes; None while bytes are buffered."""
+        return None if self.reply.num_buffered else self.reply.received_s
+
+    @property
+    def last_byte_s(self) -> float:
+        return self.reply.received_s if self.reply.status else -math.inf
+
+    def give_up(self, why: str) -> None:
+        self.reply.close(UpstreamError("down", why))
+
+    def record_end(self, now_s: float) -> None:
+        """Report a good end to the circuit; faults are reported as they happen."""
+        if not self.worker.circuit.quiet and self.reply.complete and self.reply.status < 300:
+            self.worker.circuit.record(Event.WELL, now_s)
+
+
+def stays() -> bool:
+    return False
 
 
 def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
@@ -154,3 +255,33 @@ class FailedWorkers(msgspec.Struct):
     def _num_unjoined(self, worker: Worker) -> int:
         server = server_of(worker)
         return 0 if server is None else self._unjoined.get(server, 0)
+
+
+# ---- Receivers of events (router/attempts/request.py)
+
+
+def circuit_started(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
+    for worker in attempt.workers:
+        if not worker.circuit.quiet:
+            worker.circuit.record(Event.BEGUN, now_s)
+
+
+def circuit_failed(failure: CallFailed, now_s: float) -> None:
+    if failure.is_fault:
+        failure.worker.circuit.record(Event.FAULT, now_s)
+
+
+def circuit_blamed(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
+    """Record a fault of the workers whose request `attempt` then answered."""
+    if request.failed is not None:
+        for worker in request.failed.take_suspects(attempt.workers):
+            worker.circuit.record(Event.FAULT, now_s)
+
+
+def circuit_answered(attempt: "PairAttempt", now_s: float) -> None:
+    attempt.answering.record_end(now_s)
+
+
+def circuit_prefilled(attempt: "PairAttempt", now_s: float) -> None:
+    if attempt.prefill is not None:
+        attempt.prefill.record_end(now_s)

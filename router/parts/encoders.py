@@ -1,4 +1,4 @@
-"""Encoder workers: the choice of one for each image, and headers that name them to a prompt's worker.
+"""Encoder workers: the choice of one for each image, and headers that name them.
 
 The image's owner by rendezvous hashing, which caches its features, takes it, unless it is clearly
 busier than the least loaded worker.

@@ -1,0 +1,1 @@
+"""Parts of requests, a module for each feature; only router/compose/ imports them."""
