@@ -11,7 +11,7 @@ from aiohttp import web
 
 from router.client.session import CALL_TIMEOUT_S, call_worker
 from router.fleet import PeerProcesses
-from router.http.worker_calls import Call, WorkerCalls
+from router.http.worker_calls import OperatorCall, WorkerCalls
 from router.pool.health import HealthMonitor
 from router.pool.reports import count_of
 from router.pool.worker import Worker
@@ -76,7 +76,9 @@ class FanOutApi:
         headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
         encoders = path not in EXPERTS
-        answer = await self.calls.call_all(Call("POST", path, headers, body, timeout_s=timeout_s, encoders=encoders))
+        answer = await self.calls.call_all(
+            OperatorCall("POST", path, headers, body, timeout_s=timeout_s, encoders=encoders)
+        )
         if path in (UPDATE_WEIGHTS, RELEASE, RESUME):
             self.monitor.refresh()  # model names and health may have changed
         return answer
@@ -113,7 +115,7 @@ class FanOutApi:
             body = msgspec.json.encode({name: value for name, value in fields.items() if name != "model"})
         headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         answer = await self.calls.call_all(
-            Call("POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model, encoders=False)
+            OperatorCall("POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model, encoders=False)
         )
         self.monitor.refresh()  # model names have changed
         return answer
@@ -130,10 +132,10 @@ class FanOutApi:
             headers = self.calls.credentials.for_admin(authorization)
         else:
             headers = {**self.calls.credentials.for_client(authorization), **caller_header(request)}
-        return await self.calls.call_all(Call("POST", "/abort_request", headers, body))
+        return await self.calls.call_all(OperatorCall("POST", "/abort_request", headers, body))
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:
-        return await self.calls.call_all(Call("GET", "/health_generate", self.calls.credentials.own()))
+        return await self.calls.call_all(OperatorCall("GET", "/health_generate", self.calls.credentials.own()))
 
 
 # ---- Routes that any worker of a model answers: models, tokenizer, prompt costs.
@@ -224,7 +226,7 @@ class LoadsApi:
 
     async def _rows(self, request: web.BaseRequest) -> list[dict[str, Any]]:
         headers = self.calls.credentials.for_client(authorization_of(request.headers))
-        answers = await self.calls.answers(Call("GET", "/v1/loads", headers))
+        answers = await self.calls.answers(OperatorCall("GET", "/v1/loads", headers))
         return join_rows((w.url, w.role.value, object_of(a.body)) for w, a in answers if a.status == 200)
 
 

@@ -21,7 +21,7 @@ from service.security.keys import authorization_of
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """A call to workers: with `model` only to those that serve it, perhaps without `encoders`."""
 
     method: str
@@ -46,7 +46,7 @@ class WorkerCalls:
 
     async def call_one(self, request: web.BaseRequest, *, model: str = "", path: str = "") -> web.Response:
         """Pass a request to the first live worker, decode first."""
-        call = Call(
+        call = OperatorCall(
             "POST" if request.method == "POST" else "GET",
             path or request.path,
             self.credentials.for_client(authorization_of(request.headers)),
@@ -61,7 +61,7 @@ class WorkerCalls:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
         raise no_worker(self.table, missing_roles(self.table, self.ways, model) or self.roles, model)
 
-    async def call_all(self, call: Call) -> web.Response:
+    async def call_all(self, call: OperatorCall) -> web.Response:
         """Call all live workers; return the worst status and all answers."""
         answers = await self.answers(call)
         if call.model and not answers:
@@ -73,14 +73,14 @@ class WorkerCalls:
         ]
         return json_response({"success": status == 200, "workers": results}, status=status)
 
-    async def answers(self, call: Call) -> list[tuple[Worker, WorkerAnswer]]:
+    async def answers(self, call: OperatorCall) -> list[tuple[Worker, WorkerAnswer]]:
         known = [w for w in self.table.workers() if not call.model or serves(w.models, call.model)]
         known = [w for w in known if call.encoders or w.role is not Role.ENCODE]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
         answers = zip(workers, await asyncio.gather(*(self._send(call, w) for w in workers)), strict=True)
         return [(worker, _without_lack(worker, call.path, answer)) for worker, answer in answers]
 
-    async def _send(self, call: Call, worker: Worker) -> WorkerAnswer:
+    async def _send(self, call: OperatorCall, worker: Worker) -> WorkerAnswer:
         method, path, body = call.method, call.path, call.body
         if worker.runtime_type == VLLM:
             method, path, body = vllm_call(method, path, body)
@@ -88,7 +88,7 @@ class WorkerCalls:
 
     async def abort(self, headers: Mapping[str, str], rid: str) -> None:
         shown = {name: headers[name] for name in ("Authorization", CALLER_HEADER) if name in headers}
-        await self.answers(Call("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid})))
+        await self.answers(OperatorCall("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid})))
 
 
 def _without_lack(worker: Worker, path: str, answer: WorkerAnswer) -> WorkerAnswer:
