@@ -372,9 +372,9 @@ def no_draw(count: int) -> int:
     raise AssertionError(f"a pool of {count} workers is drawn from")
 
 
-def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
-    """`count` workers of one role, all up."""
+def table_of(count: int = 0, *, role: Role = Role.DECODE, roles: Sequence[Role] = ()) -> WorkerTable:
+    """`count` workers of one role, or of `roles`, all up."""
     table = WorkerTable()
-    for i in range(count):
-        table.on_check(table.add(f"http://h{i}:1", role=role), Check.OK, now_s=0.0)
+    for i, each in enumerate(roles or [role] * count):
+        table.on_check(table.add(f"http://h{i}:1", role=each), Check.OK, now_s=0.0)
     return table

@@ -13,12 +13,11 @@ from aiohttp import web
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.metrics import RouterMetrics
-from router.pool.breaker import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.auto import PATH, AutoRoles
 from router.roles.switch import SwitchFailed, SwitchRefused
-from tests.router.dummies import cluster
+from tests.router.dummies import cluster, table_of
 
 CONFIG = RouterConfig(
     pd_disaggregation=True,
@@ -49,11 +48,9 @@ class Process:
     """A router's process as far as this goes: two idle prefill workers and a full decode worker."""
 
     def __init__(self, *errors: Exception, leads: bool = True, peers: PeerProcesses | None = None) -> None:
-        self.table = WorkerTable()
-        self.workers = [self.table.add(f"http://p{i}:1", role=Role.PREFILL) for i in range(2)]
-        self.workers.append(self.table.add("http://d:1", role=Role.DECODE))
+        self.table = table_of(roles=(Role.PREFILL, Role.PREFILL, Role.DECODE))
+        self.workers = self.table.workers()
         for worker in self.workers:
-            self.table.on_check(worker, Check.OK, now_s=0.0)
             self.table.on_models(worker, ("m",))
         self.switch = ScriptedSwitch(list(errors))
         self.metrics = RouterMetrics(self.table)
@@ -79,7 +76,7 @@ class Process:
 
     def report(self) -> None:
         for worker in self.workers:
-            self.table.loads.on_report(worker, replace(FULL if worker.url == "http://d:1" else LoadReport()))
+            self.table.loads.on_report(worker, replace(FULL if worker is self.workers[2] else LoadReport()))
 
     def moves(self) -> list[dict[str, Any]]:
         """The newest first."""
@@ -94,9 +91,9 @@ def encoded(value: object) -> bytes:
 async def test_a_short_pool_gets_a_worker_and_everybody_can_see_why() -> None:
     process = Process()
     await process.run(moves=1)
-    assert process.switch.asked == [("http://p0:1", Role.DECODE)]
+    assert process.switch.asked == [("http://h0:1", Role.DECODE)]
     (done,) = process.moves()
-    assert (done["url"], done["to_role"], done["result"]) == ("http://p0:1", "decode", "moved")
+    assert (done["url"], done["to_role"], done["result"]) == ("http://h0:1", "decode", "moved")
     assert "decode is short" in done["reason"]
     text = process.metrics.exposition().decode()
     assert 'tandem_router_role_moves_total{model="m",result="moved",to_role="decode"} 1.0' in text
@@ -109,8 +106,8 @@ async def test_moves_that_do_not_come_about_are_counted_and_tried_again_later(ca
     assert [done["result"] for done in process.moves()] == ["moved", "failed", "failed", "refused"]
     begins = [done["began_s"] for done in reversed(process.moves())]
     assert all(round(b - a, 6) >= CONFIG.auto_roles_cooldown_s for a, b in pairwise(begins))  # times are sums of floats
-    assert "the move of http://p0:1 to decode was refused: no bootstrap port" in caplog.text
-    assert "the move of http://p0:1 to decode failed: it is gone" in caplog.text
+    assert "the move of http://h0:1 to decode was refused: no bootstrap port" in caplog.text
+    assert "the move of http://h0:1 to decode failed: it is gone" in caplog.text
 
 
 async def test_a_look_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:

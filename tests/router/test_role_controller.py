@@ -7,10 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.config import AutoRolesFlags
-from router.pool.breaker import Check
-from router.pool.worker import LoadReport, Role, Worker
-from router.pool.workers import WorkerTable
+from router.pool.worker import LoadReport, Role
 from router.roles.controller import Controller, Gauge, Move, Seen, decode_demand
+from tests.router.dummies import table_of
 
 P, D = Role.PREFILL, Role.DECODE
 FLAGS = AutoRolesFlags(auto_roles_sustain_s=10.0, auto_roles_cooldown_s=60.0, auto_roles_switch_time_s=20.0)
@@ -207,21 +206,14 @@ def test_under_constant_work_moves_end(prefill: int, decode: int, of_p: float, o
     assert len(pools.moves) < prefill + decode
 
 
-def table(*roles: Role) -> tuple[WorkerTable, list[Worker]]:
-    made = WorkerTable()
-    workers = [made.add(f"http://w{i}:1", role=role) for i, role in enumerate(roles)]
-    for worker in workers:
-        made.on_check(worker, Check.OK, now_s=0.0)
-    return made, workers
-
-
 QUICK = AutoRolesFlags(auto_roles_ttft_s=2.0, auto_roles_sustain_s=3.0)  # smoothed over a second
 
 
 def test_prefill_work_is_what_comes_in_and_what_waits_at_the_speed_it_has() -> None:
     """10,000 tokens a second come to a worker that computes 20,000, and is busy half of the time: half a worker. Then no less
     comes in, and 40,000 tokens wait: two seconds of its time, one goal's worth."""
-    made, (worker,) = table(P)
+    made = table_of(roles=(P,))
+    (worker,) = made.workers()
     gauge = Gauge(QUICK)
     for second in range(60):
         report = LoadReport(prompt_tokens_total=10_000 * second, busy_ms_total=500 * second)
@@ -262,7 +254,8 @@ def test_decode_work_is_the_most_of_kv_requests_and_time_between_tokens() -> Non
 
 def test_time_between_tokens_follows_from_what_came_out() -> None:
     """20 requests, 500 tokens a second: each gets one in 40 ms."""
-    made, (worker,) = table(D)
+    made = table_of(roles=(D,))
+    (worker,) = made.workers()
     gauge = Gauge(replace(QUICK, auto_roles_itl_s=0.05))
     for second in range(3):
         made.loads.on_report(
@@ -273,7 +266,13 @@ def test_time_between_tokens_follows_from_what_came_out() -> None:
 
 
 def test_another_process_or_role_begins_anew_and_silence_is_not_ready() -> None:
-    made, (worker, silent) = table(P, D)
+    made = table_of(
+        roles=(
+            P,
+            D,
+        )
+    )
+    (worker, silent) = made.workers()
     gauge = Gauge(QUICK)
     for second in range(3):
         made.loads.on_report(worker, LoadReport(busy_ms_total=900 * second))

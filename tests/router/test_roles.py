@@ -17,19 +17,11 @@ from router.pool.workers import WorkerTable
 from router.roles.switch import Switch, SwitchProgress, SwitchRefused, objection, progress
 from service.security.keys import KeyRing
 from tests.router.behaviours import later, obey
-from tests.router.dummies import BOOTSTRAP_PORT, Cluster, DummyWorker, always, cluster, until
+from tests.router.dummies import BOOTSTRAP_PORT, Cluster, DummyWorker, always, cluster, table_of, until
 
 
 def make_table(*, prefill: int = 2, decode: int = 1) -> WorkerTable:
-    """p0, p1, ..., d0, ...: all healthy."""
-    table = WorkerTable()
-    for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
-        for i in range(count):
-            worker = table.add(
-                f"http://{role.value[0]}{i}:1", role=role, bootstrap_port=9 if role is Role.PREFILL else None
-            )
-            table.on_check(worker, Check.OK, now_s=1.0)
-    return table
+    return table_of(roles=[Role.PREFILL] * prefill + [Role.DECODE] * decode)
 
 
 def test_the_last_of_a_pool_stays_unless_forced() -> None:
@@ -74,6 +66,7 @@ def test_what_was_known_of_the_old_role_is_forgotten() -> None:
     table = make_table()
     table.on_gone = gone.append
     p0 = table.workers()[0]
+    p0.bootstrap.given_port = 9
     table.loads.on_report(p0, LoadReport(waiting_tokens=100))
     lease = table.loads.charge(p0, 7)
     table.on_role(p0, Role.DECODE)

@@ -12,7 +12,7 @@ from router.config import ChoiceFlags
 from router.history.forecast import MIN_POINTS, STALE_S, Forecast
 from router.pool.breaker import Check
 from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
-from router.pool.workers import WorkerTable, missing_roles, silent_roles
+from router.pool.workers import missing_roles, silent_roles
 from router.requests.route_choice import (
     Ask,
     FittedLine,
@@ -23,7 +23,7 @@ from router.requests.route_choice import (
     unified_slo_cost,
     wait_for_room_s,
 )
-from tests.router.dummies import CHAT, STREAM, Cluster, always, cluster, until
+from tests.router.dummies import CHAT, STREAM, Cluster, always, cluster, table_of, until
 
 WANTED = Slo(ttft_s=4.0, itl_s=0.04)
 # A token is computed in 1 ms; a hand-over takes 40 ms.
@@ -43,34 +43,39 @@ def goes_alone(tokens: int, wanted: Slo = WANTED, **at: WorkerMetrics) -> bool:
     return unified_slo_cost(at.get("alone", FREE), one, wanted) < pair_slo_cost(prefill, one, decode, one, wanted)
 
 
-def test_a_short_prompt_goes_where_fewer_answers_run_and_a_long_one_holds_up_none() -> None:
-    more, fewer = DECODE._replace(requests=8), FREE._replace(requests=6)
-    alone = [tokens for tokens in (10, 100, 1000, 3000) if goes_alone(tokens, decode=more, alone=fewer)]
-    assert alone == [10, 100]
-    assert not goes_alone(10, decode=DECODE._replace(requests=4), alone=fewer)
+HURRY = Slo(ttft_s=0.1, itl_s=0.04)
+BUSY, FEWER = FREE._replace(requests=4), FREE._replace(requests=6)
+MORE = {"decode": DECODE._replace(requests=8), "alone": FEWER}
+QUEUED = {"prefill": PREFILL._replace(waiting_tokens=3000), "alone": BUSY}
+BOTH = {"prefill": PREFILL._replace(waiting_tokens=800), "alone": FREE._replace(requests=30)}
+OTHER_QUEUED = {"decode": DECODE._replace(requests=6), "alone": BUSY._replace(waiting_tokens=3000)}
 
 
-def test_a_short_prompt_skips_the_hand_over_where_the_first_token_is_in_a_hurry() -> None:
-    hurry = Slo(ttft_s=0.1, itl_s=0.04)
-    assert all(goes_alone(tokens, hurry) and not goes_alone(tokens) for tokens in (20, 3000))
-
-
-def test_without_waiting_requests_the_hand_over_decides() -> None:
-    assert goes_alone(1000, alone=FREE._replace(company=0.0)) and not goes_alone(1000)
-
-
-def test_the_longer_queue_overflows_to_the_other_side() -> None:
-    busy = FREE._replace(requests=4)
-    assert not goes_alone(1000, alone=busy)
-    assert goes_alone(1000, alone=busy, prefill=PREFILL._replace(waiting_tokens=3000))
-    fewer = DECODE._replace(requests=6)
-    assert goes_alone(20, decode=fewer, alone=busy)
-    assert not goes_alone(20, decode=fewer, alone=busy._replace(waiting_tokens=3000))
-
-
-def test_a_full_batch_of_answers_overflows_too() -> None:
-    assert not goes_alone(1000, decode=DECODE._replace(requests=2))
-    assert goes_alone(1000, decode=DECODE._replace(requests=30))
+@pytest.mark.parametrize(
+    ("tokens", "wanted", "at", "alone"),
+    [
+        # A short prompt goes where fewer answers run, and a long one holds up none.
+        *((tokens, WANTED, MORE, tokens <= 100) for tokens in (10, 100, 1000, 3000)),
+        (10, WANTED, {"decode": DECODE._replace(requests=4), "alone": FEWER}, False),
+        # It skips the hand-over where the first token is in a hurry, or no requests wait.
+        *((tokens, wanted, {}, wanted is HURRY) for tokens in (20, 3000) for wanted in (HURRY, WANTED)),
+        (1000, WANTED, {}, False),
+        (1000, WANTED, {"alone": FREE._replace(company=0.0)}, True),
+        # The longer queue overflows to the other side.
+        (1000, WANTED, {"alone": BUSY}, False),
+        (1000, WANTED, QUEUED, True),
+        (20, WANTED, {**OTHER_QUEUED, "alone": BUSY}, True),
+        (20, WANTED, OTHER_QUEUED, False),
+        # So does a full batch of answers.
+        (1000, WANTED, {"decode": DECODE._replace(requests=2)}, False),
+        (1000, WANTED, {"decode": DECODE._replace(requests=30)}, True),
+        # The tightest SLO counts most.
+        (100, Slo(ttft_s=1.0, itl_s=1.0), BOTH, True),
+        (100, Slo(ttft_s=20.0, itl_s=0.06), BOTH, False),
+    ],
+)
+def test_where_a_prompt_goes(tokens: int, wanted: Slo, at: dict[str, WorkerMetrics], alone: bool) -> None:
+    assert goes_alone(tokens, wanted, **at) == alone
 
 
 def test_a_worker_without_room_is_waited_for_as_long_as_its_requests_stay() -> None:
@@ -81,21 +86,12 @@ def test_a_worker_without_room_is_waited_for_as_long_as_its_requests_stay() -> N
     assert goes_alone(1000, decode=full._replace(held_tokens=2000.0))
 
 
-def test_the_tightest_objective_counts_most() -> None:
-    """The pair's prefill worker has a queue, the unified worker a full batch."""
-    at = {"prefill": PREFILL._replace(waiting_tokens=800), "alone": FREE._replace(requests=30)}
-    assert goes_alone(100, Slo(ttft_s=1.0, itl_s=1.0), **at)
-    assert not goes_alone(100, Slo(ttft_s=20.0, itl_s=0.06), **at)
-
-
 class Pool:
     """A table with workers of all roles, and a chooser that has measured each of `known`."""
 
     def __init__(self, *roles: Role, policy: str = "least_load", known: bool = True) -> None:
-        self.table, self.forecast = WorkerTable(), Forecast()
-        self.workers = [self.table.add(f"http://w{i}:1", role=role) for i, role in enumerate(roles)]
-        for worker in self.workers:
-            self.table.on_check(worker, Check.OK, now_s=0.0)
+        self.table, self.forecast = table_of(roles=roles), Forecast()
+        self.workers = self.table.workers()
         policies = make_chooser(ChoiceFlags(policy=policy), draw=lambda n: 0).policies
         self.chooser = RouteChooser(policies=policies, forecast=self.forecast, wanted=WANTED)
         for worker in self.workers if known else ():
