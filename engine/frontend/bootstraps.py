@@ -1,7 +1,7 @@
 """Bootstrap host, port and room of disaggregated requests, and allowed hosts. Pure."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, dataclass_transform
 
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from service.http.errors import bad_field
@@ -15,12 +15,17 @@ Room = int | list[int | None] | None
 MAX_ROOM = 2**63
 
 
-class BootstrapFields(Protocol):
-    """One value, or one per sample or prompt. A protocol, because msgspec structs have one base."""
+@dataclass_transform(kw_only_default=True)
+class Fields:
+    """Base of fields that several bodies have (`Mixed` in apis/shared/request.py)."""
 
-    bootstrap_host: Host
-    bootstrap_port: Port
-    bootstrap_room: Room
+
+class BootstrapFields(Fields):
+    """One value, or one per sample or prompt."""
+
+    bootstrap_host: Host = None
+    bootstrap_port: Port = None
+    bootstrap_room: Room = None
 
 
 def build_bootstraps(

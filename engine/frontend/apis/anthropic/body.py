@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import READER as CHAT
-from engine.frontend.apis.shared.body_reader import BodyReader, OwnFields, Unserved, missing_in
+from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, missing_in
+from engine.frontend.apis.shared.request import Mixed, OwnFields
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
@@ -90,7 +91,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
-class PromptFields(OwnFields, kw_only=True):
+class PromptFields(msgspec.Struct, OwnFields, metaclass=Mixed, kw_only=True):
     """Prompt fields. The last ones concern Anthropic's own service and are ignored."""
 
     messages: list[Message]

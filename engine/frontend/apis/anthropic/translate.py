@@ -19,8 +19,8 @@ from engine.frontend.apis.anthropic.body import (
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
-from engine.frontend.apis.shared.body_reader import own_fields
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
+from engine.frontend.apis.shared.request import own_fields
 from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system")

@@ -12,9 +12,9 @@ import msgspec
 
 from engine.frontend.apis.shared.body_reader import GENERATE, SAMPLING, BodyReader, Inside
 from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, each, id_lists
-from engine.frontend.apis.shared.request import PerPrompt
+from engine.frontend.apis.shared.request import Mixed, PlaceFields
 from engine.frontend.apis.shared.stream import finite
-from engine.frontend.bootstraps import Host, Port, Room
+from engine.frontend.bootstraps import BootstrapFields
 from engine.frontend.client.generation import Generation, absorb
 from engine.frontend.images.source import MediaSource
 from engine.messages import (
@@ -40,7 +40,7 @@ class SamplingBody(SamplingFields, kw_only=True):
     sampling_seed: int | None = None
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class GenerateBody(msgspec.Struct, BootstrapFields, PlaceFields, metaclass=Mixed, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     image_data: MediaData = None
@@ -58,13 +58,6 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     require_reasoning: bool | None = None
     max_thinking_tokens: int | None = None
     lora_path: str | list[str | None] | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    bootstrap_host: Host = None
-    bootstrap_port: Port = None
-    bootstrap_room: Room = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
 
 
 READER = BodyReader(

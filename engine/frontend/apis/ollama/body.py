@@ -10,9 +10,9 @@ import msgspec
 from engine.frontend.apis.chat.body import READER, ChatBody, ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import Tool
-from engine.frontend.apis.shared.body_reader import BodyReader, Inside, OwnFields, Unserved, missing_in, own_fields
+from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved, missing_in
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.request import RequestFields
+from engine.frontend.apis.shared.request import Mixed, OwnFields, RequestFields, own_fields
 from service.flags import untagged
 from service.http.errors import bad_field
 
@@ -56,7 +56,7 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     vocab_only: Any = None
 
 
-class OllamaFields(OwnFields, kw_only=True):
+class OllamaFields(msgspec.Struct, OwnFields, metaclass=Mixed, kw_only=True):
     """Fields of both endpoints.
 
     `format`: "json" or a JSON schema. `think`: reasoning, or its effort. `keep_alive` is ignored.

@@ -16,9 +16,7 @@ from aiohttp import web
 from msgspec.structs import FieldInfo
 
 from engine.frontend.apis.shared.ids_only import check_ids_only
-from engine.frontend.apis.shared.request import PerPrompt
 from engine.frontend.apis.shared.resumable import take_resume
-from engine.frontend.bootstraps import Host, Port, Room
 from engine.frontend.errors import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
 from service.http.api_shapes import EXTRA_HEADERS
@@ -280,25 +278,7 @@ EMBEDDING = {
 }
 
 
-# ---- Bodies of other companies' APIs: our extra fields, errors in their terms. Pure.
-
-
-class OwnFields(msgspec.Struct, kw_only=True):
-    rid: str | None = None
-    priority: int | None = None
-    lora_path: str | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    bootstrap_host: Host = None
-    bootstrap_port: Port = None
-    bootstrap_room: Room = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-    user: str | None = None
-
-
-def own_fields(body: OwnFields) -> dict[str, Any]:
-    return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
+# ---- Bodies of other companies' APIs: errors in their terms. Pure.
 
 
 def missing_in(body: type[msgspec.Struct], chat: BodyReader[Any], remedy: str) -> dict[str, Unserved]:

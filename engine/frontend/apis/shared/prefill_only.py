@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of, too_long
 from engine.frontend.apis.shared.heads import no_generation
-from engine.frontend.apis.shared.request import PerPrompt, choose_model, namespaces_of, routed_rank
+from engine.frontend.apis.shared.request import Mixed, PlaceFields, choose_model, namespaces_of, routed_rank
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -52,14 +52,10 @@ class Prompts:
         return [self.name] if len(self.ids) == 1 else [f"{self.name}-{i}" for i in range(len(self.ids))]
 
 
-class PrefillOnlyBody(msgspec.Struct, kw_only=True):
+class PrefillOnlyBody(msgspec.Struct, PlaceFields, metaclass=Mixed, kw_only=True):
     model: str | None = None
     rid: str | None = None
     lora_path: str | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
 
 
 async def prompts_in(

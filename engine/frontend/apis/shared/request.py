@@ -1,29 +1,59 @@
 """Request fields except the prompt. Pure."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
+from msgspec import StructMeta
 
 from engine.frontend.apis.shared.constraints import GrammarFields, ResponseFormat, Schema, StructuredOutputs
 from engine.frontend.apis.shared.fields import SamplingFields, each
-from engine.frontend.bootstraps import Host, Port, Room
+from engine.frontend.bootstraps import BootstrapFields, Fields
 from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field
 from service.http.guard import RANK_HEADER, rank_in
 from service.kv_events import MAX_NAMESPACE_CHARS, namespace_of
 
-# ---- Prefix cache namespaces: `cache_salt` (vLLM, SGLang), `extra_key` (SGLang). Pure.
+# ---- Fields of several APIs. Pure.
 
 PerPrompt = str | list[str | None] | None  # one for all prompts, or one each
 
 
-class NamespaceFields(Protocol):
-    cache_salt: PerPrompt
-    extra_key: PerPrompt
+class Mixed(StructMeta):
+    """Metaclass of bodies: adds the fields of all bases but the first, as a struct has one base."""
+
+    def __new__(
+        mcs: type[StructMeta], name: str, bases: tuple[Any, ...], namespace: dict[str, Any], **options: Any
+    ) -> Any:
+        struct, *mixins = bases
+        fields = [(field, hint, getattr(m, field)) for m in mixins for field, hint in get_type_hints(m).items()]
+        base = msgspec.defstruct(name, fields, bases=(struct,), kw_only=True)
+        return StructMeta.__new__(StructMeta, name, (base,), namespace, **options)
 
 
-def namespaces_of(body: NamespaceFields, num_prompts: int) -> list[tuple[str, ...]]:
+class PlaceFields(Fields):
+    """Prefix cache namespace (`cache_salt`: vLLM, SGLang; `extra_key`: SGLang), and DP rank."""
+
+    cache_salt: PerPrompt = None
+    extra_key: PerPrompt = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+
+
+class OwnFields(BootstrapFields, PlaceFields):
+    """Fields that bodies of other companies' APIs have, too."""
+
+    rid: str | None = None
+    priority: int | None = None
+    lora_path: str | None = None
+    user: str | None = None
+
+
+def own_fields(body: OwnFields) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in get_type_hints(OwnFields)}
+
+
+def namespaces_of(body: PlaceFields, num_prompts: int) -> list[tuple[str, ...]]:
     """Raises ApiError(400)."""
     if body.cache_salt is None and body.extra_key is None:
         return [()] * num_prompts
@@ -82,18 +112,11 @@ def _adapter_in(s: Services, model: str | None) -> str:
     )
 
 
-# ---- The client's DP rank: `routed_dp_rank`, `data_parallel_rank` (SGLang) or header. Pure.
+def routed_rank(body: PlaceFields, headers: Mapping[str, str]) -> int | None:
+    """The client's DP rank: `routed_dp_rank`, `data_parallel_rank` (SGLang) or header.
 
-
-class DpFields(Protocol):
-    """A protocol, because msgspec structs have one base."""
-
-    routed_dp_rank: int | None
-    data_parallel_rank: int | None
-
-
-def routed_rank(body: DpFields, headers: Mapping[str, str]) -> int | None:
-    """Raises ApiError(400)."""
+    Raises ApiError(400).
+    """
     new, old = body.routed_dp_rank, body.data_parallel_rank
     if new is not None and old is not None and new != old:
         raise bad_field("data_parallel_rank", f"is {old}, and routed_dp_rank is {new}; give one of them")
@@ -117,7 +140,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class RequestFields(SamplingFields, kw_only=True):
+class RequestFields(SamplingFields, OwnFields, metaclass=Mixed, kw_only=True):
     """Fields of completions and chats."""
 
     model: str | None = None
@@ -125,14 +148,6 @@ class RequestFields(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    rid: str | None = None
-    priority: int | None = None
-    user: str | None = None
-    bootstrap_host: Host = None
-    bootstrap_port: Port = None
-    bootstrap_room: Room = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -141,9 +156,6 @@ class RequestFields(SamplingFields, kw_only=True):
     guided_grammar: str | None = None
     return_token_ids: bool | None = None
     return_hidden_states: bool | None = None
-    lora_path: str | None = None
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
 
     @property
     def is_constrained(self) -> bool:

@@ -22,7 +22,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
-from engine.frontend.apis.shared.request import Chosen, DpFields, RequestFields, namespaces_of, routed_rank
+from engine.frontend.apis.shared.request import Chosen, PlaceFields, RequestFields, namespaces_of, routed_rank
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.client.generation import Generation
@@ -180,7 +180,7 @@ async def answer_samples(
 
 
 def start(
-    request: web.BaseRequest, body: DpFields, requests: list[GenerateRequest], *, groups: list[str]
+    request: web.BaseRequest, body: PlaceFields, requests: list[GenerateRequest], *, groups: list[str]
 ) -> tuple[list[GenerateRequest], Generation]:
     """Send requests, completed by what a router names. Raises ApiError."""
     s, resume = request[SERVICES], resume_of(request)
