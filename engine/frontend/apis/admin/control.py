@@ -3,13 +3,17 @@
 Names and defaults are SGLang's (`srt/managers/io_struct.py`).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.shared.resumable import check_signed
-from engine.frontend.services import SERVICES
+from engine.frontend.apis.shared.routes import ApiRoute, admin_route
+from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ControlMessage
+from engine.frontend.services import SERVICES, Services
 from engine.lora.peft_config import name_problem
 from engine.messages import (
     ContinueGeneration,
@@ -27,7 +31,7 @@ from engine.messages import (
 from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.guard import key_refusal, may_end_any, owner_in
-from service.http.resume import Name
+from service.http.resume import MOVE_OUT, Name
 from service.security.keys import Access
 
 MODES = ("abort", "retract", "in_place", "block")
@@ -136,126 +140,136 @@ async def move_out(request: web.BaseRequest) -> web.Response:
     return json_response({"moving": moving})
 
 
-async def pause_generation(request: web.BaseRequest) -> web.Response:
+# ---- Orders to the schedulers, answered once all have carried them out.
+
+SUCCESS, STATUS = ("success", True), ("status", "ok")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A route that sends a control message.
+
+    `message`: makes it of services, call id and body, whose fields it checks. `head`, `shown`: the
+    answer's fields beside the reply's message.
+    """
+
+    message: Callable[[Services, str, Any], ControlMessage]
+    body: type[msgspec.Struct] | None = None
+    body_required: bool = False
+    timeout_s: float = CALL_TIMEOUT_S
+    head: tuple[str, Any] = SUCCESS
+    shown: Callable[[Services, ControlReply], dict[str, Any]] = lambda s, reply: reply.values
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        s, body = request[SERVICES], None
+        if self.body is not None:
+            body = decode_body(await request.read() or (b"" if self.body_required else b"{}"), self.body)
+        reply = await s.leaders.control(self.message(s, s.leaders.mint_call_id(), body), timeout_s=self.timeout_s)
+        return json_response({self.head[0]: self.head[1], "message": reply.message, **self.shown(s, reply)})
+
+
+def _pause(s: Services, call_id: str, body: PauseBody) -> PauseGeneration:
     """200 once no step runs."""
-    body = decode_body(await request.read() or b"{}", PauseBody)
     mode = body.mode or "abort"
     if mode not in MODES:
         raise bad_field("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
-    leaders = request[SERVICES].leaders
-    reply = await leaders.control(PauseGeneration(leaders.mint_call_id(), mode))
-    return json_response({"message": reply.message, "status": "ok", **reply.values})
+    return PauseGeneration(call_id, mode)
 
 
-async def continue_generation(request: web.BaseRequest) -> web.Response:
-    leaders = request[SERVICES].leaders
-    reply = await leaders.control(ContinueGeneration(leaders.mint_call_id()))
-    return json_response({"message": reply.message, "status": "ok"})
-
-
-async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
+def _update_weights(s: Services, call_id: str, body: UpdateWeightsBody) -> UpdateWeights:
     """200 once later tokens use the new weights; 400, unchanged, if they do not fit."""
-    leaders = request[SERVICES].leaders
-    body = decode_body(await request.read(), UpdateWeightsBody)
     if not body.model_path:
         raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
     if body.load_format not in (None, "auto", "safetensors"):
         raise bad_field("load_format", f"must be auto or safetensors, got {body.load_format!r}")
     if body.weight_version is not None and not 0 < len(body.weight_version) <= MAX_VERSION_CHARS:
         raise bad_field("weight_version", f"must have 1 to {MAX_VERSION_CHARS} characters")
-    message = UpdateWeights(
-        leaders.mint_call_id(),
-        body.model_path,
-        weight_version=body.weight_version,
-        abort_all=bool(body.abort_all_requests),
+    return UpdateWeights(
+        call_id, body.model_path, weight_version=body.weight_version, abort_all=bool(body.abort_all_requests)
     )
-    reply = await leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
-    return _done(reply, num_paused_requests=0, **reply.values)
 
 
-async def release_memory_occupation(request: web.BaseRequest) -> web.Response:
-    """200 once memory is released; 409, unchanged, with live requests."""
-    leaders = request[SERVICES].leaders
-    message = ReleaseMemory(leaders.mint_call_id(), await _tags(request))
-    return _done(await leaders.control(message), released=leaders.released)
-
-
-async def resume_memory_occupation(request: web.BaseRequest) -> web.Response:
-    """200 once memory is restored, with the checkpoint's weights."""
-    leaders = request[SERVICES].leaders
-    message = ResumeMemory(leaders.mint_call_id(), await _tags(request))
-    return _done(await leaders.control(message, timeout_s=UPDATE_TIMEOUT_S), released=leaders.released)
-
-
-async def _tags(request: web.BaseRequest) -> tuple[str, ...]:
-    return tuple(decode_body(await request.read() or b"{}", MemoryBody).tags or ())
-
-
-async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
+def _load_adapter(s: Services, call_id: str, body: LoadBody) -> LoadAdapter:
     """200 once the adapter is usable; 400, unchanged, if it does not fit."""
-    s = request[SERVICES]
-    body = decode_body(await request.read(), LoadBody)
     if problem := name_problem(body.lora_name):
         raise bad_field("lora_name", problem)
     if body.lora_name in s.model.own_names:
         raise bad_field("lora_name", f"{body.lora_name!r} is a name of the model itself; choose another")
     if not body.lora_path:
         raise bad_field("lora_path", "must name an adapter's directory on the worker's disk")
-    message = LoadAdapter(s.leaders.mint_call_id(), body.lora_name, body.lora_path)
-    reply = await s.leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
-    return _done(reply, loaded_adapters=reply.adapters or {})
+    return LoadAdapter(call_id, body.lora_name, body.lora_path)
 
 
-async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
-    """200 once its requests have ended; new ones are rejected at once."""
-    s = request[SERVICES]
-    body = decode_body(await request.read(), UnloadBody)
-    message = UnloadAdapter(s.leaders.mint_call_id(), body.lora_name)
-    reply = await s.leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
-    return _done(reply, loaded_adapters=reply.adapters or {})
-
-
-async def start_profile(request: web.BaseRequest) -> web.Response:
+def _start_profile(s: Services, call_id: str, body: StartProfileBody) -> StartProfile:
     """The answer names the trace file of /stop_profile or `num_steps`."""
-    leaders = request[SERVICES].leaders
-    body = decode_body(await request.read() or b"{}", StartProfileBody)
-    message = StartProfile(
-        leaders.mint_call_id(),
+    return StartProfile(
+        call_id,
         output_dir=body.output_dir or "",
         num_steps=body.num_steps,
         activities=tuple(body.activities or ()),
         with_stack=bool(body.with_stack),
         record_shapes=bool(body.record_shapes),
     )
-    reply = await leaders.control(message, timeout_s=PROFILE_TIMEOUT_S)
-    return _done(reply, **reply.values)
 
 
-async def stop_profile(request: web.BaseRequest) -> web.Response:
-    leaders = request[SERVICES].leaders
-    reply = await leaders.control(StopProfile(leaders.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S)
-    return _done(reply, **reply.values)
+def _adapters(s: Services, reply: ControlReply) -> dict[str, Any]:
+    return {"loaded_adapters": reply.adapters or {}}
 
 
-async def start_expert_record(request: web.BaseRequest) -> web.Response:
-    return await _record_experts(request, "start")
+def _released(s: Services, reply: ControlReply) -> dict[str, Any]:
+    return {"released": s.leaders.released}
 
 
-async def stop_expert_record(request: web.BaseRequest) -> web.Response:
-    return await _record_experts(request, "stop")
-
-
-async def dump_expert_record(request: web.BaseRequest) -> web.Response:
-    """The answer names a file for --init-expert-location."""
-    body = decode_body(await request.read() or b"{}", DumpExpertsBody)
-    return await _record_experts(request, "dump", output_dir=body.output_dir or "")
-
-
-async def _record_experts(request: web.BaseRequest, action: str, *, output_dir: str = "") -> web.Response:
-    leaders = request[SERVICES].leaders
-    reply = await leaders.control(RecordExperts(leaders.mint_call_id(), action, output_dir))
-    return _done(reply, **reply.values)
-
-
-def _done(reply: ControlReply, **more: Any) -> web.Response:
-    return json_response({"success": True, "message": reply.message, **more})
+_ORDERS = {
+    "/pause_generation": Order(message=_pause, body=PauseBody, head=STATUS),
+    "/continue_generation": Order(message=lambda s, call_id, _: ContinueGeneration(call_id), head=STATUS),
+    "/update_weights_from_disk": Order(
+        message=_update_weights,
+        body=UpdateWeightsBody,
+        body_required=True,
+        timeout_s=UPDATE_TIMEOUT_S,
+        shown=lambda s, reply: {"num_paused_requests": 0, **reply.values},
+    ),
+    # 200 once memory is released; 409, unchanged, with live requests
+    "/release_memory_occupation": Order(
+        message=lambda s, call_id, body: ReleaseMemory(call_id, tuple(body.tags or ())),
+        body=MemoryBody,
+        shown=_released,
+    ),
+    # 200 once memory is restored, with the checkpoint's weights
+    "/resume_memory_occupation": Order(
+        message=lambda s, call_id, body: ResumeMemory(call_id, tuple(body.tags or ())),
+        body=MemoryBody,
+        timeout_s=UPDATE_TIMEOUT_S,
+        shown=_released,
+    ),
+    "/load_lora_adapter": Order(
+        message=_load_adapter, body=LoadBody, body_required=True, timeout_s=UPDATE_TIMEOUT_S, shown=_adapters
+    ),
+    # 200 once its requests have ended; new ones are rejected at once
+    "/unload_lora_adapter": Order(
+        message=lambda s, call_id, body: UnloadAdapter(call_id, body.lora_name),
+        body=UnloadBody,
+        body_required=True,
+        timeout_s=UPDATE_TIMEOUT_S,
+        shown=_adapters,
+    ),
+    "/start_profile": Order(message=_start_profile, body=StartProfileBody, timeout_s=PROFILE_TIMEOUT_S),
+    "/stop_profile": Order(message=lambda s, call_id, _: StopProfile(call_id), timeout_s=PROFILE_TIMEOUT_S),
+    "/start_expert_distribution_record": Order(message=lambda s, call_id, _: RecordExperts(call_id, "start")),
+    "/stop_expert_distribution_record": Order(message=lambda s, call_id, _: RecordExperts(call_id, "stop")),
+    # the answer names a file for --init-expert-location
+    "/dump_expert_distribution_record": Order(
+        message=lambda s, call_id, body: RecordExperts(call_id, "dump", body.output_dir or ""), body=DumpExpertsBody
+    ),
+}
+ROUTES = (
+    ApiRoute("POST", "/abort_request", abort_request, AbortBody, empty=True, body_required=False),
+    ApiRoute("POST", MOVE_OUT, move_out, MoveOutBody),
+    ApiRoute("GET", "/flush_cache", flush_cache, need=Access.ADMIN, plain_text=True),
+    admin_route("/flush_cache", flush_cache, plain_text=True),
+    *(
+        admin_route(path, order.handle, order.body, body_required=order.body_required or order.body is None)
+        for path, order in _ORDERS.items()
+    ),
+)

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from engine.flags.images import blank_image
 from engine.frontend.apis.admin.load import step_summary
+from engine.frontend.apis.shared.routes import ApiRoute, open_route
 from engine.frontend.client.leaders import longest_of
 from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
@@ -16,7 +17,8 @@ from engine.sampling_params import SamplingParams
 from engine.stamps import Stamped
 from service.http.api_shapes import json_response, open_stream
 from service.http.errors import DRAINING, ApiError, bad_field
-from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, TYPE, first_line, live_line, wait_s
+from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, PATH, TYPE, first_line, live_line, wait_s
+from service.security.keys import Access
 
 # ---- Heartbeat streams for routers (service/http/heartbeats.py).
 
@@ -231,3 +233,13 @@ async def states_if_up(s: Services) -> list[StateReply]:
         return await s.client.recent_states(timeout_s=INFO_TIMEOUT_S)
     except ApiError:
         return []
+
+
+ROUTES = (
+    open_route("/health", health),
+    open_route("/liveness", liveness, anywhere=True),
+    open_route(PATH, heartbeats, is_alias=True),  # for routers
+    open_route("/health_generate", health_generate),
+    open_route("/ping", health),
+    ApiRoute("POST", "/ping", health, need=Access.NONE, is_polled=True),
+)

@@ -8,6 +8,7 @@ from aiohttp import web
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
 from engine.frontend.apis.shared.request import choose_model
+from engine.frontend.apis.shared.routes import ApiRoute, admin_route, open_route
 from engine.frontend.client.leaders import total_of
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
@@ -16,6 +17,7 @@ from service.flags import installed_version
 from service.http.api_shapes import json_response
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.openapi import loads_answer
+from service.security.keys import Access
 from service.telemetry.expositions import merge_expositions
 from service.telemetry.records import Records, TracesQuery, query_error
 
@@ -147,3 +149,17 @@ async def traces(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     found = s.tracer.ring.find(query)
     return json_response(Records(records=found if s.others is None else await s.others.with_records(found, query)))
+
+
+ROUTES = (
+    open_route("/metrics", metrics, plain_text=True),
+    open_route("/version", version),
+    ApiRoute("GET", "/v1/models", list_models),
+    ApiRoute("GET", "/v1/models/{model}", get_model),
+    ApiRoute("GET", "/model_info", model_info),
+    ApiRoute("GET", "/server_info", server_info, is_polled=True),
+    ApiRoute("GET", "/v1/loads", loads, is_polled=True),
+    ApiRoute("GET", "/get_load", old_load, is_polled=True),
+    ApiRoute("GET", "/check", check, need=Access.ADMIN),
+    admin_route("/traces", traces, TracesQuery),
+)

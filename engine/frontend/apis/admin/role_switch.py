@@ -5,6 +5,7 @@ import math
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.shared.routes import admin_route
 from engine.frontend.errors import not_ready
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
@@ -72,3 +73,6 @@ def _state_for(s: Services, role: str) -> RoleSwitchState:
         weight_version=s.weight_version,
         adapters=dict(s.leaders.adapters),
     )
+
+
+ROUTES = (admin_route("/switch_role", switch_role, SwitchBody, starts=True),)

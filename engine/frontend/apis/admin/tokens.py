@@ -12,6 +12,7 @@ from engine.frontend.apis.chat.tools import Tool
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
 from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
+from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api_shapes import json_response
 from service.http.errors import bad_field, decode_body
@@ -99,3 +100,9 @@ async def detokenize(request: web.BaseRequest) -> web.Response:
 def _check(s: Services, lists: list[list[int]]) -> None:
     for ids in lists:
         check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)
+
+
+ROUTES = (
+    token_route("/tokenize", tokenize, TokenizeBody, computes=False),
+    token_route("/detokenize", detokenize, DetokenizeBody, computes=False),
+)

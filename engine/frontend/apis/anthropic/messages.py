@@ -7,12 +7,13 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, MessagesBody
+from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of
 from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.plan import ChatPlan, plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import MintedIds, ids_of
+from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.apis.shared.samples import Counts, Usage, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -28,7 +29,7 @@ from engine.text.parts import (
     joined,
 )
 from engine.text.sample import TextOutput
-from service.http.api_shapes import json_response, typed_event
+from service.http.api_shapes import EVENTS_TYPE, json_response, typed_event
 from service.http.errors import object_of
 
 # ---- an answer as a message
@@ -203,3 +204,9 @@ def _shape(s: Services, body: MessagesBody, plan: ChatPlan, ids: MintedIds) -> M
         fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
     )
+
+
+ROUTES = (
+    token_route("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
+    token_route("/v1/messages/count_tokens", count_tokens, CountTokensBody, computes=False),
+)

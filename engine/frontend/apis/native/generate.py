@@ -31,6 +31,7 @@ from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
 from engine.frontend.apis.shared.request import check_lora_path, namespaces_of
 from engine.frontend.apis.shared.resumable import resume_of, started_of
+from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import start
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.images.source import MediaSource
@@ -39,6 +40,7 @@ from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
+from service.http.api_shapes import EVENTS_TYPE
 from service.http.errors import bad_field
 from service.waiter import BODIES
 
@@ -204,3 +206,9 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
     if len(set(rids)) < len(rids):
         raise bad_field("rid", "the same id is given twice")
     return rids
+
+
+ROUTES = (
+    token_route("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
+    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True, computes=True),
+)

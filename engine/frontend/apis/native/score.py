@@ -26,6 +26,7 @@ from engine.frontend.apis.shared.prefill_only import (
     size_of,
     vector_of,
 )
+from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
@@ -159,3 +160,10 @@ async def encode(request: web.BaseRequest) -> web.Response:
 
     rows = await json_rows(map(shown, prompts.rids, prompts.ids, answers), size=size_of(answers))
     return json_response(rows if is_list else rows[0])
+
+
+ROUTES = (
+    token_route("/encode", encode, EncodeBody),
+    ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True, computes=True),
+    token_route("/v1/score", score, ScoreBody),
+)

@@ -16,6 +16,7 @@ from engine.frontend.apis.ollama.body import (
     CHAT,
     GENERATE,
     NAMES,
+    OllamaChatBody,
     OllamaFields,
     OllamaGenerateBody,
     ShowBody,
@@ -36,12 +37,13 @@ from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.request import choose_model
 from engine.frontend.apis.shared.resumable import ids_of
+from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.parts import WholeAnswer
 from service.flags import untagged
-from service.http.api_shapes import LINES_HEADERS, json_response, line
+from service.http.api_shapes import LINES_HEADERS, LINES_TYPE, json_response, line
 from service.http.errors import bad_field, decode_body
 
 # ---- GET /api/tags, /api/ps, /api/version and POST /api/show.
@@ -202,3 +204,13 @@ def _loaded(s: Services, body: OllamaFields, show: Show) -> web.Response:
     choose_model(s, untagged(body.model), body.lora_path)
     shown: dict[str, Any] = show(WholeAnswer())
     return json_response(loaded(body.model, shown))
+
+
+ROUTES = (
+    token_route("/api/chat", chat, OllamaChatBody, streams=LINES_TYPE),
+    token_route("/api/generate", generate, OllamaGenerateBody, streams=LINES_TYPE),
+    ApiRoute("POST", "/api/show", show, ShowBody),
+    ApiRoute("GET", "/api/tags", tags),
+    ApiRoute("GET", "/api/ps", ps),
+    ApiRoute("GET", "/api/version", version),
+)

@@ -13,6 +13,7 @@ from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.resumable import ids_of
+from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.apis.shared.samples import Counts, Usage, answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.parts import (
@@ -28,6 +29,7 @@ from engine.text.parts import (
 )
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
+from service.http.api_shapes import EVENTS_TYPE
 
 # ---- Optional fields of a choice: token ids (vLLM, SGLang), last hidden state (SGLang). Pure.
 
@@ -291,3 +293,6 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         weight_version=lambda: s.weight_version,
     )
     return await answer_samples(request, body, plan, field="messages", id_prefix="chatcmpl-", view=view)
+
+
+ROUTES = (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),)

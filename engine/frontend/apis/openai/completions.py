@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import READER as CHATS
+from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.openai.chat import OpenAIView, ending_of
 from engine.frontend.apis.shared.body_reader import COMPLETION, BodyReader
@@ -22,6 +23,7 @@ from engine.frontend.apis.shared.fields import (
     prompts_of,
 )
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request, choose_model
+from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.services import SERVICES, Services
@@ -30,7 +32,7 @@ from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 from engine.text.incremental import Span, places_of
 from engine.text.sample import TextOutput
-from service.http.api_shapes import json_response
+from service.http.api_shapes import EVENTS_TYPE, json_response
 from service.http.errors import bad_field
 
 # ---- Body of /v1/completions, and its checks. Pure.
@@ -293,3 +295,10 @@ def _features(images: Sequence[ImageInput]) -> dict[str, Any] | None:
         "mm_hashes": {"image": [image.key.hex() for image in images]},
         "mm_placeholders": {"image": [{"offset": image.start, "length": image.num_tokens} for image in images]},
     }
+
+
+ROUTES = (
+    token_route("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
+    token_route("/v1/completions/render", render_completion, CompletionBody, computes=False),
+    token_route("/v1/chat/completions/render", render_chat_completion, ChatBody, computes=False),
+)

@@ -17,6 +17,7 @@ from engine.frontend.apis.shared.prefill_only import (
     size_of,
     vector_of,
 )
+from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
 from service.http.api_shapes import json_response, json_rows
@@ -82,3 +83,6 @@ def _shown(vector: "array.array[float]", encoding_format: str | None) -> list[fl
     if sys.byteorder == "big":
         vector.byteswap()  # the OpenAI client reads little-endian float32
     return base64.b64encode(vector.tobytes()).decode()
+
+
+ROUTES = (token_route("/v1/embeddings", embeddings, EmbeddingBody),)

@@ -25,6 +25,7 @@ from engine.frontend.apis.shared.prefill_only import (
     next_logprobs,
     prompts_in,
 )
+from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field
@@ -283,3 +284,10 @@ async def score_pairs(request: web.BaseRequest) -> web.Response:
             "usage": {"prompt_tokens": judged.num_tokens, "total_tokens": judged.num_tokens},
         }
     )
+
+
+ROUTES = (
+    token_route("/v1/rerank", rerank, RerankBody),
+    token_route("/score", score_pairs, PairScoreBody),
+    token_route("/classify", classify, ClassifyBody),
+)

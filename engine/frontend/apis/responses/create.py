@@ -1,6 +1,5 @@
 """POST /v1/responses: body -> chat -> plan -> view, and its storage."""
 
-from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,12 +14,14 @@ from engine.frontend.apis.responses.chat import NAMES, to_chat, truncated_chat
 from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
+from engine.frontend.apis.shared.routes import ApiRoute
 from engine.frontend.apis.shared.samples import answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
-from service.http.api_shapes import typed_event
+from service.http.api_shapes import EVENTS_TYPE, typed_event
 from service.http.errors import bad_field, decode_body
 from service.http.guard import owner_in
+from service.http.routes import Handler
 from service.responses import api
 from service.responses.api import StoredHandler, caller_of, named_response
 from service.responses.items import (
@@ -36,8 +37,6 @@ from service.responses.store import LocalBook
 
 # ---- Stored responses of a standalone worker.
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
 
 def _of_worker(handler: StoredHandler) -> Handler:
     async def handle(request: web.BaseRequest) -> web.Response:
@@ -47,12 +46,6 @@ def _of_worker(handler: StoredHandler) -> Handler:
         return await handler(request, book)
 
     return handle
-
-
-get_response = _of_worker(api.get_response)
-delete_response = _of_worker(api.delete_response)
-cancel_response = _of_worker(api.cancel_response)
-list_input_items = _of_worker(api.list_input_items)
 
 
 # ---- create
@@ -143,3 +136,12 @@ async def _answer(
 
 def _nothing(response: dict[str, Any]) -> None:
     """Stored elsewhere."""
+
+
+ROUTES = (
+    ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
+    ApiRoute("GET", "/v1/responses/{id}", _of_worker(api.get_response)),
+    ApiRoute("DELETE", "/v1/responses/{id}", _of_worker(api.delete_response)),
+    ApiRoute("POST", "/v1/responses/{id}/cancel", _of_worker(api.cancel_response)),
+    ApiRoute("GET", "/v1/responses/{id}/input_items", _of_worker(api.list_input_items)),
+)

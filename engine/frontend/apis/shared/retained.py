@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
+from engine.frontend.apis.shared.routes import ApiRoute
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from service.http.api_shapes import REQUEST_ID, json_response
 from service.http.errors import ApiError, decode_body, decode_or_none
-from service.http.reconnect import KEEP_HEADER, Keep, RetainedQuestion, StreamLog
+from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedQuestion, StreamLog
 from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
 
 
@@ -70,3 +71,6 @@ async def kept_stream(request: web.BaseRequest) -> web.Response:
 
 def _taken() -> ApiError:
     return ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")
+
+
+ROUTES = (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),)  # for routers
