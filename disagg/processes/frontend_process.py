@@ -17,7 +17,7 @@ from disagg.config import OtherFrontendSpec, frontend_spec, role_name
 from disagg.processes.children import OPERATING_ERROR
 from disagg.processes.exposure import make_allowlist
 from engine.frontend.other import run_other_frontend
-from engine.frontend.services import open_worker_gate
+from engine.frontend.spec import open_worker_gate
 from engine.ipc import IpcPaths
 from service.flags import ConfigError
 from service.http.listening import ListeningPort

@@ -11,6 +11,7 @@ from aiohttp import web
 from yarl import URL
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.assembly import make_services
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import (
     ABORT,
@@ -30,7 +31,8 @@ from engine.frontend.client.scheduler_link import SchedulerLink, open_sockets
 from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.errors import not_ready
 from engine.frontend.routes import ROUTES
-from engine.frontend.services import FrontendSlot, FrontendSpec, Services, limits_of, make_services
+from engine.frontend.services import Services
+from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamp
 from service.http.api_shapes import json_response

@@ -9,14 +9,15 @@ from typing import Protocol
 
 from engine.frontend.apis.admin.health import compute_tokens
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.assembly import make_services
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink, open_sockets
 from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.errors import draining
-from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
-from engine.frontend.services import FrontendSlot, FrontendSpec, Services, limits_of, make_services
+from engine.frontend.services import Services
+from engine.frontend.spec import FrontendSlot, FrontendSpec, RoleSwitch, RoleSwitchState, limits_of
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import StateReply
 from engine.stamps import Stamps

@@ -11,7 +11,7 @@ import pytest
 from engine.frontend.apis.openai.completions import READER
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.prefill_only import TURN_PROMPTS, turns_of
-from engine.frontend.services import GROUP_CHARS, INLINE_CHARS, MAX_TEXT_BYTES, Services
+from engine.frontend.texts import GROUP_CHARS, INLINE_CHARS, MAX_TEXT_BYTES, Texts
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
@@ -81,7 +81,7 @@ def test_long_texts_and_many_are_tokenized_by_threads(worker: Worker, encoded: N
 
 
 def test_many_texts_are_tokenized_in_turns(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = noted(monkeypatch, Services, "_encode_group", lambda texts: sum(map(len, texts)))
+    groups = noted(monkeypatch, Texts, "_encode_group", lambda texts: sum(map(len, texts)))
     assert worker.post("/tokenize", {"prompt": ["a" * 1000] * 200}).json()["count"] == [1001] * 200
     assert len(groups) == 4 and max(size for size, _ in groups) < GROUP_CHARS + 1000
 
@@ -131,7 +131,7 @@ def test_a_query_that_is_too_long_is_refused_at_the_first_of_its_items(worker: W
 
 def test_a_request_has_a_bound_of_tokens(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.frontend.apis.shared.prefill_only.MAX_VALUES", 2000)
-    monkeypatch.setattr("engine.frontend.services.MAX_VALUES", 2000)
+    monkeypatch.setattr("engine.frontend.texts.MAX_VALUES", 2000)
     scores = [{"query": query, "items": [query[:1]] * 20, "label_token_ids": [1]} for query in ("a" * 100, [1] * 100)]
     for path, body in (*(("/v1/score", score) for score in scores), ("/tokenize", {"prompt": ["a" * 100] * 20})):
         assert "at most 2000 tokens" in worker.error(path, body)["message"]

@@ -292,5 +292,5 @@ FUNCTION = {"name": "f", "parameters": {"description": LONG}}
     ],
 )
 def test_all_that_a_template_may_write_counts_as_work(message: dict[str, Any], more: dict[str, Any]) -> None:
-    services: Any = SimpleNamespace(check_text_bytes=lambda *_, **__: None)
+    services: Any = SimpleNamespace(texts=SimpleNamespace(check_bytes=lambda *_, **__: None))
     assert rendering_size(services, chat_body([{"role": "assistant", **message}], **more)) > len(LONG)

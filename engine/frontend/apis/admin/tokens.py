@@ -61,7 +61,7 @@ async def tokenize(request: web.BaseRequest) -> web.Response:
     shown: dict[str, list[Any]] = {"tokens": lists, "count": [len(ids) for ids in lists]}
     if body.return_token_strs:
         names, size = s.model.tokenizer.names, sum(map(len, lists))
-        shown["token_strs"] = await s.tokenizing.run(lambda: [names(ids) for ids in lists], size=size)
+        shown["token_strs"] = await s.texts.tokenizing.run(lambda: [names(ids) for ids in lists], size=size)
     answer = {name: values[0] for name, values in shown.items()} if single else shown
     return json_response({**answer, "max_model_len": s.context_length})
 
@@ -82,7 +82,7 @@ async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
             raise bad_field(name, "is for messages: a prompt is tokenized as it is")
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     add = body.add_special_tokens is not False
-    return await s.encode_all(texts, field="prompt", add_special_tokens=add)
+    return await s.texts.encode_all(texts, field="prompt", add_special_tokens=add)
 
 
 async def detokenize(request: web.BaseRequest) -> web.Response:
@@ -93,7 +93,7 @@ async def detokenize(request: web.BaseRequest) -> web.Response:
         check_ids_only(body)
     lists, single = id_lists(body.tokens, field="tokens")
     await BODIES.run(lambda: _check(s, lists), size=sum(map(len, lists)))
-    texts = await s.decode_all(lists, skip_special_tokens=body.skip_special_tokens is not False)
+    texts = await s.texts.decode_all(lists, skip_special_tokens=body.skip_special_tokens is not False)
     return json_response({"text": texts[0] if single else texts})
 
 

@@ -64,7 +64,7 @@ async def plan_chat(
     constraint = body_constraint(body) if reading is None else _constraint(body, reading)
     sources = sources_of(body.messages)
     loaded = await load_media(s, sources, known) if sources else []
-    text, prefix = await s.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
+    text, prefix = await s.texts.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
     prompt = await _prompt(s, text + prefix, loaded, add_special_tokens=add_special_tokens, fits=fits)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     answer = (
@@ -106,7 +106,7 @@ def rendering_size(s: Services, body: ChatBody) -> int:
     texts = [m.content or "" for m in body.messages if not isinstance(m.content, list)]
     texts += [part.text or "" for several in parts for part in several]
     size = sum(map(len, texts))
-    s.check_text_bytes(size, field="messages")
+    s.texts.check_bytes(size, field="messages")
     others = [[m.reasoning_content or m.reasoning, m.refusal, m.tool_calls, m.function_call] for m in body.messages]
     kept = [m.kept for m in body.messages if isinstance(m, RetainedMessage)]
     size += len(msgspec.json.encode((others, kept, body.tools, body.chat_template_kwargs)))

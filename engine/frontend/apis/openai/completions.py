@@ -196,7 +196,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
 async def _echo(s: Services, prompt: str | list[int], ids: list[int], *, with_places: bool) -> Echo:
     tokenizer, text = s.model.tokenizer, prompt
     if not isinstance(text, str):
-        (text,) = await s.decode_all([text], skip_special_tokens=False)
+        (text,) = await s.texts.decode_all([text], skip_special_tokens=False)
     return Echo(text, await asyncio.to_thread(places_of, tokenizer, ids, text) if with_places else ())
 
 

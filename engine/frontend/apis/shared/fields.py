@@ -252,7 +252,7 @@ async def prompts_ids(
     if isinstance(prompts[0], str):
         texts = cast(Sequence[str], prompts)
         try:
-            lists = await s.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
+            lists = await s.texts.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
         except TooManyTokens as e:
             raise _no_room(limit_field or field, f"the prompt has {e}", context_length=s.context_length) from None
     else:

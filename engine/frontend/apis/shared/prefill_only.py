@@ -19,7 +19,7 @@ from engine.text.sample import TextOutput
 from engine.text.tokenizer import TooManyTokens
 from service.http.bodies import MAX_VALUES
 from service.http.errors import ApiError, bad_field
-from service.http.guard import owner_in
+from service.http.guard import owner_in, request_timeout_s
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
 TURN_PROMPTS = 64  # sent at once, so that other requests get in between
@@ -107,7 +107,7 @@ async def fitting_texts(
     """Stop at the first text that does not fit. Raises ApiError(400)."""
     most = s.context_length - room
     try:
-        return await s.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
+        return await s.texts.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
     except TooManyTokens as e:
         raise too_long(field, f"a text has {e}", context_length=s.context_length) from None
 
@@ -188,7 +188,7 @@ async def next_logprobs(
 async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[GenerateRequest]) -> list[TextOutput]:
     """Send batches, so that thousands of samples do not block other requests."""
     s, time_s = request[SERVICES], asyncio.get_running_loop().time
-    timeout_s, answers = s.timeout_of(request), list[TextOutput]()
+    timeout_s, answers = request_timeout_s(request.headers), list[TextOutput]()
     end_s = None if timeout_s is None else time_s() + timeout_s
     owner, rank = owner_in(request), prompts.dp_rank
     most = TURN_PROMPTS_ON_CPU if s.leaders.info.get("device") == "cpu" else TURN_PROMPTS

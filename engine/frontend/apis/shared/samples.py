@@ -32,7 +32,7 @@ from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
 from engine.text.sample import TextOutput
-from service.http.guard import owner_in
+from service.http.guard import owner_in, request_timeout_s
 from service.http.image_encoders import ENCODERS_HEADER
 from service.http.prefix_source import PREFIX_HEADER
 
@@ -191,7 +191,7 @@ def start(
     generation = s.client.generate(
         requests,
         groups=groups,
-        timeout_s=s.timeout_of(request),
+        timeout_s=request_timeout_s(request.headers),
         dp_rank=routed_rank(body, request.headers),
         earlier=() if resume is None else earlier_of(resume, requests),
         owner=owner_in(request),
