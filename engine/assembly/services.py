@@ -8,7 +8,7 @@ from engine.assembly.steps import LoopSteps
 from engine.config import EngineConfig
 from engine.executor.profiler import TorchProfiler
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.queue import GrammarQueue
+from engine.grammar.queue import GrammarQueue, QueueLimits
 from engine.grammar.reasoning import ReasoningGates
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.kv_events import ZmqPublisher
@@ -83,5 +83,5 @@ def grammar_queue(
         vocab_size=model.vocab_size,
         eos_ids=model.eos_token_ids,
         wakeup=wakeup,
-        max_waiting=config.max_queued_requests + config.max_running_requests,
+        limits=QueueLimits(max_waiting=config.max_queued_requests + config.max_running_requests),
     )

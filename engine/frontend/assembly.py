@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ServerConfig
 from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
-from engine.frontend.client.engine_client import EngineClient, TextReader
+from engine.frontend.client.engine_client import ClientLimits, EngineClient, TextReader
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.tracing import Traces
 from engine.frontend.metrics.worker import Metrics
@@ -56,9 +56,11 @@ def make_services(
         leaders,
         open_text=_open_text(model.loaded_tokenizer),
         observer=metrics,
-        max_running=engine.max_running_requests,
-        max_queued=engine.max_queued_requests,
-        early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is prefill's
+        limits=ClientLimits(
+            max_running=engine.max_running_requests,
+            max_queued=engine.max_queued_requests,
+            early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is prefill's
+        ),
         traces=Traces(tracer, process=process, model=model.served_name),
         shared=slot.shared,
         policy=_policy(spec, first=slot.row),

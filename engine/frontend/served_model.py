@@ -56,6 +56,13 @@ class ServedModel:
     def generates(self) -> bool:
         return self.head.kind == TOKENS
 
+    def check_generates(self) -> None:
+        """Raises ApiError(404) without a head that generates."""
+        if not self.generates:
+            able = "/classify, /v1/rerank, /score and /v1/embeddings" if self.head.labels else "/v1/embeddings"
+            message = f"this model has no head that generates tokens; it serves {able}"
+            raise ApiError(404, message, code="model_has_no_head")
+
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises ApiError(400) without one; shared/ids_only.py rejects text bodies earlier."""

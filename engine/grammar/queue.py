@@ -157,6 +157,16 @@ class Compiler(Protocol):
         """Raises GrammarInvalid."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """`timeout_s`: of a compilation. `max_cached`: grammars. `max_waiting`: requests."""
+
+    timeout_s: float = COMPILE_TIMEOUT_S
+    max_cached: int = MAX_CACHED
+    max_waiting: int = 4096
+    num_threads: int = 2
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     request: Request
@@ -180,27 +190,22 @@ class GrammarQueue:
         vocab_size: int = 0,
         eos_ids: Sequence[int] = (),
         wakeup: Callable[[], None] = lambda: None,
-        timeout_s: float = COMPILE_TIMEOUT_S,
-        max_cached: int = MAX_CACHED,
-        max_waiting: int = 4096,
-        num_threads: int = 2,
+        limits: QueueLimits = QueueLimits(),
     ) -> None:
-        assert max_cached >= 1 and num_threads >= 1
+        assert limits.max_cached >= 1 and limits.num_threads >= 1
         self._gates = gates
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._timeout_s = timeout_s
-        self._max_cached = max_cached
-        self._max_waiting = max_waiting
+        self._limits = limits
         self._threads: CompileThreads[Compiled] | None = None
         if compiler is not None:
             self._threads = CompileThreads(
                 partial(_compiled, compiler),
                 prepare=compiler.prepare,
                 wakeup=wakeup,
-                num_threads=num_threads,
+                num_threads=limits.num_threads,
                 max_given_up=MAX_GIVEN_UP,
-                timeout_s=timeout_s,
+                timeout_s=limits.timeout_s,
             )
         self._waiting: dict[str, _Waiting] = {}
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
@@ -214,8 +219,8 @@ class GrammarQueue:
             return [_refused(request, field, "grammars are off on this server (--grammar-backend none)")]
         if request.rid in self._waiting:
             return [_refused(request, "rid", f"a request with id {request.rid!r} is running")]
-        if len(self._waiting) >= self._max_waiting:
-            return [_refused(request, field, f"{self._max_waiting} requests wait for a grammar", status=503)]
+        if len(self._waiting) >= self._limits.max_waiting:
+            return [_refused(request, field, f"{self._limits.max_waiting} requests wait for a grammar", status=503)]
         if spec in self._cache:
             self._counters["grammar_cache_hits"] += 1
         elif spec not in self._threads:
@@ -223,7 +228,7 @@ class GrammarQueue:
                 return [_refused(request, field, STUCK, status=503)]
             self._counters["grammar_compiled"] += 1
             self._threads.ask(spec, now_s)
-        self._waiting[request.rid] = _Waiting(request, spec, field, now_s + self._timeout_s)
+        self._waiting[request.rid] = _Waiting(request, spec, field, now_s + self._limits.timeout_s)
         return []
 
     def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
@@ -246,12 +251,12 @@ class GrammarQueue:
                     ready.append(waiting.request)
             elif now_s >= waiting.deadline_s:
                 self._counters["grammar_timeouts"] += 1
-                late = f"did not compile within {self._timeout_s:g} s; simplify it"
+                late = f"did not compile within {self._limits.timeout_s:g} s; simplify it"
                 outputs.append(_refused(waiting.request, waiting.field, late))
             else:
                 continue
             self._forget(waiting)
-        while len(self._cache) > self._max_cached:
+        while len(self._cache) > self._limits.max_cached:
             self._cache.popitem(last=False)
         return ready, outputs
 

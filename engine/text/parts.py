@@ -5,22 +5,21 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from engine.text.json_value import JsonValue
 from engine.text.sample import TextOutput
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
+class ReasoningText(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class PlainText:
+class PlainText(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallBegins:
+class CallBegins(msgspec.Struct, frozen=True):
     """The `index`-th call. `id`: if the format has one."""
 
     index: int
@@ -28,8 +27,7 @@ class CallBegins:
     id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(msgspec.Struct, frozen=True):
     """More of the arguments' JSON."""
 
     index: int
@@ -58,41 +56,34 @@ class PlainReader:
         return []
 
 
-class WithoutReasoning:
-    """Drops reasoning from `reader`."""
+class ShownParts:
+    """Parts of `reader` as `show` turns them, None to drop one."""
 
-    def __init__(self, reader: PartReader) -> None:
+    def __init__(self, reader: PartReader, show: Callable[[Part], Part | None]) -> None:
         self._reader = reader
+        self._show = show
 
     @property
     def num_calls(self) -> int:
         return self._reader.num_calls
 
     def feed(self, text: str) -> list[Part]:
-        return [part for part in self._reader.feed(text) if not isinstance(part, ReasoningText)]
+        return self._shown(self._reader.feed(text))
 
     def end(self) -> list[Part]:
-        return [part for part in self._reader.end() if not isinstance(part, ReasoningText)]
+        return self._shown(self._reader.end())
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        return [shown for part in parts if (shown := self._show(part)) is not None]
 
 
-class FirstCall:
-    """Drops calls after the first from `reader`."""
+def without_reasoning(part: Part) -> Part | None:
+    return None if isinstance(part, ReasoningText) else part
 
-    def __init__(self, reader: PartReader) -> None:
-        self._reader = reader
 
-    @property
-    def num_calls(self) -> int:
-        return min(self._reader.num_calls, 1)
-
-    def feed(self, text: str) -> list[Part]:
-        return self._first(self._reader.feed(text))
-
-    def end(self) -> list[Part]:
-        return self._first(self._reader.end())
-
-    def _first(self, parts: list[Part]) -> list[Part]:
-        return [part for part in parts if not isinstance(part, CallBegins | Arguments) or part.index == 0]
+def first_call(part: Part) -> Part | None:
+    """Drop calls after the first."""
+    return None if isinstance(part, CallBegins | Arguments) and part.index > 0 else part
 
 
 @dataclass(slots=True)
@@ -136,27 +127,13 @@ INPUT = "input"
 
 
 class CustomInputs:
-    """Parts of `reader`; calls of `names` get their input as one `Arguments`."""
+    """Shows calls of `names` with their input as one `Arguments`."""
 
-    def __init__(self, reader: PartReader, names: Collection[str]) -> None:
-        self._reader = reader
+    def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._written: dict[int, tuple[JsonValue, str]] = {}  # custom calls with incomplete input
 
-    @property
-    def num_calls(self) -> int:
-        return self._reader.num_calls
-
-    def feed(self, text: str) -> list[Part]:
-        return self._shown(self._reader.feed(text))
-
-    def end(self) -> list[Part]:
-        return self._shown(self._reader.end())
-
-    def _shown(self, parts: list[Part]) -> list[Part]:
-        return [shown for part in parts if (shown := self._show(part)) is not None]
-
-    def _show(self, part: Part) -> Part | None:
+    def show(self, part: Part) -> Part | None:
         if isinstance(part, CallBegins) and part.name in self._names:
             self._written[part.index] = (JsonValue(), "")
         if not isinstance(part, Arguments) or part.index not in self._written:
@@ -181,15 +158,32 @@ def _input_in(written: str) -> str:
 # ---- Parts of a request's samples, read chunk by chunk.
 
 
+MintId = Callable[[str, int], str]  # of function name and index of the call
+
+
 class AnswerReaders:
-    def __init__(self, make: Callable[[], PartReader]) -> None:
+    """Reads the samples. `make`: a sample's reader, None for plain text. `mint_id`: of calls without id."""
+
+    def __init__(self, make: Callable[[], PartReader] | None = None, mint_id: MintId = lambda name, index: "") -> None:
         self._make = make
+        self._mint_id = mint_id
         self._readers: dict[int, PartReader] = {}
 
+    @property
+    def is_plain(self) -> bool:
+        return self._make is None
+
     def read(self, index: int, output: TextOutput) -> list[Part]:
+        if self._make is None:
+            return [PlainText(output.text)] if output.text else []
         reader = self._readers.get(index) or self._readers.setdefault(index, self._make())
         parts = reader.feed(output.text)
-        return parts if output.tokens.finish is None else parts + reader.end()
+        return [self._with_id(part) for part in (parts if output.tokens.finish is None else parts + reader.end())]
+
+    def _with_id(self, part: Part) -> Part:
+        if not isinstance(part, CallBegins) or part.id:
+            return part
+        return CallBegins(part.index, part.name, self._mint_id(part.name, part.index))
 
     def has_called(self, index: int) -> bool:
         return index in self._readers and self._readers[index].num_calls > 0

@@ -43,6 +43,9 @@ class CallScanner(Protocol):
         """New JSON of the arguments, in total one object."""
 
 
+Scan = Callable[[Schemas, str], CallScanner]  # of the functions' schemas and the call's first text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
     r"""How a model writes calls as JSON.
@@ -62,7 +65,7 @@ class CallFormat:
     array        [{...}, {...}]                                      (a forced call, any model)
     """
 
-    scanner: Callable[[Schemas], CallScanner] = lambda _: JsonCall()
+    scanner: Scan = lambda schemas, text: JsonCall()
     marker: str = ""
     bare: str = ""
     bracket: str = ""
@@ -81,44 +84,14 @@ class CallFormat:
         return tuple(mark for mark in (self.marker, self.opener if len(self.opener) > 1 else "") if mark)
 
 
-def _headed(pattern: str) -> Callable[[Schemas], CallScanner]:
+def _headed(pattern: str) -> Scan:
     header = re.compile(pattern, re.DOTALL)
-    return lambda _: HeadedCall(header)
+    return lambda schemas, text: HeadedCall(header)
 
 
-class MistralCall:
+def _mistral(schemas: Schemas, text: str) -> CallScanner:
     """Either Mistral format, by the first character."""
-
-    def __init__(self) -> None:
-        self._call: JsonCall | HeadedCall | None = None
-
-    @property
-    def name(self) -> str | None:
-        return None if self._call is None else self._call.name
-
-    @property
-    def id(self) -> str:
-        return "" if self._call is None else self._call.id
-
-    @property
-    def broken(self) -> bool:
-        return self._call is not None and self._call.broken
-
-    @property
-    def done(self) -> bool:
-        return self._call is not None and self._call.done
-
-    def feed(self, text: str) -> int:
-        if self._call is None:
-            self._call = JsonCall() if text.startswith("{") else HeadedCall(_MISTRAL_HEADER)
-        return self._call.feed(text)
-
-    def end(self) -> None:
-        if self._call is not None:
-            self._call.end()
-
-    def new_arguments(self) -> str:
-        return "" if self._call is None else self._call.new_arguments()
+    return JsonCall() if text.startswith("{") else HeadedCall(_MISTRAL_HEADER)
 
 
 _MISTRAL_HEADER = re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]\s*")
@@ -139,7 +112,7 @@ LLAMA3 = CallFormat(
     end="}",
 )
 MISTRAL = CallFormat(
-    scanner=lambda _: MistralCall(),
+    scanner=_mistral,
     marker="[TOOL_CALLS]",
     bracket="[",
     opener="",
@@ -149,9 +122,11 @@ MISTRAL = CallFormat(
     begin='[TOOL_CALLS] [{"name": "NAME", "arguments": ',
     end="}]",
 )
-PYTHONIC = CallFormat(scanner=lambda _: PythonCall(), bare="[", bracket="[", opener="", separator=",", closer="]")
+PYTHONIC = CallFormat(
+    scanner=lambda schemas, text: PythonCall(), bare="[", bracket="[", opener="", separator=",", closer="]"
+)
 LLAMA4 = CallFormat(
-    scanner=lambda _: PythonCall(),
+    scanner=lambda schemas, text: PythonCall(),
     marker="<|python_start|>",
     bare="[",
     bracket="[",
@@ -193,9 +168,9 @@ KIMI_K2 = CallFormat(
     after_number="<|tool_call_argument_begin|>",
     end="<|tool_call_end|>",
 )
-GLM45 = CallFormat(scanner=lambda schemas: TaggedCall(GLM_TAGS, schemas), marker="<tool_call>", opener="")
+GLM45 = CallFormat(scanner=lambda schemas, text: TaggedCall(GLM_TAGS, schemas), marker="<tool_call>", opener="")
 QWEN3_CODER = CallFormat(
-    scanner=lambda schemas: TaggedCall(QWEN_TAGS, schemas),
+    scanner=lambda schemas, text: TaggedCall(QWEN_TAGS, schemas),
     marker="<tool_call>",
     opener="<function=",
     closer="</tool_call>",
@@ -246,7 +221,7 @@ class ToolCalls:
         self._space: list[str] = []  # after the text so far; given out if text follows
         self._at_start = True
         self._may_bracket = False  # the optional bracket may follow
-        self._scanner: CallScanner = format.scanner(functions)
+        self._scanner: CallScanner = JsonCall()  # of the current call
         self._begun = False  # `CallBegins` was sent for the current call
         self._parts: list[Part] = []
         self.num_calls = 0
@@ -304,7 +279,7 @@ class ToolCalls:
             self._may_bracket = False
             self._move(len(self._format.bracket))
         elif self._buffer.startswith(self._format.opener):
-            self._scanner = self._format.scanner(self._functions)
+            self._scanner = self._format.scanner(self._functions, self._buffer)
             self._enter(_Stage.CALL)
         elif self._format.opener.startswith(self._buffer):
             return False

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.forecast import MIN_STARTED
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
@@ -170,8 +170,7 @@ async def test_no_call_waits_for_an_engine_that_is_being_ended() -> None:
         Leaders([SchedulerLink(lambda message: None, time.monotonic)]),
         open_text=partial(SampleText, byte_tokenizer()),
         observer=Metrics(model_name="m", mode="decode"),
-        max_running=1,
-        max_queued=0,
+        limits=ClientLimits(max_running=1, max_queued=0),
     )
     waits = asyncio.create_task(client.leaders.states(timeout_s=5.0))
     await asyncio.sleep(0)

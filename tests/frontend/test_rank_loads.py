@@ -3,7 +3,7 @@
 import pytest
 
 from engine.frontend.client.dp_policy import RankLoad, RankPolicy, Rule
-from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.forecast import MIN_STARTED
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
@@ -45,9 +45,7 @@ class Two:
             Leaders([SchedulerLink(sent.append, lambda: self.now_s) for sent in self.sent]),
             open_text=lambda request: NoText(),
             observer=NoFigures(),
-            max_running=8,
-            max_queued=0,
-            early_rejection=early_rejection,
+            limits=ClientLimits(max_running=8, max_queued=0, early_rejection=early_rejection),
             policy=RankPolicy(rule, num_ranks=2),
         )
         for rank in range(2):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.apis.native.score import probabilities, shares
+from engine.frontend.apis.native.score import probabilities
+from engine.frontend.apis.shared.prefill_only import shares
 from engine.frontend.routes import ROUTES
 from service.http.routes import UNSERVED
 from tests.frontend.conftest import Worker, start_worker

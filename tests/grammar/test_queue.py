@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from engine.core.request import StartGrammar
-from engine.grammar.queue import MAX_GIVEN_UP, GrammarQueue
+from engine.grammar.queue import MAX_GIVEN_UP, GrammarQueue, QueueLimits
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import GrammarInvalid, GrammarSpec
 from tests.core.engine_in_a_test import request_of
@@ -36,10 +36,10 @@ class Scripted:
 
 
 class Rig:
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: int) -> None:
         self.compiler = Scripted()
         self.woken = threading.Event()
-        self.queue = GrammarQueue(self.compiler, wakeup=self.woken.set, timeout_s=10.0, **options)  # type: ignore[arg-type]
+        self.queue = GrammarQueue(self.compiler, wakeup=self.woken.set, limits=QueueLimits(timeout_s=10.0, **options))
         self.ready: list[str] = []
         self.refused: dict[str, FinishReason] = {}
 

@@ -58,12 +58,22 @@ class _Live:
         return self.generation.can_move and not self.shows_hidden
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """When a request gets 503: beyond `max_running` and `max_queued` per DP rank, as the flags.
+
+    `early_rejection`: if the first token would exceed the timeout.
+    """
+
+    max_running: int | None
+    max_queued: int
+    early_rejection: bool = False
+
+
 class EngineClient:
     """Sends requests to the schedulers and returns their outputs.
 
-    `max_running`, `max_queued`: per DP rank, as the flags; beyond them 503. `open_text` starts a
-    sample's text. `early_rejection`: 503 if the first token would exceed the timeout. `shared`:
-    with other frontends, if any.
+    `open_text` starts a sample's text. `shared`: with other frontends, if any.
     """
 
     def __init__(
@@ -72,9 +82,7 @@ class EngineClient:
         *,
         open_text: Callable[[GenerateRequest], TextReader],
         observer: SampleObserver,
-        max_running: int | None,
-        max_queued: int,
-        early_rejection: bool = False,
+        limits: ClientLimits,
         traces: Traces = NO_TRACES,
         shared: SharedRequests | None = None,
         policy: RankPolicy | None = None,
@@ -82,9 +90,8 @@ class EngineClient:
         self.leaders = leaders
         self.loads = RankLoads(leaders.num_ranks, shared)
         self.observer = observer
-        self._max_running = max_running
-        self._max_queued = max_queued
-        self.forecasts = tuple(PrefillForecast() for _ in leaders.links) if early_rejection else ()  # by rank
+        self._limits = limits
+        self.forecasts = tuple(PrefillForecast() for _ in leaders.links if limits.early_rejection)  # by rank
         self.closed: ApiError | None = None  # why new requests are rejected
         self._now_s = leaders.now_s
         self._policy = policy or RankPolicy(Rule.ROUND_ROBIN, num_ranks=leaders.num_ranks)
@@ -97,11 +104,11 @@ class EngineClient:
     def max_running(self) -> int:
         """The limit per rank; until the scheduler has reported it, the largest default."""
         found = self.leaders.info.get("max_running_requests")
-        return self._max_running or (found if isinstance(found, int) else max(MAX_RUNNING_OF.values()))
+        return self._limits.max_running or (found if isinstance(found, int) else max(MAX_RUNNING_OF.values()))
 
     @property
     def max_live(self) -> int:
-        return self.leaders.num_ranks * (self.max_running + self._max_queued)
+        return self.leaders.num_ranks * (self.max_running + self._limits.max_queued)
 
     @property
     def num_live(self) -> int:

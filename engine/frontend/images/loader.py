@@ -9,8 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from engine.frontend.images.pixels import PixelMaker
-from engine.frontend.images.placeholders import LoadedMedia
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.placeholders import LoadedMedia, MediaSource
 from service.http.errors import ApiError, bad_field
 from service.images.bodies import BadImage, data_of, frames_of, from_base64, is_data_url, with_field
 from service.images.fetch import MAX_IMAGE_BYTES, ImageFetcher

@@ -1,4 +1,4 @@
-"""Expands image placeholders of a prompt to token counts. Pure."""
+"""Images and videos of a prompt: their sources, and placeholders expanded to token counts. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,28 @@ import msgspec
 from engine.images import ImageInput
 from engine.model_files.vision_config import VisionConfig
 from service.http.errors import bad_field
+from service.images.bodies import MOST_SHOWN, is_data_url
 
-# ---- Loaded images and videos of a prompt.
+# ---- Images and videos of a prompt, as named and as loaded.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSource:
+    """An image or video URL; `field`: its part of the request.
+
+    `is_base64`: base64 if without a scheme. `fps`: frames per second.
+    """
+
+    field: str
+    url: str
+    is_video: bool = False
+    is_base64: bool = False
+    fps: float | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        is_here = is_data_url(self.url) or (self.is_base64 and "://" not in self.url[:MOST_SHOWN])
+        return not self.is_video and not is_here
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,19 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from engine.frontend.apis.anthropic.body import MESSAGES
-from engine.frontend.apis.anthropic.messages import MessageShape, MessageView
+from engine.frontend.apis.anthropic.messages import MessageView
 from engine.frontend.apis.anthropic.translate import chat_of as of_messages
 from engine.frontend.apis.chat.body import READER, ChatBody
-from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.ollama.body import CHAT
 from engine.frontend.apis.ollama.body import chat_of as of_ollama
-from engine.frontend.apis.ollama.view import OllamaShape, OllamaView, chat_message
+from engine.frontend.apis.ollama.view import OllamaView, chat_message
 from engine.frontend.apis.openai.chat import ChatView
 from engine.frontend.apis.responses.body import READER as RESPONSES
 from engine.frontend.apis.responses.chat import to_chat
 from engine.frontend.apis.responses.view import ResponseView
-from engine.frontend.apis.shared.samples import Usage
+from engine.frontend.apis.shared.samples import Head, Usage
 from engine.messages import FinishReason, TokenOutput
-from engine.text.parts import PartReader
+from engine.text.parts import AnswerReaders, MintId, PartReader
 from engine.text.sample import TextOutput
 
 FIRST, LAST = "the first question", "the last question"
@@ -38,6 +37,10 @@ class Said(NamedTuple):
     reader: Callable[[], PartReader] | None
     mint_id: MintId
 
+    @property
+    def answers(self) -> AnswerReaders:
+        return AnswerReaders(self.reader, self.mint_id)
+
     def outputs(self, size: int) -> list[TextOutput]:
         """In pieces of `size` characters."""
         pieces = [self.text[at : at + size] for at in range(0, len(self.text), size)] or [""]
@@ -49,7 +52,7 @@ class Said(NamedTuple):
 
     def of(self, view: Callable[..., Any], size: int) -> tuple[Any, list[Any]]:
         """The view's whole answer, or (size > 0) its chunks."""
-        made = view(id="x", model="m", created=1, usage=Usage([1], n=1))
+        made = view(Head(id="x", model="m", created=1, usage=Usage([1], n=1)))
         if not size:
             return made.body(self.outputs(len(self.text) or 1)), []
         return None, [c for output in self.outputs(size) for c in made.chunks(0, output)] + made.last()
@@ -59,8 +62,7 @@ class Said(NamedTuple):
 
 
 def openai_message(said: Said, size: int) -> Message:
-    texts: Any = {"tokenizer": NO_TOKENIZER, "reader": said.reader, "mint_id": said.mint_id}
-    view = partial(ChatView, said.body, **texts, prompts=[[1]], weight_version=str)
+    view = partial(ChatView, said.body, tokenizer=NO_TOKENIZER, answers=said.answers, prompts=[[1]], weight_version=str)
     whole, chunks = said.of(view, size)
     return whole["choices"][0]["message"] if not size else _joined([c["choices"][0]["delta"] for c in chunks])
 
@@ -89,9 +91,9 @@ def openai_back(answer: Message) -> ChatBody:
 
 def response_items(said: Said, size: int) -> list[Message]:
     body, _ = RESPONSES.decode(b'{"input": "x"}')
-    plan: Any = SimpleNamespace(reader=said.reader, sampling=SimpleNamespace(temperature=1.0, top_p=1.0))
+    plan: Any = SimpleNamespace(sampling=SimpleNamespace(temperature=1.0, top_p=1.0))
     view = partial(
-        ResponseView, body, plan, tokenizer=NO_TOKENIZER, mint_id=said.mint_id, on_done=lambda response: None
+        ResponseView, body, plan, tokenizer=NO_TOKENIZER, answers=said.answers, on_done=lambda response: None
     )
     whole, chunks = said.of(view, size)
     return whole["output"] if not size else [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
@@ -108,8 +110,8 @@ def response_back(answer: list[Message]) -> ChatBody:
 
 
 def anthropic_blocks(said: Said, size: int, *, shows_thinking: bool = True) -> list[Message]:
-    shape = MessageShape(reader=said.reader, mint_id=said.mint_id, fills_context=False, shows_thinking=shows_thinking)
-    whole, chunks = said.of(partial(MessageView, shape), size)
+    view = partial(MessageView, said.answers, fills_context=False, shows_thinking=shows_thinking)
+    whole, chunks = said.of(view, size)
     if not size:
         return list(whole["content"])
     blocks = [dict(c["content_block"]) for c in chunks if c["type"] == "content_block_start"]
@@ -141,8 +143,8 @@ def anthropic_back(answer: list[Message]) -> ChatBody:
 
 
 def ollama_message(said: Said, size: int) -> Message:
-    shape = OllamaShape(model="m", start_ns=0, show=chat_message, reader=said.reader, mint_id=said.mint_id)
-    whole, chunks = said.of(partial(OllamaView, shape), size)
+    view = partial(OllamaView, said.answers, model="m", start_ns=0, show=chat_message)
+    whole, chunks = said.of(view, size)
     news = [chunk["message"] for chunk in chunks or [whole]]
     texts = {name: "".join(new.get(name, "") for new in news) for name in ("content", "thinking")}
     return {"role": "assistant", **texts, "tool_calls": [call for new in news for call in new.get("tool_calls", ())]}

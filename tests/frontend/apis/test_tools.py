@@ -301,7 +301,7 @@ def test_a_kimi_call_has_its_number_before_the_arguments() -> None:
     (structure,) = json.loads(constraint.spec.source)["structures"]
     text = f"{structure['begin']}12{structure['after_number']}{{}}{structure['end']}"
     assert text == "<|tool_call_begin|>functions.f:12<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    call = KIMI_K2.scanner({})
+    call = KIMI_K2.scanner({}, "")
     call.feed(text)
     assert (call.name, call.id, call.done, call.new_arguments()) == ("f", "functions.f:12", True, "{}")
 

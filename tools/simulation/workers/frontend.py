@@ -17,7 +17,7 @@ from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.prefill_only import NOTHING_NEW, vector_of
 from engine.frontend.apis.shared.resumable import Frames, WholeFrames, earlier_of, going_on
-from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.generation import Generation, add
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
@@ -88,9 +88,11 @@ class Frontend:
             Leaders([SchedulerLink(send, self.aio.time)]),
             open_text=lambda request: _NoText(),
             observer=_Figures(process),
-            max_running=options.max_running,
-            max_queued=options.max_queued,
-            early_rejection=options.early_rejection and role != "decode",
+            limits=ClientLimits(
+                max_running=options.max_running,
+                max_queued=options.max_queued,
+                early_rejection=options.early_rejection and role != "decode",
+            ),
         )
         self.kept = KeptStreams(process, self.aio, self.signals, most_bytes=options.most_kept_bytes)
         self._process = process

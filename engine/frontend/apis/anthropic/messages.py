@@ -1,7 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: body -> chat -> plan -> view."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,20 +7,18 @@ from aiohttp import web
 
 from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of
-from engine.frontend.apis.chat.calls import MintId
-from engine.frontend.apis.chat.plan import ChatPlan, plan_chat
+from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
-from engine.frontend.apis.shared.resumable import MintedIds, ids_of
+from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import token_route
-from engine.frontend.apis.shared.samples import Counts, Usage, answer_samples
+from engine.frontend.apis.shared.samples import Counts, Head, answer_samples
 from engine.frontend.apis.shared.stream import Framing
-from engine.frontend.services import SERVICES, Services
+from engine.frontend.services import SERVICES
 from engine.text.parts import (
     AnswerReaders,
     Arguments,
     CallBegins,
     Part,
-    PartReader,
     PlainText,
     ReasoningText,
     ToolCall,
@@ -38,30 +34,19 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 FULL = "model_context_window_exceeded"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MessageShape:
-    """How an answer is shown.
+class MessageView:
+    """A chat's answer as Anthropic's message, whole or as typed events.
 
-    `reader`: makes readers of parts, None for plain text. `mint_id`: of tool calls.
-    `fills_context`: the token limit is the context's.
-
-    A chat's answer as Anthropic's message, whole or as typed events. message_start, then per block
-    content_block_start, content_block_delta ..., content_block_stop; then message_delta,
-    message_stop
+    message_start, then per block content_block_start, content_block_delta ..., content_block_stop;
+    then message_delta, message_stop. `fills_context`: the token limit is the context's.
     """
 
-    reader: Callable[[], PartReader] | None
-    mint_id: MintId
-    fills_context: bool
-    shows_thinking: bool
-
-
-class MessageView:
-    def __init__(self, shape: MessageShape, *, id: str, model: str, created: int, usage: Usage) -> None:
-        self._shape = shape
-        self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
-        self._usage = usage
-        self._readers = None if shape.reader is None else AnswerReaders(shape.reader)
+    def __init__(self, answers: AnswerReaders, head: Head, *, fills_context: bool, shows_thinking: bool) -> None:
+        self._answers = answers
+        self._fills_context = fills_context
+        self._shows_thinking = shows_thinking
+        self._head = {"id": head.id, "type": "message", "role": "assistant", "model": head.model}
+        self._usage = head.usage
         self._has_started = False
         self._num_blocks = 0
         self._open = ""  # type of the open block, empty if none
@@ -83,23 +68,14 @@ class MessageView:
         return []
 
     def _parts(self, output: TextOutput) -> list[Part]:
-        if self._readers is None:
-            return [PlainText(output.text)] if output.text else []
-        parts = self._readers.read(0, output)
-        return parts if self._shape.shows_thinking else [p for p in parts if not isinstance(p, ReasoningText)]
+        parts = self._answers.read(0, output)
+        return parts if self._shows_thinking else [p for p in parts if not isinstance(p, ReasoningText)]
 
     def _content(self, parts: list[Part]) -> list[dict[str, Any]]:
         whole = joined(parts)
         blocks = [_thinking_block(whole.reasoning)] if whole.reasoning else []
         blocks += [{"type": "text", "text": whole.text}] if whole.text else []
-        return [*blocks, *(self._call_block(index, call) for index, call in enumerate(whole.calls))]
-
-    def _call_block(self, index: int, call: ToolCall) -> dict[str, Any]:
-        """Arguments too deep to parse become an empty object, as clients require one."""
-        return {**self._call_head(index, call.name, call.id), "input": object_of(call.arguments.encode())}
-
-    def _call_head(self, index: int, name: str, id: str) -> dict[str, Any]:
-        return {"type": "tool_use", "id": id or self._shape.mint_id(name, index), "name": name}
+        return [*blocks, *map(_call_block, whole.calls)]
 
     # ---- events
 
@@ -115,8 +91,8 @@ class MessageView:
                 return [*self._enter("text", {"type": "text", "text": ""}), self._delta("text", text)]
             case ReasoningText(text):
                 return [*self._enter("thinking", _thinking_block("")), self._delta("thinking", text)]
-            case CallBegins(call, name, id):
-                return [*self._close(), *self._enter("tool_use", {**self._call_head(call, name, id), "input": {}})]
+            case CallBegins(_, name, id):
+                return [*self._close(), *self._enter("tool_use", _call_block(ToolCall(name, id)))]
             case Arguments(_, text):
                 return [self._delta("input_json", text, name="partial_json")]
 
@@ -146,11 +122,11 @@ class MessageView:
         assert finish is not None
         reason = _REASONS.get(finish.kind, finish.kind)
         sequence = finish.matched if isinstance(finish.matched, str) else None
-        if finish.kind == "stop" and self._readers is not None and self._readers.has_called(0):
+        if finish.kind == "stop" and self._answers.has_called(0):
             reason = "tool_use"
         elif finish.kind == "stop" and sequence is not None:
             reason = "stop_sequence"
-        elif finish.kind == "length" and self._shape.fills_context:
+        elif finish.kind == "length" and self._fills_context:
             reason = FULL
         return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
 
@@ -164,6 +140,11 @@ def usage_of(counts: Counts) -> dict[str, Any]:
         "output_tokens": counts.completion,
         "output_tokens_details": {"thinking_tokens": counts.reasoning},
     }
+
+
+def _call_block(call: ToolCall) -> dict[str, Any]:
+    """Arguments too deep to parse become an empty object, as clients require one."""
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": object_of(call.arguments.encode())}
 
 
 def _thinking_block(text: str) -> dict[str, Any]:
@@ -183,7 +164,12 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
         reasons = bool(s.spec.engine.reasoning_parser)
         chat = await beside_loop(request, partial(sampled_chat_of, body, reasons=reasons))
         plan = await plan_chat(s, chat)
-        view = partial(MessageView, _shape(s, body, plan, ids_of(request)))
+        view = partial(
+            MessageView,
+            plan.answers(ids_of(request).mint, "toolu_"),
+            fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
+            shows_thinking=body.thinking is None or body.thinking.display != "omitted",
+        )
         return await answer_samples(
             request, chat, plan, field="messages", id_prefix="msg_", view=view, framing=TYPED, cut=True
         )
@@ -195,15 +181,6 @@ async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
         chat = await beside_loop(request, partial(chat_of, body))
         plan = await plan_chat(request[SERVICES], chat, fits=False)
     return json_response({"input_tokens": len(plan.input_ids)})
-
-
-def _shape(s: Services, body: MessagesBody, plan: ChatPlan, ids: MintedIds) -> MessageShape:
-    return MessageShape(
-        reader=plan.reader,
-        mint_id=plan.minting(ids.mint, "toolu_"),
-        fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
-        shows_thinking=body.thinking is None or body.thinking.display != "omitted",
-    )
 
 
 ROUTES = (

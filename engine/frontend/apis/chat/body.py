@@ -12,7 +12,7 @@ from engine.frontend.apis.chat.tools import Tool, ToolChoice, check_tools
 from engine.frontend.apis.shared.body_reader import CHAT, NO_AUDIO, BodyReader
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from engine.frontend.apis.shared.stream import finite
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.placeholders import MediaSource
 from engine.messages import TokenLogprob
 from engine.text.chat_template import REASONING, CallArguments, Parts, TextPart, joined
 from engine.text.parts import INPUT

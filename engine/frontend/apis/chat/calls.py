@@ -10,9 +10,8 @@ from typing import Any
 
 from engine.frontend.apis.chat.body import RESULTS, ChatMessage
 from engine.text.chat_template import ChatTemplate
+from engine.text.parts import MintId
 from engine.text.template_reads import MISTRAL_ID_CHARS, TemplateReads
-
-MintId = Callable[[str, int], str]  # of function name and index of the call
 
 _SHORT = re.compile(rf"[a-zA-Z0-9]{{{MISTRAL_ID_CHARS}}}", re.ASCII)
 _LETTERS = string.digits + string.ascii_letters

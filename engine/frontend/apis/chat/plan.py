@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import ChatBody, RetainedMessage, check_chat, sources_of, template_messages
-from engine.frontend.apis.chat.calls import CallIds, MintId, as_taken, call_ids
+from engine.frontend.apis.chat.calls import CallIds, as_taken, call_ids
 from engine.frontend.apis.chat.reading import AS_TEXT, Reading, chat_constraint, checked_reading, opened
 from engine.frontend.apis.chat.tools import template_tools
 from engine.frontend.apis.shared.constraints import Constraint
@@ -16,12 +16,11 @@ from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.request import choose_model
 from engine.frontend.apis.shared.samples import SamplesPlan, body_constraint, sampling_of
-from engine.frontend.images.placeholders import LoadedMedia, Marks
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.placeholders import LoadedMedia, Marks, MediaSource
 from engine.frontend.services import Services
 from engine.messages import LogprobOptions
 from engine.text.chat_template import ChatTemplate, TemplateRefused, render_continued
-from engine.text.parts import PartReader
+from engine.text.parts import AnswerReaders, PartReader
 from service.http.errors import bad_field
 
 PAGE_CHARS = 1024
@@ -39,9 +38,9 @@ class ChatPlan(SamplesPlan):
     def input_ids(self) -> list[int]:
         return self.prompts[0]
 
-    def minting(self, mint: Callable[[str], str], prefix: str) -> MintId:
-        """Make ids of calls from unique ones."""
-        return (lambda name, index: mint(prefix)) if self.call_ids is None else self.call_ids.minted_by(mint, prefix)
+    def answers(self, mint: Callable[[str], str], prefix: str) -> AnswerReaders:
+        """Readers of the samples. `mint`: makes unique ids, with `prefix` for calls."""
+        return AnswerReaders(self.reader, (self.call_ids or CallIds()).minted_by(mint, prefix))
 
 
 async def plan_chat(

@@ -16,11 +16,10 @@ from engine.frontend.apis.chat.tools import (
     usable,
 )
 from engine.frontend.apis.shared.constraints import Constraint, only_one
-from engine.frontend.apis.shared.reasoning import check_budget, gate_of
 from engine.frontend.apis.shared.samples import body_constraint
 from engine.frontend.services import Services
 from engine.sampling_params import ReasoningGate
-from engine.text.parts import CustomInputs, FirstCall, PartReader, PlainReader, WithoutReasoning
+from engine.text.parts import CustomInputs, PartReader, PlainReader, ShownParts, first_call, without_reasoning
 from engine.text.reasoning import (
     HARMONY,
     HarmonyReader,
@@ -87,9 +86,9 @@ class Reading:
         return lambda: self._wrapped(make())
 
     def _wrapped(self, reader: PartReader) -> PartReader:
-        reader = CustomInputs(reader, self.customs) if self.customs else reader
-        reader = WithoutReasoning(reader) if self.leaves_out else reader
-        return FirstCall(reader) if self.only_one else reader
+        reader = ShownParts(reader, CustomInputs(self.customs).show) if self.customs else reader
+        reader = ShownParts(reader, without_reasoning) if self.leaves_out else reader
+        return ShownParts(reader, first_call) if self.only_one else reader
 
     def _maker(self, opening: Opening) -> Callable[[], PartReader] | None:
         if self.in_channels:
@@ -207,3 +206,42 @@ def chat_constraint(body: ChatBody, format: CallFormat | None, *, in_channels: b
     if plain is None and in_channels:
         refuse_strict(tools)
     return plain or (strict_calls(tools, format) if format is not None else None)
+
+
+# ---- Reasoning that the engine tracks for a constraint or a budget.
+
+
+def needed_format(s: Services, *, field: str) -> ReasoningFormat:
+    """Raises ApiError(400) without one."""
+    format = s.model.reasoning
+    if format is None:
+        raise bad_field(field, "this server was started without --reasoning-parser", code="unsupported_parameter")
+    return format
+
+
+def check_budget(s: Services, budget: int | None, *, field: str) -> None:
+    """Raises ApiError(400)."""
+    if budget is None:
+        return
+    format, tokenizer = needed_format(s, field=field), s.model.tokenizer
+    if budget < 0:
+        raise bad_field(field, f"must be at least 0, got {budget}")
+    ids = tokenizer.encode(format.way_out, add_special_tokens=False)
+    if format.before_answer not in tokenizer.decode(ids, skip_special_tokens=False):
+        raise bad_field(
+            field,
+            f"this model's tokenizer cannot write {format.way_out!r}; start the server with another --reasoning-parser",
+        )
+
+
+def gate_of(
+    format: ReasoningFormat, opening: Opening, *, budget: int | None, is_constrained: bool
+) -> ReasoningGate | None:
+    """None if the engine need not track it."""
+    if opening is Opening.CLOSED or not (is_constrained or budget is not None):
+        return None
+    if format.answer:  # the answer's marker always comes
+        opening = Opening.OPEN
+    return ReasoningGate(
+        start=format.start, end=format.before_answer, forced=format.way_out, opening=opening.value, budget=budget
+    )

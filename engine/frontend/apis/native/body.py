@@ -16,7 +16,7 @@ from engine.frontend.apis.shared.request import Mixed, PlaceFields
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.bootstraps import BootstrapFields
 from engine.frontend.client.generation import Generation, absorb
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.placeholders import MediaSource
 from engine.messages import (
     MAX_REQUESTED_TOKEN_IDS,
     DraftCounts,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.chat.reading import check_budget, gate_of, needed_format
 from engine.frontend.apis.native.body import (
     READER,
     GenerateBody,
@@ -28,13 +29,12 @@ from engine.frontend.apis.shared.fields import (
     prompts_ids,
 )
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
-from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
 from engine.frontend.apis.shared.request import check_lora_path, namespaces_of
 from engine.frontend.apis.shared.resumable import resume_of, started_of
 from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import start
 from engine.frontend.apis.shared.stream import answer
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.placeholders import MediaSource
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest

@@ -23,6 +23,7 @@ from engine.frontend.apis.shared.prefill_only import (
     named_prompts,
     next_logprobs,
     prompts_in,
+    shares,
     size_of,
     vector_of,
 )
@@ -72,20 +73,13 @@ async def score(request: web.BaseRequest) -> web.Response:
             "object": "scoring",
             "scores": [shown(row) for row in logprobs],
             "model": prompts.model,
-            "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
+            "usage": prompts.usage,
         }
     )
 
 
 def probabilities(logprobs: list[float]) -> list[float]:
     return [math.exp(logprob) for logprob in logprobs]
-
-
-def shares(logprobs: list[float]) -> list[float]:
-    """Softmax, equal shares if all are impossible."""
-    top = max(logprobs)
-    weights = [1.0 if logprob == top else math.exp(logprob - top) for logprob in logprobs]
-    return [weight / sum(weights) for weight in weights]
 
 
 def _labels(body: ScoreBody, *, vocab_size: int) -> tuple[int, ...]:

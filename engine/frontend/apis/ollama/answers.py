@@ -10,7 +10,6 @@ from typing import Any
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody
-from engine.frontend.apis.chat.calls import CallIds
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.ollama.body import (
     CHAT,
@@ -25,7 +24,6 @@ from engine.frontend.apis.ollama.body import (
     prompted_chat_of,
 )
 from engine.frontend.apis.ollama.view import (
-    OllamaShape,
     OllamaView,
     Show,
     chat_message,
@@ -41,7 +39,7 @@ from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
-from engine.text.parts import WholeAnswer
+from engine.text.parts import AnswerReaders, WholeAnswer
 from service.flags import untagged
 from service.http.api_shapes import LINES_HEADERS, LINES_TYPE, json_response, line
 from service.http.errors import bad_field, decode_body
@@ -166,17 +164,10 @@ async def _answer_chat(
     request: web.BaseRequest, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
 ) -> web.StreamResponse:
     plan = await plan_chat(request[SERVICES], chat)
-    mint_id = plan.minting(ids_of(request).mint, "call_")
-    shape = OllamaShape(model=body.model, start_ns=start_ns, show=show, reader=plan.reader, mint_id=mint_id)
+    answers = plan.answers(ids_of(request).mint, "call_")
+    view = partial(OllamaView, answers, model=body.model, start_ns=start_ns, show=show)
     return await answer_samples(
-        request,
-        chat,
-        plan,
-        field="messages",
-        id_prefix="chat-",
-        view=partial(OllamaView, shape),
-        framing=LINES,
-        cut=True,
+        request, chat, plan, field="messages", id_prefix="chat-", view=view, framing=LINES, cut=True
     )
 
 
@@ -185,8 +176,6 @@ async def _complete(
 ) -> web.StreamResponse:
     s, fields = request[SERVICES], completion_of(body)
     model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
-    mint_id = CallIds().minted_by(ids_of(request).mint, "call_")
-    shape = OllamaShape(model=body.model, start_ns=start_ns, show=response_text, reader=None, mint_id=mint_id)
     plan = SamplesPlan(
         prompts=[await prompt_ids(s, prompt, field="prompt")],
         sampling=sampling_of(s, fields, max_tokens=fields.max_tokens, name="max_tokens", constraint=constraint),
@@ -194,7 +183,7 @@ async def _complete(
         logprobs=None,
         model=model,
     )
-    view = partial(OllamaView, shape)
+    view = partial(OllamaView, AnswerReaders(), model=body.model, start_ns=start_ns, show=response_text)
     return await answer_samples(
         request, fields, plan, id_prefix="gen-", field="prompt", view=view, framing=LINES, cut=True
     )

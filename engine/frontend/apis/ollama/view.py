@@ -2,18 +2,15 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.frontend.apis.chat.calls import MintId
-from engine.frontend.apis.shared.samples import Usage
+from engine.frontend.apis.shared.samples import Head
 from engine.text.parts import (
     AnswerReaders,
     Arguments,
     CallBegins,
     Part,
-    PartReader,
     PlainText,
     ReasoningText,
     ToolCall,
@@ -26,26 +23,15 @@ from service.http.errors import object_of
 Show = Callable[[WholeAnswer], dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OllamaShape:
-    """How an answer is shown.
-
-    `model`: as requested; `start_ns`: arrival. `show`: renders text, reasoning and calls. `reader`:
-    makes readers of parts, None for plain text. `mint_id`: of calls without id.
-    """
-
-    model: str
-    start_ns: int
-    show: Show
-    reader: Callable[[], PartReader] | None
-    mint_id: MintId
-
-
 class OllamaView:
-    def __init__(self, shape: OllamaShape, *, id: str, model: str, created: int, usage: Usage) -> None:
-        self._shape = shape
-        self._usage = usage
-        self._readers = None if shape.reader is None else AnswerReaders(shape.reader)
+    """`model`: as requested; `start_ns`: arrival. `show`: renders text, reasoning and calls."""
+
+    def __init__(self, answers: AnswerReaders, head: Head, *, model: str, start_ns: int, show: Show) -> None:
+        self._answers = answers
+        self._usage = head.usage
+        self._model = model
+        self._start_ns = start_ns
+        self._show = show
         self._call: ToolCall | None = None  # its arguments are shown whole
 
     def body(self, answers: list[TextOutput]) -> dict[str, Any]:
@@ -62,14 +48,7 @@ class OllamaView:
 
     def _parts(self, output: TextOutput) -> list[Part]:
         self._usage.add(0, output)
-        if self._readers is not None:
-            return [self._with_id(part) for part in self._readers.read(0, output)]
-        return [PlainText(output.text)] if output.text else []
-
-    def _with_id(self, part: Part) -> Part:
-        if not isinstance(part, CallBegins) or part.id:
-            return part
-        return CallBegins(part.index, part.name, self._shape.mint_id(part.name, part.index))
+        return self._answers.read(0, output)
 
     def _news(self, part: Part) -> list[WholeAnswer]:
         match part:
@@ -90,17 +69,17 @@ class OllamaView:
         return [] if call is None else [WholeAnswer(calls=[call])]
 
     def _chunk(self, new: WholeAnswer) -> dict[str, Any]:
-        return {**_head(self._shape.model), **self._shape.show(new), "done": False}
+        return {**_head(self._model), **self._show(new), "done": False}
 
     def _last(self, shown: WholeAnswer, output: TextOutput) -> dict[str, Any]:
         finish, counts, times = output.tokens.finish, self._usage.total(), output.tokens.times
         assert finish is not None
         return {
-            **_head(self._shape.model),
-            **self._shape.show(shown),
+            **_head(self._model),
+            **self._show(shown),
             "done": True,
             "done_reason": finish.kind,
-            "total_duration": time.monotonic_ns() - self._shape.start_ns,
+            "total_duration": time.monotonic_ns() - self._start_ns,
             "load_duration": 0,
             "prompt_eval_count": counts.prompt,
             "prompt_eval_duration": _nanoseconds(times.get("prefill_time")),

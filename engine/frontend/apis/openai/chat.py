@@ -9,19 +9,17 @@ from typing import Any
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
-from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import token_route
-from engine.frontend.apis.shared.samples import Counts, Usage, answer_samples
+from engine.frontend.apis.shared.samples import Counts, Head, answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.parts import (
     AnswerReaders,
     Arguments,
     CallBegins,
     Part,
-    PartReader,
     PlainText,
     ReasoningText,
     ToolCall,
@@ -83,20 +81,17 @@ class OpenAIView:
     def __init__(
         self,
         body: RequestFields,
+        head: Head,
         *,
         weight_version: Callable[[], str],
-        id: str,
-        model: str,
-        created: int,
-        usage: Usage,
         prompts: Sequence[list[int]] = (),
     ) -> None:
         self._request = body
         wanted = body.return_token_ids or body.return_hidden_states
         self._extras = Extras(body, prompts) if wanted else None
         self._weight_version = weight_version
-        self._head = {"id": id, "created": created, "model": model}
-        self._usage = usage
+        self._head = {"id": head.id, "created": head.created, "model": head.model}
+        self._usage = head.usage
 
     def body(self, answers: list[TextOutput]) -> dict[str, Any]:
         for index, output in enumerate(answers):
@@ -155,10 +150,7 @@ def ending_of(output: TextOutput) -> dict[str, Any]:
 
 
 class ChatView(OpenAIView):
-    """Answer to one chat, whole or as chunks.
-
-    `reader`: makes readers of parts, None for plain text. `mint_id`: of tool calls.
-    """
+    """Answer to one chat, whole or as chunks."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -166,31 +158,30 @@ class ChatView(OpenAIView):
     def __init__(
         self,
         body: ChatBody,
+        head: Head,
         *,
         tokenizer: Tokenizer,
-        reader: Callable[[], PartReader] | None,
-        mint_id: MintId,
-        **head: Any,
+        answers: AnswerReaders,
+        **more: Any,
     ) -> None:
-        super().__init__(body, **head)
+        super().__init__(body, head, **more)
         self._logprobs = bool(body.logprobs)
         self._tokenizer = tokenizer
-        self._readers = None if reader is None else AnswerReaders(reader)
-        self._mint_id = mint_id
+        self._answers = answers
         self._begun: set[int] = set()
         self._customs = {tool.function.name for tool in body.tools or () if tool.type == "custom"}
         self._custom_calls: set[tuple[int, int]] = set()  # started in a stream: (sample, call)
 
     def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
-        message: dict[str, Any] = {
+        whole = joined(self._answers.read(index, output))
+        nothing = None if whole.calls or whole.reasoning else ""
+        message = {
             "role": "assistant",
-            "content": output.text,
+            "content": whole.text or nothing,
             "refusal": None,
-            "reasoning_content": None,
-            "tool_calls": None,
+            "reasoning_content": whole.reasoning or None,
+            "tool_calls": [self._call(call) for call in whole.calls] or None,
         }
-        if self._readers is not None:
-            message |= self._whole(self._readers.read(index, output))
         return {
             "index": index,
             "message": message,
@@ -203,7 +194,7 @@ class ChatView(OpenAIView):
         if index not in self._begun:
             self._begun.add(index)
             deltas.append(_delta(index, {"role": "assistant", "content": ""}))
-        deltas += [_delta(index, new) for new in self._news(index, output)]
+        deltas += [_delta(index, self._new(index, part)) for part in self._answers.read(index, output)]
         if output.logprob_texts and self._logprobs:
             self._add_logprobs(deltas, index, output)
         if output.tokens.finish is not None:
@@ -216,11 +207,6 @@ class ChatView(OpenAIView):
             choice["delta"]["hidden_states"] = extras.pop("hidden_states")
         super()._attach(choice, extras)
 
-    def _news(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
-        if self._readers is None:
-            return [{"content": output.text}] if output.text else []
-        return [self._new(index, part) for part in self._readers.read(index, output)]
-
     def _new(self, sample: int, part: Part) -> dict[str, Any]:
         match part:
             case PlainText(text):
@@ -230,29 +216,19 @@ class ChatView(OpenAIView):
             case CallBegins(call, name, id):
                 if name in self._customs:
                     self._custom_calls.add((sample, call))
-                return {"tool_calls": [{"index": call, **self._call(call, ToolCall(name, id))}]}
+                return {"tool_calls": [{"index": call, **self._call(ToolCall(name, id))}]}
             case Arguments(call, text):
                 more = {"custom": {"input": text}} if (sample, call) in self._custom_calls else _arguments(text)
                 return {"tool_calls": [{"index": call, **more}]}
 
-    def _whole(self, parts: list[Part]) -> dict[str, Any]:
-        whole = joined(parts)
-        nothing = None if whole.calls or whole.reasoning else ""
-        return {
-            "content": whole.text or nothing,
-            "reasoning_content": whole.reasoning or None,
-            "tool_calls": [self._call(index, call) for index, call in enumerate(whole.calls)] or None,
-        }
-
-    def _call(self, index: int, call: ToolCall) -> dict[str, Any]:
-        id = call.id or self._mint_id(call.name, index)
+    def _call(self, call: ToolCall) -> dict[str, Any]:
         if call.name in self._customs:
-            return {"id": id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
-        return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _ending(self, index: int, output: TextOutput) -> dict[str, Any]:
         ending = ending_of(output)
-        if ending["finish_reason"] == "stop" and self._readers is not None and self._readers.has_called(index):
+        if ending["finish_reason"] == "stop" and self._answers.has_called(index):
             ending["finish_reason"] = "tool_calls"
         return ending
 
@@ -287,8 +263,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         ChatView,
         body,
         tokenizer=s.model.tokenizer,
-        reader=plan.reader,
-        mint_id=plan.minting(ids_of(request).mint, "call_"),
+        answers=plan.answers(ids_of(request).mint, "call_"),
         prompts=[plan.input_ids] * plan.sampling.n,
         weight_version=lambda: s.weight_version,
     )

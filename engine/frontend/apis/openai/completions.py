@@ -24,7 +24,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request, choose_model
 from engine.frontend.apis.shared.routes import token_route
-from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.samples import Head, SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
@@ -77,8 +77,8 @@ class CompletionView(OpenAIView):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, body: CompletionBody, *, echoes: list[Echo], has_text: bool, **head: Any) -> None:
-        super().__init__(body, **head)
+    def __init__(self, body: CompletionBody, head: Head, *, echoes: list[Echo], has_text: bool, **more: Any) -> None:
+        super().__init__(body, head, **more)
         self._has_text = has_text
         self._logprobs = body.logprobs is not None
         self._echoes = echoes

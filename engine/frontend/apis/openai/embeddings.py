@@ -50,7 +50,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
             "object": "list",
             "data": await json_rows((shown(*one) for one in enumerate(answers)), size=size_of(answers)),
             "model": prompts.model,
-            "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
+            "usage": prompts.usage,
         }
     )
 

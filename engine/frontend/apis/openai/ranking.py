@@ -6,7 +6,6 @@ Prompt: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,9 +13,9 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples
-from engine.frontend.apis.shared.heads import no_labels
 from engine.frontend.apis.shared.prefill_only import (
     PrefillOnlyBody,
+    Prompts,
     check_computes_prompts,
     fitting_lists,
     fitting_texts,
@@ -24,6 +23,7 @@ from engine.frontend.apis.shared.prefill_only import (
     named_prompts,
     next_logprobs,
     prompts_in,
+    shares,
 )
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
@@ -48,16 +48,6 @@ class PairBody(PrefillOnlyBody, kw_only=True):
     user: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Result of judging pairs. `scores`: per pair. `name`, `model`: for the answer."""
-
-    scores: list[float]
-    name: str
-    model: str
-    num_tokens: int
-
-
 async def judge(
     request: web.BaseRequest,
     body: PairBody,
@@ -65,8 +55,11 @@ async def judge(
     *,
     fields: tuple[str, str],
     prefix: str,
-) -> Judged:
-    """Score `pairs` (query, text) from `fields` of the body. Raises ApiError(400, 404)."""
+) -> tuple[Prompts, list[float]]:
+    """The prompts of `pairs` (query, text) from `fields` of the body, and their scores.
+
+    Raises ApiError(400, 404).
+    """
     s = request[SERVICES]
     check_computes_prompts(s)
     check_num_samples(len(pairs), 1, field=fields[1])
@@ -86,7 +79,7 @@ async def judge(
     else:
         rows = await next_logprobs(request, prompts, token_ids=answers, priority=0)
         scores = [_sigmoid(yes - no) for yes, no in rows]
-    return Judged(scores, prompts.name, prompts.model, prompts.num_tokens)
+    return prompts, scores
 
 
 def question(query: str, text: str, instruction: str) -> str:
@@ -156,7 +149,8 @@ async def classify(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = await CLASSIFY_READER.read(request)
     if not s.model.head.labels:
-        raise no_labels()
+        message = "this model has no labels: /classify needs one whose architecture is ...ForSequenceClassification"
+        raise ApiError(404, f"{message}; a chat with structured_outputs.choice names a class", code="model_has_no_head")
     check_computes_prompts(s)
     prompts = await prompts_in(request, body, body.input, field="input", prefix="classify-")
     labels = s.model.head.labels
@@ -174,17 +168,14 @@ async def classify(request: web.BaseRequest) -> web.Response:
             "created": int(time.time()),
             "model": prompts.model,
             "data": [shown(index, logits) for index, logits in enumerate(rows)],
-            "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
+            "usage": prompts.usage,
         }
     )
 
 
 def class_shares(logits: list[float]) -> list[float]:
     """Softmax, or the sigmoid of a single logit."""
-    values = [0.0, *logits] if len(logits) == 1 else logits
-    top = max(values)
-    weights = [math.exp(value - top) for value in values]
-    return [weight / sum(weights) for weight in weights][-len(logits) :]
+    return shares([0.0, *logits] if len(logits) == 1 else logits)[-len(logits) :]
 
 
 # ---- POST /v1/rerank: documents by relevance, as in Cohere, Jina and vLLM (`instruct`: SGLang).
@@ -220,25 +211,20 @@ async def rerank(request: web.BaseRequest) -> web.Response:
         raise bad_field("documents", "must have at least one document")
     if body.top_n is not None and body.top_n < 1:
         raise bad_field("top_n", f"must be 1 or more, got {body.top_n}")
-    judged = await judge(
-        request,
-        body,
-        [(body.query, text) for text in texts],
-        fields=("query", "documents"),
-        prefix="rerank-",
-    )
-    order = sorted(range(len(texts)), key=lambda i: (-judged.scores[i], i))[: body.top_n]
+    pairs = [(body.query, text) for text in texts]
+    prompts, scores = await judge(request, body, pairs, fields=("query", "documents"), prefix="rerank-")
+    order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: body.top_n]
     with_text = body.return_documents is not False
 
     def shown(index: int) -> dict[str, Any]:
         document = {"document": {"text": texts[index]}} if with_text else {}
-        return {"index": index, "relevance_score": judged.scores[index], **document}
+        return {"index": index, "relevance_score": scores[index], **document}
 
     return json_response(
         {
-            "id": judged.name,
-            "model": judged.model,
-            "usage": {"prompt_tokens": judged.num_tokens, "total_tokens": judged.num_tokens},
+            "id": prompts.name,
+            "model": prompts.model,
+            "usage": prompts.usage,
             "results": [shown(index) for index in order],
         }
     )
@@ -273,15 +259,15 @@ async def score_pairs(request: web.BaseRequest) -> web.Response:
     if len(first) not in (1, len(second)):
         raise bad_field("text_1", f"has {len(first)} texts, text_2 has {len(second)}; give one, or as many")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-    judged = await judge(request, body, pairs, fields=("text_1", "text_2"), prefix="score-")
+    prompts, scores = await judge(request, body, pairs, fields=("text_1", "text_2"), prefix="score-")
     return json_response(
         {
-            "id": judged.name,
+            "id": prompts.name,
             "object": "list",
             "created": int(time.time()),
-            "model": judged.model,
-            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(judged.scores)],
-            "usage": {"prompt_tokens": judged.num_tokens, "total_tokens": judged.num_tokens},
+            "model": prompts.model,
+            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
+            "usage": prompts.usage,
         }
     )
 

@@ -125,7 +125,7 @@ async def _answer(
         body,
         plan,
         tokenizer=s.model.tokenizer,
-        mint_id=plan.minting(ids_of(request).mint, "call_"),
+        answers=plan.answers(ids_of(request).mint, "call_"),
         on_done=_nothing if keeper is None else keeper.put,
     )
     with nullcontext() if keeper is None else keeper.running(chat.rid):

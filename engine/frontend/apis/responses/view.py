@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import token_logprobs
-from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.plan import ChatPlan
 from engine.frontend.apis.responses.body import ResponseBody
-from engine.frontend.apis.shared.samples import Counts, Usage
+from engine.frontend.apis.shared.samples import Counts, Head
 from engine.messages import FinishReason
 from engine.text.incremental import Span
 from engine.text.parts import AnswerReaders, Arguments, CallBegins, Part, PlainText, ReasoningText
@@ -25,7 +24,7 @@ Event = dict[str, Any]
 
 
 class OutputItems:
-    """Output items so far (`items`). `mint_id`: the `call_id` of calls without id.
+    """Output items so far (`items`).
 
     output_item.added, content_part.added, *_text.delta..., *_text.done, content_part.done,
       output_item.done                                      text, reasoning
@@ -33,10 +32,9 @@ class OutputItems:
       output_item.done                                      a call
     """
 
-    def __init__(self, response_id: str, *, mint_id: MintId) -> None:
+    def __init__(self, response_id: str) -> None:
         self.items: list[dict[str, Any]] = []
         self._response_id = response_id
-        self._mint_id = mint_id
         self._open: str | None = None  # type of the growing last item
 
     def add(self, part: Part, logprobs: list[dict[str, Any]]) -> list[Event]:
@@ -46,8 +44,7 @@ class OutputItems:
                 return [*self._begin_unless("reasoning"), *self._grow(text, [])]
             case PlainText(text):
                 return [*self._begin_unless("message"), *self._grow(text, logprobs)]
-            case CallBegins(call, name, id):
-                id = id or self._mint_id(name, call)
+            case CallBegins(_, name, id):
                 return self._begin("function_call", call_id=id, name=name, arguments="")
             case Arguments(_, text):
                 self.items[-1]["arguments"] += text
@@ -166,28 +163,31 @@ class TextLogprobs:
 
 
 class ResponseView:
-    """Events of one response. `on_done` gets the final response. `mint_id`: of calls."""
+    """Events of one response. `on_done` gets the final response."""
 
     def __init__(
         self,
         body: ResponseBody,
         plan: ChatPlan,
+        head: Head,
         *,
         tokenizer: Tokenizer,
-        mint_id: MintId,
+        answers: AnswerReaders,
         on_done: Callable[[dict[str, Any]], None],
-        id: str,
-        model: str,
-        created: int,
-        usage: Usage,
     ) -> None:
         self._tokenizer = tokenizer
-        self._logprobs = TextLogprobs(only_text=plan.reader is None) if body.wants_logprobs else None
-        self._readers = None if plan.reader is None else AnswerReaders(plan.reader)
+        self._logprobs = TextLogprobs(only_text=answers.is_plain) if body.wants_logprobs else None
+        self._answers = answers
         self._on_done = on_done
-        self._usage = usage
-        self._response = {"id": id, "object": "response", "created_at": created, "model": model, **_echo(body, plan)}
-        self._output = OutputItems(id, mint_id=mint_id)
+        self._usage = head.usage
+        self._response = {
+            "id": head.id,
+            "object": "response",
+            "created_at": head.created,
+            "model": head.model,
+            **_echo(body, plan),
+        }
+        self._output = OutputItems(head.id)
         self.num_events = 0
         self._finish: FinishReason | None = None
 
@@ -217,7 +217,7 @@ class ResponseView:
         if self._logprobs is not None:
             self._logprobs.feed(output.text, token_logprobs(output, self._tokenizer), output.logprob_spans)
         events = []
-        for part in self._parts(output):
+        for part in self._answers.read(0, output):
             events += self._output.add(part, self._logprobs_of(part))
         if output.tokens.finish is not None and self._logprobs is not None and (rest := self._logprobs.rest()):
             events += self._output.add_logprobs(rest)
@@ -225,11 +225,6 @@ class ResponseView:
 
     def _logprobs_of(self, part: Part) -> list[dict[str, Any]]:
         return self._logprobs.take(part.text) if self._logprobs is not None and isinstance(part, PlainText) else []
-
-    def _parts(self, output: TextOutput) -> list[Part]:
-        if self._readers is not None:
-            return self._readers.read(0, output)
-        return [PlainText(output.text)] if output.text else []
 
     def _done(self) -> dict[str, Any]:
         status, reason = _STATUS[self._finish.kind if self._finish else "abort"]

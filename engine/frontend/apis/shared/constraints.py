@@ -3,9 +3,9 @@
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -146,57 +146,38 @@ class StructuredFields(Protocol):
     guided_grammar: str | None
 
 
-class _Wish(NamedTuple):
-    field: str
-    value: Any
-    source: Callable[[str, Any], GrammarSpec]
-
-
 def structured_constraint(fields: StructuredFields) -> Constraint | None:
     """Raises ApiError(400) if there are several."""
-    wishes = [
-        _Wish("guided_json", fields.guided_json, _schema),
-        _Wish("guided_regex", fields.guided_regex, _regex),
-        _Wish("guided_choice", fields.guided_choice, _choice),
-        _Wish("guided_grammar", fields.guided_grammar, _grammar),
-        *(_inside(fields.structured_outputs) if fields.structured_outputs is not None else []),
-    ]
-    return only_one(*(Constraint(w.source(w.field, w.value), w.field) for w in wishes if w.value is not None))
+    given = {name: getattr(fields, f"guided_{name}") for name in _GUIDED}
+    constraints = [_constraint(f"guided_{name}", name, value) for name, value in given.items() if value is not None]
+    if fields.structured_outputs is not None:
+        constraints += _inside(fields.structured_outputs)
+    return only_one(*constraints)
 
 
-def _inside(given: StructuredOutputs) -> list[_Wish]:
+def _inside(given: StructuredOutputs) -> list[Constraint]:
     for name, remedy in _UNSERVED.items():
         if getattr(given, name):
             field = f"structured_outputs.{name}"
             raise bad_field(field, f"is not supported by this server; {remedy}", code="unsupported_parameter")
-    wishes = [_Wish(f"structured_outputs.{name}", getattr(given, name), source) for name, source in _SOURCES.items()]
+    values = {name: getattr(given, name) for name in _KINDS}
+    found = [_constraint(f"structured_outputs.{n}", n, value) for n, value in values.items() if value is not None]
     if given.json_object:
-        wishes.append(_Wish("structured_outputs.json_object", ANY_OBJECT, _schema))
-    if all(wish.value is None for wish in wishes):
-        raise bad_field("structured_outputs", f"needs one of {', '.join(_SOURCES)}, json_object")
-    return wishes
+        found.append(_constraint("structured_outputs.json_object", "json", ANY_OBJECT))
+    if not found:
+        raise bad_field("structured_outputs", f"needs one of {', '.join(_KINDS)}, json_object")
+    return found
 
 
-def _schema(field: str, value: Schema) -> GrammarSpec:
-    return GrammarSpec("json_schema", as_text(value))
+def _constraint(field: str, name: str, value: Any) -> Constraint:
+    kind = _KINDS[name]
+    return Constraint(GrammarSpec(kind, _choice(field, value) if name == "choice" else as_text(value)), field)
 
 
-def _regex(field: str, value: str) -> GrammarSpec:
-    return GrammarSpec("regex", value)
-
-
-def _grammar(field: str, value: str) -> GrammarSpec:
-    return GrammarSpec("ebnf", value)
-
-
-def _tag(field: str, value: str | dict[str, Any]) -> GrammarSpec:
-    return GrammarSpec("structural_tag", as_text(value))
-
-
-def _choice(field: str, choices: list[str]) -> GrammarSpec:
+def _choice(field: str, choices: list[str]) -> str:
     if not choices or not all(choices):
         raise bad_field(field, "must be a list of texts that are not empty")
-    return GrammarSpec("regex", "|".join(f"({_META.sub(_escaped, choice)})" for choice in choices))
+    return "|".join(f"({_META.sub(_escaped, choice)})" for choice in choices)
 
 
 def _escaped(match: "re.Match[str]") -> str:
@@ -204,13 +185,15 @@ def _escaped(match: "re.Match[str]") -> str:
 
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
-_SOURCES: dict[str, Callable[[str, Any], GrammarSpec]] = {
-    "json": _schema,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-    "structural_tag": _tag,
+# vLLM's names -> kinds of grammars
+_KINDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "regex",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
 }
+_GUIDED = ("json", "regex", "choice", "grammar")
 _UNSERVED = {
     "disable_any_whitespace": "the server's flag --constrained-json-disable-any-whitespace sets it for all requests",
     "disable_additional_properties": 'write "additionalProperties": false into the schema',

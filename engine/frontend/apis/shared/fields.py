@@ -7,7 +7,6 @@ from typing import Any, cast
 import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
-from engine.frontend.apis.shared.heads import no_generation
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
 from engine.images import ImageInput, positions_taken
@@ -67,8 +66,7 @@ def build_sampling(
     reasoning: ReasoningGate | None = None,
 ) -> SamplingParams:
     """`defaults`: the checkpoint's. Raises ApiError(400, 404)."""
-    if not s.model.generates:
-        raise no_generation(s.model)
+    s.model.check_generates()
     grammar: dict[str, Any] = {} if constraint is None else {constraint.spec.kind: constraint.spec.source}
     if constraint is not None:
         names = {**(names or {}), constraint.spec.kind: constraint.field}

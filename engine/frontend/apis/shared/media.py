@@ -4,8 +4,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.frontend.apis.shared.fields import prompt_ids
-from engine.frontend.images.placeholders import LoadedMedia, expanded, with_times
-from engine.frontend.images.source import MediaSource
+from engine.frontend.images.placeholders import LoadedMedia, MediaSource, expanded, with_times
 from engine.frontend.services import Services
 from engine.images import ImageInput
 from service.http.errors import bad_field

@@ -2,15 +2,15 @@
 
 import array
 import asyncio
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of, too_long
-from engine.frontend.apis.shared.heads import no_generation
 from engine.frontend.apis.shared.request import Mixed, PlaceFields, choose_model, namespaces_of, routed_rank
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
@@ -46,6 +46,10 @@ class Prompts:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.ids))
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
     @property
     def rids(self) -> list[str]:
@@ -136,21 +140,8 @@ async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[
 
 
 async def _pooled(request: web.BaseRequest, prompts: Prompts, pooling: str) -> list[TextOutput]:
-    requests = [
-        GenerateRequest(
-            rid=rid,
-            input_ids=ids,
-            sampling=NOTHING_NEW,
-            skip_cache_insert=True,
-            alone=True,
-            pooling=pooling,
-            unit=request[SERVICES].model.head.unit,
-            lora=prompts.lora,
-            namespace=namespace,
-        )
-        for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
-    ]
-    return await _answers(request, prompts, requests)
+    unit = request[SERVICES].model.head.unit
+    return await _answers(request, prompts, sampling=NOTHING_NEW, skip_cache_insert=True, pooling=pooling, unit=unit)
 
 
 def vector_of(answer: TextOutput) -> "array.array[float]":
@@ -165,28 +156,29 @@ async def next_logprobs(
     request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
     """Logprobs of `token_ids` as each prompt's next token. Raises ApiError(404) without head."""
-    if not request[SERVICES].model.generates:
-        raise no_generation(request[SERVICES].model)
-    requests = [
-        GenerateRequest(
-            rid=rid,
-            input_ids=ids,
-            sampling=ONE_TOKEN,
-            logprobs=LogprobOptions(token_ids=token_ids),
-            alone=True,
-            priority=priority,
-            lora=prompts.lora,
-            namespace=namespace,
-        )
-        for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
-    ]
-    answers = await _answers(request, prompts, requests)
+    request[SERVICES].model.check_generates()
+    options = LogprobOptions(token_ids=token_ids)
+    answers = await _answers(request, prompts, sampling=ONE_TOKEN, logprobs=options, priority=priority)
     whole = [_whole(answer, bool(answer.tokens.logprobs)) for answer in answers]
     return [[logprob for logprob, _ in answer.tokens.logprobs[0].requested] for answer in whole]
 
 
-async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[GenerateRequest]) -> list[TextOutput]:
-    """Send batches, so that thousands of samples do not block other requests."""
+def shares(logits: list[float]) -> list[float]:
+    """Softmax, equal shares if all are impossible."""
+    top = max(logits)
+    weights = [1.0 if logit == top else math.exp(logit - top) for logit in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+async def _answers(request: web.BaseRequest, prompts: Prompts, **fields: Any) -> list[TextOutput]:
+    """Send batches, so that thousands of samples do not block other requests.
+
+    `fields`: of every `GenerateRequest`.
+    """
+    requests = [
+        GenerateRequest(rid=rid, input_ids=ids, alone=True, lora=prompts.lora, namespace=namespace, **fields)
+        for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
+    ]
     s, time_s = request[SERVICES], asyncio.get_running_loop().time
     timeout_s, answers = request_timeout_s(request.headers), list[TextOutput]()
     end_s = None if timeout_s is None else time_s() + timeout_s

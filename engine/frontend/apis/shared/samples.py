@@ -94,6 +94,16 @@ class Usage:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Facts of a request's answer. `model`: its shown name."""
+
+    id: str
+    model: str
+    created: int
+    usage: Usage
+
+
 # ---- samples
 
 # What completes the requests, by the router's header that asks for it.
@@ -152,14 +162,13 @@ async def answer_samples(
     *,
     id_prefix: str,
     field: str,
-    view: Callable[..., View],
+    view: Callable[[Head], View],
     framing: Framing = EVENTS,
     cut: bool = False,
 ) -> web.StreamResponse:
     """Run the samples. Raises ApiError.
 
-    `field`: of the prompts. `cut`: fit the answer to the context. `view`: takes id, model, created,
-    usage.
+    `field`: of the prompts. `cut`: fit the answer to the context.
     """
     s, resume = request[SERVICES], resume_of(request)
     id = body.rid or s.mint_id(id_prefix) if resume is None else resume.id
@@ -171,7 +180,7 @@ async def answer_samples(
     return await answer(
         request,
         generation,
-        view=view(id=id, model=plan.model.shown, created=created, usage=usage),
+        view=view(Head(id=id, model=plan.model.shown, created=created, usage=usage)),
         stream=bool(body.stream),
         framing=framing,
         begun=started_of(request, requests, id=id, groups=groups, created=created),
