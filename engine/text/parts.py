@@ -121,6 +121,19 @@ def overlap(text: str, marker: str) -> int:
     return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
+def split_at(text: str, markers: Collection[str]) -> tuple[str, str, str]:
+    """Text before the first marker, the marker, and the rest.
+
+    Without a marker ("") the rest may begin one.
+    """
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    end = len(text) - max((overlap(text, marker) for marker in markers), default=0)
+    return text[:end], "", text[end:]
+
+
 # ---- Custom tools: the model writes {"input": TEXT}, the client gets TEXT.
 
 INPUT = "input"

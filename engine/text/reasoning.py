@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.text.json_value import JsonValue
-from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText, ReasoningText, overlap
+from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText, ReasoningText, split_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +207,14 @@ class ReasoningReader:
         return True
 
     def _read_reasoning(self) -> list[Part]:
-        found = [(at, marker) for marker in self._ends if (at := self._buffer.find(marker)) >= 0]
-        if not found:
-            held = max(overlap(self._buffer, marker) for marker in self._ends)
-            whole = self._rest()
-            self._buffer = whole[len(whole) - held :]
-            return self._reason(whole[: len(whole) - held])
-        at, marker = min(found)
-        whole = self._rest()
+        text, marker, rest = split_at(self._buffer, self._ends)
+        if not marker:
+            self._buffer = rest
+            return self._reason(text)
+        self._buffer = ""
         self._opening, self._fresh = Opening.CLOSED, True
-        rest = whole[at:] if marker == self._keeps else whole[at + len(marker) :]
-        return [*self._reason(whole[:at]), *self._release(), *self._answer(rest)]
+        rest = marker + rest if marker == self._keeps else rest
+        return [*self._reason(text), *self._release(), *self._answer(rest)]
 
     def _reason(self, text: str) -> list[Part]:
         text = self._reasoning.push(text)
@@ -379,14 +376,10 @@ class HarmonyReader:
         return [PlainText(header + MESSAGE)]
 
     def _read_body(self, show: Callable[[str], list[Part]]) -> list[Part] | None:
-        found = [(at, marker) for marker in ENDS if (at := self._buffer.find(marker)) >= 0]
-        if not found:
-            held = max(overlap(self._buffer, marker) for marker in ENDS)
-            text, self._buffer = self._buffer[: len(self._buffer) - held], self._buffer[len(self._buffer) - held :]
+        text, marker, rest = split_at(self._buffer, ENDS)
+        self._buffer = marker + rest if marker == START else rest
+        if not marker:
             return show(text) if text else None
-        at, marker = min(found)
-        text = self._buffer[:at]
-        self._buffer = self._buffer[at:] if marker == START else self._buffer[at + len(marker) :]
         self._show = None
         parts = show(text) if text else []
         return [*parts, *self._end_message(cut=False)]

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Protocol
 
 from engine.text.json_call import HeadedCall, JsonCall, PythonCall
-from engine.text.parts import Arguments, CallBegins, Part, PlainText, overlap
+from engine.text.parts import Arguments, CallBegins, Part, PlainText, split_at
 from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
 
 # ---- formats of tool calls
@@ -254,17 +254,15 @@ class ToolCalls:
             if rest.startswith(self._format.bare):
                 self._begin("", self._buffer[: len(self._buffer) - len(rest)], rest)
                 return True
-        marks = self._format.marks
-        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
-            opens = at + len(mark) * (mark == self._format.marker)
-            self._begin(self._buffer[:at], self._buffer[at:opens], self._buffer[opens:])
-            return True
-        held = max((overlap(self._buffer, mark) for mark in marks), default=0)
-        self._emit(self._buffer[: len(self._buffer) - held])
-        self._buffer = self._buffer[len(self._buffer) - held :]
-        return False
+        text, mark, rest = split_at(self._buffer, self._format.marks)
+        if not mark:
+            self._emit(text)
+            self._buffer = rest
+        elif mark == self._format.marker:
+            self._begin(text, mark, rest)
+        else:
+            self._begin(text, "", mark + rest)
+        return bool(mark)
 
     def _begin(self, text: str, raw: str, rest: str) -> None:
         self._emit(text)

@@ -215,11 +215,11 @@ class NativeView:
             "output_token_logprobs": self._rows(t.logprobs, output.logprob_texts),
         }
         if options.top_num:
-            info["input_top_logprobs"] = self._top_rows(t.input_logprobs, output.input_logprob_texts)
-            info["output_top_logprobs"] = self._top_rows(t.logprobs, output.logprob_texts)
+            info["input_top_logprobs"] = self._others(t.input_logprobs, output.input_logprob_texts, "top")
+            info["output_top_logprobs"] = self._others(t.logprobs, output.logprob_texts, "top")
         if options.token_ids:
-            info["input_token_ids_logprobs"] = self._requested_rows(t.input_logprobs, output.input_logprob_texts)
-            info["output_token_ids_logprobs"] = self._requested_rows(t.logprobs, output.logprob_texts)
+            info["input_token_ids_logprobs"] = self._others(t.input_logprobs, output.input_logprob_texts, "requested")
+            info["output_token_ids_logprobs"] = self._others(t.logprobs, output.logprob_texts, "requested")
         return info
 
     def _rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[list[Any]]:
@@ -228,16 +228,13 @@ class NativeView:
             for lp, text in zip(logprobs, texts, strict=False)
         ]
 
-    def _top_rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[Any]:
+    def _others(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]], kind: str) -> list[Any]:
+        """`kind`: "top" or "requested", whose texts follow."""
         return [
-            None if lp.logprob is None else self._entries(lp.top, top_texts)
-            for lp, (_, top_texts) in zip(logprobs, texts, strict=False)
-        ]
-
-    def _requested_rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[Any]:
-        return [
-            None if lp.logprob is None else self._entries(lp.requested, more_texts[len(lp.top) :])
-            for lp, (_, more_texts) in zip(logprobs, texts, strict=False)
+            None
+            if lp.logprob is None
+            else self._entries(getattr(lp, kind), others[0 if kind == "top" else len(lp.top) :])
+            for lp, (_, others) in zip(logprobs, texts, strict=False)
         ]
 
     def _entries(self, pairs: list[tuple[float, int]], texts: list[str]) -> list[list[Any]]:
