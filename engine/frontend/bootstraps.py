@@ -17,7 +17,7 @@ MAX_ROOM = 2**63
 
 @dataclass_transform(kw_only_default=True)
 class Fields:
-    """Base of fields that several bodies have (`Mixed` in apis/shared/request.py)."""
+    """Base of fields that several bodies have (`Mixed` in apis/shared/fields.py)."""
 
 
 class BootstrapFields(Fields):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.config import LOAD_BALANCE_METHODS
-from engine.frontend.apis.shared.request import RequestFields, routed_rank
+from engine.frontend.apis.shared.fields import RequestFields, routed_rank
 from engine.frontend.client.dp_policy import RankLoad, RankPolicy, Rule, rule_of
 from engine.frontend.client.leaders import joined, longest_of, total_of
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, ControlReply, GenerateRequest, StateReply, StepReply

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
-from engine.frontend.apis.shared.request import choose_model
+from engine.frontend.apis.shared.fields import choose_model
 from engine.frontend.apis.shared.routes import ApiRoute, admin_route, open_route
 from engine.frontend.client.leaders import total_of
 from engine.frontend.client.scheduler_link import SchedulerLink

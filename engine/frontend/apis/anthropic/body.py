@@ -9,7 +9,7 @@ import msgspec
 
 from engine.frontend.apis.chat.body import READER as CHAT
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, missing_in
-from engine.frontend.apis.shared.request import Mixed, OwnFields
+from engine.frontend.apis.shared.fields import Mixed, OwnFields
 
 
 class ImageSource(msgspec.Struct, kw_only=True):

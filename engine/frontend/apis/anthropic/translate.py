@@ -20,7 +20,7 @@ from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart, P
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.request import own_fields
+from engine.frontend.apis.shared.fields import own_fields
 from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system")

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.frontend.apis.chat.tools import Tool, ToolChoice, check_tools
 from engine.frontend.apis.shared.body_reader import CHAT, NO_AUDIO, BodyReader
-from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
+from engine.frontend.apis.shared.fields import RequestFields, check_range, check_request
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.images.placeholders import MediaSource
 from engine.messages import TokenLogprob

@@ -12,9 +12,8 @@ from engine.frontend.apis.chat.calls import CallIds, as_taken, call_ids
 from engine.frontend.apis.chat.reading import AS_TEXT, Reading, chat_constraint, checked_reading, opened
 from engine.frontend.apis.chat.tools import template_tools
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.frontend.apis.shared.fields import prompt_ids
+from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
-from engine.frontend.apis.shared.request import choose_model
 from engine.frontend.apis.shared.samples import SamplesPlan, body_constraint, sampling_of
 from engine.frontend.images.placeholders import LoadedMedia, Marks, MediaSource
 from engine.frontend.services import Services

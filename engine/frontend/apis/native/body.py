@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.shared.body_reader import GENERATE, SAMPLING, BodyReader, Inside
-from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, each, id_lists
-from engine.frontend.apis.shared.request import Mixed, PlaceFields
+from engine.frontend.apis.shared.fields import Mixed, PlaceFields, SamplingFields, check_token_ids, each, id_lists
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.bootstraps import BootstrapFields
 from engine.frontend.client.generation import Generation, absorb

@@ -19,17 +19,18 @@ from engine.frontend.apis.shared.fields import (
     MAX_SAMPLES,
     build_sampling,
     check_hidden_states,
+    check_lora_path,
     check_num_samples,
     check_priority,
     check_stream_interval,
     each,
     fit_to_context,
     id_lists,
+    namespaces_of,
     prompt_ids,
     prompts_ids,
 )
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
-from engine.frontend.apis.shared.request import check_lora_path, namespaces_of
 from engine.frontend.apis.shared.resumable import resume_of, started_of
 from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import start

@@ -32,8 +32,7 @@ from engine.frontend.apis.ollama.view import (
     timestamp,
 )
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
-from engine.frontend.apis.shared.fields import prompt_ids
-from engine.frontend.apis.shared.request import choose_model
+from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of

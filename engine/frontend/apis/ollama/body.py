@@ -12,7 +12,7 @@ from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import Tool
 from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved, missing_in
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.request import Mixed, OwnFields, RequestFields, own_fields
+from engine.frontend.apis.shared.fields import Mixed, OwnFields, RequestFields, own_fields
 from service.flags import untagged
 from service.http.errors import bad_field
 

@@ -15,14 +15,17 @@ from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.openai.chat import OpenAIView, ending_of
 from engine.frontend.apis.shared.body_reader import COMPLETION, BodyReader
 from engine.frontend.apis.shared.fields import (
+    RequestFields,
     check_num_samples,
     check_priority,
+    check_range,
+    check_request,
+    choose_model,
     each,
     fit_to_context,
     prompts_ids,
     prompts_of,
 )
-from engine.frontend.apis.shared.request import RequestFields, check_range, check_request, choose_model
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.apis.shared.samples import Head, SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import finite

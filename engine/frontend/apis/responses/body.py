@@ -9,7 +9,7 @@ import msgspec
 
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader, Unserved
-from engine.frontend.apis.shared.request import RequestFields, check_range
+from engine.frontend.apis.shared.fields import RequestFields, check_range
 from service.http.errors import bad_field
 
 LOGPROBS = "message.output_text.logprobs"

@@ -18,8 +18,7 @@ from engine.frontend.apis.responses.body import (
     check_response,
 )
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
-from engine.frontend.apis.shared.request import RequestFields
+from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED, RequestFields
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource
 from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field

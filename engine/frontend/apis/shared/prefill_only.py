@@ -10,8 +10,17 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of, too_long
-from engine.frontend.apis.shared.request import Mixed, PlaceFields, choose_model, namespaces_of, routed_rank
+from engine.frontend.apis.shared.fields import (
+    Mixed,
+    PlaceFields,
+    check_num_samples,
+    check_prompt_ids,
+    choose_model,
+    namespaces_of,
+    prompts_of,
+    routed_rank,
+    too_long,
+)
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams

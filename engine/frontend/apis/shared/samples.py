@@ -14,15 +14,19 @@ from engine.frontend.apis.shared.constraints import (
     structured_constraint,
 )
 from engine.frontend.apis.shared.fields import (
+    Chosen,
+    PlaceFields,
+    RequestFields,
     build_sampling,
     check_hidden_states,
     check_priority,
     check_stream_interval,
     fit_to_context,
+    namespaces_of,
+    routed_rank,
 )
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
-from engine.frontend.apis.shared.request import Chosen, PlaceFields, RequestFields, namespaces_of, routed_rank
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.client.generation import Generation
