@@ -6,7 +6,8 @@ import msgspec
 
 from engine.config import MAX_PORT, EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
-from engine.frontend.spec import FrontendSpec, RoleSwitch
+from engine.frontend.role_switch import RoleSwitch
+from engine.frontend.spec import FrontendSpec
 from engine.parallel.region_plan import RegionPlan
 from service.flags import FlagSet, flag, values_by_name
 from service.security.secret import read_secret_file, router_secret

@@ -25,7 +25,7 @@ from engine.flags.rank_rules import check_ranks
 from engine.flags.tokenizer import check_tokenizer_flags
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.dp_policy import Rule, rule_of
-from engine.frontend.spec import RoleSwitchState
+from engine.frontend.role_switch import RoleSwitchState
 from engine.ipc import IpcPaths
 from engine.lora.peft_config import named_paths
 from engine.model_files.model_config import load_model_config

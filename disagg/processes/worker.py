@@ -31,8 +31,9 @@ from disagg.processes.role_session import (
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.local_defaults import with_random_seed, with_threads
 from engine.flags.model_source import with_local_model
+from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.server import WorkerDied, run_frontend
-from engine.frontend.spec import RoleSwitch, RoleSwitchState, open_worker_gate
+from engine.frontend.spec import open_worker_gate
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port, open_shared_ports
 from service.process.files import write_ready_file

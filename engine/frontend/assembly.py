@@ -5,22 +5,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ServerConfig
 from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
-from engine.frontend.client.engine_client import ClientLimits, EngineClient, TextReader
+from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.tracing import Traces
 from engine.frontend.metrics.worker import Metrics
-from engine.frontend.served_model import load_served_model
+from engine.frontend.served_model import ServedModel, load_served_model
 from engine.frontend.services import Services, context_length_of
 from engine.frontend.spec import FrontendSlot, FrontendSpec
 from engine.frontend.texts import Texts
 from engine.ipc import MAIN_FRONTEND
 from engine.lora.peft_config import named_paths
-from engine.messages import GenerateRequest
-from engine.model_files.vision_config import VisionConfig
-from engine.text.sample import SampleIds, SampleText
-from engine.text.tokenizer import Tokenizer
+from engine.text.sample import open_text
 from service.flags import ConfigError, values_by_name
 from service.http.reconnect import StreamLogs
 from service.responses.store import LocalBook, ResponseStore
@@ -54,7 +50,7 @@ def make_services(
     tracer = Tracer(exporter=exporter)
     client = EngineClient(
         leaders,
-        open_text=_open_text(model.loaded_tokenizer),
+        open_text=open_text(model.loaded_tokenizer),
         observer=metrics,
         limits=ClientLimits(
             max_running=engine.max_running_requests,
@@ -85,24 +81,20 @@ def make_services(
         ),
         prng=random.Random(engine.random_seed if slot.row == MAIN_FRONTEND else f"{engine.random_seed}/{slot.row}"),
         responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
-        images=None if model.vision is None else _images(spec.server, model.vision),
+        images=_images(spec, model),
         others=slot.others,
         stamps=slot.stamps,
         kept=kept,
     )
 
 
-def _images(server: ServerConfig, vision: VisionConfig) -> "ImageLoader":
+def _images(spec: FrontendSpec, model: ServedModel) -> "ImageLoader | None":
     """Imports Pillow only for multimodal models."""
+    if model.vision is None:
+        return None
     from engine.frontend.images.loader import ImageLoader
-    from engine.frontend.images.pixels import PixelMaker
 
-    maker = PixelMaker(vision)
-    return ImageLoader(maker, server, most_bytes=server.max_body_bytes)
-
-
-def _open_text(tokenizer: Tokenizer | None) -> Callable[[GenerateRequest], TextReader]:
-    return (lambda request: SampleIds()) if tokenizer is None else partial(SampleText, tokenizer)
+    return ImageLoader(model.vision, spec.server, most_bytes=spec.server.max_body_bytes)
 
 
 def _policy(spec: FrontendSpec, *, first: int) -> RankPolicy:

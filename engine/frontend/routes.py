@@ -15,15 +15,13 @@ from engine.frontend.apis.ollama import answers as ollama
 from engine.frontend.apis.openai import chat, completions, embeddings, ranking
 from engine.frontend.apis.responses import create
 from engine.frontend.apis.shared import retained
-from engine.frontend.apis.shared.routes import ApiRoute, token_route
+from engine.frontend.apis.shared.routes import SCHEMAS, ApiRoute, token_route
 from service.http import openapi
-from service.http.api_shapes import EVENTS_TYPE, shape_of
+from service.http.api_shapes import EVENTS_TYPE
 from service.http.home import CHAT, HOME, SHARED
 from service.http.routes import INVOCATIONS, UNSERVED, InvocationBody, invoked_path, refuse
 from service.security.keys import Access
 from service.waiter import BODIES
-
-SCHEMAS = "#/components/schemas/{name}"
 
 
 async def invocations(request: web.BaseRequest) -> web.StreamResponse:
@@ -78,20 +76,5 @@ def make_document(routes: Iterable[ApiRoute]) -> bytes:
     _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+        paths.setdefault(route.path, {})[route.method.lower()] = route.operation()
     return msgspec.json.encode(openapi.document("Tandem worker", paths=paths, schemas=schemas))
-
-
-def _operation(route: ApiRoute) -> dict[str, Any]:
-    good = openapi.answer("done", plain_text=route.plain_text, streams=route.streams)
-    return openapi.operation(
-        route.path,
-        answers={
-            "200": {"description": "done"} if route.empty else good,
-            **({"202": openapi.answer("started")} if route.starts else {}),
-        },
-        failures=openapi.failures_of(openapi.FAILURES, shape_of(route.path).schema),
-        body=None if route.body is None else {"$ref": SCHEMAS.format(name=route.body.__name__)},
-        body_required=route.body_required,
-        needs_key=route.need is not Access.NONE,
-    )

@@ -14,13 +14,12 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink, open_sockets
-from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.errors import draining
+from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import Services
-from engine.frontend.spec import FrontendSlot, FrontendSpec, RoleSwitch, RoleSwitchState, limits_of
+from engine.frontend.spec import FrontendSpec, limits_of, main_slot
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import StateReply
-from engine.stamps import Stamps
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
 from service.http.server import serving, serving_unix
@@ -152,7 +151,7 @@ async def run_frontend(
     async with AsyncExitStack() as stack:
         sockets = [stack.enter_context(open_sockets(paths)) for paths in ipc.of_ranks(spec.engine.dp_size)]
         leaders = Leaders([SchedulerLink(send, loop.time) for send, _ in sockets])
-        slot = await _slot(spec, ipc, stack)
+        slot = main_slot(spec, ipc, stack)
         dead = _dead(processes, leaders, slot.others)
         services = make_services(spec, leaders=leaders, gate=gate, dead=dead, slot=slot)
         client = services.client
@@ -188,17 +187,6 @@ async def run_frontend(
             finally:
                 services.beating.end()
                 services.close()
-
-
-async def _slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:
-    num_rows = spec.server.tokenizer_worker_num
-    if num_rows == 1:
-        return FrontendSlot(stamps=Stamps(ipc.dir))
-    shared = SharedRequests(ipc.dir, row=MAIN_FRONTEND, num_rows=num_rows, num_ranks=spec.engine.dp_size)
-    stack.callback(shared.close)
-    others = OtherFrontends([ipc.http_socket(row) for row in range(num_rows) if row != MAIN_FRONTEND])
-    stack.push_async_callback(others.close)
-    return FrontendSlot(shared=shared, others=others, stamps=Stamps(ipc.dir))
 
 
 def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends | None) -> Callable[[], str | None]:

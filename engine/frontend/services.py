@@ -23,6 +23,8 @@ from engine.frontend.texts import Texts
 from engine.messages import Bootstrap
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamps
+from service.http.errors import ApiError
+from service.http.guard import UNITS_S, seconds_of
 from service.http.reconnect import StreamLogs
 from service.responses.store import LocalBook
 from service.security.browser import BrowserRule
@@ -110,6 +112,19 @@ class Services:
         """n samples with consecutive seeds."""
         first = self.prng.getrandbits(62) if params.seed is None else params.seed
         return [msgspec.structs.replace(params, n=1, seed=_int64(first + j)) for j in range(params.n)]
+
+
+def request_timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Raises ApiError(400) for a bad header."""
+    for name in UNITS_S:
+        text = headers.get(name)
+        if text is None:
+            continue
+        value_s = seconds_of(text, name)
+        if value_s is None:
+            raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
+        return value_s
+    return None
 
 
 def context_length_of(model: ServedModel, leaders: Leaders) -> int:

@@ -1,6 +1,7 @@
-"""Configuration of a role session, and role switches."""
+"""Configuration of a role session, and of one of its frontends."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,48 +9,14 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.client.shared_requests import SharedRequests
-from engine.ipc import MAIN_FRONTEND
+from engine.frontend.role_switch import RoleSwitch
+from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamps
 from service.http.server import RequestLimits
 from service.security.keys import KeyGate, open_gate
 
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleSwitchState:
-    """The next role and runtime changes. `adapters`: name -> directory."""
-
-    role: str
-    model_path: str
-    served_name: str
-    weight_version: str
-    adapters: Mapping[str, str]
-
-
-@dataclass(kw_only=True)
-class RoleSwitch:
-    """A pending switch. `check` raises ConfigError if the session cannot start.
-
-    `last`: result of the previous switch, for /server_info. `on_request`: called once.
-    """
-
-    check: Callable[[RoleSwitchState], object]
-    last: Mapping[str, Any] | None = None
-    to: RoleSwitchState | None = None
-    timeout_s: float | None = None
-    on_request: Callable[[], None] = lambda: None
-
-    @property
-    def to_role(self) -> str | None:
-        return None if self.to is None else self.to.role
-
-    def request(self, to: RoleSwitchState, timeout_s: float | None) -> None:
-        """End this session after a drain. Call it once."""
-        assert self.to is None, self.to
-        self.to, self.timeout_s = to, timeout_s
-        self.on_request()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +47,18 @@ class FrontendSlot:
     shared: SharedRequests | None = None
     others: OtherFrontends | None = None
     stamps: Stamps | None = None
+
+
+def main_slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:
+    """The main frontend's; `stack` closes what it shares with others."""
+    num_rows = spec.server.tokenizer_worker_num
+    if num_rows == 1:
+        return FrontendSlot(stamps=Stamps(ipc.dir))
+    shared = SharedRequests(ipc.dir, row=MAIN_FRONTEND, num_rows=num_rows, num_ranks=spec.engine.dp_size)
+    stack.callback(shared.close)
+    others = OtherFrontends([ipc.http_socket(row) for row in range(num_rows) if row != MAIN_FRONTEND])
+    stack.push_async_callback(others.close)
+    return FrontendSlot(shared=shared, others=others, stamps=Stamps(ipc.dir))
 
 
 def limits_of(server: ServerConfig) -> RequestLimits:

@@ -5,6 +5,7 @@ It runs in the frontend: a process of its own costs more (docs/reports/benchmark
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -100,3 +101,8 @@ def _texts(lp: TokenLogprob, text: Callable[[int], str]) -> tuple[str, list[str]
 
 def _no_texts(lp: TokenLogprob) -> tuple[str, list[str]]:
     return "", [""] * (len(lp.top) + len(lp.requested))
+
+
+def open_text(tokenizer: Tokenizer | None) -> Callable[[GenerateRequest], SampleText | SampleIds]:
+    """Make readers of samples' outputs."""
+    return (lambda request: SampleIds()) if tokenizer is None else partial(SampleText, tokenizer)

@@ -11,8 +11,8 @@ from disagg.processes.rank_start import gpus_of_ranks
 from disagg.processes.role_session import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.tokenizer import grammar_backend
+from engine.frontend.role_switch import RoleSwitchState
 from engine.frontend.server import Patience
-from engine.frontend.spec import RoleSwitchState
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
 from service.flags import ConfigError
 

@@ -16,8 +16,9 @@ import uvloop
 
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
+from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.server import WorkerDied, run_frontend
-from engine.frontend.spec import FrontendSpec, RoleSwitch, open_worker_gate
+from engine.frontend.spec import FrontendSpec, open_worker_gate
 from engine.ipc import IpcPaths
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port

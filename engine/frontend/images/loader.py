@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from engine.frontend.images.pixels import PixelMaker
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource
+from engine.model_files.vision_config import VisionConfig
 from service.http.errors import ApiError, bad_field
 from service.images.bodies import BadImage, data_of, frames_of, from_base64, is_data_url, with_field
 from service.images.fetch import MAX_IMAGE_BYTES, ImageFetcher
@@ -25,9 +26,9 @@ T = TypeVar("T")
 class ImageLoader:
     """One per frontend. `most_bytes`: fetched per request."""
 
-    def __init__(self, maker: PixelMaker, flags: ImageFlags, *, most_bytes: int) -> None:
-        self.vision = maker.vision
-        self._maker = maker
+    def __init__(self, vision: VisionConfig, flags: ImageFlags, *, most_bytes: int) -> None:
+        self.vision = vision
+        self._maker = PixelMaker(vision)
         self._flags = flags
         self._most_bytes = most_bytes
         self._fetcher = ImageFetcher(flags)

@@ -21,7 +21,7 @@ from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.generation import Generation, add
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
-from engine.frontend.services import SERVICES
+from engine.frontend.services import SERVICES, request_timeout_s
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamped
@@ -29,7 +29,6 @@ from engine.text.sample import TextOutput
 from service.http import heartbeats
 from service.http.api_shapes import DONE, OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
-from service.http.guard import request_timeout_s
 from service.http.reconnect import RETAINED_PATH
 from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, MOVE_OUT, RESUME_HEADER, Begun, Resume, failed_frame
 from service.kv_events import namespace_of

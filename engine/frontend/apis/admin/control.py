@@ -150,7 +150,7 @@ class Order:
     """A route that sends a control message.
 
     `message`: makes it of services, call id and body, whose fields it checks. `head`, `shown`: the
-    answer's fields beside the reply's message.
+    answer's fields, except for the reply's message.
     """
 
     message: Callable[[Services, str, Any], ControlMessage]

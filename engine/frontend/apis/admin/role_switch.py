@@ -7,8 +7,8 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.routes import admin_route
 from engine.frontend.errors import not_ready
+from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
-from engine.frontend.spec import RoleSwitch, RoleSwitchState
 from service.flags import ConfigError
 from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field, decode_body

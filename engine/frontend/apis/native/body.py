@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.shared.body_reader import GENERATE, SAMPLING, BodyReader, Inside
-from engine.frontend.apis.shared.fields import Mixed, PlaceFields, SamplingFields, check_token_ids, each, id_lists
+from engine.frontend.apis.shared.fields import Mixed, RoutingFields, SamplingFields, check_token_ids, each, id_lists
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.bootstraps import BootstrapFields
 from engine.frontend.client.generation import Generation, absorb
@@ -39,7 +39,7 @@ class SamplingBody(SamplingFields, kw_only=True):
     sampling_seed: int | None = None
 
 
-class GenerateBody(msgspec.Struct, BootstrapFields, PlaceFields, metaclass=Mixed, kw_only=True):
+class GenerateBody(msgspec.Struct, BootstrapFields, RoutingFields, metaclass=Mixed, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     image_data: MediaData = None

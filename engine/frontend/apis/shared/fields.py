@@ -325,7 +325,7 @@ class Mixed(StructMeta):
         return StructMeta.__new__(StructMeta, name, (base,), namespace, **options)
 
 
-class PlaceFields(Fields):
+class RoutingFields(Fields):
     """Prefix cache namespace (`cache_salt`: vLLM, SGLang; `extra_key`: SGLang), and DP rank."""
 
     cache_salt: PerPrompt = None
@@ -334,7 +334,7 @@ class PlaceFields(Fields):
     data_parallel_rank: int | None = None
 
 
-class OwnFields(BootstrapFields, PlaceFields):
+class OwnFields(BootstrapFields, RoutingFields):
     """Fields that bodies of other companies' APIs have, too."""
 
     rid: str | None = None
@@ -347,7 +347,7 @@ def own_fields(body: OwnFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in get_type_hints(OwnFields)}
 
 
-def namespaces_of(body: PlaceFields, num_prompts: int) -> list[tuple[str, ...]]:
+def namespaces_of(body: RoutingFields, num_prompts: int) -> list[tuple[str, ...]]:
     """Raises ApiError(400)."""
     if body.cache_salt is None and body.extra_key is None:
         return [()] * num_prompts
@@ -406,7 +406,7 @@ def _adapter_in(s: Services, model: str | None) -> str:
     )
 
 
-def routed_rank(body: PlaceFields, headers: Mapping[str, str]) -> int | None:
+def routed_rank(body: RoutingFields, headers: Mapping[str, str]) -> int | None:
     """The client's DP rank: `routed_dp_rank`, `data_parallel_rank` (SGLang) or header.
 
     Raises ApiError(400).

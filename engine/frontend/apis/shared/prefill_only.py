@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.fields import (
     Mixed,
-    PlaceFields,
+    RoutingFields,
     check_num_samples,
     check_prompt_ids,
     choose_model,
@@ -21,14 +21,14 @@ from engine.frontend.apis.shared.fields import (
     routed_rank,
     too_long,
 )
-from engine.frontend.services import SERVICES, Services
+from engine.frontend.services import SERVICES, Services, request_timeout_s
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import TooManyTokens
 from service.http.bodies import MAX_VALUES
 from service.http.errors import ApiError, bad_field
-from service.http.guard import owner_in, request_timeout_s
+from service.http.guard import owner_in
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
 TURN_PROMPTS = 64  # sent at once, so that other requests get in between
@@ -65,7 +65,7 @@ class Prompts:
         return [self.name] if len(self.ids) == 1 else [f"{self.name}-{i}" for i in range(len(self.ids))]
 
 
-class PrefillOnlyBody(msgspec.Struct, PlaceFields, metaclass=Mixed, kw_only=True):
+class PrefillOnlyBody(msgspec.Struct, RoutingFields, metaclass=Mixed, kw_only=True):
     model: str | None = None
     rid: str | None = None
     lora_path: str | None = None

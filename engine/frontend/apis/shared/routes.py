@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
+from service.http import openapi
+from service.http.api_shapes import shape_of
 from service.http.routes import Handler
 from service.security.keys import Access
+
+SCHEMAS = "#/components/schemas/{name}"
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,21 @@ class ApiRoute:
     plain_text: bool = False
     empty: bool = False
     starts: bool = False
+
+    def operation(self) -> dict[str, Any]:
+        """The route in the OpenAPI document."""
+        good = openapi.answer("done", plain_text=self.plain_text, streams=self.streams)
+        return openapi.operation(
+            self.path,
+            answers={
+                "200": {"description": "done"} if self.empty else good,
+                **({"202": openapi.answer("started")} if self.starts else {}),
+            },
+            failures=openapi.failures_of(openapi.FAILURES, shape_of(self.path).schema),
+            body=None if self.body is None else {"$ref": SCHEMAS.format(name=self.body.__name__)},
+            body_required=self.body_required,
+            needs_key=self.need is not Access.NONE,
+        )
 
 
 open_route = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health and metrics, without user data

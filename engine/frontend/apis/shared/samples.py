@@ -15,8 +15,8 @@ from engine.frontend.apis.shared.constraints import (
 )
 from engine.frontend.apis.shared.fields import (
     Chosen,
-    PlaceFields,
     RequestFields,
+    RoutingFields,
     build_sampling,
     check_hidden_states,
     check_priority,
@@ -30,13 +30,13 @@ from engine.frontend.apis.shared.prefix_sources import with_prefix_source
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.client.generation import Generation
-from engine.frontend.services import SERVICES, Services
+from engine.frontend.services import SERVICES, Services, request_timeout_s
 from engine.images import ImageInput
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
 from engine.text.sample import TextOutput
-from service.http.guard import owner_in, request_timeout_s
+from service.http.guard import owner_in
 from service.http.image_encoders import ENCODERS_HEADER
 from service.http.prefix_source import PREFIX_HEADER
 
@@ -193,7 +193,7 @@ async def answer_samples(
 
 
 def start(
-    request: web.BaseRequest, body: PlaceFields, requests: list[GenerateRequest], *, groups: list[str]
+    request: web.BaseRequest, body: RoutingFields, requests: list[GenerateRequest], *, groups: list[str]
 ) -> tuple[list[GenerateRequest], Generation]:
     """Send requests, completed by what a router names. Raises ApiError."""
     s, resume = request[SERVICES], resume_of(request)
