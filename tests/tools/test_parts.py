@@ -66,7 +66,8 @@ def test_what_must_be_right() -> None:
     assert must_be_right(Cell(Fault.KILL, Victim.PREFILL, Phase.DECODING))
     assert must_be_right(Cell(Fault.KILL, Victim.PREFILL_SCHEDULER, Phase.DECODING))
     assert not must_be_right(Cell(Fault.KILL, Victim.DECODE, Phase.DECODING))
-    assert all(must_be_right(cell) for cell in chosen(["*:pairs", "cut:router"]))
+    assert all(must_be_right(cell) for cell in chosen(["*:pairs", "stop:router"]))
+    assert not any(must_be_right(cell) for cell in chosen(["cut:router"]))
 
 
 def test_pairs_lose_each_kind_of_worker_in_each_way_and_phase() -> None:

@@ -159,6 +159,6 @@ def must_be_right(cell: Cell) -> bool:
         return True  # what runs is finished
     if cell.victim is Victim.BOOTSTRAP:
         return cell.phase is not Phase.BOOTSTRAPPING
-    if cell.fault in (Fault.STOP, Fault.CUT) and cell.victim is Victim.ROUTER:
-        return True  # workers keep what it asked for, and answers that were cut off go on
+    if cell.fault is Fault.STOP and cell.victim is Victim.ROUTER:
+        return True  # the workers go on; to a router that is cut off they are silent, and no other takes over
     return cell.phase is Phase.DECODING and cell.part == "prefill"
