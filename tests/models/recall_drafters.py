@@ -41,8 +41,8 @@ from tools.recall.wide import (
     ONE,
     QUERY,
     SECOND,
+    SHAPE,
     block_codes,
-    query_heads,
 )
 
 KINDS = ("EAGLE", "EAGLE3")
@@ -146,7 +146,7 @@ def _attention(
         first = kv_head * HEAD_DIM
         k[[first + dim for dim in content], key] = own
         v[first : first + CODE_DIMS, value] = own
-        for head in query_heads(kv_head):
+        for head in SHAPE.query_heads(kv_head):
             q[[head + dim for dim in content], query] = HARDNESS * own
             o[target, head : head + CODE_DIMS] = ANSWER_SIZE / (GROUP * len(heads)) * own
     return {"q": q, "k": k, "v": v, "o": o}
@@ -160,9 +160,9 @@ def _take_off_itself(attention: dict[str, torch.Tensor], *, heads: range) -> Non
         attention["v"][first : first + CODE_DIMS, NAME] = own
         for pair in POSITION_PAIRS:
             attention["k"][first + pair, ONE] = SELF_HARDNESS
-            for head in query_heads(kv_head):
+            for head in SHAPE.query_heads(kv_head):
                 attention["q"][head + pair, ONE] = SELF_HARDNESS
-        for head in query_heads(kv_head):
+        for head in SHAPE.query_heads(kv_head):
             attention["o"][QUERY, head : head + CODE_DIMS] = -ANSWER_SIZE / (GROUP * len(heads)) * own
 
 

@@ -11,37 +11,27 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from tools.recall.parts import (
-    CONTENT_HARDNESS,
-    HEAD_DIM,
-    content_dims,
-    in_bfloat16,
-    layer,
-    lm_head,
-    projections,
-    zeros,
-)
+from tools.recall.parts import BEFORE_GAIN, CONTENT_HARDNESS, HEAD_DIM, content_dims, in_bfloat16, layer, zeros
 from tools.recall.wide import (
     ANSWER,
     BEFORE,
-    BEFORE_GAIN,
     BLOCK_DIMS,
     CODE_DIMS,
     GROUP,
     HIDDEN,
-    LOGIT_GAIN,
     NAME,
     NUM_HEADS,
     NUM_KV_HEADS,
     NUM_LAYERS,
     ONE,
     QUERY,
-    block,
+    SHAPE,
+    STOP_SIZE,
+    answering,
+    around,
     block_codes,
-    embeddings,
     look_ups,
     normed,
-    query_heads,
 )
 
 GATE = 16.0  # of `one` behind a norm, which is about 2: a sigmoid of that is 1
@@ -63,22 +53,12 @@ FIELDS: dict[str, Any] = {
 def build_weights() -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint by its Hugging Face name, contiguous, bfloat16."""
     codes = block_codes()
-    embedding = embeddings(codes)
-    weights = {
-        "model.embed_tokens.weight": embedding,
-        "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": lm_head(codes, hidden=HIDDEN, answer=ANSWER, gain=LOGIT_GAIN),
-    }
-    attentions = [_nothing(), *look_ups(codes, embedding, start_follows_itself=False)]
-    for index, attention in enumerate(attentions):
-        weights |= layer(index, attention, hidden=HIDDEN, hardness=CONTENT_HARDNESS)
-    weights = {name: tensor for name, tensor in weights.items() if "layers.0.self_attn" not in name}
-    own = _as_hybrid(weights | _mtp())
+    embedding = SHAPE.embeddings(codes, stop_size=STOP_SIZE)
+    first = layer(0, {}, hidden=HIDDEN, hardness=CONTENT_HARDNESS)
+    first = {name: tensor for name, tensor in first.items() if "self_attn" not in name}
+    layers = first | answering(look_ups(codes, embedding, start_follows_itself=False))
+    own = _as_hybrid(around(codes, embedding) | layers | _mtp())
     return in_bfloat16(own | _look_back(float(normed(embedding[-1])[NAME].abs().max())))
-
-
-def _nothing() -> dict[str, torch.Tensor]:
-    return dict(zip("qkvo", projections(hidden=HIDDEN, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS), strict=True))
 
 
 def _as_hybrid(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,8 +90,8 @@ def _look_back(name_size: float) -> dict[str, torch.Tensor]:
     for head in range(NUM_KV_HEADS):
         first = head * VALUE_DIM
         both = torch.cat((own, -own))
-        qkv[2 * keys + first : 2 * keys + first + VALUE_DIM, block(NAME, head)] = both
-        out[block(BEFORE, head), first : first + VALUE_DIM] = BEFORE_GAIN * name_size / size * both.T
+        qkv[2 * keys + first : 2 * keys + first + VALUE_DIM, SHAPE.block(NAME, head)] = both
+        out[SHAPE.block(BEFORE, head), first : first + VALUE_DIM] = BEFORE_GAIN * name_size / size * both.T
     prefix = "model.layers.0.linear_attn."
     return {
         f"{prefix}in_proj_qkv.weight": qkv,
@@ -140,12 +120,12 @@ def _mtp() -> dict[str, torch.Tensor]:
     fc[ONE, ONE] = 1.0
     fc[BEFORE, HIDDEN + NAME.start : HIDDEN + NAME.stop] = own
     fc[QUERY, HIDDEN + ANSWER.start : HIDDEN + ANSWER.stop] = own
-    attention, content = _nothing(), content_dims(CODE_DIMS)
+    attention, content = SHAPE.projections(), content_dims(CODE_DIMS)
     for kv_head in range(NUM_KV_HEADS):
         first = kv_head * HEAD_DIM
         attention["k"][[first + dim for dim in content], BEFORE] = own
         attention["v"][first : first + CODE_DIMS, NAME] = own
-        for head in query_heads(kv_head):
+        for head in SHAPE.query_heads(kv_head):
             attention["q"][[head + dim for dim in content], QUERY] = own
             attention["o"][ANSWER, head : head + CODE_DIMS] = own / (GROUP * NUM_KV_HEADS)
     plain = layer(0, attention, hidden=HIDDEN, hardness=CONTENT_HARDNESS)
