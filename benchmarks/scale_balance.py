@@ -14,10 +14,12 @@ import heapq
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+from benchmarks.scale_fleet import never
+from planner.executor import Timeline
 from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key, make_chooser
 from router.config import POLICIES, RouterConfig
 from router.pool.breaker import Check
@@ -52,10 +54,11 @@ class LeastOfAll(Policy):
         return Placement(worker)
 
 
-class Balance:
+class Balance(Timeline):
     """`workers` of both roles together, of which half compute prompts."""
 
     def __init__(self, name: str, workers: int, *, busy: float, seed: int) -> None:
+        super().__init__()
         self._rng = random.Random(seed)
         draw = random.Random(seed + 1).randrange
         self.table = WorkerTable()
@@ -68,8 +71,6 @@ class Balance:
             self._policies |= {role: LeastOfAll(self.table.workers(role)) for role in PAIR}
         self._rate = busy * workers / 2 * TOKENS_PER_S / MEAN_TOKENS
         self._free_s = dict.fromkeys(self.table.workers(), 0.0)
-        self._later: list[tuple[float, int, Callable[[], object]]] = []
-        self._order = 0
         self.waits_s: list[float] = []
         self.loads: dict[str, list[tuple[int, float]]] = {role: [] for role in PAIR}  # (largest, mean), each sample
         self.choice_ns = self.num_choices = 0
@@ -78,10 +79,10 @@ class Balance:
         now_s, sample_s = 0.0, WARM_UP_S
         while (now_s := now_s + self._rng.expovariate(self._rate)) < seconds:
             while sample_s < now_s:
-                self._until(sample_s)
+                self.run_until(sample_s, done=never)
                 self._sample()
                 sample_s += SAMPLE_S
-            self._until(now_s)
+            self.run_until(now_s, done=never)
             self._serve(now_s)
         waits = sorted(self.waits_s)
         return {
@@ -101,8 +102,8 @@ class Balance:
         self._free_s[prefill.worker] = done_s = begun_s + tokens / TOKENS_PER_S
         if now_s > WARM_UP_S:
             self.waits_s.append(begun_s - now_s)
-        self._at(done_s, lambda: self._release(prefill))
-        self._at(done_s + output * ITL_S, lambda: self._release(decode))
+        self.at(done_s, lambda: self._release(prefill))
+        self.at(done_s + output * ITL_S, lambda: self._release(decode))
 
     def _choose(self, role: Any, hints: RoutingHints, now_s: float) -> Lease:
         begun_ns = time.thread_time_ns()
@@ -126,14 +127,6 @@ class Balance:
         for role in PAIR:
             loads = [worker.inflight_tokens for worker in self.table.workers(role)]
             self.loads[role].append((max(loads), sum(loads) / len(loads)))
-
-    def _at(self, when_s: float, act: Callable[[], object]) -> None:
-        self._order += 1
-        heapq.heappush(self._later, (when_s, self._order, act))
-
-    def _until(self, now_s: float) -> None:
-        while self._later and self._later[0][0] <= now_s:
-            heapq.heappop(self._later)[2]()
 
 
 def _spread(found: list[tuple[int, float]]) -> float:

@@ -8,12 +8,11 @@ it happens (`_Sent`), and at the end, when all have come to rest (`Fleet.check`)
 """
 
 import argparse
-import heapq
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from benchmarks.measures import Measure, Row, Tables, tell
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import BootstrapConfig, Registry
+from planner.executor import Timeline
 from router.attempts.pair_attempt import RoomMinter
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
@@ -43,6 +43,10 @@ SAMPLE_S = 0.5  # between two looks at the balance
 DOWN_S, DRAIN_S = 20.0, 3.0
 CLOCK_CALLS = 20_000  # whose own cost is taken off
 CHANGES = ("die", "die", "die for good", "drain", "move")
+
+
+def never() -> bool:
+    return False
 
 
 class Stopwatch:
@@ -108,12 +112,10 @@ class _Sent:
     ended: bool = False
 
 
-class Fleet:
+class Fleet(Timeline):
     def __init__(self, workers: int, *, seed: int, rate: float) -> None:
-        self._rng = random.Random(seed)
-        self.now_s, self._rate = 0.0, rate
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = 0
+        super().__init__()
+        self._rng, self._rate = random.Random(seed), rate
         self._quiet = False  # no new request, and no new fault
         self.counts: Counter[str] = Counter()
         self.watch = Stopwatch()
@@ -133,16 +135,16 @@ class Fleet:
         )
         self.nodes: dict[Worker, Node] = {}
         for number in range(workers):
-            self._at(self._rng.random(), lambda number=number: self._join(number))  # type: ignore[misc]
+            self.at(self._rng.random(), lambda number=number: self._join(number))  # type: ignore[misc]
 
     def run(self, seconds: float) -> None:
         """So long under load and faults; then all heal, and all that runs must end."""
-        self._at(2.0, self._arrive)
-        self._at(2.0, self._strike)
-        self._at(2.0 + ANSWER_S, self._sample)
-        self._until(seconds)
+        self.at(2.0, self._arrive)
+        self.at(2.0, self._strike)
+        self.at(2.0 + ANSWER_S, self._sample)
+        self.run_until(seconds, done=never)
         self._quiet = True
-        self._until(seconds + DOWN_S + 3 * RENEW_S)
+        self.run_until(seconds + DOWN_S + 3 * RENEW_S, done=never)
         self.check()
 
     def check(self) -> None:
@@ -176,7 +178,7 @@ class Fleet:
             self.registry.expire(self.now_s)
             self.registry.register(node.registration(), self.now_s)
             self.watch.add("renewal", begun_ns)
-            self._at(self.now_s + RENEW_S, lambda: self._renew(node, life))
+            self.at(self.now_s + RENEW_S, lambda: self._renew(node, life))
 
     def _look(self, node: Node) -> None:
         """The router's check of it, and its report."""
@@ -190,7 +192,7 @@ class Fleet:
         if result is Check.OK:
             self.table.loads.on_report(node.worker, LoadReport(capacity_tokens=1_000_000))
         self.watch.add("check", begun_ns)
-        self._at(self.now_s + CHECK_S, lambda: self._look(node))
+        self.at(self.now_s + CHECK_S, lambda: self._look(node))
 
     def _strike(self) -> None:
         """Something happens to one worker: about four a second, and of many thousands more."""
@@ -200,14 +202,14 @@ class Fleet:
         if node.alive and not node.draining:
             self.counts[what] += 1
             {"drain": self._drain, "move": self._move}.get(what, partial(self._die, for_good=what != "die"))(node)
-        self._at(self.now_s + self._rng.expovariate(max(4.0, len(self.nodes) / 500)), self._strike)
+        self.at(self.now_s + self._rng.expovariate(max(4.0, len(self.nodes) / 500)), self._strike)
 
     def _die(self, node: Node, *, for_good: bool = False) -> None:
         node.alive = False
         for sent in list(node.sent):
-            self._at(self.now_s + HOP_S, lambda sent=sent: self._fail(sent, node))  # type: ignore[misc]
+            self.at(self.now_s + HOP_S, lambda sent=sent: self._fail(sent, node))  # type: ignore[misc]
         if not for_good:
-            self._at(self.now_s + self._rng.uniform(0.1, DOWN_S), lambda: self._come_back(node))
+            self.at(self.now_s + self._rng.uniform(0.1, DOWN_S), lambda: self._come_back(node))
 
     def _come_back(self, node: Node) -> None:
         node.alive, node.draining, node.lives = True, False, node.lives + 1
@@ -222,9 +224,9 @@ class Fleet:
 
     def _end_drain(self, node: Node) -> None:
         if node.sent:
-            self._at(self.now_s + 0.1, lambda: self._end_drain(node))
+            self.at(self.now_s + 0.1, lambda: self._end_drain(node))
         else:
-            self._at(self.now_s + DRAIN_S, lambda: self._come_back(node))
+            self.at(self.now_s + DRAIN_S, lambda: self._come_back(node))
 
     def _move(self, node: Node) -> None:
         """It is taken out of the fleet, and another worker comes."""
@@ -250,7 +252,7 @@ class Fleet:
             http=absent, task=absent, request_id="", path="", started_s=self.now_s, hints=hints, ways=(PAIR,)
         )
         self._send(request, 1)
-        self._at(self.now_s + self._rng.expovariate(self._rate), self._arrive)
+        self.at(self.now_s + self._rng.expovariate(self._rate), self._arrive)
 
     def _send(self, request: RequestContext, tries: int) -> None:
         begun_ns = time.thread_time_ns()
@@ -267,7 +269,7 @@ class Fleet:
         prefill, decode = (self.nodes[choice.worker] for choice in chosen)
         sent = _Sent(request, (prefill, decode), leases, room, prefill.incarnation, tries)
         prefill.sent[sent] = decode.sent[sent] = None
-        self._at(self.now_s + HOP_S, lambda: self._come(sent))
+        self.at(self.now_s + HOP_S, lambda: self._come(sent))
 
     def _come(self, sent: _Sent) -> None:
         """At the workers: prefill registers the room, decode looks it up a hop later."""
@@ -282,7 +284,7 @@ class Fleet:
         except ApiError:
             return self._fail(sent, prefill)
         self.watch.add("room", begun_ns)
-        return self._at(self.now_s + HOP_S, lambda: self._join_room(sent))
+        return self.at(self.now_s + HOP_S, lambda: self._join_room(sent))
 
     def _join_room(self, sent: _Sent) -> None:
         if sent.ended:
@@ -292,7 +294,7 @@ class Fleet:
         except ApiError:
             return self._fail(sent, sent.nodes[0])
         assert found.worker.incarnation == sent.life, "another worker has the room"
-        self._at(self.now_s + self._rng.expovariate(1 / ANSWER_S), lambda: self._answer(sent))
+        self.at(self.now_s + self._rng.expovariate(1 / ANSWER_S), lambda: self._answer(sent))
 
     def _answer(self, sent: _Sent) -> None:
         if not sent.ended:
@@ -341,19 +343,7 @@ class Fleet:
             counts = [len(n.sent) for n in self.nodes.values() if n.alive and not n.draining and n.worker.role is role]
             if any(counts):
                 self._fullest.append(max(counts) * len(counts) / sum(counts))
-        self._at(self.now_s + SAMPLE_S, self._sample)
-
-    # ---- time
-
-    def _at(self, when_s: float, act: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._later, (when_s, self._order, act))
-
-    def _until(self, now_s: float) -> None:
-        while self._later and self._later[0][0] <= now_s:
-            self.now_s, _, act = heapq.heappop(self._later)
-            act()
-        self.now_s = now_s
+        self.at(self.now_s + SAMPLE_S, self._sample)
 
 
 def measure(workers: int, *, seconds: float, rate: float, seed: int) -> dict[str, Any]:
