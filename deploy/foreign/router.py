@@ -1,6 +1,6 @@
 """Flags of SGLang's router (SMG) and vLLM's that `tandem router` lacks."""
 
-from deploy.foreign.translate import Entry, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values
+from deploy.foreign.translate import Entry, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values, each
 from deploy.foreign.worker import TLS
 
 ONE, MANY = Values.ONE, Values.MANY
@@ -17,29 +17,23 @@ _FLAGS: dict[str, Entry] = {
     "--cors-allowed-origins": Renamed(("--allowed-origins",), MANY),
     "--disable-retries": Renamed(("--retry-max=0",)),
     "--vllm-pd-disaggregation": Renamed(("--pd-disaggregation",)),
-    **{
-        name: Ignored(AT_WORKERS, ONE)
-        for name in ("--model-path", "--tokenizer-path", "--chat-template", "--reasoning-parser", "--tool-call-parser")
-    },
-    "--worker-startup-timeout-secs": Ignored(ANY_TIME, ONE),
-    "--worker-startup-check-interval": Ignored(ANY_TIME, ONE),
-    "--eviction-interval-secs": Ignored(MIN_USED, ONE),
-    "--max-idle-secs": Ignored(MIN_USED, ONE),
+    **each(
+        Ignored(AT_WORKERS, ONE),
+        """--model-path --tokenizer-path --chat-template --reasoning-parser --tool-call-parser
+        --tokenizer-cache-l0-max-entries --tokenizer-cache-l1-max-memory""",
+    ),
+    **each(Ignored(ANY_TIME, ONE), "--worker-startup-timeout-secs --worker-startup-check-interval"),
+    **each(Ignored(MIN_USED, ONE), "--eviction-interval-secs --max-idle-secs"),
     "--bucket-adjust-interval-secs": Ignored("it belongs to the policy `bucket`", ONE),
     "--enable-igw": Ignored("requests always go to workers of the model they name"),
     "--mini-lb": Ignored("there is one router"),
-    "--tokenizer-cache-enable-l0": Ignored(AT_WORKERS),
-    "--tokenizer-cache-enable-l1": Ignored(AT_WORKERS),
-    "--tokenizer-cache-l0-max-entries": Ignored(AT_WORKERS, ONE),
-    "--tokenizer-cache-l1-max-memory": Ignored(AT_WORKERS, ONE),
+    **each(Ignored(AT_WORKERS), "--tokenizer-cache-enable-l0 --tokenizer-cache-enable-l1"),
     "--backend": Fixed(("sglang",), "workers are Tandem's or SGLang's"),
     "--history-backend": Fixed(("memory",), IN_MEMORY),
     "--health-check-endpoint": Fixed(("/health",), "workers are asked at /health"),
     "--retry-backoff-multiplier": Fixed(("2", "2.0"), BACKOFF),
     "--intra-node-data-parallel-size": Fixed(("1",), "a worker spreads its requests over its DP ranks itself"),
-    "--retry-initial-backoff-ms": Missing(BACKOFF),
-    "--retry-max-backoff-ms": Missing(BACKOFF),
-    "--retry-jitter-factor": Missing(BACKOFF),
+    **each(Missing(BACKOFF), "--retry-initial-backoff-ms --retry-max-backoff-ms --retry-jitter-factor"),
     "--retry-max-retries": Missing("give --retry-max, which does not count the first try"),
     "--rate-limit-tokens-per-second": Missing("give --rate-limit-requests-per-second and --rate-limit-burst"),
     "--disable-health-check": Missing(
@@ -53,9 +47,7 @@ _FLAGS: dict[str, Entry] = {
     "--prometheus-duration-buckets": Missing("buckets are fixed (docs/observability.md)"),
     "--request-id-headers": Missing("X-Request-Id is read and passed on"),
     "--mcp-config-path": Missing("the router calls no tools"),
-    "--client-cert-path": Missing(TLS),
-    "--client-key-path": Missing(TLS),
-    "--ca-cert-paths": Missing(TLS),
+    **each(Missing(TLS), "--client-cert-path --client-key-path --ca-cert-paths"),
     "--control-plane-api-keys": Missing(KEYS),
     "--control-plane-audit-enabled": Missing("--log-requests and the log name each call"),
 }

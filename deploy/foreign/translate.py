@@ -52,6 +52,11 @@ class Missing:
 Entry = Ignored | Renamed | Fixed | Missing
 
 
+def each(entry: Entry, names: str) -> dict[str, Entry]:
+    """Return the same entry for each of `names`, which stand apart by white space."""
+    return dict.fromkeys(names.split(), entry)
+
+
 @dataclass(frozen=True)
 class ForeignFlags:
     """Flags of another server. `families` are prefixes of further refused ones."""
