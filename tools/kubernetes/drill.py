@@ -12,7 +12,6 @@ import os
 import platform
 import random
 import sys
-import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ import aiohttp
 
 from deploy.launcher.probe import free_ports
 from tests.router.pool.kube_server import kube_server
+from tools.faults.household import Household
 from tools.faults.traffic import Mix, Traffic
 from tools.kubernetes.kubelet import Cluster, LocalPod, ended_well
 from tools.kubernetes.render import KEYS
@@ -33,14 +33,14 @@ MIX = Mix(at_once=4, most_pairs=20, most_new=2500, aborts=0.0, abort_s=0.0)
 
 async def drill() -> dict[str, Any]:
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        kubeconfig = folder / "kubeconfig"
-        keys = make_keys(folder / "keys")
+        household = Household()
+        stack.callback(household.close)
+        kubeconfig = household.folder / "kubeconfig"
+        keys = make_keys(household.folder / "keys")
         kube = await stack.enter_async_context(kube_server(kubeconfig))
         bearer = {"Authorization": f"Bearer {(keys / 'api.keys').read_text()}"}
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer))
-        cluster = Cluster("cpu-demo", folder, keys, kube, kubeconfig, *free_ports(1), session)
-        stack.callback(cluster.end)
+        cluster = Cluster("cpu-demo", household, keys, kube, kubeconfig, *free_ports(1), session)
         workers = [await cluster.start(component) for component in ("prefill", "decode")]
         router = await cluster.start("router")
         over, url = asyncio.Event(), f"http://{router.ip}:{cluster.router_port}"

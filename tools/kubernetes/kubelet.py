@@ -5,10 +5,7 @@ Kubernetes gives it: deletionTimestamp, preStop, SIGTERM, the grace period, SIGK
 """
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from service.process.start import die_with_parent
 from tests.router.pool.kube_server import KubeServer, pod
+from tools.faults.household import Household, Part
 from tools.kubernetes.cluster_objects import EXAMPLE_IP, Pods, command_line, one
 
 ROUTER_PORT = "--port=8080"
@@ -30,7 +27,7 @@ class LocalPod:
     name: str
     ip: str
     template: Pods
-    process: subprocess.Popen[bytes]
+    part: Part
     ready: bool = False
     killed: bool = False
 
@@ -40,7 +37,7 @@ class Cluster:
     """Pods of one overlay. Images, volumes, network policies and scheduling are not played; preStop pauses are, in full."""
 
     overlay: str
-    folder: Path
+    household: Household
     keys: Path
     kube: KubeServer
     kubeconfig: Path
@@ -53,9 +50,12 @@ class Cluster:
         """Create a pod and wait until it is Ready."""
         self._count += 1
         template = one(self.overlay, component)
-        ip = f"127.0.1.{self._count}"
-        words = [self._local(word, ip) for word in command_line(self.overlay, template)]
-        found = LocalPod(f"{component}-{self._count}", ip, template, self._spawn(words, f"{component}-{self._count}"))
+        ip, name = f"127.0.1.{self._count}", f"{component}-{self._count}"
+        tandem, *words = [self._local(word, ip) for word in command_line(self.overlay, template)]
+        assert tandem == "tandem"
+        env = {"KUBECONFIG": str(self.kubeconfig)}
+        part = self.household.begin(name, words, url=f"http://{ip}", env=env, health="/liveness")
+        found = LocalPod(name, ip, template, part)
         self.pods.append(found)
         await self._tell(found)
         await self._probe_until_ready(found)
@@ -66,12 +66,12 @@ class Cluster:
         await self._tell(found, deletionTimestamp="2026-01-01T00:00:00Z")
         pause_s = float(found.template.container["lifecycle"]["preStop"]["exec"]["command"][1])
         await asyncio.sleep(pause_s)
-        found.process.send_signal(signal.SIGTERM)
+        found.part.process.send_signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._gone(found), found.template.spec["terminationGracePeriodSeconds"] - pause_s)
         except TimeoutError:
             found.killed = True
-            found.process.kill()
+            found.part.process.kill()
             await self._gone(found)
         self.pods.remove(found)
         if found.template.component != "router":
@@ -85,33 +85,10 @@ class Cluster:
         await self.delete(old)
         return new
 
-    def end(self) -> None:
-        """Every process, at once."""
-        for found in self.pods:
-            found.process.kill()
-        for found in self.pods:
-            found.process.wait()
-
-    def log(self, found: LocalPod) -> str:
-        return (self.folder / f"{found.name}.log").read_text()
-
     def _local(self, word: str, ip: str) -> str:
         """The few words that only hold in a pod: its addresses, its mounts, the port of a router that many tests share."""
         word = word.replace(EXAMPLE_IP, ip).replace("/etc/tandem/keys", str(self.keys))
         return {"--host=0.0.0.0": f"--host={ip}", ROUTER_PORT: f"--port={self.router_port}"}.get(word, word)
-
-    def _spawn(self, words: list[str], name: str) -> subprocess.Popen[bytes]:
-        assert words[0] == "tandem"
-        with (self.folder / f"{name}.log").open("wb") as out:
-            return subprocess.Popen(
-                [sys.executable, "-m", "deploy", *words[1:]],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-                env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
-            )
 
     async def _tell(self, found: LocalPod, **more: Any) -> None:
         """The pod as the API server shows it. (No router discovers routers.)"""
@@ -134,8 +111,10 @@ class Cluster:
         deadline_s = loop.time() + startup["periodSeconds"] * startup["failureThreshold"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             while not await self._probe(found, probe):
-                if found.process.poll() is not None or loop.time() > deadline_s:
-                    raise AssertionError(f"{found.name} does not pass its {probe}: {self.log(found)[-2000:]}")
+                if not found.part.alive or loop.time() > deadline_s:
+                    raise AssertionError(
+                        f"{found.name} does not pass its {probe}: {found.part.log.read_text()[-2000:]}"
+                    )
                 await asyncio.sleep(0.2)
         found.ready = True
         await self._tell(found)
@@ -150,9 +129,9 @@ class Cluster:
             return False
 
     async def _gone(self, found: LocalPod) -> None:
-        while found.process.poll() is None:
+        while found.part.alive:
             await asyncio.sleep(0.05)
 
 
 def ended_well(pods: Iterable[LocalPod]) -> bool:
-    return all(found.process.returncode == 0 and not found.killed for found in pods)
+    return all(found.part.process.poll() == 0 and not found.killed for found in pods)
