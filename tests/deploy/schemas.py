@@ -14,26 +14,50 @@ from referencing import Registry, Resource
 
 VERSIONS = ("1.31", "1.34", "1.37")
 
-_STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+_TEXT = {"type": "string"}
+_STRINGS = {"type": "object", "additionalProperties": _TEXT}
 _COUNT = {"type": "integer", "minimum": 0}
-_METADATA = {
-    "type": "object",
-    "required": ["name", "namespace"],
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "namespace": {"type": "string"},
-        "labels": _STRINGS,
-        "annotations": _STRINGS,
-    },
-}
+_INT_OR_PERCENT = {"anyOf": [_COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
 
 
 def _closed(required: list[str], **properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": required, "additionalProperties": False, "properties": properties}
 
 
-_INT_OR_PERCENT = {"anyOf": [_COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
+def _some(items: dict[str, Any]) -> dict[str, Any]:
+    """A list that is not empty."""
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+def _like(pattern: str) -> dict[str, Any]:
+    return {**_TEXT, "pattern": pattern}
+
+
+_METADATA = _closed(["name", "namespace"], name=_TEXT, namespace=_TEXT, labels=_STRINGS, annotations=_STRINGS)
+_ENDPOINT = _closed(
+    ["port"],
+    port=_TEXT,
+    path=_like("^/"),
+    interval=_like("^[0-9]+(ms|s|m)$"),
+    scrapeTimeout=_TEXT,
+    scheme={"enum": ["http", "https"]},
+)
+_ALERT = _closed(
+    ["alert", "expr"],
+    alert=_like("^[A-Z][A-Za-z]+$"),
+    expr=_TEXT,
+    labels=_STRINGS,
+    annotations=_STRINGS,
+    **{"for": _like("^[0-9]+(s|m|h)$")},
+)
+_TRIGGER = _closed(
+    ["type", "metadata"],
+    type={"enum": ["prometheus"]},
+    metadata=_closed(
+        ["serverAddress", "query", "threshold"], serverAddress=_TEXT, query=_TEXT, threshold=_like("^[0-9.]+$")
+    ),
+    metricType={"enum": ["AverageValue", "Value"]},
+)
 _SPECS: dict[tuple[str, str], dict[str, Any]] = {
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _closed(
         ["leaderWorkerTemplate"],
@@ -58,71 +82,19 @@ _SPECS: dict[tuple[str, str], dict[str, Any]] = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _closed(
         ["selector", "endpoints"],
         selector=_closed([], matchLabels=_STRINGS),
-        jobLabel={"type": "string"},
+        jobLabel=_TEXT,
         namespaceSelector=_closed([], any={"type": "boolean"}, matchNames={"type": "array"}),
-        endpoints={
-            "type": "array",
-            "minItems": 1,
-            "items": _closed(
-                ["port"],
-                port={"type": "string"},
-                path={"type": "string", "pattern": "^/"},
-                interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
-                scrapeTimeout={"type": "string"},
-                scheme={"enum": ["http", "https"]},
-            ),
-        },
+        endpoints=_some(_ENDPOINT),
     ),
     ("monitoring.coreos.com/v1", "PrometheusRule"): _closed(
-        ["groups"],
-        groups={
-            "type": "array",
-            "minItems": 1,
-            "items": _closed(
-                ["name", "rules"],
-                name={"type": "string"},
-                rules={
-                    "type": "array",
-                    "minItems": 1,
-                    "items": _closed(
-                        ["alert", "expr"],
-                        alert={"type": "string", "pattern": "^[A-Z][A-Za-z]+$"},
-                        expr={"type": "string"},
-                        labels=_STRINGS,
-                        annotations=_STRINGS,
-                        **{"for": {"type": "string", "pattern": "^[0-9]+(s|m|h)$"}},
-                    ),
-                },
-            ),
-        },
+        ["groups"], groups=_some(_closed(["name", "rules"], name=_TEXT, rules=_some(_ALERT)))
     ),
     ("keda.sh/v1alpha1", "ScaledObject"): _closed(
         ["scaleTargetRef", "triggers"],
-        scaleTargetRef=_closed(
-            ["name"], name={"type": "string"}, kind={"type": "string"}, apiVersion={"type": "string"}
-        ),
-        minReplicaCount=_COUNT,
-        maxReplicaCount=_COUNT,
-        pollingInterval=_COUNT,
-        cooldownPeriod=_COUNT,
-        advanced=_closed(
-            [], horizontalPodAutoscalerConfig=_closed([], name={"type": "string"}, behavior={"type": "object"})
-        ),
-        triggers={
-            "type": "array",
-            "minItems": 1,
-            "items": _closed(
-                ["type", "metadata"],
-                type={"enum": ["prometheus"]},
-                metadata=_closed(
-                    ["serverAddress", "query", "threshold"],
-                    serverAddress={"type": "string"},
-                    query={"type": "string"},
-                    threshold={"type": "string", "pattern": "^[0-9.]+$"},
-                ),
-                metricType={"enum": ["AverageValue", "Value"]},
-            ),
-        },
+        scaleTargetRef=_closed(["name"], name=_TEXT, kind=_TEXT, apiVersion=_TEXT),
+        **dict.fromkeys(("minReplicaCount", "maxReplicaCount", "pollingInterval", "cooldownPeriod"), _COUNT),
+        advanced=_closed([], horizontalPodAutoscalerConfig=_closed([], name=_TEXT, behavior={"type": "object"})),
+        triggers=_some(_TRIGGER),
     ),
 }
 
