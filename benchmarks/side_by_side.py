@@ -81,7 +81,7 @@ def compare(old: Path, new: Path, *, rounds: int, output: Path) -> None:
                 samples[name] += [{}] * (number + 1 - len(samples[name]))
                 samples[name][number] = samples[name][number] | sample
                 tell(name, round=number, **sample)
-    commits = {name: _commit(tree) for name, tree in trees.items()}
+    commits = {name: environment.commit(tree) for name, tree in trees.items()}
     rows = _rows(samples)
     result = {"environment": environment.describe(), "commits": commits, "rows": rows, "samples": samples}
     output.write_text(json.dumps(result, indent=1) + "\n")
@@ -197,16 +197,6 @@ def _figures(tree: Path, program: str) -> list[float]:
 
 def _order(names: list[str], number: int) -> list[str]:
     return names if number % 2 == 0 else names[::-1]
-
-
-def _commit(tree: Path) -> str:
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(tree), *args], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
 
 
 def _rows(samples: dict[str, list[Sample]]) -> list[Row]:

@@ -42,13 +42,11 @@ def describe() -> dict[str, object]:
     }
 
 
-def commit() -> str | None:
-    """Return the source tree's commit ("+changes" if modified)."""
-    root = str(ROOT)
-    found = _said("git", "-C", root, "rev-parse", "--short=12", "HEAD")
-    if not found:
-        return None
-    return found + ("+changes" if _said("git", "-C", root, "status", "--porcelain", "--untracked-files=no") else "")
+def commit(root: Path = ROOT) -> str | None:
+    """Return a source tree's commit ("+changes" if modified)."""
+    git = ("git", "-C", str(root))
+    found = _said(*git, "rev-parse", "--short=12", "HEAD")
+    return found + ("+changes" if _said(*git, "status", "--porcelain", "--untracked-files=no") else "") or None
 
 
 def _without_directories(argument: str) -> str:

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -39,7 +40,7 @@ def test_frames() -> None:
 
 @pytest.mark.parametrize("secret", [None, sockets.SECRET])
 def test_frames_at_managers(secret: bytes | None) -> None:
-    with sockets.target(secret) as target:
+    with closing(sockets.Target(secret)) as target:
         for data in stories(8):
             target.run(data)
         assert target.result() and target.num_inputs > 200

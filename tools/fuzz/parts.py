@@ -1,7 +1,7 @@
 """Parts of `make fuzz` that run in this process: stories from bytes, drawn by hypothesis, until there were enough inputs."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import psutil
@@ -36,7 +36,9 @@ class Part:
 
 PARTS = {
     "frames": Part(0.5, {"": lambda: nullcontext(Frames())}),
-    "sockets": Part(0.15, {"": lambda: sockets.target(None), "CURVE: ": lambda: sockets.target(sockets.SECRET)}),
+    "sockets": Part(
+        0.15, {"": lambda: closing(sockets.Target(None)), "CURVE: ": lambda: closing(sockets.Target(sockets.SECRET))}
+    ),
     "bootstrap": Part(
         0.15, {"": lambda: bodies.called_server(None), "signed: ": lambda: bodies.called_server(bodies.SECRET)}
     ),

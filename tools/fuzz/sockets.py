@@ -213,12 +213,3 @@ def _send(door: Any, link: bytes, frame: bytes) -> bool:
     except zmq.ZMQError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def target(secret: bytes | None) -> Iterator[Target]:
-    made = Target(secret)
-    try:
-        yield made
-    finally:
-        made.close()
