@@ -1,6 +1,6 @@
 """A worker that answers at once, for benchmarks of what stands before it. HTTP/1.1 by hand on uvloop, so that it costs little.
 
-usage: python -m benchmarks.instant_worker PORT [--events N] [--pause-ms MS] [--host HOST] [--mode prefill|decode]
+usage: python -m benchmarks.instant_worker PORT [--events N] [--pause-ms MS] [--mode prefill|decode]
 
 A POST whose body holds `"stream":true` is answered with N server-sent events, all at once or one every MS; any other
 with a small JSON answer; a GET with 200 and what a worker says of itself.
@@ -102,10 +102,10 @@ def _content_length(head: bytes) -> int:
     return 0 if at < 0 else int(head[at + 15 :].split(b"\r\n", 1)[0])
 
 
-async def serve(port: int, *, events: int, pause_s: float, host: str, mode: str) -> None:
+async def serve(port: int, *, events: int, pause_s: float, mode: str) -> None:
     loop, about = asyncio.get_running_loop(), {**ABOUT, b"/server_info": INFO % mode.encode()}
     make = partial(InstantWorker, events=events, pause_s=pause_s, about=about)
-    server = await loop.create_server(make, host, port, backlog=1024)
+    server = await loop.create_server(make, "127.0.0.1", port, backlog=1024)
     async with server:
         await server.serve_forever()
 
@@ -115,10 +115,9 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--events", type=int, default=64)
     parser.add_argument("--pause-ms", type=float, default=0.0)
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--mode", default="null", help="the role that it says it has")
     args = parser.parse_args()
-    uvloop.run(serve(args.port, events=args.events, pause_s=args.pause_ms / 1e3, host=args.host, mode=args.mode))
+    uvloop.run(serve(args.port, events=args.events, pause_s=args.pause_ms / 1e3, mode=args.mode))
 
 
 if __name__ == "__main__":
