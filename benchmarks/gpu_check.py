@@ -106,12 +106,14 @@ def check(
     return {name: found[name] for name in names}
 
 
-def run_here(name: str, limits: dict[str, float]) -> dict[str, Any]:
-    """Run a part at its small size, in this process."""
+def run_here(name: str, limits: dict[str, float], *, small: bool = True) -> dict[str, Any]:
+    """Run a part in this process."""
+    module, _, function = PARTS[name].work.partition(":")
+    target = _target(small=small, limits=limits)
     try:
-        return _work(name)(_target(small=True, limits=limits))
+        return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(target)  # type: ignore[no-any-return]
     except Exception as error:
-        return {"error": _said(error), "trace": traceback.format_exc()[-3000:]}
+        return {"error": f"{type(error).__name__}: {error}"[:500], "trace": traceback.format_exc()[-3000:]}
 
 
 def run_apart(name: str, limits: dict[str, float]) -> dict[str, Any]:
@@ -142,26 +144,6 @@ def run_apart(name: str, limits: dict[str, float]) -> dict[str, Any]:
 def _kill_group(child: "subprocess.Popen[str]") -> None:
     os.killpg(child.pid, 9)
     child.communicate()
-
-
-def _run_one(name: str, *, limits: str, output: Path) -> None:
-    """In the part's own process."""
-    target = _target(small=False, limits=json.loads(limits))
-    try:
-        result = _work(name)(target)
-    except Exception as error:
-        result = {"error": _said(error), "trace": traceback.format_exc()[-3000:]}
-    output.write_text(json.dumps(result))
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
-
-
-def _work(name: str) -> Callable[[Any], dict[str, Any]]:
-    module, _, function = PARTS[name].work.partition(":")
-    work: Callable[[Any], dict[str, Any]] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
-    return work
 
 
 def _target(*, small: bool, limits: dict[str, float]) -> Any:
@@ -263,7 +245,8 @@ def main() -> None:
     parser.add_argument("--limits", default="{}", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return _run_one(args.one, limits=args.limits, output=args.output)
+        args.output.write_text(json.dumps(run_here(args.one, json.loads(args.limits), small=False)))
+        return
     names = args.parts.split(",")
     unknown = sorted(set(names) - set(PARTS))
     if unknown:

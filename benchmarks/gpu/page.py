@@ -4,8 +4,6 @@ from typing import Any
 
 from deploy.bench.stats import table
 
-Rows = list[list[str]]
-
 
 def page(result: dict[str, Any], aims: str) -> str:
     """Return Markdown: what ran where, `aims`, then rows of the parts that have some."""
@@ -17,7 +15,7 @@ def page(result: dict[str, Any], aims: str) -> str:
             f"{made_by['gpu']}, {versions}; commit {made_by['commit']}, {made_by['time'][:10]}. Command: `{made_by['command']}`. "
             "What the figures mean: [gpu.md](../gpu.md); all of them: [gpu_check.json](gpu_check.json).",
             aims,
-            *(_section(title, heads, rows(parts[name])) for title, name, heads, rows in SECTIONS if _has(parts, name)),
+            *(_section(title, parts[name], columns) for title, name, columns in SECTIONS if _has(parts, name)),
             "",
         ]
     )
@@ -27,57 +25,44 @@ def _has(parts: dict[str, Any], name: str) -> bool:
     return name in parts and "error" not in parts[name]
 
 
-def _section(title: str, heads: list[str], rows: Rows) -> str:
-    return f"## {title}\n\n{table(heads, rows)}"
+def _section(title: str, part: dict[str, Any], columns: dict[str, str]) -> str:
+    rows = part["rows"] if "rows" in part else _families(part)
+    cells = [[form.format(**_words(row)) for form in columns.values()] for row in rows]
+    return f"## {title}\n\n{table(list(columns), cells)}"
 
 
-def _steps(part: dict[str, Any]) -> Rows:
+def _words(row: dict[str, Any]) -> dict[str, Any]:
+    """A row, and what is said of it in words or in other units."""
+    floor_ms, graph = row.get("floor_ms"), "no" if row.get("graphs") is False else "yes"
+    return {
+        **row,
+        "graph": graph,
+        "floor": "-" if floor_ms is None else f"{floor_ms:.2f}",
+        "mb": row.get("bytes", 0) / 1e6,
+    }
+
+
+def _families(part: dict[str, Any]) -> list[dict[str, str]]:
+    said = {family: ways for family, ways in part.items() if isinstance(ways, dict)}
     return [
-        [str(row["batch"]), "no" if row.get("graphs") is False else "yes", f"{row['ms']:.2f}", _ms(row["floor_ms"])]
-        for row in part["rows"]
+        {"family": name, "triton": ways["triton"].split(":")[0], "torch": ways["torch"]} for name, ways in said.items()
     ]
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _gaps(part: dict[str, Any]) -> Rows:
-    return [
-        [str(row["batch"]), str(row["depth"]), f"{row['step_p50_ms']:.2f}", f"{row['gap_p50_us']:.1f}"]
-        for row in part["rows"]
-    ]
-
-
-def _prompts(part: dict[str, Any]) -> Rows:
-    return [[str(row["tokens"]), "yes" if row["graphs"] else "no", f"{row['ms']:.2f}"] for row in part["rows"]]
-
-
-def _samples(part: dict[str, Any]) -> Rows:
-    return [[str(row["batch"]), row["kind"], f"{row['ms']:.2f}"] for row in part["rows"]]
-
-
-def _transfers(part: dict[str, Any]) -> Rows:
-    return [
-        [f"{row['bytes'] / 1e6:.0f}", row["transport"], f"{row['ms']:.2f}", f"{row['gb_s']:.0f}"]
-        for row in part["rows"]
-    ]
-
-
-def _families(part: dict[str, Any]) -> Rows:
-    return [
-        [family, said["triton"].split(":")[0], said["torch"]] for family, said in part.items() if isinstance(said, dict)
-    ]
-
-
-_STEP = ["batch", "graph", "ms", "ms of bytes read"]
+_STEPS = {"batch": "{batch}", "graph": "{graph}", "ms": "{ms:.2f}", "ms of bytes read": "{floor}"}
+_GAPS = {"batch": "{batch}", "depth": "{depth}", "step, ms": "{step_p50_ms:.2f}", "idle, us": "{gap_p50_us:.1f}"}
+_TRANSFERS = {"MB": "{mb:.0f}", "transport": "{transport}", "ms": "{ms:.2f}", "GB/s": "{gb_s:.0f}"}
 SECTIONS = (
-    ("Decode steps of Qwen3-8B's shape at 1,024 tokens", "decode", _STEP, _steps),
-    ("Decode steps of 12 layers of Qwen3-30B-A3B's shape", "mixture", _STEP, _steps),
-    ("Gaps between decode steps", "gap", ["batch", "depth", "step, ms", "idle, us"], _gaps),
-    ("Short prompts", "short_prompts", ["tokens", "graph", "ms"], _prompts),
-    ("Sampling, 151,936 tokens", "sampler", ["batch", "kind", "ms"], _samples),
-    ("KV between two processes by NIXL", "transfer", ["MB", "transport", "ms", "GB/s"], _transfers),
-    ("KV between two processes by Mooncake", "transfer_mooncake", ["MB", "transport", "ms", "GB/s"], _transfers),
-    ("Greedy tokens of each family beside the CPU's, float32", "families", ["family", "triton", "torch"], _families),
+    ("Decode steps of Qwen3-8B's shape at 1,024 tokens", "decode", _STEPS),
+    ("Decode steps of 12 layers of Qwen3-30B-A3B's shape", "mixture", _STEPS),
+    ("Gaps between decode steps", "gap", _GAPS),
+    ("Short prompts", "short_prompts", {"tokens": "{tokens}", "graph": "{graph}", "ms": "{ms:.2f}"}),
+    ("Sampling, 151,936 tokens", "sampler", {"batch": "{batch}", "kind": "{kind}", "ms": "{ms:.2f}"}),
+    ("KV between two processes by NIXL", "transfer", _TRANSFERS),
+    ("KV between two processes by Mooncake", "transfer_mooncake", _TRANSFERS),
+    (
+        "Greedy tokens of each family beside the CPU's, float32",
+        "families",
+        {"family": "{family}", "triton": "{triton}", "torch": "{torch}"},
+    ),
 )
