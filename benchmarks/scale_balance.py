@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.scale_fleet import never
 from planner.executor import Timeline
 from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key, make_chooser
 from router.config import POLICIES, RouterConfig
@@ -79,10 +78,10 @@ class Balance(Timeline):
         now_s, sample_s = 0.0, WARM_UP_S
         while (now_s := now_s + self._rng.expovariate(self._rate)) < seconds:
             while sample_s < now_s:
-                self.run_until(sample_s, done=never)
+                self.run_until(sample_s, done=bool)
                 self._sample()
                 sample_s += SAMPLE_S
-            self.run_until(now_s, done=never)
+            self.run_until(now_s, done=bool)
             self._serve(now_s)
         waits = sorted(self.waits_s)
         return {

@@ -45,10 +45,6 @@ CLOCK_CALLS = 20_000  # whose own cost is taken off
 CHANGES = ("die", "die", "die for good", "drain", "move")
 
 
-def never() -> bool:
-    return False
-
-
 class Stopwatch:
     """CPU time of what runs between `start` and `stop`, by name."""
 
@@ -142,9 +138,9 @@ class Fleet(Timeline):
         self.at(2.0, self._arrive)
         self.at(2.0, self._strike)
         self.at(2.0 + ANSWER_S, self._sample)
-        self.run_until(seconds, done=never)
+        self.run_until(seconds, done=bool)  # which is False: not before
         self._quiet = True
-        self.run_until(seconds + DOWN_S + 3 * RENEW_S, done=never)
+        self.run_until(seconds + DOWN_S + 3 * RENEW_S, done=bool)
         self.check()
 
     def check(self) -> None:

@@ -15,7 +15,6 @@ ROUTER_NAMES = (
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
 NO_BALANCE = "experts move by DeepSeek's algorithm, by the loads of all steps since the last time"
 OTHER_DRAFTS = "drafts are chains of --speculative-num-steps tokens: see --speculative-algorithm and --speculative-draft-model-path"
-SHARE_BY_ITL = "decodes get the share that keeps --pdmux-itl"
 TLS = "put a proxy that ends TLS in front"
 ALWAYS = "this is always so"
 CHECKPOINT = "the checkpoint decides; change its files"
@@ -219,7 +218,7 @@ _MISSING: dict[str, Entry] = {
     "--stream-response-default-include-usage": Missing("send stream_options with include_usage"),
     "--return-tokens-as-token-ids": Missing("send return_token_ids"),
     "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-dir"),
-    **each(Missing(SHARE_BY_ITL), "--pdmux-config-path --sm-group-num"),
+    **each(Missing("decodes get the share that keeps --pdmux-itl"), "--pdmux-config-path --sm-group-num"),
     "--lora-target-modules": Missing("adapters may change any projection that PEFT names"),
 }
 WORKER = ForeignFlags(
