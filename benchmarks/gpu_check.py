@@ -7,7 +7,7 @@ its error in the file and the others their figures. The checks, which time nothi
 kernels; then come the measurements, one at a time. Shares are of what the part `limits` measured in the same run. --small
 walks the same code on a CPU, at sizes that mean nothing, in this one process.
 
-Needs torch with CUDA, triton, numpy, safetensors, tqdm, msgspec and pyzmq; the parts `transfer...` need NIXL and Mooncake besides.
+Needs torch with CUDA, triton, numpy, safetensors, tokenizers, tqdm, msgspec and pyzmq; the parts `transfer...` need NIXL and Mooncake besides.
 """
 
 import argparse

@@ -15,10 +15,11 @@ from benchmarks.peer_loads import SHIPPED, Vocabulary
 from benchmarks.random_model import write_model
 from engine.gguf.file import config_fields, open_gguf
 from engine.model_files.hub import smollm2_file
-from engine.model_files.model_config import ModelConfig, load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.models.checkpoint import Checkpoint
 from engine.text.tokenizer import load_tokenizer
 from tests.models.files.gguf_file import write_gguf
+from tests.models.tiny_checkpoints import tensor_shapes
 
 BF16, QUANTIZED = "bf16", ("Q8_0", "Q4_0")
 SHAPE, SMOLLM2 = "Qwen3-0.6B's shape", "SmolLM2-135M"
@@ -80,27 +81,7 @@ def write_smollm2(folder: Path) -> None:
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer.config, **kind}))
     with torch.inference_mode(), Checkpoint(str(path), dtype="float32", device="cpu", progress=False) as checkpoint:
-        shapes = shapes_of(load_model_config(str(path)))
+        shapes = tensor_shapes({**fields, "head_dim": load_model_config(str(path)).head_dim})
         weights = {name: checkpoint.take(name, shape).bfloat16() for name, shape in shapes.items()}
         checkpoint.check_all_taken()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def shapes_of(config: ModelConfig) -> dict[str, list[int]]:
-    """Of the tensors of a Llama whose head is its embedding."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    of_layer = {
-        "self_attn.q_proj": [query, hidden],
-        "self_attn.k_proj": [key, hidden],
-        "self_attn.v_proj": [key, hidden],
-        "self_attn.o_proj": [hidden, query],
-        "mlp.gate_proj": [wide, hidden],
-        "mlp.up_proj": [wide, hidden],
-        "mlp.down_proj": [hidden, wide],
-        "input_layernorm": [hidden],
-        "post_attention_layernorm": [hidden],
-    }
-    layers = range(config.num_layers)
-    found = {f"model.layers.{layer}.{name}.weight": shape for layer in layers for name, shape in of_layer.items()}
-    return {"model.embed_tokens.weight": [config.vocab_size, hidden], "model.norm.weight": [hidden], **found}

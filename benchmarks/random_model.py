@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from tests.models.tiny_checkpoints import tensor_shapes
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 STD = 0.02
@@ -36,30 +37,35 @@ def write_model(
         if (shipped / name).exists():
             shutil.copy(shipped / name, folder / name)
     vocab = int(json.loads((shipped / "config.json").read_text())["vocab_size"])
+    heads = (HEADS, KV_HEADS, HEAD_DIM)
     wide = intermediate or 3 * hidden
-    config = _config(vocab, layers=layers, hidden=hidden, wide=wide)
+    config = qwen3_config(layers=layers, hidden=hidden, intermediate=wide, vocab=vocab, heads=heads)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    weights = _weights(vocab, layers=layers, hidden=hidden, wide=wide)
+    weights = _weights(config)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
-def _config(vocab: int, *, layers: int, hidden: int, wide: int) -> dict[str, object]:
+def qwen3_config(
+    *, layers: int, hidden: int, intermediate: int, vocab: int, heads: tuple[int, int, int], context: int = 32768
+) -> dict[str, object]:
+    """config.json of a Qwen3. `heads`: query heads, KV heads, and the size of each."""
+    num_heads, num_kv_heads, head_dim = heads
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "torch_dtype": "bfloat16",
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": wide,
+        "intermediate_size": intermediate,
         "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": context,
         "attention_bias": False,
         "tie_word_embeddings": True,
         "bos_token_id": 1,
@@ -67,29 +73,11 @@ def _config(vocab: int, *, layers: int, hidden: int, wide: int) -> dict[str, obj
     }
 
 
-def _weights(vocab: int, *, layers: int, hidden: int, wide: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * STD).to(torch.bfloat16)
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    embed = matrix(vocab, hidden)
-    embed[:SPECIAL_TOKENS] = 0  # greedy decoding never draws one: every token has text, and no answer ends early
-    found = {"model.embed_tokens.weight": embed, "model.norm.weight": ones(hidden)}
-    for layer in range(layers):
-        at = f"model.layers.{layer}."
-        found[at + "input_layernorm.weight"] = ones(hidden)
-        found[at + "post_attention_layernorm.weight"] = ones(hidden)
-        found[at + "self_attn.q_proj.weight"] = matrix(HEADS * HEAD_DIM, hidden)
-        found[at + "self_attn.k_proj.weight"] = matrix(KV_HEADS * HEAD_DIM, hidden)
-        found[at + "self_attn.v_proj.weight"] = matrix(KV_HEADS * HEAD_DIM, hidden)
-        found[at + "self_attn.o_proj.weight"] = matrix(hidden, HEADS * HEAD_DIM)
-        found[at + "self_attn.q_norm.weight"] = ones(HEAD_DIM)
-        found[at + "self_attn.k_norm.weight"] = ones(HEAD_DIM)
-        found[at + "mlp.gate_proj.weight"] = matrix(wide, hidden)
-        found[at + "mlp.up_proj.weight"] = matrix(wide, hidden)
-        found[at + "mlp.down_proj.weight"] = matrix(hidden, wide)
+def _weights(config: dict[str, object]) -> dict[str, torch.Tensor]:
+    generator, found = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    for name, shape in tensor_shapes(config).items():
+        drawn = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * STD
+        found[name] = drawn.to(torch.bfloat16)
+    # greedy decoding never draws one: every token has text, and no answer ends early
+    found["model.embed_tokens.weight"][:SPECIAL_TOKENS] = 0
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.random_model import qwen3_config
 from engine.model_files.model_config import ModelConfig, load_model_config
 
 FLUSH_BYTES = 256 << 20  # more than any L2: what a step left there does not help the next
@@ -83,25 +84,9 @@ class Shape:
     per_token: int = 0
 
     def config(self, *, context: int) -> ModelConfig:
-        text = {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "torch_dtype": "bfloat16",
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "max_position_embeddings": context,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "eos_token_id": 0,
-        }
+        sizes = {"layers": self.layers, "hidden": self.hidden, "intermediate": self.intermediate, "vocab": self.vocab}
+        text = qwen3_config(**sizes, heads=(self.heads, self.kv_heads, self.head_dim), context=context)
+        text |= {"tie_word_embeddings": False, "eos_token_id": 0}
         if self.experts:
             text |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
             text |= {"moe_intermediate_size": self.intermediate, "num_experts": self.experts}
