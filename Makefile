@@ -27,8 +27,8 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export TORCH TORCH_INDEX EXTRAS
 
-# The whole suite in three processes, which write the CPU seconds that tests/durations.toml limits.
-WHOLE := -n 3 --dist loadscope --no-loadscope-reorder -p tools.cpu_seconds --cpu-seconds .build/cpu_seconds.json
+# The whole suite in four processes, of which some wait for clusters, which write the CPU seconds that tests/durations.toml limits.
+WHOLE := -n 4 --dist loadscope --no-loadscope-reorder -p tools.cpu_seconds --cpu-seconds .build/cpu_seconds.json
 
 # make sim SEED=7 NODES=8; without them both are random.
 SEED ?=
@@ -42,7 +42,7 @@ help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
 	@echo "make chat [ARGS=...]   start a cluster with SmolLM2 and talk to it; Ctrl-D ends both"
 	@echo "make setup             install everything into $(VENV)"
-	@echo "make test [TESTS=...]  run the tests (all of them: in three processes)"
+	@echo "make test [TESTS=...]  run the tests (all of them: in four processes)"
 	@echo "make quick [BASE=main] run the tests that your change touches, at most 90 seconds"
 	@echo "make lint | format     check | mend style, types and imports"
 	@echo "make clean             remove $(VENV) and caches"

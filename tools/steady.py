@@ -21,7 +21,7 @@ from deploy.bench.environment import describe
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs/reports/steady_tests.json"
-SUITE = ("-m", "pytest", "-q", "-n", "3", "--dist", "loadscope", "--no-loadscope-reorder")
+SUITE = ("-m", "pytest", "-q", "-n", "4", "--dist", "loadscope", "--no-loadscope-reorder")
 NUM_LOOPS = 4
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
 

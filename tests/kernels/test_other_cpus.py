@@ -67,7 +67,9 @@ if platform.machine() == "x86_64" and Kind.AVX2 not in build.cpu_kinds():
 Open = Callable[[CSource], ctypes.CDLL]
 
 
-@pytest.fixture(params=TARGETS, ids=lambda kind: kind.label)
+@pytest.fixture(
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind is Kind.NEON else (), id=kind.label) for kind in TARGETS]
+)
 def kind(request: pytest.FixtureRequest) -> Kind:
     return Kind(request.param)
 
@@ -99,6 +101,7 @@ def test_the_library_is_of_the_kind(kind: Kind, library: Open) -> None:
     assert LinearKernel(library(LINEAR)).kind == kind
 
 
+@pytest.mark.parametrize("kind", TARGETS, indirect=True, ids=lambda kind: kind.label)  # on the older ARM CPU, too
 def test_products_are_those_of_float64_and_a_row_has_the_same_bits_in_any_batch(library: Open) -> None:
     kernel = LinearKernel(library(LINEAR))
     for outputs, inputs in ((100, 72), (33, 31), (64, 160)):

@@ -70,13 +70,15 @@ SOFTMAXES = {
 
 # Their extend kernel is another one's but for numbers of heads and a window: Gemma 3's, that of all gpt-oss.
 TWINS = ("Mistral", "gpt-oss, of four ranks")
-# What is served is in bf16, of which decode tries all; of fp32 `make test` compiles the widest of each, `make slow-tests` the others.
-WIDEST_SOFTMAX, WIDEST_SHAPE, WIDEST_LATENT = "Gemma 2", "Gemma-like", 128
+# What is served is in bf16, of which `make test` compiles the widest of each and what takes a way of its own; the interpreter
+# below runs fp32. `make slow-tests` compiles the others.
 LATENTS = {"dim": 512, "rest": 64}  # of DeepSeek and GLM-4.7
 
 
-def slow(cells: Any) -> list[Any]:
-    return [pytest.param(*cell, marks=SLOW) for cell in cells]
+def decoded(values: Any, tried: Any) -> list[Any]:
+    """Cells (type, value), slow but for bf16 and those `tried`."""
+    cells = product(["bf16", "fp32"], values)
+    return [pytest.param(*cell, marks=() if cell[0] == "bf16" and cell[1] in tried else SLOW) for cell in cells]
 
 
 @pytest.mark.parametrize("cases", ["triton_numerics", "triton_windows", "triton_latents"])
@@ -87,18 +89,12 @@ def test_numerics_by_the_interpreter(cases):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [*product(["bf16"], SHAPES), ("fp32", WIDEST_SHAPE), *slow(product(["fp32"], list(SHAPES)[:2]))],
-)
+@pytest.mark.parametrize(("dtype", "shape"), decoded(SHAPES, ("Qwen3-0.6B", "Gemma-like", "in units")))
 def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
     check_last_split_sees_all(compiled_decode(SHAPES[shape], dtype))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*product(SOFTMAXES, ["bf16"]), (WIDEST_SOFTMAX, "fp32"), *slow(product(list(SOFTMAXES)[1:], ["fp32"]))],
-)
+@pytest.mark.parametrize(("dtype", "name"), decoded(SOFTMAXES, ("Gemma 2", "gpt-oss")))
 def test_decode_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype):
     heads, window, cap, sinks = SOFTMAXES[name]
     compiled_decode(heads, dtype, window=window, cap=cap, sinks=sinks)
@@ -109,10 +105,7 @@ def test_decode_of_trees_compiles_for_sm_90_without_spills(shape):
     compiled_decode(SHAPES[shape], "bf16", paths=True)
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [*product([16, 20, 128], ["bf16"]), (WIDEST_LATENT, "fp32"), *slow(product([16, 20], ["fp32"]))],
-)
+@pytest.mark.parametrize(("dtype", "heads"), decoded([16, 20, 128], (16, 128)))
 def test_decode_of_latents_compiles_for_sm_90_without_spills(heads, dtype):
     kv_heads = head_tiles(heads)
     tiles = latent_decode_tiles(tiles_of_heads=kv_heads, dtype=TORCH_DTYPES[dtype])
@@ -207,7 +200,7 @@ def test_the_turn_compiles_for_sm_90_without_spills(norms):
 
 
 def pairwise(values: Any, *, left_out: Any = ()) -> list[Any]:
-    """Cells (split, type, value): in bf16 each value meets one way, in fp32 the first one meets both. The rest is slow, and all of `left_out`."""
+    """Cells (split, type, value): in bf16 the first value meets both ways, each other one. The rest is slow, and all of `left_out`."""
     counted = [value for value in values if value not in left_out]
     cells = product([False, True], ["bf16", "fp32"], values)
     return [
@@ -217,8 +210,8 @@ def pairwise(values: Any, *, left_out: Any = ()) -> list[Any]:
 
 
 def is_tried(split: bool, dtype: str, number: int) -> bool:
-    """The first value in all cells, of the others the ways in turn."""
-    return number == 0 or (dtype == "bf16" and split == (number % 2 == 1))
+    """In bf16 the first value both ways, the others in turn."""
+    return dtype == "bf16" and (number == 0 or split == (number % 2 == 1))
 
 
 @pytest.mark.parametrize(("split", "dtype", "shape"), pairwise(list(SHAPES)[:3]))

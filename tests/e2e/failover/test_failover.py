@@ -36,7 +36,7 @@ class Fleet:
     faults: "tuple[Fault, ...]"
 
 
-@pytest.fixture(params=["unified", "nixl"])
+@pytest.fixture(params=["unified", "nixl", pytest.param("nixl, as unified", marks=pytest.mark.slow)])
 def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fleet]:
     """Workers that answer, one more than faults; with NIXL beside two that compute prompts."""
     faults, unified = FAULTS[request.param], request.param == "unified"
@@ -223,7 +223,8 @@ def signal_all(worker: Started, number: int) -> None:
 
 Fault = Callable[[Started], None]
 # By role of the victim: a router sees a worker's end the same way whichever role it has (tests/router/test_failover.py).
-FAULTS: dict[str, tuple[Fault, ...]] = {"unified": (kill, drain), "nixl": (kill, kill_scheduler, freeze, drain)}
+FAULTS: dict[str, tuple[Fault, ...]] = {"unified": (kill, drain), "nixl": (kill_scheduler, freeze)}
+FAULTS["nixl, as unified"] = FAULTS["unified"]
 
 
 async def test_answers_go_on_as_if_nothing_had_happened(fleet: Fleet) -> None:

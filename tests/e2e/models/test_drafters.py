@@ -63,9 +63,8 @@ def alone(kind: str, path: str) -> Fared:
     """How one worker fares alone, where all drafts are right."""
     with unified(model_of(kind, path), **{**FLAGS, **by(kind, {kind: path})}) as system:
         tokens, how = decode_all(system)
-    assert (
-        tokens == RIGHT and how.accepted == how.drafts == 4 * 31
-    )  # 39 tokens behind the first: 7 steps of 5, one of 4
+    # 39 tokens behind the first: 7 steps of 5, one of 4
+    assert tokens == RIGHT and how.accepted == how.drafts == 4 * 31
     return how
 
 

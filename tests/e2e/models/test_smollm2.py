@@ -50,7 +50,7 @@ BEGINNINGS = [
     "Roses are red,",
     "for i in range(",
 ]
-WAYS = ("nixl", "cached", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mooncake", "chunked")))
+WAYS = ("cached", *(pytest.param(way, marks=pytest.mark.slow) for way in ("nixl", "mooncake", "chunked")))
 Margin = Callable[[], float]
 
 

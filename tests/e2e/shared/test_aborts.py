@@ -6,22 +6,23 @@ import random
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.e2e.client import assert_all_back, generate, generate_all, post, session
 from tests.e2e.cluster import Cluster
 from tests.e2e.workload import recall_body
 
-NUM_ABORTS = 200
 AT_ONCE = 20
 
 
-async def test_200_random_aborts_leave_nothing_behind(pd: Cluster) -> None:
+@pytest.mark.parametrize("num_aborts", [60, pytest.param(200, marks=pytest.mark.slow)])
+async def test_random_aborts_leave_nothing_behind(pd: Cluster, num_aborts: int) -> None:
     """Victims among requests that are let live: those must not notice."""
     rng = random.Random(3)
     gate = asyncio.Semaphore(AT_ONCE)
     async with session() as http:
-        victims = [_victim(http, pd, gate, rng.random() * 0.25, rng, i) for i in range(NUM_ABORTS)]
-        others = [_bystander(http, pd, gate, rng) for _ in range(30)]
+        victims = [_victim(http, pd, gate, rng.random() * 0.25, rng, i) for i in range(num_aborts)]
+        others = [_bystander(http, pd, gate, rng) for _ in range(num_aborts // 6)]
         await asyncio.gather(*victims, *others)
     await assert_all_back(pd)
     body, wanted = recall_body(random.Random(5), 50, max_new_tokens=4)

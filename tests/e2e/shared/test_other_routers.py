@@ -36,10 +36,12 @@ ROUTERS = {  # modules and flags
 }
 PAIRS = ("sglang-router, pair", "smg, pair")
 SERVING = (*PAIRS, "sglang-router", "smg", "vllm-router")  # vLLM's pairs share KV in vLLM's way
+SLOW = ("sglang-router", "smg, pair")  # of each project `make test` starts one before a pair or one before a worker
 
 
 def before(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("front", names, indirect=True)
+    fronts = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+    return pytest.mark.parametrize("front", fronts, indirect=True)
 
 
 @dataclass(frozen=True)
