@@ -16,10 +16,8 @@ ASKED = [(f"r{i}", prompt_of(70 - 9 * i, i), 44) for i in range(4)]
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 128}
 FLAGS: dict[str, Any] = {"chunked_prefill_size": 32, "max_total_tokens": 8192}
 FP8: dict[str, Any] = {**FLAGS, "kv_cache_dtype": "fp8_e4m3"}
-TIGHT = {
-    "max_total_tokens": 304,
-    "schedule_conservativeness": 0.0,
-}  # what runs is retracted, and comes back from the host
+# What runs is retracted, and comes back from the host.
+TIGHT = {"max_total_tokens": 304, "schedule_conservativeness": 0.0}
 
 
 @pytest.fixture(scope="module")

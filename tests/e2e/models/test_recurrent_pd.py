@@ -20,20 +20,17 @@ PROMPTS = [
 NEW = 24
 ASKED = [(f"r{i}", prompt, NEW) for i, prompt in enumerate(PROMPTS)]
 FLAGS: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": 128, "stream": "threaded", "stream_delay_s": 0.0003}
-TIGHT = 900  # tokens: some of the requests at their ends
+TIGHT = {"max_total_tokens": 900, "schedule_conservativeness": 0.0}  # some of the requests at their ends
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # flags of the transfer, of decode
     "nixl": ({}, {}),
     "nixl by layers": ({"disaggregation_layerwise_transfer": "on"}, {}),
     "mooncake": ({"disaggregation_transfer_backend": "mooncake"}, {}),
     "host": (
         {"disaggregation_decode_retraction_backup": "host", "disaggregation_transfer_backend": "mooncake"},
-        {"max_total_tokens": TIGHT, "schedule_conservativeness": 0.0},
+        TIGHT,
     ),
-    "recompute": ({}, {"max_total_tokens": TIGHT, "schedule_conservativeness": 0.0}),
-    "prefill": (
-        {"disaggregation_decode_retraction_backup": "prefill"},
-        {"max_total_tokens": TIGHT, "schedule_conservativeness": 0.0},
-    ),
+    "recompute": ({}, TIGHT),
+    "prefill": ({"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
 }
 
 
@@ -76,7 +73,7 @@ def test_states_that_landed_go_back_behind_wrong_drafts(
     backup: str, checkpoint: str, right: dict[str, list[int]]
 ) -> None:
     """Slots of states on decode are written by the peer, passed by drafts, copied to the host or lost, and given to the next request."""
-    decode = {**WAYS["host"][1], "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+    decode = {**TIGHT, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
     disagg = {"disaggregation_decode_retraction_backup": backup}
     with disaggregated(checkpoint, decode=decode, disagg=disagg, max_total_tokens=8192, **FLAGS) as pair:
         scheduler = pair.workers[1].parts.scheduler

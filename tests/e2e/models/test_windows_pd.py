@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.core.mem_cache.window_pages import WindowPages
-from tests.e2e.models.group_models import ALL_WINDOWS, SOME_WINDOWS
+from tests.e2e.models.group_models import ALL_WINDOWS, SOME_WINDOWS, Made
 from tests.e2e.two_engines import disaggregated, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -20,18 +20,15 @@ PROMPTS = [
 ASKED = [(f"r{i}", prompt, 40) for i, prompt in enumerate(PROMPTS)]
 FLAGS: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 32, "stream": "threaded", "stream_delay_s": 0.0003}
 TIGHT = {"max_total_tokens": 400, "schedule_conservativeness": 0.0}
-SOME, ALL = SOME_WINDOWS, ALL_WINDOWS
 IN_TURN = ("gpt_oss", {"sliding_window": 22})  # the first layer has a window, the second one none
-WAYS: dict[
-    str, tuple[tuple[str, dict[str, Any]], dict[str, Any], dict[str, Any]]
-] = {  # model, flags of transfer, of decode
-    "nixl": (SOME, {}, {}),
-    "all layers": (ALL, {}, {}),
+WAYS: dict[str, tuple[Made, dict[str, Any], dict[str, Any]]] = {  # model, flags of transfer, of decode
+    "nixl": (SOME_WINDOWS, {}, {}),
+    "all layers": (ALL_WINDOWS, {}, {}),
     "by layers": (IN_TURN, {"disaggregation_layerwise_transfer": "on"}, {}),
-    "mooncake": (SOME, {"disaggregation_transfer_backend": "mooncake"}, {}),
-    "recompute": (SOME, {}, TIGHT),
-    "host": (SOME, {"disaggregation_decode_retraction_backup": "host"}, TIGHT),
-    "prefill": (SOME, {"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
+    "mooncake": (SOME_WINDOWS, {"disaggregation_transfer_backend": "mooncake"}, {}),
+    "recompute": (SOME_WINDOWS, {}, TIGHT),
+    "host": (SOME_WINDOWS, {"disaggregation_decode_retraction_backup": "host"}, TIGHT),
+    "prefill": (SOME_WINDOWS, {"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
 }
 
 
