@@ -18,6 +18,9 @@ from tools.simulation.options import FAULTS, options_of
 from tools.simulation.promises import PROMISES, Promise, calm, play
 from tools.simulation.run import Outcome, run
 
+# `make slow-tests` plays all fixed seeds, `make test` of the first forty those with which the special ones inject all that
+# the tables below demand.
+TRIED_SEEDS = (5, 17, 19, 27, 29, *(seed for seed in FIXED_SEEDS if seed > 40))
 HASHED_SEEDS = (7, 109)  # 109: prefill asks several decode workers at once to poll
 PLANTED = ("report Success before the last write is done",)  # the others: make sim-mutants
 
@@ -26,7 +29,7 @@ def _must_hold(outcome: Outcome) -> None:
     assert outcome.ok, f"{outcome.problem}\n{outcome.details}"
 
 
-# What the fixed seeds must inject, and bring about, all together: so often at least.
+# What these seeds must inject, and bring about, all together: so often at least.
 LEAST_INJECTED: dict[int, str] = {
     1: "cut encode; drain encode; freeze encode; kill encode, fast restart; kill encode, slow restart",
     2: "freeze bootstrap; freeze router",
@@ -64,15 +67,17 @@ def played() -> Callable[[int], Outcome]:
     return functools.cache(lambda seed: run(options_of(seed)))
 
 
-@pytest.mark.parametrize("seed", FIXED_SEEDS)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed in TRIED_SEEDS else pytest.mark.slow) for seed in FIXED_SEEDS]
+)
 def test_safe_under_faults_and_at_rest_after_them(seed: int, played: Callable[[int], Outcome]) -> None:
     _must_hold(played(seed))
 
 
-def test_the_fixed_seeds_inject_every_kind_of_fault(played: Callable[[int], Outcome]) -> None:
-    assert {kind for seed in FIXED_SEEDS for kind in options_of(seed).faults} == set(FAULTS)
+def test_the_seeds_inject_every_kind_of_fault(played: Callable[[int], Outcome]) -> None:
+    assert {kind for seed in TRIED_SEEDS for kind in options_of(seed).faults} == set(FAULTS)
     injected, seen = Counter[str](), Counter[str]()
-    for seed in FIXED_SEEDS:
+    for seed in TRIED_SEEDS:
         injected.update(played(seed).injected)
         seen.update(played(seed).seen)
     assert set(injected) == set(least(LEAST_INJECTED)), (
