@@ -16,11 +16,11 @@ MAX_ROOM = 2**63
 
 
 @dataclass_transform(kw_only_default=True)
-class Fields:
+class BodyFields:
     """Base of fields that several bodies have (`Mixed` in apis/shared/fields.py)."""
 
 
-class BootstrapFields(Fields):
+class BootstrapFields(BodyFields):
     """One value, or one per sample or prompt."""
 
     bootstrap_host: Host = None

@@ -161,7 +161,8 @@ class CSource:
         return None if library is None else self.typed(library)
 
     def typed(self, library: ctypes.CDLL) -> ctypes.CDLL:
-        assert getattr(library, f"tandem_{self.name}_abi")() == self.abi, self.name
+        abi = getattr(library, f"tandem_{self.name}_abi")()
+        assert abi == self.abi, self.name
         for name, structure in self.functions.items():
             getattr(library, f"tandem_{name}").argtypes = [ctypes.POINTER(structure)]
         return library

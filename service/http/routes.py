@@ -80,7 +80,7 @@ EMBEDDINGS = "/v1/embeddings makes vectors to compare"
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ModelHead:
     """Routes that need a model with a special head, and alternatives.
 
     404, as OpenAI's SDK would retry a 501.
@@ -90,8 +90,8 @@ class Head:
     instead: str
 
 
-_POOLING = Head("a model with a pooling head", f"{EMBEDDINGS}, and so does /encode")
-UNSERVED: Mapping[str, Head] = {
+_POOLING = ModelHead("a model with a pooling head", f"{EMBEDDINGS}, and so does /encode")
+UNSERVED: Mapping[str, ModelHead] = {
     "/pooling": _POOLING,
 }
 

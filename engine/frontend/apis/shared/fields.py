@@ -8,7 +8,7 @@ import msgspec
 from msgspec import StructMeta
 
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields, ResponseFormat, Schema, StructuredOutputs
-from engine.frontend.bootstraps import BootstrapFields, Fields
+from engine.frontend.bootstraps import BodyFields, BootstrapFields
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
 from engine.images import ImageInput, positions_taken
@@ -325,7 +325,7 @@ class Mixed(StructMeta):
         return StructMeta.__new__(StructMeta, name, (base,), namespace, **options)
 
 
-class RoutingFields(Fields):
+class RoutingFields(BodyFields):
     """Prefix cache namespace (`cache_salt`: vLLM, SGLang; `extra_key`: SGLang), and DP rank."""
 
     cache_salt: PerPrompt = None
