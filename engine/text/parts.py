@@ -60,12 +60,9 @@ class ShownParts:
     """Parts of `reader` as `show` turns them, None to drop one."""
 
     def __init__(self, reader: PartReader, show: Callable[[Part], Part | None]) -> None:
+        self.num_calls = 0
         self._reader = reader
         self._show = show
-
-    @property
-    def num_calls(self) -> int:
-        return self._reader.num_calls
 
     def feed(self, text: str) -> list[Part]:
         return self._shown(self._reader.feed(text))
@@ -74,7 +71,9 @@ class ShownParts:
         return self._shown(self._reader.end())
 
     def _shown(self, parts: list[Part]) -> list[Part]:
-        return [shown for part in parts if (shown := self._show(part)) is not None]
+        shown = [part for part in map(self._show, parts) if part is not None]
+        self.num_calls += sum(isinstance(part, CallBegins) for part in shown)
+        return shown
 
 
 def without_reasoning(part: Part) -> Part | None:
