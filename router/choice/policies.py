@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
+from typing import ClassVar
 
 import msgspec
 
@@ -103,6 +104,8 @@ def _odd_hash(url: str) -> int:
 @dataclass(eq=False)
 class Policy(ABC):
     draw: Draw
+    needs_keys: ClassVar[bool] = False  # of prompts
+    needs_session: ClassVar[bool] = False
 
     @abstractmethod
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
@@ -158,6 +161,8 @@ class Random(Policy):
 class ConsistentHashing(LeastLoad):
     """The session's `owner`; without session by load."""
 
+    needs_session = True
+
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         return Placement(owner(pool, hints.session)) if hints.session else super().look(pool, hints)
 
@@ -177,6 +182,8 @@ class CacheAware(Policy):
     transfer: weight 1. As in SGLang, matches below `cache_threshold` are ignored; beyond both
     balance thresholds only load decides.
     """
+
+    needs_keys = True
 
     index: PrefixIndex
     flags: ChoiceFlags
@@ -267,8 +274,8 @@ class _SessionParams(msgspec.Struct):
 class Chooser:
     def __init__(self, policies: Mapping[Role, Policy]) -> None:
         self.policies = policies
-        self.needs_keys = any(isinstance(policy, CacheAware) for policy in policies.values())
-        self.needs_session = any(isinstance(policy, ConsistentHashing) for policy in policies.values())
+        self.needs_keys = any(policy.needs_keys for policy in policies.values())
+        self.needs_session = any(policy.needs_session for policy in policies.values())
 
     async def hints(self, parsed: ParsedBody, headers: Mapping[str, str], *, size: int) -> RoutingHints:
         """Return the hints of a body of `size` bytes; a thread reads a long one."""

@@ -169,10 +169,10 @@ class HttpReply:
         self.error: UpstreamError | None = None
         self.num_buffered = 0
         self.received_s = loop.time()
-        self.listener: Callable[[], None] = _nothing
-        self.on_end: Callable[[], None] = _nothing
-        self.end_connection: Callable[[], object] = _nothing
-        self.resume: Callable[[], None] = _nothing
+        self.listener: Callable[[], None] = nothing
+        self.on_end: Callable[[], None] = nothing
+        self.end_connection: Callable[[], object] = nothing
+        self.resume: Callable[[], None] = nothing
         self._chunks: list[bytes] = []
         self._loop = loop
         self._waiter = Waiter()
@@ -231,7 +231,7 @@ class HttpReply:
         """Call and drop the listeners, whose cycle would keep bodies until garbage collection."""
         self.on_end()
         self.wake()
-        self.listener = self.on_end = self.resume = self.end_connection = _nothing
+        self.listener = self.on_end = self.resume = self.end_connection = nothing
 
     def wake(self) -> None:
         self.received_s = self._loop.time()
@@ -242,7 +242,7 @@ class HttpReply:
         self.close(UpstreamError("timeout", "no answer in time (--request-timeout-secs)"))
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Do nothing."""
 
 

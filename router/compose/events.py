@@ -38,7 +38,7 @@ def make_events(
             recorder.on_call_failed,
             metrics.on_call_failed,
             circuit_failed,
-            partial(report_unreachable, monitor),
+            partial(_report_unreachable, monitor),
         ),
         on_retry=(metrics.on_retry,),
         on_failover=(metrics.on_failover,),
@@ -50,7 +50,7 @@ def make_events(
     )
 
 
-def report_unreachable(monitor: HealthMonitor, failure: CallFailed, now_s: float) -> None:
+def _report_unreachable(monitor: HealthMonitor, failure: CallFailed, now_s: float) -> None:
     if failure.reason in ("refused", "lost") or failure.draining:
         log.warning("%s", failure)
         refused = str(failure) if failure.reason == "refused" else ""

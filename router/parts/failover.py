@@ -18,12 +18,13 @@ from aiohttp import web
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import MOVED, CallFailed
+from router.attempts.upstream_call import MOVED, CallFailed, UpstreamCall, broken_stream
 from router.client.credentials import Credentials
 from router.client.session import call_worker
+from router.client.upstream import UpstreamError, nothing
 from router.pool.active_calls import ActiveCall
 from router.pool.worker import Role, Worker
-from router.requests.answer import ClientAnswer, StreamSplitter, ask_for_rest, failure_response, has_moved, read_whole
+from router.requests.answer import ClientAnswer, StreamSplitter, ask_for_rest, failure_response
 from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import decode_or_none
@@ -74,7 +75,7 @@ class ResumableAnswer(ClientAnswer):
             return await super().whole()
         try:
             self._follow()
-            body = await read_whole(self.attempt.answering, self.record)
+            body = await _read_whole(self.attempt.answering, self.record)
             while isinstance(body, CallFailed):
                 goes_on = await self._goes_on(body)
                 failure = self.attempt.refused or body
@@ -82,7 +83,7 @@ class ResumableAnswer(ClientAnswer):
                     raise failure
                 if not goes_on:
                     return failure_response(failure, self.request.path)
-                body = await read_whole(self.attempt.answering, self.record)
+                body = await _read_whole(self.attempt.answering, self.record)
             return self._respond(body)
         finally:
             self._close()
@@ -113,7 +114,7 @@ class ResumableAnswer(ClientAnswer):
     def _incomplete(self) -> CallFailed | None:
         worker = self.attempt.answering.worker
         if self.record.moved:
-            return has_moved(worker)
+            return _has_moved(worker)
         if not self.record.failed:
             return None
         event = self.record.last_event
@@ -201,7 +202,7 @@ class ResumableAnswer(ClientAnswer):
         self.launcher.rooms.release(self._all_rooms)
 
     def _leave_attempt(self) -> None:
-        end, self.end_attempt = self.end_attempt, _nothing
+        end, self.end_attempt = self.end_attempt, nothing
         end()
 
     def _ask_for_rest(self, *, by_kv: bool) -> None:
@@ -222,8 +223,30 @@ class ResumableAnswer(ClientAnswer):
         return first
 
 
-def _nothing() -> None:
-    """Do nothing."""
+def _has_moved(worker: Worker) -> CallFailed:
+    return CallFailed(worker, reason=MOVED, detail="the answer has left it, and no other worker took it over")
+
+
+async def _read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:
+    """Read a whole answer; `record` takes frames before it."""
+    if not call.framed:
+        return call.reply.take()
+    data = b""
+    try:
+        while chunk := await call.reply.readany():
+            data += chunk
+            if data.startswith(b":"):
+                data = record.take_head(data)
+    except UpstreamError as err:
+        return broken_stream(call.worker, err)
+    if record.moved:
+        return _has_moved(call.worker)
+    if record.failed:
+        headers = {"content-type": "application/json"}
+        if record.retry_after_s:
+            headers["retry-after"] = str(record.retry_after_s)
+        return CallFailed(call.worker, reason="status", status=record.failed, headers=headers, body=data)
+    return data if data else CallFailed(call.worker, reason="lost", detail="the answer ended before its body")
 
 
 # ---- migration

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from router.client.credentials import Credentials
-from router.client.upstream import HttpReply, Upstream
+from router.client.upstream import HttpReply, Upstream, nothing
 from router.pool.active_calls import last_sign_s
 from router.pool.worker import Worker
 from service.http.heartbeats import PATH, Beat, HeartbeatReader, NoHeartbeats
@@ -203,7 +203,7 @@ class Heartbeats:
         self._end_silence()
         self._late, self.is_late, self._beat, self.worker.beats, self.rests = None, False, None, False, False
         if reply is not None:
-            reply.listener = _nothing
+            reply.listener = nothing
             reply.close()
 
     def on_answer(self) -> None:
@@ -277,7 +277,3 @@ class Heartbeats:
         if self._silence is not None:
             self._silence.close()
             self._silence = None
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import MOVED, CallFailed, UpstreamCall, broken_stream, circuit_blamed
+from router.attempts.upstream_call import CallFailed, broken_stream, circuit_blamed
 from router.body import write_body
-from router.client.upstream import UpstreamError
+from router.client.upstream import nothing
 from router.pool.reports import lack_of, lacks_route, parse_error
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, serves
@@ -173,7 +173,7 @@ class ClientAnswer:
                 if events:
                     await out.write(events)
         finally:
-            reply.listener = _nothing
+            reply.listener = nothing
         if reply.error is not None:
             return broken_stream(call.worker, reply.error)
         if rest := splitter.rest():
@@ -215,42 +215,12 @@ class ClientAnswer:
         circuit_blamed(self.request, self.attempt, self.launcher.clock())
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def has_moved(worker: Worker) -> CallFailed:
-    return CallFailed(worker, reason=MOVED, detail="the answer has left it, and no other worker took it over")
-
-
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
     """Change the request into one for the rest of its answer (service/http/resume.py)."""
     fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
     request.body = write_body(request.parsed)
     request.headers = {**request.headers, RESUME_HEADER: sign(secret, resume)}
-
-
-async def read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:
-    """Read a whole answer; `record` takes frames before it."""
-    if not call.framed:
-        return call.reply.take()
-    data = b""
-    try:
-        while chunk := await call.reply.readany():
-            data += chunk
-            if data.startswith(b":"):
-                data = record.take_head(data)
-    except UpstreamError as err:
-        return broken_stream(call.worker, err)
-    if record.moved:
-        return has_moved(call.worker)
-    if record.failed:
-        headers = {"content-type": "application/json"}
-        if record.retry_after_s:
-            headers["retry-after"] = str(record.retry_after_s)
-        return CallFailed(call.worker, reason="status", status=record.failed, headers=headers, body=data)
-    return data if data else CallFailed(call.worker, reason="lost", detail="the answer ended before its body")
 
 
 # ---- The router's own answers to failures. Pure.

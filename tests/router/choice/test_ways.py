@@ -44,8 +44,8 @@ def goes_alone(tokens: int, wanted: Slo = WANTED, **at: WorkerMetrics) -> bool:
 
 
 HURRY = Slo(ttft_s=0.1, itl_s=0.04)
-BUSY, FEWER = FREE._replace(requests=4), FREE._replace(requests=6)
-MORE = {"decode": DECODE._replace(requests=8), "alone": FEWER}
+BUSY = FREE._replace(requests=4)
+MORE = {"decode": DECODE._replace(requests=8), "alone": FREE._replace(requests=6)}
 QUEUED = {"prefill": PREFILL._replace(waiting_tokens=3000), "alone": BUSY}
 BOTH = {"prefill": PREFILL._replace(waiting_tokens=800), "alone": FREE._replace(requests=30)}
 OTHER_QUEUED = {"decode": DECODE._replace(requests=6), "alone": BUSY._replace(waiting_tokens=3000)}
@@ -56,7 +56,7 @@ OTHER_QUEUED = {"decode": DECODE._replace(requests=6), "alone": BUSY._replace(wa
     [
         # A short prompt goes where fewer answers run, and a long one holds up none.
         *((tokens, WANTED, MORE, tokens <= 100) for tokens in (10, 100, 1000, 3000)),
-        (10, WANTED, {"decode": DECODE._replace(requests=4), "alone": FEWER}, False),
+        (10, WANTED, {**MORE, "decode": DECODE._replace(requests=4)}, False),
         # It skips the hand-over where the first token is in a hurry, or no requests wait.
         *((tokens, wanted, {}, wanted is HURRY) for tokens in (20, 3000) for wanted in (HURRY, WANTED)),
         (1000, WANTED, {}, False),
