@@ -37,45 +37,47 @@ def ask(tokens: int) -> Ask:
     return Ask(tokens, tokens + 100, 100.0)
 
 
-def goes_alone(tokens: int, wanted: Slo = WANTED, **at: WorkerMetrics) -> bool:
+def goes_alone(tokens: int, wanted: Slo = WANTED, **at: dict[str, Any]) -> bool:
     """`at`: the figures of the workers (prefill, decode, alone) that differ from the usual ones."""
-    one, prefill, decode = ask(tokens), at.get("prefill", PREFILL), at.get("decode", DECODE)
-    return unified_slo_cost(at.get("alone", FREE), one, wanted) < pair_slo_cost(prefill, one, decode, one, wanted)
-
-
-HURRY = Slo(ttft_s=0.1, itl_s=0.04)
-BUSY = FREE._replace(requests=4)
-MORE = {"decode": DECODE._replace(requests=8), "alone": FREE._replace(requests=6)}
-QUEUED = {"prefill": PREFILL._replace(waiting_tokens=3000), "alone": BUSY}
-BOTH = {"prefill": PREFILL._replace(waiting_tokens=800), "alone": FREE._replace(requests=30)}
-OTHER_QUEUED = {"decode": DECODE._replace(requests=6), "alone": BUSY._replace(waiting_tokens=3000)}
+    one, alone = ask(tokens), FREE._replace(**at.get("alone", {}))
+    prefill, decode = PREFILL._replace(**at.get("prefill", {})), DECODE._replace(**at.get("decode", {}))
+    return unified_slo_cost(alone, one, wanted) < pair_slo_cost(prefill, one, decode, one, wanted)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "wanted", "at", "alone"),
+    ("tokens", "alone", "at"),
     [
         # A short prompt goes where fewer answers run, and a long one holds up none.
-        *((tokens, WANTED, MORE, tokens <= 100) for tokens in (10, 100, 1000, 3000)),
-        (10, WANTED, {**MORE, "decode": DECODE._replace(requests=4)}, False),
+        *((tokens, tokens <= 100, {"decode": {"requests": 8}, "alone": {"requests": 6}}) for tokens in (10, 100, 1000)),
+        (10, False, {"decode": {"requests": 4}, "alone": {"requests": 6}}),
         # It skips the hand-over where the first token is in a hurry, or no requests wait.
-        *((tokens, wanted, {}, wanted is HURRY) for tokens in (20, 3000) for wanted in (HURRY, WANTED)),
-        (1000, WANTED, {}, False),
-        (1000, WANTED, {"alone": FREE._replace(company=0.0)}, True),
+        *(
+            (tokens, hurry, {"wanted": Slo(0.1, 0.04) if hurry else WANTED})
+            for tokens in (20, 3000)
+            for hurry in (0, 1)
+        ),
+        (1000, False, {}),
+        (1000, True, {"alone": {"company": 0.0}}),
         # The longer queue overflows to the other side.
-        (1000, WANTED, {"alone": BUSY}, False),
-        (1000, WANTED, QUEUED, True),
-        (20, WANTED, {**OTHER_QUEUED, "alone": BUSY}, True),
-        (20, WANTED, OTHER_QUEUED, False),
+        (1000, False, {"alone": {"requests": 4}}),
+        (1000, True, {"alone": {"requests": 4}, "prefill": {"waiting_tokens": 3000}}),
+        (20, True, {"decode": {"requests": 6}, "alone": {"requests": 4}}),
+        (20, False, {"decode": {"requests": 6}, "alone": {"requests": 4, "waiting_tokens": 3000}}),
         # So does a full batch of answers.
-        (1000, WANTED, {"decode": DECODE._replace(requests=2)}, False),
-        (1000, WANTED, {"decode": DECODE._replace(requests=30)}, True),
+        *((1000, requests > 2, {"decode": {"requests": requests}}) for requests in (2, 30)),
         # The tightest SLO counts most.
-        (100, Slo(ttft_s=1.0, itl_s=1.0), BOTH, True),
-        (100, Slo(ttft_s=20.0, itl_s=0.06), BOTH, False),
+        *(
+            (
+                100,
+                wanted.ttft_s == 1.0,
+                {"prefill": {"waiting_tokens": 800}, "alone": {"requests": 30}, "wanted": wanted},
+            )
+            for wanted in (Slo(1.0, 1.0), Slo(20.0, 0.06))
+        ),
     ],
 )
-def test_where_a_prompt_goes(tokens: int, wanted: Slo, at: dict[str, WorkerMetrics], alone: bool) -> None:
-    assert goes_alone(tokens, wanted, **at) == alone
+def test_where_a_prompt_goes(tokens: int, alone: bool, at: dict[str, Any]) -> None:
+    assert goes_alone(tokens, **at) == alone
 
 
 def test_a_worker_without_room_is_waited_for_as_long_as_its_requests_stay() -> None:
@@ -83,7 +85,7 @@ def test_a_worker_without_room_is_waited_for_as_long_as_its_requests_stay() -> N
     assert wait_for_room_s(DECODE, ask(100)) == wait_for_room_s(full, Ask(1, 100, 100.0)) == 0.0
     assert wait_for_room_s(full, Ask(1, 600, 100.0)) == pytest.approx(0.5 * 100 * STEP.at(10))
     assert wait_for_room_s(DECODE._replace(requests=7, most_requests=4), ask(100)) == pytest.approx(100 * STEP.at(7))
-    assert goes_alone(1000, decode=full._replace(held_tokens=2000.0))
+    assert goes_alone(1000, decode={"requests": 10, "held_tokens": 2000.0, "capacity_tokens": 1000})
 
 
 class Pool:
