@@ -238,6 +238,11 @@ class Cluster:
         await until(lambda: all(worker.seen for worker in at))
         return task
 
+    async def first_byte(self) -> None:
+        """Wait until the oldest request's answer has begun."""
+        live = self.router.live.requests
+        await until(lambda: live and next(iter(live)).first_byte_s is not None)
+
     async def remove(self, worker: DummyWorker) -> int:
         """The status of DELETE /workers."""
         async with self.client.delete(self.url + "/workers", params={"url": worker.url}) as response:

@@ -14,6 +14,7 @@ from router.pool.breaker import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched, make_request, turns
+from tests.router.dummies import table_of
 
 
 def pair_of(table: WorkerTable, i: int, *, server: int | None = None) -> tuple[Worker, Worker]:
@@ -77,9 +78,8 @@ def test_another_bootstrap_server_comes_first_and_one_gets_two_tries() -> None:
 
 @pytest.fixture
 def worker() -> Worker:
-    table = WorkerTable()
-    worker = table.add("http://h:1", role=Role.DECODE)
-    table.on_check(worker, Check.OK, now_s=10.0)
+    (worker,) = table_of(1).workers()
+    worker.checks.good_s = 10.0
     return worker
 
 
@@ -134,9 +134,8 @@ def test_what_waits_for_a_silent_worker_has_waited_for_one_silence_itself_and_th
 
 
 def test_calls_of_a_former_incarnation_are_given_up_at_once() -> None:
-    table, give_up = WorkerTable(), partial(give_up_vain_calls, timeout_s=30.0)
-    worker = table.add("http://h:1", role=Role.DECODE)
-    table.on_check(worker, Check.OK, now_s=0.0)
+    table, give_up = table_of(1), partial(give_up_vain_calls, timeout_s=30.0)
+    (worker,) = table.workers()
     for incarnation, checked_s in (("a", 1.0), ("", 1.5), ("a", 2.0)):
         table.on_incarnation(worker, incarnation, checked_s=checked_s)
     of_a, unknown = begin(worker, now_s=1.9), begin(worker, now_s=2.1)
@@ -148,9 +147,8 @@ def test_calls_of_a_former_incarnation_are_given_up_at_once() -> None:
 
 
 def test_several_processes_behind_one_url_are_no_lives_one_after_the_other() -> None:
-    table = WorkerTable()
-    worker = table.add("http://service:1", role=Role.DECODE)
-    table.on_check(worker, Check.OK, now_s=0.0)
+    table = table_of(1)
+    (worker,) = table.workers()
     for checked_s, incarnation in enumerate(("a", "b", "a")):
         table.on_incarnation(worker, incarnation, checked_s=float(checked_s))
     begin(worker, now_s=0.5)

@@ -428,7 +428,7 @@ async def test_streams_of_a_worker_that_freezes_drains_or_is_emptied_go_on_at_an
         await until(lambda: any(w.seen for w in c.decodes))
         at, other = sorted(c.decodes, key=lambda w: not w.seen)
         other.behave = goes_on
-        await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
+        await c.first_byte()
         if why == "an operator":
             status, _, answer = await c.post("/workers/migrate", {"url": at.url})
             assert (status, json.loads(answer)["moved"]) == (200, 1)

@@ -85,6 +85,13 @@ class Page:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
         )
 
+    async def too_wide(self, width: int, *, but: str) -> list[str]:
+        """What reaches beyond the window, except in elements `but`; nothing may scroll it wider than `width`."""
+        assert await self.js("Math.max(document.documentElement.scrollWidth, innerWidth)") == width
+        beyond = f"n.getBoundingClientRect().right > innerWidth + 1 && !n.closest('{but}')"
+        nodes = f"[...document.querySelectorAll('*')].filter((n) => {beyond})"
+        return list(await self.js(f"{nodes}.map((n) => n.className || n.tagName)"))
+
     async def prefer(self, **features: str) -> None:
         """Media features, such as prefers_color_scheme="dark"."""
         wanted = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]

@@ -141,13 +141,14 @@ async def test_the_order_of_the_focus_is_that_of_the_page(devtools: str) -> None
         assert order[3:] == ["Dashboard", "new", "theme", "Settings", "Edit", "Time", "Copy", "Again", "message"]
 
 
-async def test_escape_stops_and_takes_the_request_from_the_workers(devtools: str) -> None:
+@pytest.mark.parametrize("by", ["Escape", "button"])
+async def test_a_stop_takes_the_request_from_the_workers(devtools: str, by: str) -> None:
     async with shown(devtools) as (c, page):
         hold = asyncio.Event()
         answer_with(c, says("Paris is big", hold=hold))
         await ask(page, then=f"{ANSWER}.includes('Paris')")
         assert await page.js("document.getElementById('send').innerText") == "Stop"
-        await page.press("Escape")
+        await (page.press(by) if by == "Escape" else page.js("document.getElementById('send').click()"))
         await page.until(DONE)
         await until(lambda: sum(worker.cancelled for worker in c.decodes) == 1)
         await c.settled()
@@ -157,15 +158,6 @@ async def test_escape_stops_and_takes_the_request_from_the_workers(devtools: str
         answer_with(c, says("Madrid."))
         await ask(page, "And of Spain?")  # the conversation goes on, with what had come
         assert [m["content"].strip() for m in bodies(c)[-1]["messages"]] == [QUESTION, "Paris", "And of Spain?"]
-
-
-async def test_the_button_stops_too(devtools: str) -> None:
-    async with shown(devtools) as (c, page):
-        answer_with(c, says("Paris is big", hold=asyncio.Event()))
-        await ask(page, then=f"{ANSWER}.includes('Paris')")
-        await page.js("document.getElementById('send').click()")
-        await page.until(DONE)
-        await until(lambda: sum(worker.cancelled for worker in c.decodes) == 1)
 
 
 async def test_an_answer_is_made_again_and_a_question_is_edited(devtools: str) -> None:
@@ -433,12 +425,7 @@ async def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
         await page.js(f"{LAST}.querySelector('.crossed').click()")
         await page.until(f"{LAST}.querySelectorAll('.timeline .inner').length === 2")
         await page.js("document.getElementById('settings').open = true")
-        wide = (
-            "[...document.querySelectorAll('*')].filter((n) => n.getBoundingClientRect().right > innerWidth + 1 "
-            "&& !n.closest('pre')).map((n) => n.className || n.tagName)"
-        )
-        assert await page.js(wide) == []  # nor is anything cut off
-        assert await page.js("Math.max(document.documentElement.scrollWidth, innerWidth)") == width
+        assert await page.too_wide(width, but="pre") == []  # nor is anything cut off
 
 
 async def test_a_worker_that_serves_alone_has_the_page_and_nothing_of_a_router(devtools: str, tmp_path: Path) -> None:

@@ -52,9 +52,8 @@ async def move_one(
     for worker in c.decodes:
         worker.behave, worker.lets_go = leaving.behave, leaving.lets_go
     running = asyncio.create_task(read(c, **headers))
-    await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
-    (at,) = [w for w in c.decodes if w.seen]
-    (to,) = [w for w in c.decodes if w is not at]
+    await c.first_byte()
+    to, at = sorted(c.decodes, key=lambda w: len(w.seen))
     to.behave = other
     status, _, answer = await c.post("/workers/migrate", {"url": at.url}, headers=headers)
     assert (status, json.loads(answer)["moved"]) == (200, 1)
@@ -248,9 +247,8 @@ async def test_a_stream_moves_from_a_full_worker_to_one_with_room(above: float) 
         for worker in c.decodes:
             worker.behave, worker.lets_go, worker.loads = leaving.behave, leaving.lets_go, loads(100, 1)
         running = asyncio.create_task(read(c))
-        await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
-        (at,) = [w for w in c.decodes if w.seen]
-        (to,) = [w for w in c.decodes if w is not at]
+        await c.first_byte()
+        to, at = sorted(c.decodes, key=lambda w: len(w.seen))
         to.behave, at.loads = goes_on, loads(960, 2)
         full = c.router.table.find(at.url)
         await until(lambda: full.report is not None and full.report.used_tokens == 960)
