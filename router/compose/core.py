@@ -15,7 +15,7 @@ from router.fleet import PeerProcesses, ProcessSlot
 from router.history.recorder import Recorder
 from router.metrics import RouterMetrics, of_feed
 from router.parts.admission import Admission
-from router.parts.encoders import EncoderHeaders
+from router.parts.encoders import Encoders
 from router.parts.prefix import PrefixHeaders, PrefixSources
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
@@ -52,7 +52,7 @@ class RouterCore:
         self.admission = Admission(config, peers=peer_load)
         self.table = named_workers(config, peer_load)
         self.table.on_gone = self._on_gone
-        self.encoders = EncoderHeaders(table=self.table, secret=self.secret)
+        self.encoders = Encoders(table=self.table, secret=self.secret)
         self.responses = store_of(config)
         self.metrics = RouterMetrics(self.table, ways=ways_of(config))
         self.metrics.parts += [partial(of_feed, self.feed), self.admission.metrics]
@@ -67,13 +67,13 @@ class RouterCore:
 
     def on_info(self, worker: Worker, info: object) -> None:
         self.feed.on_info(worker, info)
-        self.encoders.encoders.on_info(worker, info)
+        self.encoders.on_info(worker, info)
         for prefixes in self.prefixes:
             prefixes.sources.on_info(worker, info)
 
     def _on_gone(self, worker: Worker) -> None:
         self.feed.on_gone(worker)
-        self.encoders.encoders.on_gone(worker)
+        self.encoders.on_gone(worker)
         for prefixes in self.prefixes:
             prefixes.sources.on_gone(worker)
         self.admission.forecast.forget(worker)

@@ -14,7 +14,7 @@ from router.client.credentials import Credentials
 from router.compose.exposure import ways_of
 from router.config import RouterConfig
 from router.parts.admission import PRIORITY_HEADER, Admission
-from router.parts.encoders import EncoderHeaders
+from router.parts.encoders import Encoders
 from router.parts.failover import Failover
 from router.parts.images import BodyImages
 from router.parts.kept_alive import serve_kept_alive
@@ -37,7 +37,7 @@ class Owners:
     """Objects whose methods are parts, in one router process."""
 
     admission: Admission
-    encoders: EncoderHeaders
+    encoders: Encoders
     book: SharedBook | None
     live: LiveRequests
     credentials: Credentials

@@ -28,35 +28,6 @@ class EncoderChoice(NamedTuple):
     is_owner: bool
 
 
-class Encoders:
-    """Addresses of encoder workers, and workers that fetch features."""
-
-    def __init__(self) -> None:
-        self._at: dict[int, ImageEncoder] = {}
-        self._asking: set[int] = set()
-
-    def on_info(self, worker: Worker, info: object) -> None:
-        self.on_gone(worker)
-        if (at := parse_encoder(info)) is not None:
-            self._at[worker.worker_id] = at
-        if fetches_features(info):
-            self._asking.add(worker.worker_id)
-
-    def on_gone(self, worker: Worker) -> None:
-        self._at.pop(worker.worker_id, None)
-        self._asking.discard(worker.worker_id)
-
-    def asks(self, worker: Worker) -> bool:
-        return worker.worker_id in self._asking
-
-    def avoided_by(self, worker: Worker) -> set[int]:
-        avoided = () if worker.report is None else worker.report.avoided_encoders
-        return {worker_id for worker_id, at in self._at.items() if at.control in avoided} if avoided else set()
-
-    def at(self, worker: Worker) -> ImageEncoder | None:
-        return self._at.get(worker.worker_id)
-
-
 def choose_encoders(digests: Iterable[str], pool: Pool) -> dict[str, EncoderChoice]:
     """Choose a worker per distinct image, counting those just assigned."""
     planned: Counter[int] = Counter()  # tokens, by id of the worker
@@ -79,15 +50,27 @@ def _load(worker: Worker, planned: Counter[int]) -> int:
 
 
 @dataclass(eq=False, kw_only=True)
-class EncoderHeaders:
+class Encoders:
     """Names encoder workers, if there is a `secret` to sign. `num_images` counts images by
     choice.
     """
 
     table: WorkerTable
     secret: bytes | None
-    encoders: Encoders = field(default_factory=Encoders)
     num_images: Counter[str] = field(default_factory=Counter)
+    _at: dict[int, ImageEncoder] = field(default_factory=dict)  # addresses of encoder workers
+    _asking: set[int] = field(default_factory=set)  # workers that fetch features
+
+    def on_info(self, worker: Worker, info: object) -> None:
+        self.on_gone(worker)
+        if (at := parse_encoder(info)) is not None:
+            self._at[worker.worker_id] = at
+        if fetches_features(info):
+            self._asking.add(worker.worker_id)
+
+    def on_gone(self, worker: Worker) -> None:
+        self._at.pop(worker.worker_id, None)
+        self._asking.discard(worker.worker_id)
 
     def part_of(self, images: Sequence[str]) -> CallPart:
         return partial(self.name, images=images)
@@ -99,17 +82,15 @@ class EncoderHeaders:
         """
         compute = call.placement.worker
         secret, pool = self.secret, self._pool(compute, call.now_s)
-        if secret is None or not pool or pool[0].silent or not self.encoders.asks(compute):  # silent: then all are
+        asks = compute.worker_id in self._asking
+        if secret is None or not pool or pool[0].silent or not asks:  # silent: then all are
             self.num_images["none"] += len(images)
             return
         chosen = choose_encoders(images, pool)
         self._count(images, chosen)
-        tokens = Counter({choice.worker: 0 for choice in chosen.values()})
-        for choice in chosen.values():
-            tokens[choice.worker] += TOKENS_PER_IMAGE
-        charge = self.table.loads.charge
-        call.leases += [charge(worker, count, now_s=call.now_s) for worker, count in tokens.items()]
-        value = write_header([self.encoders.at(chosen[image].worker) for image in images], secret)
+        for worker, count in Counter(choice.worker for choice in chosen.values()).items():
+            call.leases.append(self.table.loads.charge(worker, count * TOKENS_PER_IMAGE, now_s=call.now_s))
+        value = write_header([self._at.get(chosen[image].worker.worker_id) for image in images], secret)
         call.headers = {**call.headers, ENCODERS_HEADER: value}
 
     def metrics(self, workers: Sequence[Worker]) -> Iterator[Metric]:
@@ -124,8 +105,10 @@ class EncoderHeaders:
     def _pool(self, compute: Worker, now_s: float) -> Pool:
         several = self.table.models.several and compute.models
         pool = self.table.ready(Role.ENCODE, compute.models[0] if several else "", now_s=now_s)
-        avoided = self.encoders.avoided_by(compute)
-        return [w for w in pool if w.worker_id not in avoided] if avoided else pool
+        avoided = () if compute.report is None else compute.report.avoided_encoders
+        if not avoided:
+            return pool
+        return [w for w in pool if (at := self._at.get(w.worker_id)) is None or at.control not in avoided]
 
     def _count(self, images: Sequence[str], chosen: Mapping[str, EncoderChoice]) -> None:
         for image in images:

@@ -10,7 +10,7 @@ from aiohttp import web
 from router.attempts.request import concerns
 from router.body import TOKENS_PER_IMAGE, Api, parse_body
 from router.choice.prefix_index import prompt_keys
-from router.parts.encoders import EncoderHeaders
+from router.parts.encoders import Encoders
 from router.parts.images import BodyImages
 from router.pool.workers import WorkerTable
 from service.flags import ConfigError
@@ -151,7 +151,7 @@ def parsed(api: Api, body: dict[str, Any]) -> Any:
 
 
 def taker() -> BodyImages:
-    encoders = EncoderHeaders(table=WorkerTable(), secret=None)
+    encoders = Encoders(table=WorkerTable(), secret=None)
     return BodyImages(ImageFlags(), part_of=encoders.part_of, most_bytes=1 << 26)
 
 

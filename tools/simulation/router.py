@@ -22,7 +22,7 @@ from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.metrics import RouterMetrics, counted
 from router.parts.admission import Admission
-from router.parts.encoders import EncoderHeaders
+from router.parts.encoders import Encoders
 from router.parts.failover import MoveOrders
 from router.pool.breaker import Health
 from router.pool.health import HealthMonitor
@@ -70,7 +70,7 @@ class Router:
         )
         chooser = make_chooser(config, draw=draw.randrange)
         self.table = WorkerTable(on_gone=chooser.forget)
-        self.encoders = EncoderHeaders(table=self.table, secret=SECRET)
+        self.encoders = Encoders(table=self.table, secret=SECRET)
         self.rooms = RoomMinter(draw.getrandbits)
         self._upstream = SimulatedUpstream(
             network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
@@ -90,7 +90,7 @@ class Router:
             credentials=credentials,
             upstream=self._upstream if options.heartbeats else None,
             let_go=self.moves.let_go,
-            on_info=self.encoders.encoders.on_info,
+            on_info=self.encoders.on_info,
         )
         admission, recorder = Admission(config), Recorder(self.aio.time)
         traces = RequestTraces(Tracer(ring_size=0), recorder)

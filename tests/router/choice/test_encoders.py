@@ -9,7 +9,7 @@ import pytest
 from router.attempts.pair_attempt import PairAttempt
 from router.body import TOKENS_PER_IMAGE
 from router.choice.policies import Placement
-from router.parts.encoders import SLACK_TOKENS, EncoderHeaders, Encoders, choose_encoders
+from router.parts.encoders import SLACK_TOKENS, Encoders, choose_encoders
 from router.pool.breaker import Check
 from router.pool.reports import parse_encoder, parse_load
 from router.pool.worker import LoadReport, Role, Worker
@@ -111,13 +111,12 @@ class Fleet:
         self.upstream = self.launched.upstream
         self.pair = self.up(Role.PREFILL, "http://p0"), self.up(Role.DECODE, "http://d0")
         self.alone = self.up(Role.UNIFIED, "http://u0")
-        self.encoders = Encoders()
+        self.encoders = Encoders(table=self.table, secret=SECRET)
         for worker in (*self.pair, self.alone):
             self.encoders.on_info(worker, {"feature_fetch": True})
         self.workers = [self.up(Role.ENCODE, f"http://e{i}") for i in range(count)]
         for worker in self.workers:
             self.meet(worker)
-        self.headers = EncoderHeaders(encoders=self.encoders, table=self.table, secret=SECRET)
 
     def up(self, role: Role, url: str) -> Worker:
         worker = self.launched.worker(role, url)
@@ -130,7 +129,7 @@ class Fleet:
 
     def send(self, images: list[str], *, alone: bool = False) -> PairAttempt:
         request = make_request()
-        request.parts = (self.headers.part_of(images),) if images else ()
+        request.parts = (self.encoders.part_of(images),) if images else ()
         placements = [Placement(worker) for worker in ((self.alone,) if alone else self.pair)]
         return self.launched.launcher.begin(request, {"x": "y"}, placements)
 
@@ -174,7 +173,7 @@ def test_without_a_healthy_one_nothing_is_named(why: str) -> None:
         else:
             fleet.table.retire(worker.url)
     fleet.send(IMAGES[:2])
-    assert fleet.named_to(fleet.pair[0]) is None and fleet.headers.num_images == {"none": 2}
+    assert fleet.named_to(fleet.pair[0]) is None and fleet.encoders.num_images == {"none": 2}
     assert fleet.loads() == [(0, 0)] * len(fleet.workers)
 
 
