@@ -5,7 +5,7 @@ Unchanged values keep their bytes, and workers refuse wrong ones.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -74,6 +74,11 @@ _PROMPT_FIELDS = {
 }
 
 
+# Bounds of an answer's tokens, where a request has one sample, and otherwise.
+_BOUNDS: Mapping[Api, tuple[str, ...]] = {Api.MESSAGES: ("max_tokens",), Api.RESPONSES: ("max_output_tokens",)}
+_OPENAI_BOUNDS = ("max_completion_tokens", "max_tokens")
+
+
 class BadBody(ApiError):
     """A body that cannot be routed."""
 
@@ -124,7 +129,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         raise BadBody(None, f"the body is not a JSON object: {err}") from None
     if prompts > MAX_SAMPLES:
         raise BadBody(None, f"one request may hold at most {MAX_SAMPLES} prompts, this one holds {prompts}")
-    samplings = _SAMPLINGS.get(api, _openai_sampling)(fields)
+    samplings = _samplings(api, fields)
     per_prompt = samplings if len(samplings) == prompts else samplings[:1] * prompts
     samples = output_tokens = 0
     for sampling in per_prompt:
@@ -213,40 +218,24 @@ def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
     return max(1, len(_list_decoder.decode(raw))), tokens
 
 
-def _openai_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
-    bound = _raw(fields, "max_completion_tokens") or _raw(fields, "max_tokens")
-    return [_Sampling(n=_small(_raw(fields, "n")), max_new_tokens=_small(bound))]
+def _samplings(api: Api, fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
+    """Return the sampling of all prompts, or of each."""
+    if api is Api.GENERATE:
+        return _native_samplings(_raw(fields, "sampling_params"))
+    if api in OLLAMA:
+        options = decode_or_none(_raw(fields, "options"), _Options)
+        return [_Sampling() if options is None else _Sampling(max_new_tokens=options.num_predict)]
+    bound = next((raw for name in _BOUNDS.get(api, _OPENAI_BOUNDS) if (raw := _raw(fields, name))), b"")
+    n = None if api in _BOUNDS else _small(_raw(fields, "n"))
+    return [_Sampling(n=n, max_new_tokens=_small(bound))]
 
 
-def _anthropic_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
-    return [_Sampling(max_new_tokens=_small(_raw(fields, "max_tokens")))]
-
-
-def _response_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
-    return [_Sampling(max_new_tokens=_small(_raw(fields, "max_output_tokens")))]
-
-
-def _ollama_sampling(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
-    options = decode_or_none(_raw(fields, "options"), _Options)
-    return [_Sampling() if options is None else _Sampling(max_new_tokens=options.num_predict)]
-
-
-def _native_samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
-    raw = _raw(fields, "sampling_params")
+def _native_samplings(raw: bytes) -> list[_Sampling]:
     try:
         decoded = _sampling_decoder.decode(raw) if raw else _Sampling()
     except JSON_ERRORS:
         return [_Sampling()]
     return (decoded or [_Sampling()]) if isinstance(decoded, list) else [decoded]
-
-
-_SAMPLINGS: Mapping[Api, Callable[[dict[str, msgspec.Raw]], list[_Sampling]]] = {
-    Api.GENERATE: _native_samplings,
-    Api.MESSAGES: _anthropic_sampling,
-    Api.RESPONSES: _response_sampling,
-    Api.OLLAMA_CHAT: _ollama_sampling,
-    Api.OLLAMA_GENERATE: _ollama_sampling,
-}
 
 
 def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:

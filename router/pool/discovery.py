@@ -126,7 +126,6 @@ class PodWorkers:
     port: int
     problems: dict[str, str] = field(default_factory=dict)  # ready pod -> why it is no worker
     _joined: dict[str, _Joined] = field(default_factory=dict)  # by URL
-    _leaving: dict[str, _Joined] = field(default_factory=dict)  # a subset
 
     def update(self, pods: Mapping[Role, Sequence[Pod]], *, now_s: float) -> None:
         wanted = self._wanted(pods)
@@ -139,14 +138,14 @@ class PodWorkers:
 
     def reap(self) -> None:
         """Remove idle leaving workers, except last resorts."""
-        for joined in list(self._leaving.values()):
+        for joined in [joined for joined in self._joined.values() if joined.leaving]:
             worker = joined.worker
             if worker is not None and not worker.inflight_requests and not self.table.is_alive(worker):
                 self._drop(joined)
                 log.info("service discovery: %s has left", worker.url)
 
     def counts(self) -> dict[str, int]:
-        leaving = len(self._leaving)
+        leaving = sum(joined.leaving for joined in self._joined.values())
         return {"workers": len(self._joined) - leaving, "leaving": leaving}
 
     def _enter(self, want: Wanted, now_s: float) -> None:
@@ -171,10 +170,9 @@ class PodWorkers:
         """
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:
-            self._forget(url)  # named or removed by hand
+            del self._joined[url]  # named or removed by hand
         elif not worker.leaving or (worker.last_resort and not ending):
             self.table.retire(url, last_resort=ending)
-            self._leaving[url] = joined
             log.info("service discovery: %s leaves, %d requests run there", url, worker.inflight_requests)
 
     def _drop(self, joined: _Joined) -> None:
@@ -182,11 +180,7 @@ class PodWorkers:
         if worker is not None and worker in self.table:
             self.table.remove(worker.url)
             self.monitor.retire(worker)
-        self._forget(joined.wanted.url)
-
-    def _forget(self, url: str) -> None:
-        del self._joined[url]
-        self._leaving.pop(url, None)
+        del self._joined[joined.wanted.url]
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
         self.problems = {}
