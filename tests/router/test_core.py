@@ -79,8 +79,9 @@ def test_reported_load_counts_only_what_others_sent() -> None:
     assert worker.load_tokens == 0
 
 
-def test_cached_tokens_are_no_load_on_prefill() -> None:
-    table = table_of(1, role=Role.PREFILL)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.ENCODE])
+def test_what_is_cached_is_no_load_of_workers_that_answer_no_client(role: Role) -> None:
+    table = table_of(1, role=role)
     table.loads.on_report(table.workers()[0], LoadReport(used_tokens=10_000, waiting_tokens=5))
     assert table.workers()[0].load_tokens == 5
 

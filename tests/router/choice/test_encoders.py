@@ -75,14 +75,6 @@ def test_while_its_worker_is_busy_the_least_loaded_takes_an_image(by: str) -> No
     assert choice.worker is idle and not choice.is_owner
 
 
-def test_features_that_a_worker_keeps_are_no_load() -> None:
-    table = table_of(2, role=Role.ENCODE)
-    before = owners(table)
-    for worker, used in zip(table.workers(), (90_000, 0), strict=True):
-        table.loads.on_report(worker, LoadReport(used_tokens=used, capacity_tokens=100_000))
-    assert owners(table) == before and all(worker.load_tokens == 0 for worker in table.workers())
-
-
 def test_many_images_of_a_request_are_shared_out() -> None:
     table = table_of(4, role=Role.ENCODE)
     shares = Counter(names(table, IMAGES))

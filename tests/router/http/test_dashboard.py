@@ -47,6 +47,7 @@ async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
             async with c.client.get(c.url + path) as response:
                 assert response.status == 200 and len(await response.read()) > 100
                 assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert path != "/favicon.ico" or response.content_type == "image/svg+xml"
                 policy = response.headers["Content-Security-Policy"]
                 assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
         for path in ("/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/0-1"):

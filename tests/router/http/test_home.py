@@ -7,7 +7,6 @@ import aiohttp
 import pytest
 
 from service.flags import installed_version
-from service.http.home import SHARED
 from tests.frontend.conftest import start_worker
 from tests.router.dummies import cluster
 from tests.router.http.browser import Page, tab
@@ -38,15 +37,6 @@ async def test_model_names_need_a_key_and_markup_is_text() -> None:
         status, headers, page = await get(c.url, Authorization="Bearer k", **HTML)
         assert status == 200 and "&lt;script&gt;m" in page and "<script>" not in page
         assert "default-src 'none'" in headers["Content-Security-Policy"]
-
-
-async def test_files_need_no_key_and_have_the_strict_policy() -> None:
-    async with cluster(api_key="k") as c:
-        for path in SHARED:
-            status, headers, _ = await get(c.url + path)
-            assert status == 200 and headers["X-Content-Type-Options"] == "nosniff"
-            assert "unsafe" not in headers["Content-Security-Policy"]
-        assert (await get(c.url + "/favicon.ico"))[1]["Content-Type"].startswith("image/svg+xml")
 
 
 async def look_around(page: Page, url: str, server: str, *, field: str) -> None:
