@@ -66,17 +66,13 @@ class AdmissionQueue:
         self.limits = limits
         self._peers = peers
         self._waiting: list[Ticket] = []
-        self._running = 0
+        self.num_running = 0
         self._of_client: Counter[str] = Counter()  # running requests
         self._num_arrived = 0
 
     @property
-    def num_running(self) -> int:
-        return self._running
-
-    @property
     def num_everywhere(self) -> int:
-        return self._running + (0 if self._peers is None else self._peers.others_live())
+        return self.num_running + (0 if self._peers is None else self._peers.others_live())
 
     @property
     def num_waiting(self) -> int:
@@ -124,7 +120,7 @@ class AdmissionQueue:
         return late + self._admit()
 
     def check(self) -> None:
-        assert self._running == self._of_client.total() >= 0, (self._running, self._of_client)
+        assert self.num_running == self._of_client.total() >= 0, (self.num_running, self._of_client)
         assert self._waiting == sorted(self._waiting) and len(self._waiting) <= self.limits.queue_size
         assert all(ticket.status is TicketStatus.WAITS for ticket in self._waiting)
 
@@ -151,12 +147,12 @@ class AdmissionQueue:
         return dropped
 
     def _count(self, client: str, step: int) -> None:
-        self._running += step
+        self.num_running += step
         self._of_client[client] += step
         if not self._of_client[client]:
             del self._of_client[client]
         if self._peers is not None:
-            self._peers.publish_live(self._running)
+            self._peers.publish_live(self.num_running)
             if self.limits.max_concurrent_requests_per_client:
                 self._peers.add_client(client, step)
 
