@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from tools.fresh.session import Session
 
 DEADLINE_S = 60.0
-SIZE = (50, 200)  # rows, columns
 
 
 class Terminal:
@@ -32,7 +31,7 @@ class Terminal:
         self._read = found.end()
 
     async def type(self, keys: str) -> None:
-        self._session.press(keys)
+        self._session.type(keys)
 
     async def ended(self) -> int:
         """The exit status, once it has ended."""
@@ -44,7 +43,7 @@ async def terminal(*argv: str, env: Mapping[str, str] | None = None) -> AsyncIte
     """`tandem argv` as the leader of a session whose terminal this is."""
     command = [sys.executable, "-m", "deploy", *argv]
     whole = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **(env or {})}
-    session = Session(command, "tandem", in_terminal=True, size=SIZE, env=whole)
+    session = Session(command, "tandem", in_terminal=True, env=whole)
     try:
         yield Terminal(session)
     finally:

@@ -27,7 +27,7 @@ def test_three_commands_are_a_cluster(tmp_path: Path) -> None:
             process = start_process(command, tmp_path / f"{i}.log", ANEW)
             stack.callback(end_tree, process)
         paste = tmp_path / "paste"
-        line = with_ports(readme.pasted_line(README), ports).replace("curl -s", "curl -s -f")
+        line = with_ports(readme.find("pasted", README), ports).replace("curl -s", "curl -s -f")
 
         def answered() -> bool:
             asked = start_process(["bash", "-c", f"({line}) > {paste}"], tmp_path / "curl.log")
@@ -35,7 +35,7 @@ def test_three_commands_are_a_cluster(tmp_path: Path) -> None:
 
         wait_until(answered, within_s=90, what=lambda: "\n".join(log.read_text() for log in tmp_path.glob("*.log")))
         content = json.loads(paste.read_text())["choices"][0]["message"]["content"]
-        assert content.strip() == readme.answer(README)
+        assert content.strip() == readme.find("answer", README)
 
 
 def with_ports(text: str, ports: dict[str, str]) -> str:

@@ -18,12 +18,11 @@ README = (TREE / "README.md").read_text()
 
 
 def test_readme_says_what_the_check_types():
-    assert readme.two_commands(README) == ("make run", "make test")
-    assert readme.packages_line(README).startswith("apt-get install ")
-    assert readme.pasted_line(README).startswith("curl -s http://127.0.0.1:8000/v1/chat/completions")
-    assert readme.answer(README) == "v42"
-    assert readme.chat_command(README) == "make chat"
-    assert readme.question(README).startswith("What is the capital of France?")
+    assert [readme.find(what, README) for what in ("run", "test", "chat")] == ["make run", "make test", "make chat"]
+    assert readme.find("packages", README).startswith("apt-get install ")
+    assert readme.find("pasted", README).startswith("curl -s http://127.0.0.1:8000/v1/chat/completions")
+    assert readme.find("answer", README) == "v42"
+    assert readme.find("question", README).startswith("What is the capital of France?")
 
 
 IN_A_TERMINAL = """
@@ -39,7 +38,7 @@ sys.exit(3)
 def test_a_terminal_gives_typed_lines_and_plain_output():
     session = Session(["/usr/bin/env", "TERM=xterm", sys.executable, "-c", IN_A_TERMINAL], "talk", in_terminal=True)
     session.until_said(">", 60)
-    session.type("hello")
+    session.type("hello\r")
     assert session.until_said(r"heard \w+", 60)[0] == "heard HELLO"
     assert session.wait(60) == 3 and "\x1b" not in session.output() and "CPR" not in session.output()
     with pytest.raises(CheckFailedError, match="`talk` ended before it said 'more'"):
@@ -62,14 +61,14 @@ def test_a_command_without_a_terminal_has_none(capsys: pytest.CaptureFixture[str
 
 def test_a_readme_without_the_commands_is_refused():
     with pytest.raises(readme.ReadmeError, match="make run"):
-        readme.two_commands("nothing to run here")
+        readme.find("run", "nothing to run here")
 
 
 def test_the_printed_request_is_found(tmp_path: Path):
     worker = Member(name="unified-0", role="unified", url="http://u", pid=5, info={})
     front = "http://127.0.0.1:8000"
     text = summary_text([worker], front=front, backend=None, log_dir=tmp_path, model="m", shipped=True, auth=False)
-    line = readme.printed_line(text)
+    line = readme.find("printed", text)
     assert line.startswith(f"curl -s {front}") and "k17 v42" in line and "\n" in line
 
 

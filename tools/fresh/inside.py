@@ -44,8 +44,8 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
     _mount(root)
     bare = BareMachine(root)
     text = (root / CLONE / "README.md").read_text()
-    run, test = readme.two_commands(text)
-    packages = readme.packages_line(text)
+    run, test = (readme.find(what, text) for what in ("run", "test"))
+    packages = readme.find("packages", text)
     durations: dict[str, float] = {}
 
     def timed(name: str, step: Callable[[], T]) -> T:
@@ -60,8 +60,8 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
     printed = timed(f"{run}, until it answers", lambda: _run_answers(bare, cluster, text))
     timed("Ctrl-C", lambda: _ends(bare, cluster))
     kernels = _kernels_used(root, cluster.output())
-    chat = readme.chat_command(text)
-    talked = timed(f"{chat}, a question, /exit", lambda: _talks(bare, chat, readme.question(text)))
+    chat = readme.find("chat", text)
+    talked = timed(f"{chat}, a question, /exit", lambda: _talks(bare, chat, readme.find("question", text)))
     command = test if long else f"{test} TESTS={SHORT_TESTS}"
     output = timed(command, lambda: bare.must(command, limit_s=TEST_LIMIT_S))
     _nothing_left(bare)
@@ -100,8 +100,8 @@ def _run_answers(bare: BareMachine, cluster: Session, text: str) -> list[str]:
     cluster.until(lambda: "Ctrl-C ends it." in cluster.output() or cluster.ended(), SETUP_LIMIT_S)
     if cluster.ended():
         raise CheckFailedError(f"`{cluster.command}` ended before the cluster was ready")
-    wanted = readme.answer(text)
-    for line in (readme.pasted_line(text), readme.printed_line(cluster.output())):
+    wanted = readme.find("answer", text)
+    for line in (readme.find("pasted", text), readme.find("printed", cluster.output())):
         reply = bare.must(line, limit_s=CURL_LIMIT_S)
         content = json.loads(reply[reply.index("{") :])["choices"][0]["message"]["content"]
         if content.strip() != wanted:
@@ -120,12 +120,12 @@ def _talks(bare: BareMachine, command: str, question: str) -> str:
     chat = bare.session(f"TERM=xterm {command}", in_terminal=True)
     chat.until_said("/help shows", CHAT_LIMIT_S)
     asked = len(chat.output())
-    chat.type(question)
+    chat.type(f"{question}\r")
     figures = chat.until_said(r"first token [^\n]*", CHAT_LIMIT_S, after=asked)
     answer = chat.output()[asked : figures.start()].rpartition(question)[2].strip()
     if not re.search(r"\w", answer):
         raise CheckFailedError(f"`{command}` answered {question!r} with no word")
-    chat.type("/exit")
+    chat.type("/exit\r")
     if status := chat.wait(STOP_LIMIT_S):
         raise CheckFailedError(f"`{command}` ended with status {status}")
     _nothing_left(bare)

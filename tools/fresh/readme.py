@@ -2,53 +2,31 @@
 
 import re
 
+PATTERNS = {
+    "packages": r"Debian: `(apt-get install [^`]+)`",  # what must be there before the two commands
+    "run": r"^(make run) ",
+    "test": r"^(make test) ",
+    "chat": r"^(make chat) ",
+    "question": r"```\n> ([^\n]+)\n",  # to the model in the terminal
+    "pasted": r"```\n(curl [^`]+)\n```",  # the request to paste, of one or more lines
+    "answer": r"The answer is `(\w+)`",  # to that request
+    "by hand": r"```\n((?:\.venv/bin/tandem [^\n]+ &\n){3})```",  # a prefill worker, a decode worker and a router
+    "printed": r"^ *(curl -s .*\\\n.*)$",  # the request to paste in what `make run` prints
+}
+
 
 class ReadmeError(Exception):
     """README no longer says what the check looks for."""
 
 
-def packages_line(text: str) -> str:
-    """The line that installs what must be there before the two commands."""
-    return _find(r"Debian: `(apt-get install [^`]+)`", text)
-
-
-def pasted_line(text: str) -> str:
-    """The request to paste, of one or more lines."""
-    return _find(r"```\n(curl [^`]+)\n```", text)
-
-
-def answer(text: str) -> str:
-    """What that request is answered with."""
-    return _find(r"The answer is `(\w+)`", text)
-
-
-def two_commands(text: str) -> tuple[str, str]:
-    """(run, test)."""
-    return _find(r"^(make run) ", text), _find(r"^(make test) ", text)
-
-
-def chat_command(text: str) -> str:
-    return _find(r"^(make chat) ", text)
-
-
-def question(text: str) -> str:
-    """What README asks the model in the terminal."""
-    return _find(r"```\n> ([^\n]+)\n", text)
+def find(what: str, text: str) -> str:
+    """`what`: of PATTERNS."""
+    found = re.search(PATTERNS[what], text, re.MULTILINE)
+    if not found:
+        raise ReadmeError(f"nothing matches {PATTERNS[what]!r}")
+    return found[1]
 
 
 def by_hand(text: str) -> list[str]:
-    """The commands that start a prefill worker, a decode worker and a router, without the `&` at their ends."""
-    block = _find(r"```\n((?:\.venv/bin/tandem [^\n]+ &\n){3})```", text)
-    return [line.removesuffix(" &") for line in block.splitlines()]
-
-
-def printed_line(output: str) -> str:
-    """The request that `make run` prints to paste."""
-    return _find(r"^ *(curl -s .*\\\n.*)$", output)
-
-
-def _find(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.MULTILINE)
-    if not found:
-        raise ReadmeError(f"nothing matches {pattern!r}")
-    return found[1]
+    """The commands that start a cluster by hand, without the `&` at their ends."""
+    return [line.removesuffix(" &") for line in find("by hand", text).splitlines()]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 BEAT_S, LOOK_S = 30, 0.02
-ROWS, COLUMNS = 24, 100
+ROWS, COLUMNS = 50, 200
 WHERE_IS_THE_CURSOR, HERE = "\x1b[6n", b"\x1b[1;1R"  # line editors ask; a terminal answers
 _BEGUN = re.compile(r"(?:\x1b[^A-Za-z]*|\r)?\Z")  # a control whose end has not been read
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()=>][0-9A-B]?|\r(?!\n)")
@@ -31,20 +31,14 @@ class Session:
     """
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        command: str,
-        *,
-        in_terminal: bool = False,
-        size: tuple[int, int] = (ROWS, COLUMNS),
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], command: str, *, in_terminal: bool = False, env: Mapping[str, str] | None = None
     ) -> None:
         self.command = command
         self.raw = self._text = ""
         self._keyboard: int | None = None
         if in_terminal:
             self._keyboard, follower = pty.openpty()
-            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
             ends, source = (follower, follower), self._keyboard
         else:
             source, follower = os.pipe()
@@ -65,10 +59,7 @@ class Session:
     def output(self) -> str:
         return self._text
 
-    def type(self, line: str) -> None:
-        self.press(f"{line}\r")
-
-    def press(self, keys: str) -> None:
+    def type(self, keys: str) -> None:
         assert self._keyboard is not None, "it has no terminal"
         os.write(self._keyboard, keys.encode())
 
