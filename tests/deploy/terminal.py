@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from tools.fresh.session import Session
+from tools.fresh.session import CheckFailedError, Session
 
 DEADLINE_S = 60.0
 
@@ -27,7 +27,10 @@ class Terminal:
     async def until(self, text: str) -> None:
         """Until it shows `text`, behind what was found before."""
         pattern = re.escape(text)
-        found = await asyncio.to_thread(self._session.until_said, pattern, DEADLINE_S, after=self._read)
+        try:
+            found = await asyncio.to_thread(self._session.until_said, pattern, DEADLINE_S, after=self._read)
+        except CheckFailedError as error:
+            raise AssertionError(f"never shown: {text!r}; but {self._session.output()[self._read :]!r}") from error
         self._read = found.end()
 
     async def type(self, keys: str) -> None:
