@@ -11,7 +11,7 @@ from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import token_route
-from engine.frontend.apis.shared.samples import Counts, Head, answer_samples
+from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES
 from engine.text.parts import (
@@ -154,7 +154,7 @@ def _thinking_block(text: str) -> dict[str, Any]:
 
 # ---- messages
 
-TYPED = Framing(encode=typed_event)
+FORMAT = AnswerFormat(id_prefix="msg_", framing=Framing(encode=typed_event), cut=True)
 
 
 async def messages(request: web.BaseRequest) -> web.StreamResponse:
@@ -170,9 +170,7 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
             fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
             shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         )
-        return await answer_samples(
-            request, chat, plan, field="messages", id_prefix="msg_", view=view, framing=TYPED, cut=True
-        )
+        return await answer_samples(request, chat, plan, FORMAT, view=view)
 
 
 async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:

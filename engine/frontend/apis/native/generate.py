@@ -34,17 +34,18 @@ from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
 from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import start
-from engine.frontend.apis.shared.stream import answer
+from engine.frontend.apis.shared.stream import Framing, answer
 from engine.frontend.images.placeholders import MediaSource
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
-from service.http.api_shapes import EVENTS_TYPE
+from service.http.api_shapes import DONE, EVENTS_TYPE
 from service.http.errors import bad_field
 from service.waiter import BODIES
 
+CUMULATIVE = Framing(done=DONE, repeats=True)
 DEFAULT_NEW_TOKENS = 128
 PROMPT_TAIL_TOKENS = 32  # may hold a reasoning marker
 INSIDE = "sampling_params."
@@ -87,7 +88,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         weight_version=lambda: s.weight_version,
     )
     begun = started_of(request, requests, id="", groups=groups, created=0)
-    return await answer(request, generation, view=view, stream=bool(body.stream), begun=begun, repeats=True)
+    return await answer(request, generation, view=view, stream=bool(body.stream), framing=CUMULATIVE, begun=begun)
 
 
 async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], list[list[ImageInput]], bool]:

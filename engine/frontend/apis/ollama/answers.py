@@ -35,7 +35,7 @@ from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import ApiRoute, token_route
-from engine.frontend.apis.shared.samples import SamplesPlan, answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.parts import AnswerReaders, WholeAnswer
@@ -134,6 +134,8 @@ def _size(path: Path) -> int:
 # ---- answers
 
 LINES = Framing(headers=LINES_HEADERS, encode=line)
+FORMAT = AnswerFormat(id_prefix="chat-", framing=LINES, cut=True)
+RAW_FORMAT = AnswerFormat(id_prefix="gen-", field="prompt", framing=LINES, cut=True)
 
 
 async def chat(request: web.BaseRequest) -> web.StreamResponse:
@@ -165,9 +167,7 @@ async def _answer_chat(
     plan = await plan_chat(request[SERVICES], chat)
     answers = plan.answers(ids_of(request).mint, "call_")
     view = partial(OllamaView, answers, model=body.model, start_ns=start_ns, show=show)
-    return await answer_samples(
-        request, chat, plan, field="messages", id_prefix="chat-", view=view, framing=LINES, cut=True
-    )
+    return await answer_samples(request, chat, plan, FORMAT, view=view)
 
 
 async def _complete(
@@ -183,9 +183,7 @@ async def _complete(
         model=model,
     )
     view = partial(OllamaView, AnswerReaders(), model=body.model, start_ns=start_ns, show=response_text)
-    return await answer_samples(
-        request, fields, plan, id_prefix="gen-", field="prompt", view=view, framing=LINES, cut=True
-    )
+    return await answer_samples(request, fields, plan, RAW_FORMAT, view=view)
 
 
 def _loaded(s: Services, body: OllamaFields, show: Show) -> web.Response:

@@ -13,7 +13,7 @@ from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.fields import RequestFields
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import token_route
-from engine.frontend.apis.shared.samples import Counts, Head, answer_samples
+from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.parts import (
     AnswerReaders,
@@ -256,6 +256,9 @@ def _arguments(text: str) -> dict[str, Any]:
 # ---- chat
 
 
+FORMAT = AnswerFormat(id_prefix="chatcmpl-")
+
+
 async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
     body = await READER.read(request)
@@ -268,7 +271,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         prompts=[plan.input_ids] * plan.sampling.n,
         weight_version=lambda: s.weight_version,
     )
-    return await answer_samples(request, body, plan, field="messages", id_prefix="chatcmpl-", view=view)
+    return await answer_samples(request, body, plan, FORMAT, view=view)
 
 
 ROUTES = (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),)

@@ -27,7 +27,14 @@ from engine.frontend.apis.shared.fields import (
     prompts_of,
 )
 from engine.frontend.apis.shared.routes import token_route
-from engine.frontend.apis.shared.samples import Head, SamplesPlan, answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.samples import (
+    AnswerFormat,
+    Head,
+    SamplesPlan,
+    answer_samples,
+    body_constraint,
+    sampling_of,
+)
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
@@ -182,9 +189,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
         request,
         body,
         plan,
-        id_prefix="cmpl-",
-        field="prompt",
-        cut=body.max_tokens is None,
+        AnswerFormat(id_prefix="cmpl-", field="prompt", cut=body.max_tokens is None),
         view=partial(
             CompletionView,
             body,

@@ -15,7 +15,7 @@ from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.routes import ApiRoute
-from engine.frontend.apis.shared.samples import answer_samples
+from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from service.http.api_shapes import EVENTS_TYPE, typed_event
@@ -55,7 +55,7 @@ def _number_from(view: ResponseView, num_events: int) -> None:
     view.num_events = num_events
 
 
-FRAMING = Framing(encode=typed_event, number_from=_number_from)
+FORMAT = AnswerFormat(id_prefix=RESPONSE, framing=Framing(encode=typed_event, number_from=_number_from))
 
 _items = msgspec.json.Decoder(list[Item])
 
@@ -129,9 +129,7 @@ async def _answer(
         on_done=_nothing if keeper is None else keeper.put,
     )
     with nullcontext() if keeper is None else keeper.running(chat.rid):
-        return await answer_samples(
-            request, chat, plan, field="messages", id_prefix=RESPONSE, view=view, framing=FRAMING
-        )
+        return await answer_samples(request, chat, plan, FORMAT, view=view)
 
 
 def _nothing(response: dict[str, Any]) -> None:

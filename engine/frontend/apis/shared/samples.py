@@ -108,6 +108,16 @@ class Head:
     usage: Usage
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """How an API answers. `field`: of the prompts. `cut`: fit the answer to the context."""
+
+    id_prefix: str
+    field: str = "messages"
+    framing: Framing = EVENTS
+    cut: bool = False
+
+
 # ---- samples
 
 # What completes the requests, by the router's header that asks for it.
@@ -163,21 +173,15 @@ async def answer_samples(
     request: web.BaseRequest,
     body: RequestFields,
     plan: SamplesPlan,
+    format: AnswerFormat,
     *,
-    id_prefix: str,
-    field: str,
     view: Callable[[Head], View],
-    framing: Framing = EVENTS,
-    cut: bool = False,
 ) -> web.StreamResponse:
-    """Run the samples. Raises ApiError.
-
-    `field`: of the prompts. `cut`: fit the answer to the context.
-    """
+    """Run the samples. Raises ApiError."""
     s, resume = request[SERVICES], resume_of(request)
-    id = body.rid or s.mint_id(id_prefix) if resume is None else resume.id
+    id = body.rid or s.mint_id(format.id_prefix) if resume is None else resume.id
     created = int(time.time()) if resume is None else resume.created
-    samples = _requests(s, request, body, plan, id=id, samplings=_samplings(s, plan, field=field, cut=cut))
+    samples = _requests(s, request, body, plan, id=id, samplings=_samplings(s, plan, format))
     groups = [id] * len(samples)
     requests, generation = start(request, body, samples, groups=groups)
     usage = Usage(list(map(len, plan.prompts)), n=plan.sampling.n, count_reasoning=plan.count_reasoning)
@@ -186,7 +190,7 @@ async def answer_samples(
         generation,
         view=view(Head(id=id, model=plan.model.shown, created=created, usage=usage)),
         stream=bool(body.stream),
-        framing=framing,
+        framing=format.framing,
         begun=started_of(request, requests, id=id, groups=groups, created=created),
         has_logprobs=plan.logprobs is not None,
     )
@@ -212,7 +216,7 @@ def start(
     return requests, generation
 
 
-def _samplings(s: Services, plan: SamplesPlan, *, field: str, cut: bool) -> list[SamplingParams]:
+def _samplings(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[SamplingParams]:
     return [
         sampling
         for i, ids in enumerate(plan.prompts)
@@ -222,8 +226,8 @@ def _samplings(s: Services, plan: SamplesPlan, *, field: str, cut: bool) -> list
                 num_prompt_tokens=len(ids),
                 images=plan.images[i] if plan.images else (),
                 context_length=s.context_length,
-                field=field,
-                cut=cut,
+                field=format.field,
+                cut=format.cut,
             )
         )
     ]

@@ -35,17 +35,18 @@ class View(Protocol):
 class Framing:
     """How an API frames its stream.
 
-    `encode`: a chunk; `done`: the end; `number_from`: numbers chunks. Errors:
-    service/http/api_shapes.py.
+    `encode`: a chunk; `done`: the end; `number_from`: numbers chunks; `repeats`: chunks show a
+    sample from the start. Errors: service/http/api_shapes.py.
     """
 
     headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
     encode: Callable[[Any], bytes] = event
     done: bytes = b""
     number_from: Callable[[Any, int], None] | None = None
+    repeats: bool = False
 
 
-EVENTS = Framing(done=DONE)  # OpenAI's and SGLang's
+EVENTS = Framing(done=DONE)  # OpenAI's
 
 
 def finite(logprob: float | None) -> float | None:
@@ -60,13 +61,12 @@ async def answer(
     stream: bool,
     framing: Framing = EVENTS,
     begun: Begun | None = None,
-    repeats: bool = False,
     has_logprobs: bool = False,
 ) -> web.StreamResponse:
     """Serve the generation, then abort what is unfinished.
 
     Headers wait for the first output, so that its error has a status, at most until a comment is
-    due. `begun`: it may move to another worker. `repeats`: events show a sample from the start.
+    due. `begun`: it may move to another worker.
     """
     with generation:
         if begun is None:
@@ -79,7 +79,7 @@ async def answer(
         keeps = KEEP_HEADER in request.headers and framing.headers is SSE_HEADERS
         with retained(request, generation, begun) if keeps else nullcontext() as kept:
             numbered = _num_events(request) if framing.number_from else None
-            frames = Frames(begun, repeats=repeats, num_events=numbered, kept=kept, has_logprobs=has_logprobs)
+            frames = Frames(begun, repeats=framing.repeats, num_events=numbered, kept=kept, has_logprobs=has_logprobs)
             return await _stream(request, generation, view=view, framing=framing, frames=frames)
 
 
