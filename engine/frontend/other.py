@@ -17,7 +17,7 @@ from engine.frontend.routes import ROUTES
 from engine.frontend.services import Services
 from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of
 from engine.ipc import MAIN_FRONTEND, IpcPaths
-from engine.stamps import Stamp
+from engine.stamps import Stamp, Stamps
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 from service.http.listening import ListeningPort
 from service.http.routes import Handler, Routes
@@ -37,7 +37,7 @@ async def run_other_frontend(
     with ExitStack() as stack:
         sockets = [stack.enter_context(open_sockets(paths, row=row)) for paths in ipc.of_ranks(dp_size)]
         leaders = Leaders([SchedulerLink(send, loop.time, row=row) for send, _ in sockets])
-        slot = FrontendSlot(row=row, shared=shared)
+        slot = FrontendSlot(stamps=Stamps(ipc.dir), row=row, shared=shared)
         s = make_services(spec, leaders=leaders, gate=gate, dead=lambda: None, slot=slot)
         for rank, (_, pull) in enumerate(sockets):
             pull.attach(loop, s.client.of_rank(rank))

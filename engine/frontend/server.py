@@ -12,7 +12,7 @@ from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
 from engine.frontend.assembly import make_services
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.other_frontends import OtherFrontends
+from engine.frontend.client.other_frontends import NO_OTHERS, OtherFrontends
 from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink, open_sockets
 from engine.frontend.errors import draining
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
@@ -41,7 +41,7 @@ async def drain(
     timeout_s: float,
     dead: Callable[[], str | None],
     switch_timeout_s: float | None = None,
-    others: OtherFrontends | None = None,
+    others: OtherFrontends = NO_OTHERS,
 ) -> None:
     """Return once all requests, also of the `others`, have ended or were handed back.
 
@@ -52,8 +52,7 @@ async def drain(
     """
     closed = draining("the server is draining: it takes no new requests")
     client.close(closed)
-    if others is not None:
-        await others.close_to_requests(closed, fails_live=False)
+    await others.close_to_requests(closed, fails_live=False)
     client.leaders.announce_drain()
     loop = asyncio.get_running_loop()
     patience = Patience(timeout_s, switch_timeout_s)
@@ -87,12 +86,11 @@ class Patience:
         return now_s < self._deadline_s
 
 
-async def _hand_back(client: EngineClient, others: OtherFrontends | None, why: str) -> None:
+async def _hand_back(client: EngineClient, others: OtherFrontends, why: str) -> None:
     log.warning("draining: %d requests are handed back: %s", client.num_live, why)
     error = draining(f"the server is draining and hands this request back ({why}); try another one")
     client.fail_all(error)
-    if others is not None:
-        await others.close_to_requests(error, fails_live=True)
+    await others.close_to_requests(error, fails_live=True)
     await asyncio.sleep(0)
 
 
@@ -156,11 +154,9 @@ async def run_frontend(
         services = make_services(spec, leaders=leaders, gate=gate, dead=dead, slot=slot)
         client = services.client
         for rank, (_, pull) in enumerate(sockets):
-            handle_message = client.of_rank(rank)
-            informed = handle_message if slot.others is None else slot.others.informed(handle_message, rank)
-            pull.attach(loop, informed)
+            pull.attach(loop, slot.others.informed(client.of_rank(rank), rank))
         handle = make_handle(services, max_open=client.max_live + SPARE_REQUESTS)
-        if slot.others is not None:
+        if slot.others.num:
             forwarded = serving_unix(
                 ipc.http_socket(MAIN_FRONTEND), handle, limits_of(spec.server), shutdown_timeout_s=HTTP_CLOSE_S
             )
@@ -189,8 +185,8 @@ async def run_frontend(
                 services.close()
 
 
-def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends | None) -> Callable[[], str | None]:
-    return lambda: processes.dead() or leaders.lost or (None if others is None else others.lost)
+def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends) -> Callable[[], str | None]:
+    return lambda: processes.dead() or leaders.lost or others.lost
 
 
 @dataclass(frozen=True)
@@ -233,14 +229,13 @@ async def _follow(
     s: Services, end: _SessionEnd, news: asyncio.Event, starting: "asyncio.Task[None]", *, on_ready: Callable[[], None]
 ) -> None:
     """Raises WorkerDied."""
-    watch_s = WATCH_INTERVAL_S if s.others is not None or s.leaders.num_ranks > 1 else None
+    watch_s = WATCH_INTERVAL_S if s.others.num or s.leaders.num_ranks > 1 else None
     while not end.is_requested:
         news.clear()
         if (reason := s.dead()) is not None:
             error = ApiError(503, reason, code=ENGINE_DEAD, retry_after_s=1)
             s.client.fail_all(error)
-            if s.others is not None:
-                await s.others.close_to_requests(error, fails_live=True)
+            await s.others.close_to_requests(error, fails_live=True)
             raise WorkerDied(reason)
         if starting.done() and not s.warm.is_set():
             starting.result()
@@ -253,8 +248,7 @@ async def _follow(
 async def _warm_up(s: Services) -> None:
     """Wait for the scheduler, then compute a request. Raises WorkerDied."""
     await s.leaders.ready.wait()
-    if s.others is not None:
-        await s.others.until_ready()
+    await s.others.until_ready()
     if not s.spec.warms_up:
         return
     try:

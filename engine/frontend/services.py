@@ -58,9 +58,9 @@ class Services:
     browser: BrowserRule
     prng: random.Random
     responses: LocalBook | None
+    others: OtherFrontends
+    stamps: Stamps
     images: "ImageLoader | None" = None
-    others: OtherFrontends | None = None
-    stamps: Stamps | None = None
     beating: Pauses = field(default_factory=Pauses)
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
     warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready and warmed up

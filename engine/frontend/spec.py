@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
-from engine.frontend.client.other_frontends import OtherFrontends
+from engine.frontend.client.other_frontends import NO_OTHERS, OtherFrontends
 from engine.frontend.client.shared_requests import SharedRequests
 from engine.frontend.role_switch import RoleSwitch
 from engine.ipc import MAIN_FRONTEND, IpcPaths
@@ -41,12 +41,12 @@ class FrontendSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSlot:
-    """A frontend among those of its worker. `others`, `stamps`: in the main one."""
+    """A frontend among those of its worker. `others`: none but in the main one."""
 
+    stamps: Stamps
     row: int = MAIN_FRONTEND
     shared: SharedRequests | None = None
-    others: OtherFrontends | None = None
-    stamps: Stamps | None = None
+    others: OtherFrontends = NO_OTHERS
 
 
 def main_slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:

@@ -162,8 +162,7 @@ class RankChanges:
         if not accepted and len({e.message for e in errors.values()}) == 1:
             raise error
         await self._take_back(message, accepted, before)
-        text = f"{rank_name(rank, len(self._links))}: {error.message}"
-        raise ApiError(error.status, text, field=error.field, code=error.code, retry_after_s=error.retry_after_s)
+        raise named(error, rank, len(self._links))
 
     async def _take_back(
         self, message: ControlMessage, ranks: Sequence[int], before: Sequence[dict[str, int | str]]

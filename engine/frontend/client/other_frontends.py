@@ -62,6 +62,10 @@ class OtherFrontends:
         self._one_change = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
 
+    @property
+    def num(self) -> int:
+        return self._peers.num
+
     async def until_ready(self) -> None:
         """Wait until all are ready. A dead one ends the worker."""
         while len(await self._peers.request("GET", READY)) < self._peers.num:
@@ -69,6 +73,8 @@ class OtherFrontends:
 
     def informed(self, handle: Callable[[ToFrontend], None], rank: int) -> Callable[[ToFrontend], None]:
         """Wrap `handle`: other frontends get changes of adapters or weights first."""
+        if not self._peers.num:
+            return handle
 
         def on_message(message: ToFrontend) -> None:
             if isinstance(message, ControlReply) and concerns_requests(message):
@@ -121,3 +127,6 @@ class OtherFrontends:
             if len(answers) < self._peers.num:
                 self.lost = f"a frontend process did not take a change of adapters or weights in {CHANGE_TIMEOUT_S:g} s"
             handle(change.reply)
+
+
+NO_OTHERS = OtherFrontends(())  # of a worker with one frontend

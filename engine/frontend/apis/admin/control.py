@@ -118,7 +118,7 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
         is_whole = (
             s.client.abort(body.rid, owner=owner) and owner is not None
         )  # a name without owner may be elsewhere, too
-        if not is_whole and s.others is not None:
+        if not is_whole:
             await s.others.abort(body.rid, owner=owner)
     else:
         raise bad_field("rid", "name a request, or set abort_all")
@@ -134,9 +134,8 @@ async def move_out(request: web.BaseRequest) -> web.Response:
         raise ApiError(409, "only a decode worker has requests that move with their KV", code="not_decode")
     client, others, owner = s.client, s.others, body.owner
     moving = [one.rid for one in body.samples if client.move_out(one.rid, one.room, owner=owner)]
-    if others is not None:
-        left = [one for one in body.samples if one.rid not in moving]
-        moving += [one.rid for one in left if await others.move_out(one.rid, one.room, owner=owner)]
+    left = [one for one in body.samples if one.rid not in moving]
+    moving += [one.rid for one in left if await others.move_out(one.rid, one.room, owner=owner)]
     return json_response({"moving": moving})
 
 

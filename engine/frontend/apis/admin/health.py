@@ -29,7 +29,7 @@ _HEADERS = {"Content-Type": TYPE, "Cache-Control": "no-cache", "X-Accel-Bufferin
 async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
     """Raises ApiError: 400 for `every`, 503 if not ready or too many."""
     s, every_s = request[SERVICES], _every_s(request)
-    if s.stamps is None or not s.leaders.ready.is_set() or not s.stamps.read():
+    if not s.leaders.ready.is_set() or not s.stamps.read():
         raise not_ready("the model is still loading")
     if s.beating.num >= MAX_STREAMS:
         raise ApiError(503, f"{MAX_STREAMS} streams of heartbeats are open", code="queue_full", retry_after_s=1)
@@ -172,7 +172,7 @@ async def health(request: web.BaseRequest) -> web.Response:
 async def _until_all_run(s: Services) -> None:
     """Wait while a process is frozen. Raises ApiError(503)."""
     until_s = s.leaders.now_s() + s.spec.health_timeout_s
-    while s.stamps is not None and (found := s.stamps.frozen(time.monotonic(), after_s=FROZEN_S)) is not None:
+    while (found := s.stamps.frozen(time.monotonic(), after_s=FROZEN_S)) is not None:
         if s.leaders.now_s() > until_s:
             raise not_ready(f"the {found.name} process has not run for {time.monotonic() - found.at_s:.0f} s")
         await asyncio.sleep(LOOK_S)

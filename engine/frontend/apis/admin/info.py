@@ -128,7 +128,7 @@ async def old_load(request: web.BaseRequest) -> web.Response:
 async def metrics(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     body = s.metrics.exposition(await states_if_up(s), await steps_if_up(s))
-    if s.others is not None:
+    if s.others.num:
         body = merge_expositions([body, *await s.others.expositions()], summed=SUMMED_GAUGES)
     return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
@@ -148,7 +148,7 @@ async def traces(request: web.BaseRequest) -> web.Response:
         raise ApiError(400, wrong, field=wrong.partition(":")[0])
     s = request[SERVICES]
     found = s.tracer.ring.find(query)
-    return json_response(Records(records=found if s.others is None else await s.others.with_records(found, query)))
+    return json_response(Records(records=await s.others.with_records(found, query)))
 
 
 ROUTES = (

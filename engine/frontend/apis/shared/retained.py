@@ -63,7 +63,7 @@ async def kept_stream(request: web.BaseRequest) -> web.Response:
     rest = s.kept.rest(question, asyncio.get_running_loop().time())
     if rest is not None:
         return json_response(rest)
-    elsewhere = [] if s.others is None else await s.others.kept(question)
+    elsewhere = await s.others.kept(question)
     if not elsewhere:
         raise ApiError(404, "no such stream is kept here")
     return web.Response(body=elsewhere[0], content_type="application/json")
