@@ -162,7 +162,7 @@ class RankChanges:
         if not accepted and len({e.message for e in errors.values()}) == 1:
             raise error
         await self._take_back(message, accepted, before)
-        raise named(error, rank, len(self._links))
+        raise _with_rank(error, rank, len(self._links))
 
     async def _take_back(
         self, message: ControlMessage, ranks: Sequence[int], before: Sequence[dict[str, int | str]]
@@ -314,9 +314,9 @@ class Leaders:
         try:
             return await call
         except ApiError as error:
-            raise named(error, rank, self.num_ranks) from None
+            raise _with_rank(error, rank, self.num_ranks) from None
 
 
-def named(error: ApiError, rank: int, num_ranks: int) -> ApiError:
+def _with_rank(error: ApiError, rank: int, num_ranks: int) -> ApiError:
     text = f"{rank_name(rank, num_ranks)}: {error.message}"
     return ApiError(error.status, text, field=error.field, code=error.code, retry_after_s=error.retry_after_s)

@@ -154,7 +154,7 @@ def _thinking_block(text: str) -> dict[str, Any]:
 
 # ---- messages
 
-FORMAT = AnswerFormat(id_prefix="msg_", framing=Framing(encode=typed_event), cut=True)
+_FORMAT = AnswerFormat(id_prefix="msg_", framing=Framing(encode=typed_event), cut=True)
 
 
 async def messages(request: web.BaseRequest) -> web.StreamResponse:
@@ -170,7 +170,7 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
             fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
             shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         )
-        return await answer_samples(request, chat, plan, FORMAT, view=view)
+        return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
 async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:

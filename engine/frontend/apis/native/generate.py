@@ -45,7 +45,7 @@ from service.http.api_shapes import DONE, EVENTS_TYPE
 from service.http.errors import bad_field
 from service.waiter import BODIES
 
-CUMULATIVE = Framing(done=DONE, repeats=True)
+_CUMULATIVE = Framing(done=DONE, repeats=True)
 DEFAULT_NEW_TOKENS = 128
 PROMPT_TAIL_TOKENS = 32  # may hold a reasoning marker
 INSIDE = "sampling_params."
@@ -88,7 +88,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         weight_version=lambda: s.weight_version,
     )
     begun = started_of(request, requests, id="", groups=groups, created=0)
-    return await answer(request, generation, view=view, stream=bool(body.stream), framing=CUMULATIVE, begun=begun)
+    return await answer(request, generation, view=view, stream=bool(body.stream), framing=_CUMULATIVE, begun=begun)
 
 
 async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], list[list[ImageInput]], bool]:

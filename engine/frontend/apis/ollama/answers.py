@@ -134,8 +134,8 @@ def _size(path: Path) -> int:
 # ---- answers
 
 LINES = Framing(headers=LINES_HEADERS, encode=line)
-FORMAT = AnswerFormat(id_prefix="chat-", framing=LINES, cut=True)
-RAW_FORMAT = AnswerFormat(id_prefix="gen-", field="prompt", framing=LINES, cut=True)
+_FORMAT = AnswerFormat(id_prefix="chat-", framing=LINES, cut=True)
+_RAW_FORMAT = AnswerFormat(id_prefix="gen-", field="prompt", framing=LINES, cut=True)
 
 
 async def chat(request: web.BaseRequest) -> web.StreamResponse:
@@ -167,7 +167,7 @@ async def _answer_chat(
     plan = await plan_chat(request[SERVICES], chat)
     answers = plan.answers(ids_of(request).mint, "call_")
     view = partial(OllamaView, answers, model=body.model, start_ns=start_ns, show=show)
-    return await answer_samples(request, chat, plan, FORMAT, view=view)
+    return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
 async def _complete(
@@ -183,7 +183,7 @@ async def _complete(
         model=model,
     )
     view = partial(OllamaView, AnswerReaders(), model=body.model, start_ns=start_ns, show=response_text)
-    return await answer_samples(request, fields, plan, RAW_FORMAT, view=view)
+    return await answer_samples(request, fields, plan, _RAW_FORMAT, view=view)
 
 
 def _loaded(s: Services, body: OllamaFields, show: Show) -> web.Response:

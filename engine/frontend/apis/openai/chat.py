@@ -256,7 +256,7 @@ def _arguments(text: str) -> dict[str, Any]:
 # ---- chat
 
 
-FORMAT = AnswerFormat(id_prefix="chatcmpl-")
+_FORMAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
 async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
@@ -271,7 +271,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         prompts=[plan.input_ids] * plan.sampling.n,
         weight_version=lambda: s.weight_version,
     )
-    return await answer_samples(request, body, plan, FORMAT, view=view)
+    return await answer_samples(request, body, plan, _FORMAT, view=view)
 
 
 ROUTES = (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),)

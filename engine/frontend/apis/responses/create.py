@@ -55,7 +55,7 @@ def _number_from(view: ResponseView, num_events: int) -> None:
     view.num_events = num_events
 
 
-FORMAT = AnswerFormat(id_prefix=RESPONSE, framing=Framing(encode=typed_event, number_from=_number_from))
+_FORMAT = AnswerFormat(id_prefix=RESPONSE, framing=Framing(encode=typed_event, number_from=_number_from))
 
 _items = msgspec.json.Decoder(list[Item])
 
@@ -129,7 +129,7 @@ async def _answer(
         on_done=_nothing if keeper is None else keeper.put,
     )
     with nullcontext() if keeper is None else keeper.running(chat.rid):
-        return await answer_samples(request, chat, plan, FORMAT, view=view)
+        return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
 def _nothing(response: dict[str, Any]) -> None:
