@@ -5,10 +5,11 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from engine.frontend.bootstraps import BodyFields
 from engine.grammar.compiler import closed
 from engine.sampling_params import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, GrammarSpec
 from engine.schema_references import BadReference, moved
@@ -138,12 +139,12 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: str | None = None
 
 
-class StructuredFields(Protocol):
-    structured_outputs: StructuredOutputs | None
-    guided_json: Schema | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
+class StructuredFields(BodyFields):
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 def structured_constraint(fields: StructuredFields) -> Constraint | None:

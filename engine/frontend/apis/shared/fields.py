@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast, get_type_hints
 import msgspec
 from msgspec import StructMeta
 
-from engine.frontend.apis.shared.constraints import Constraint, GrammarFields, ResponseFormat, Schema, StructuredOutputs
+from engine.frontend.apis.shared.constraints import Constraint, GrammarFields, ResponseFormat, StructuredFields
 from engine.frontend.bootstraps import BodyFields, BootstrapFields
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
@@ -423,10 +423,7 @@ def routed_rank(body: RoutingFields, headers: Mapping[str, str]) -> int | None:
 
 # ---- request
 
-_CONSTRAINTS = (
-    *GrammarFields.__struct_fields__,
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
+_CONSTRAINTS = ("response_format", *GrammarFields.__struct_fields__, *get_type_hints(StructuredFields))
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -434,7 +431,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class RequestFields(SamplingFields, OwnFields, metaclass=Mixed, kw_only=True):
+class RequestFields(SamplingFields, OwnFields, StructuredFields, metaclass=Mixed, kw_only=True):
     """Fields of completions and chats."""
 
     model: str | None = None
@@ -443,11 +440,6 @@ class RequestFields(SamplingFields, OwnFields, metaclass=Mixed, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     return_token_ids: bool | None = None
     return_hidden_states: bool | None = None
 
