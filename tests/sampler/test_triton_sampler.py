@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from engine.kernels.triton import sample
 from engine.kernels.triton.sample import PARTS, ROW_TILE, ROW_WARPS, TILE, WARPS, part_of
-from tests.attention.triton.test_triton import REGISTERS, resource_usage
+from tests.attention.triton.test_triton import REGISTERS, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 
 ROOT = Path(__file__).parents[2]
-SM_90 = GPUTarget("cuda", 90, 32)
 VOCAB = 151936
 TYPES = {
     **dict.fromkeys(["logits_ptr", "edited_ptr", "floats_ptr", "before_ptr", "peaks_ptr"], "*fp32"),
@@ -48,23 +44,12 @@ def test_tokens_by_the_interpreter() -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_sampling_compiles_for_sm_90_without_spills(
-    name: str, constants: dict[str, Any], warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_TEST_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+def test_sampling_compiles_for_sm_90_without_spills(name: str, constants: dict[str, Any], warps: int) -> None:
     kernel = getattr(sample, name)
-    names = kernel.arg_names
-    signature = {n: TYPES.get(n, "constexpr") for n in names}
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(n),): value for n, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n] != "constexpr"},
-    )
-    made = triton.compile(source, target=SM_90, options={"num_warps": warps, **sample.EXACT})
-    usage = resource_usage(made.asm["cubin"])
-    assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
+    signature = {n: TYPES[n] for n in kernel.arg_names if n in TYPES}
+    options = {"num_warps": warps, **sample.EXACT}
+    made = check_compiled(kernel, signature, constants, aligned=[], options=options)
+    usage = made.usage
     # two programs of a row, or four of a part, share a multiprocessor
     assert usage["REG"] <= 128 and usage["REG"] * 32 * warps <= REGISTERS, usage
     ptx = made.asm["ptx"]

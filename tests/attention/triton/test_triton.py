@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.triton.decode import (
-    DecodeTiles,
     cache_constants,
     decode_split_kernel,
     decode_tiles,
@@ -29,7 +28,6 @@ from engine.kernels.triton.decode import (
 )
 from engine.kernels.triton.elementwise import GATE_TILE, rms_norm_kernel, silu_mul_kernel
 from engine.kernels.triton.extend import (
-    ExtendTiles,
     extend_constants,
     extend_kernel,
     extend_merge_constants,
@@ -57,28 +55,34 @@ SHAPES = {
 }
 
 
-# Beside plain attention: window, cap, whether there are sinks. Shapes of the layers that have them.
+# Beside plain attention. Shapes of the layers that have them.
 SOFTMAXES = {
-    "Gemma 2": ({"heads": 16, "kv_heads": 8, "dim": 256}, 4096, 50.0, False),
-    "Gemma 3": ({"heads": 32, "kv_heads": 16, "dim": 128}, 1024, 0.0, False),
-    "Mistral": ({"heads": 32, "kv_heads": 8, "dim": 128}, 4096, 0.0, False),
-    "gpt-oss": ({"heads": 64, "kv_heads": 8, "dim": 64}, 128, 0.0, True),
-    "gpt-oss, all tokens": ({"heads": 64, "kv_heads": 8, "dim": 64}, 0, 0.0, True),
-    "gpt-oss, of four ranks": ({"heads": 16, "kv_heads": 2, "dim": 64}, 0, 0.0, True),
+    "Gemma 2": {"heads": 16, "kv_heads": 8, "dim": 256, "window": 4096, "cap": 50.0},
+    "Gemma 3": {"heads": 32, "kv_heads": 16, "dim": 128, "window": 1024},
+    "Mistral": {"heads": 32, "kv_heads": 8, "dim": 128, "window": 4096},
+    "gpt-oss": {"heads": 64, "kv_heads": 8, "dim": 64, "window": 128, "sinks": True},
+    "gpt-oss, all tokens": {"heads": 64, "kv_heads": 8, "dim": 64, "sinks": True},
+    "gpt-oss, of four ranks": {"heads": 16, "kv_heads": 2, "dim": 64, "sinks": True},
 }
-
+TREES = {f"{name}, trees": {**SHAPES[name], "paths": True} for name in ("Qwen3-0.6B", "in units")}
+# Of DeepSeek and GLM-4.7.
+LATENTS = {f"{heads} heads of latents": {"heads": heads, "dim": 512, "rest": 64} for heads in (16, 20, 128)}
+LAYERS: dict[str, dict[str, Any]] = {**SHAPES, **SOFTMAXES, **TREES, **LATENTS}
 
 # Their extend kernel is another one's but for numbers of heads and a window: Gemma 3's, that of all gpt-oss.
 TWINS = ("Mistral", "gpt-oss, of four ranks")
 # What is served is in bf16, of which `make test` compiles the widest of each and what takes a way of its own; the interpreter
 # below runs fp32. `make slow-tests` compiles the others.
-LATENTS = {"dim": 512, "rest": 64}  # of DeepSeek and GLM-4.7
-
-
-def decoded(values: Any, tried: Any) -> list[Any]:
-    """Cells (type, value), slow but for bf16 and those `tried`."""
-    cells = product(["bf16", "fp32"], values)
-    return [pytest.param(*cell, marks=() if cell[0] == "bf16" and cell[1] in tried else SLOW) for cell in cells]
+DECODED = (
+    "Qwen3-0.6B",
+    "Gemma-like",
+    "in units",
+    "Gemma 2",
+    "gpt-oss",
+    "16 heads of latents",
+    "128 heads of latents",
+    *TREES,
+)
 
 
 @pytest.mark.parametrize("cases", ["triton_numerics", "triton_windows", "triton_latents"])
@@ -89,38 +93,21 @@ def test_numerics_by_the_interpreter(cases):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(("dtype", "shape"), decoded(SHAPES, ("Qwen3-0.6B", "Gemma-like", "in units")))
-def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
-    check_last_split_sees_all(compiled_decode(SHAPES[shape], dtype))
-
-
-@pytest.mark.parametrize(("dtype", "name"), decoded(SOFTMAXES, ("Gemma 2", "gpt-oss")))
-def test_decode_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype):
-    heads, window, cap, sinks = SOFTMAXES[name]
-    compiled_decode(heads, dtype, window=window, cap=cap, sinks=sinks)
-
-
-@pytest.mark.parametrize("shape", ["Qwen3-0.6B", "in units"])
-def test_decode_of_trees_compiles_for_sm_90_without_spills(shape):
-    compiled_decode(SHAPES[shape], "bf16", paths=True)
-
-
-@pytest.mark.parametrize(("dtype", "heads"), decoded([16, 20, 128], (16, 128)))
-def test_decode_of_latents_compiles_for_sm_90_without_spills(heads, dtype):
-    kv_heads = head_tiles(heads)
-    tiles = latent_decode_tiles(tiles_of_heads=kv_heads, dtype=TORCH_DTYPES[dtype])
-    compiled_decode({"heads": heads, "kv_heads": kv_heads, **LATENTS}, dtype, tiles=tiles)
+@pytest.mark.parametrize(
+    ("dtype", "layer"),
+    [
+        pytest.param(dtype, layer, marks=() if dtype == "bf16" and layer in DECODED else SLOW)
+        for dtype, layer in product(["bf16", "fp32"], LAYERS)
+    ],
+)
+def test_decode_compiles_for_sm_90_without_spills(layer, dtype):
+    made = compiled_decode(dtype, **LAYERS[layer])
+    if layer in SHAPES:
+        check_last_split_sees_all(made)
 
 
 def compiled_decode(
-    heads: dict[str, int],
-    dtype: str,
-    *,
-    window: int = 0,
-    cap: float = 0.0,
-    sinks: bool = False,
-    paths: bool = False,
-    tiles: DecodeTiles | None = None,
+    dtype: str, *, window: int = 0, cap: float = 0.0, sinks: bool = False, paths: bool = False, **layer: int
 ) -> "Made":
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
@@ -132,8 +119,12 @@ def compiled_decode(
         **dict.fromkeys(["batch", "q_stride", "table_stride", *(["path_stride"] if paths else [])], "i32"),
         **{"page_grains": "i32", "unit_grains": "i32", "scale": "fp32"},
     }
-    tiles = tiles or decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
-    cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
+    if "rest" in layer:
+        layer["kv_heads"] = head_tiles(layer["heads"])
+        tiles = latent_decode_tiles(tiles_of_heads=layer["kv_heads"], dtype=TORCH_DTYPES[dtype])
+    else:
+        tiles = decode_tiles(kv_heads=layer["kv_heads"], dim=layer["dim"], dtype=TORCH_DTYPES[dtype])
+    cache = cache_constants(**layer, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = split_constants(cache, tiles, window=window, cap=cap)
     options = split_options(tiles)
     made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, options=options)
@@ -214,32 +205,16 @@ def is_tried(split: bool, dtype: str, number: int) -> bool:
     return dtype == "bf16" and (number == 0 or split == (number % 2 == 1))
 
 
-@pytest.mark.parametrize(("split", "dtype", "shape"), pairwise(list(SHAPES)[:3]))
-def test_extend_compiles_for_sm_90_without_spills(shape, dtype, split):
-    compiled_extend(SHAPES[shape], dtype, split=split)
-
-
-@pytest.mark.parametrize(("split", "dtype", "name"), pairwise(SOFTMAXES, left_out=TWINS))
-def test_extend_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype, split):
-    heads, window, cap, sinks = SOFTMAXES[name]
-    compiled_extend(heads, dtype, split=split, window=window, cap=cap, sinks=sinks)
-
-
-@pytest.mark.parametrize(("split", "dtype", "heads"), pairwise([16, 20, 128]))
-def test_extend_of_latents_compiles_for_sm_90_without_spills(heads, dtype, split):
-    tiles = latent_extend_tiles(dtype=TORCH_DTYPES[dtype])
-    compiled_extend({"heads": heads, "kv_heads": 1, **LATENTS}, dtype, split=split, tiles=tiles)
+@pytest.mark.parametrize(
+    ("split", "dtype", "layer"),
+    [*pairwise(list(SHAPES)[:3]), *pairwise(SOFTMAXES, left_out=TWINS), *pairwise(LATENTS)],
+)
+def test_extend_compiles_for_sm_90_without_spills(layer, dtype, split):
+    compiled_extend(dtype, split=split, **LAYERS[layer])
 
 
 def compiled_extend(
-    heads: dict[str, int],
-    dtype: str,
-    *,
-    split: bool,
-    window: int = 0,
-    cap: float = 0.0,
-    sinks: bool = False,
-    tiles: ExtendTiles | None = None,
+    dtype: str, *, split: bool, window: int = 0, cap: float = 0.0, sinks: bool = False, **layer: int
 ) -> None:
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
@@ -250,10 +225,14 @@ def compiled_extend(
         **{"q_stride": "i32", "table_stride": "i32", "page_grains": "i32"},
         **{"unit_grains": "i32", "scale": "fp32"},
     }
-    tiles = tiles or extend_tiles(dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
-    cache = cache_constants(**heads, page_size=16, dtype=TORCH_DTYPES[dtype])
+    if "rest" in layer:
+        layer["kv_heads"], tiles = 1, latent_extend_tiles(dtype=TORCH_DTYPES[dtype])
+    else:
+        tiles = extend_tiles(dim=layer["dim"], dtype=TORCH_DTYPES[dtype])
+    cache = cache_constants(**layer, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = extend_constants(cache, tiles, split=split, window=window, cap=cap)
-    made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, **launch_of(tiles))
+    warps, stages = tiles.warps, tiles.stages
+    made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, warps=warps, stages=stages)
     if dtype == "bf16":
         assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
         assert made.usage["REG"] <= REGISTERS // (32 * tiles.warps), made.usage
@@ -272,10 +251,6 @@ def test_the_merge_of_extend_compiles_for_sm_90_without_spills(heads):
     constants = extend_merge_constants(**heads, tiles=tiles)
     made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], warps=warps, stages=3)
     assert made.usage["REG"] * 32 * warps <= REGISTERS // (4 if warps == 4 else 1), made.usage
-
-
-def launch_of(tiles: Any) -> dict[str, int]:
-    return {"warps": tiles.warps, "stages": tiles.stages}
 
 
 @dataclass
