@@ -18,8 +18,7 @@ from engine.kv.host_pool import HostPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_copies import Arrival
 from engine.models.decoder import DenseDecoder
-from engine.models.expert_balance import ExpertBalance
-from engine.models.expert_loads import expert_gauges, expert_loads
+from engine.models.expert_balance import ExpertBalance, expert_gauges, expert_loads
 
 # ---- Model in use by a rank's steps.
 
@@ -136,11 +135,14 @@ class ModelRunner:
 
     def expert_gauges(self) -> dict[str, float]:
         """Return the expert gauges of the model, {} while its weights are released. Any thread."""
-        return {} if self.running.released else expert_gauges(self.running.model)
+        return {} if self.running.released else expert_gauges(self._loads(), self.balance)
 
     def expert_loads(self) -> list[list[int]]:
         """The same, of each layer and expert."""
-        return [] if self.running.released else expert_loads(self.running.model)
+        return [] if self.running.released else expert_loads(self._loads(), self.running.model.num_layers)
+
+    def _loads(self) -> dict[int, torch.Tensor]:
+        return {layer: mixture.loads for layer, mixture in self.running.model.mixtures().items()}
 
     def run(self, plan: Plan) -> StepOutput:
         return self.sample(plan, self.forward(plan))

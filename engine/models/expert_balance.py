@@ -9,6 +9,7 @@ syncs, so they are rarer.
 """
 
 import logging
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -133,3 +134,40 @@ class ExpertBalance:
 def _moved(layer: Movable, placement: Placement) -> Any:
     torch.set_num_threads(1)  # in this thread; steps use the other cores
     return layer.moved(placement)
+
+
+# ---- Metrics of load over experts and ranks.
+
+
+def expert_gauges(loads: Mapping[int, Tensor], balance: ExpertBalance | None) -> dict[str, float]:
+    """Metrics by name, empty without mixtures; `loads`, by layer, may include a running step."""
+    if not loads:
+        return {}
+    found = {"expert_imbalance": _mean(_uneven(layer.tolist()) for layer in loads.values())}
+    if balance is None:
+        return found
+    return found | {
+        "expert_rank_imbalance": _mean(balance.imbalances()),
+        "expert_rank_imbalance_before": balance.before,
+        "expert_rank_imbalance_after": balance.after,
+        "expert_rebalances": float(balance.rounds),
+        "expert_moved_layers": float(balance.moved_layers),
+        "expert_failed_layers": float(balance.failed_layers),
+    }
+
+
+def expert_loads(loads: Mapping[int, Tensor], num_layers: int) -> list[list[int]]:
+    """Tokens per expert by layer, zeros for other layers."""
+    if not loads:
+        return []
+    count = len(next(iter(loads.values())))
+    return [loads[layer].tolist() if layer in loads else [0] * count for layer in range(num_layers)]
+
+
+def _uneven(loads: list[int]) -> float:
+    return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 1.0
