@@ -84,13 +84,13 @@ def load_eagle(path: str, model: ModelConfig, *, kind: str) -> DrafterConfig:
 
 
 def _architecture(fields: Fields) -> str:
-    names = fields.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    name = fields.architecture()
     for mark in EAGLE_MARKS:
         name = name.replace(mark, "")
     if name not in FAMILIES or FAMILIES[name].experts is not None:
         raise fields.error(
-            "architectures", f"{names!r} is not supported for a drafter; such as LlamaForCausalLMEagle3 is"
+            "architectures",
+            f"{fields.get('architectures')!r} is not supported for a drafter; such as LlamaForCausalLMEagle3 is",
         )
     return name
 

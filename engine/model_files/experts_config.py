@@ -1,6 +1,7 @@
 """Mixture-of-experts configuration (MoE)."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.model_files.fields import Fields
 
@@ -84,10 +85,9 @@ class ExpertsConfig:
 
 
 def read_gpt_oss(fields: Fields, num_layers: int) -> ExpertsConfig:
-    limit = fields.number("swiglu_limit", default=7.0)
-    if limit <= 0:
-        raise fields.error("swiglu_limit", f"must be above 0, got {limit:g}")
-    clamped = ClampedGate(fields.number("swiglu_alpha", default=1.702), limit)
+    clamped = ClampedGate(
+        fields.number("swiglu_alpha", default=1.702), fields.number("swiglu_limit", default=7.0, above=0)
+    )
     return replace(read_mixtral(fields, num_layers), clamped=clamped)
 
 
@@ -149,10 +149,6 @@ def read_qwen3_next(fields: Fields, num_layers: int) -> ExpertsConfig:
     return replace(read_qwen3(fields, num_layers, normalized=True), shared_intermediate=shared)
 
 
-def read_glm4(fields: Fields, num_layers: int) -> ExpertsConfig:
-    return _sigmoid_experts(fields, num_layers, dense=1, groups=1, chosen_groups=1, scaling=1.0)
-
-
 def read_deepseek_v2(fields: Fields, num_layers: int) -> ExpertsConfig:
     _check_scores(fields, scores="softmax", methods=("greedy", "group_limited_greedy"))
     if fields.flag("norm_topk_prob", default=False):
@@ -178,24 +174,19 @@ def read_deepseek_v2(fields: Fields, num_layers: int) -> ExpertsConfig:
     )
 
 
-def read_glm4_lite(fields: Fields, num_layers: int) -> ExpertsConfig:
-    _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
-    return _sigmoid_experts(fields, num_layers, dense=1, groups=1, chosen_groups=1, scaling=1.8)
-
-
-def read_glm_sparse(fields: Fields, num_layers: int) -> ExpertsConfig:
-    _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
-    return _sigmoid_experts(fields, num_layers, dense=3, groups=1, chosen_groups=1, scaling=2.5)
-
-
-def read_deepseek_v3(fields: Fields, num_layers: int) -> ExpertsConfig:
-    _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
-    return _sigmoid_experts(fields, num_layers, dense=3, groups=8, chosen_groups=4, scaling=2.5)
-
-
 def _sigmoid_experts(
-    fields: Fields, num_layers: int, *, dense: int, groups: int, chosen_groups: int, scaling: float
+    fields: Fields,
+    num_layers: int,
+    *,
+    dense: int = 1,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    scaling: float,
+    names_scores: bool = True,
 ) -> ExpertsConfig:
+    """The defaults of an architecture; `names_scores`: its config.json may name them."""
+    if names_scores:
+        _check_scores(fields, scores="sigmoid", methods=("noaux_tc",))
     intermediate = fields.count("moe_intermediate_size")
     return _checked(
         fields,
@@ -212,6 +203,12 @@ def _sigmoid_experts(
             scaling=fields.number("routed_scaling_factor", default=scaling),
         ),
     )
+
+
+read_glm4 = partial(_sigmoid_experts, scaling=1.0, names_scores=False)
+read_glm4_lite = partial(_sigmoid_experts, scaling=1.8)
+read_glm_sparse = partial(_sigmoid_experts, dense=3, scaling=2.5)
+read_deepseek_v3 = partial(_sigmoid_experts, dense=3, groups=8, chosen_groups=4, scaling=2.5)
 
 
 def _check_scores(fields: Fields, *, scores: str, methods: tuple[str, ...]) -> None:

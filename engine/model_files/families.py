@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from engine.model_files.experts_config import (
@@ -41,7 +42,6 @@ from engine.model_files.fields import (
 from engine.model_files.recurrent_config import (
     RecurrentConfig,
     read_delta,
-    read_delta_by_key_head,
     read_falcon_mamba,
     read_granite_mamba,
 )
@@ -267,7 +267,10 @@ FAMILIES: dict[str, Family] = {
         out_bias=True, qk_norm="head", gated_window=True, experts=read_qwen3, expert_names=QWEN_NAMES
     ),
     "Qwen3NextForCausalLM": replace(
-        _QWEN_HYBRID, recurrent=read_delta_by_key_head, experts=read_qwen3_next, expert_names=QWEN_SHARED_NAMES
+        _QWEN_HYBRID,
+        recurrent=partial(read_delta, by_key_head=True),
+        experts=read_qwen3_next,
+        expert_names=QWEN_SHARED_NAMES,
     ),
     "Qwen3_5ForCausalLM": _QWEN_HYBRID,
     "Qwen3_5MoeForCausalLM": replace(_QWEN_HYBRID, experts=read_qwen3_next, expert_names=QWEN_SHARED_NAMES),

@@ -50,10 +50,12 @@ class Fields:
             raise self.error(name, f"must be at most {most}, got {value}")
         return value
 
-    def number(self, name: str, *, default: float | None = None) -> float:
+    def number(self, name: str, *, default: float | None = None, above: float = -math.inf) -> float:
         value = self._value(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self.error(name, f"must be a number, got {value!r}")
+        if value <= above:
+            raise self.error(name, f"must be above {above:g}, got {value:g}")
         return float(value)
 
     def positive_numbers(self, name: str, *, count: int) -> tuple[float, ...]:
@@ -73,6 +75,22 @@ class Fields:
         value = self._value(name, default)
         if not isinstance(value, str):
             raise self.error(name, f"must be a string, got {value!r}")
+        return value
+
+    def architecture(self) -> str:
+        """The first model class, empty if none is named."""
+        names = self.get("architectures")
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+    def token_ids(self, name: str, *, vocab: int) -> list[int]:
+        """The one or several ids in field `name`, none if absent or null."""
+        value = self.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        return [self.token_id(name, token, vocab=vocab) for token in ids]
+
+    def token_id(self, name: str, value: Any, *, vocab: int) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab:
+            raise self.error(name, f"{value!r} is not a token id (0 to {vocab - 1})")
         return value
 
     def _value(self, name: str, default: Any) -> Any:
@@ -173,11 +191,12 @@ def read_gpt_oss_attention(fields: Fields) -> Arithmetic:
 def read_gemma(fields: Fields) -> Arithmetic:
     if fields.get("hidden_activation") is None and fields.get("hidden_act") == "gelu":
         fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # the meaning of Gemma 1's first files
+    scalar = _cap(fields, "query_pre_attn_scalar")
     return Arithmetic(
         activation=_activation(fields),
         norm_offset=1.0,
         embedding_scale=math.sqrt(fields.count("hidden_size")),
-        attention_scale=0.0 if fields.get("query_pre_attn_scalar") is None else _above_zero(fields) ** -0.5,
+        attention_scale=0.0 if scalar == 0 else scalar**-0.5,
         score_cap=_cap(fields, "attn_logit_softcapping"),
         logit_cap=_cap(fields, "final_logit_softcapping"),
     )
@@ -223,19 +242,9 @@ def _activation(fields: Fields) -> str:
     return ACTIVATIONS[value]
 
 
-def _above_zero(fields: Fields) -> float:
-    return _positive(fields, "query_pre_attn_scalar", fields.number("query_pre_attn_scalar"))
-
-
 def _cap(fields: Fields, name: str) -> float:
-    return 0.0 if fields.get(name) is None else _positive(fields, name, fields.number(name))
+    return 0.0 if fields.get(name) is None else fields.number(name, above=0)
 
 
 def _multiplier(fields: Fields, name: str) -> float:
-    return _positive(fields, name, fields.number(name, default=1.0))
-
-
-def _positive(fields: Fields, name: str, value: float) -> float:
-    if value <= 0:
-        raise fields.error(name, f"must be above 0, got {value:g}")
-    return value
+    return fields.number(name, default=1.0, above=0)

@@ -249,14 +249,14 @@ def _model_config(folder: ModelDirectory, fields: Fields) -> ModelConfig:
         nextn_layers=_nextn_layers(fields, default=family.nextn.default),
         vision=read_vision(whole, fields, rope=rope, num_layers=num_layers, folder=folder.path),
         dtype=_dtype(fields),
-        bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab=vocab)), None),
+        bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab=vocab)), None),
         eos_token_ids=_ends(folder, whole, fields, vocab=vocab),
     )
 
 
 def _ends(folder: ModelDirectory, *configs: Fields, vocab: int) -> tuple[int, ...]:
     """The tokenizer's EOS may be outside the vocabulary."""
-    named = [_token_ids(fields, "eos_token_id", vocab=vocab) for fields in (*configs, folder.generation)]
+    named = [fields.token_ids("eos_token_id", vocab=vocab) for fields in (*configs, folder.generation)]
     return tuple(sorted({*itertools.chain(*named), *(id for id in folder.end_ids if id < vocab)}))
 
 
@@ -300,12 +300,3 @@ def _dtype(fields: Fields) -> str:
     if dtype not in DTYPES:
         raise fields.error(name, f"{dtype} is not supported; supported: {', '.join(DTYPES)}")
     return dtype
-
-
-def _token_ids(fields: Fields, name: str, *, vocab: int) -> list[int]:
-    value = fields.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-            raise fields.error(name, f"{token!r} is not a token id (0 to {vocab - 1})")
-    return ids

@@ -157,10 +157,6 @@ def read_delta(fields: Fields, num_layers: int, *, by_key_head: bool = False) ->
     return delta
 
 
-def read_delta_by_key_head(fields: Fields, num_layers: int) -> DeltaConfig:
-    return read_delta(fields, num_layers, by_key_head=True)
-
-
 def _recurrent_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     every = fields.count("full_attention_interval", default=4)
     kinds = (

@@ -77,9 +77,7 @@ def read_rope(
     """
     name = _name(fields)
     inner = fields.inside(name)
-    theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    if theta <= 1:
-        raise fields.error("rope_theta", f"must be above 1, got {theta:g}")
+    theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0), above=1)
     dim = _rotary_dim(fields, inner, head_dim=head_dim, default_share=default_share)
     if _kind(inner) == "dynamic":
         theta = _dynamic_theta(fields, name, inner, theta=theta, dim=dim)

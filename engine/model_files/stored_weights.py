@@ -51,15 +51,9 @@ def read_stored_weights(fields: Fields, *, mxfp4: bool) -> StoredWeights | None:
     method = config.text("quant_method", default="")
     if mxfp4 and method == "mxfp4":
         return None
-    if method in ("fp8", "fbgemm_fp8"):
-        return _fp8(config)
-    if method == "awq":
-        return _awq(config)
-    if method == "gptq":
-        return _gptq(config)
-    if method == "compressed-tensors":
-        return _compressed(config)
-    raise fields.error("quantization_config", f"quant_method {method or 'none'!r} is not supported; {REMEDY}")
+    if method not in _READERS:
+        raise fields.error("quantization_config", f"quant_method {method or 'none'!r} is not supported; {REMEDY}")
+    return _READERS[method](config)
 
 
 def _fp8(config: Fields) -> StoredWeights:
@@ -113,3 +107,6 @@ def _compressed(config: Fields) -> StoredWeights:
 
 def _group(config: Fields, name: str) -> int:
     return 0 if config.get(name) in (None, -1) else config.count(name)
+
+
+_READERS = {"fp8": _fp8, "fbgemm_fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}

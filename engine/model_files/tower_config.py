@@ -82,7 +82,7 @@ class ClipTower(TowerConfig):
 Tower = WindowTower | LearnedTower | ClipTower
 
 
-def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
+def read_windows(fields: Fields, hidden: int) -> WindowTower:
     vision = fields.inside(VISION)
     depth = vision.count("depth", default=32, most=MOST_LAYERS)
     patch, merge = vision.count("patch_size", default=14), vision.count("spatial_merge_size", default=2)
@@ -98,13 +98,13 @@ def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
         merge=merge,
         temporal_patch=_temporal(vision, hidden=hidden),
         activation=_activation(vision, default="silu", known=("silu",)),
-        rope_theta=_theta(vision),
+        rope_theta=vision.inside("rope_parameters").number("rope_theta", default=10000.0, above=1),
         window=window // (patch * merge),
         full_layers=_layers(vision, "fullatt_block_indexes", default=(7, 15, 23, 31), depth=depth),
     )
 
 
-def read_learned(fields: Fields, *, hidden: int, deepstack: bool) -> LearnedTower:
+def read_learned(fields: Fields, hidden: int, *, deepstack: bool) -> LearnedTower:
     """`deepstack`: of Qwen3-VL, not of Qwen3.5."""
     vision = fields.inside(VISION)
     depth = vision.count("depth", default=27, most=MOST_LAYERS)
@@ -125,7 +125,7 @@ def read_learned(fields: Fields, *, hidden: int, deepstack: bool) -> LearnedTowe
         merge=vision.count("spatial_merge_size", default=2),
         temporal_patch=_temporal(vision, hidden=hidden),
         activation=_activation(vision, default="gelu_pytorch_tanh"),
-        rope_theta=_theta(vision),
+        rope_theta=vision.inside("rope_parameters").number("rope_theta", default=10000.0, above=1),
         side=side,
         deepstack_layers=levels,
     )
@@ -180,13 +180,6 @@ def _temporal(vision: Fields, *, hidden: int) -> int:
     if vision.count("in_channels", default=vision.count("in_chans", default=CHANNELS)) != CHANNELS:
         raise vision.error("in_channels", f"must be {CHANNELS}, red, green and blue")
     return vision.count("temporal_patch_size", default=2)
-
-
-def _theta(vision: Fields) -> float:
-    theta = vision.inside("rope_parameters").number("rope_theta", default=10000.0)
-    if theta <= 1:
-        raise vision.error("rope_theta", f"must be above 1, got {theta:g}")
-    return theta
 
 
 def _activation(fields: Fields, *, name: str = "hidden_act", default: str, known: tuple[str, ...] = ACTIVATIONS) -> str:
@@ -277,13 +270,13 @@ def read_processing(folder: Path, default: ImageProcessing, *, sizes: dict[str, 
             raise image.error(name, f"{image.get(name)}, but config.json has {size}; check that both belong together")
     if not image.flag("do_resize", default=True):
         raise image.error("do_resize", "false is not supported; images have any size")
-    normalizes = image.flag("do_normalize", default=True)
+    normalizes, rescales = image.flag("do_normalize", default=True), image.flag("do_rescale", default=True)
     return ImageProcessing(
         size=_size(image, default.size),
         video=None if default.video is None else _pixel_range(video if video.names() else image, default.video),
         mean=_channels(image, "image_mean", default.mean, above=-256) if normalizes else (0.0, 0.0, 0.0),
         std=_channels(image, "image_std", default.std, above=0) if normalizes else (1.0, 1.0, 1.0),
-        rescale=_rescale(image, default.rescale),
+        rescale=image.number("rescale_factor", default=default.rescale, above=0) if rescales else 1.0,
         resample=_resample(image, default.resample),
     )
 
@@ -354,15 +347,6 @@ def _channels(fields: Fields, name: str, default: Channels, *, above: float) -> 
         raise fields.error(name, f"must be a list of 3 numbers above {above:g}, of red, green and blue, got {values!r}")
     red, green, blue = map(float, values)
     return red, green, blue
-
-
-def _rescale(fields: Fields, default: float) -> float:
-    if not fields.flag("do_rescale", default=True):
-        return 1.0
-    factor = fields.number("rescale_factor", default=default)
-    if factor <= 0:
-        raise fields.error("rescale_factor", f"must be above 0, got {factor:g}")
-    return factor
 
 
 def _resample(fields: Fields, default: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ _QWEN2_5_VL = VisionFamily(
     text_fields={"rope_theta": 1e6, "rms_norm_eps": 1e-5},
     flat=True,
     either_ties=True,
-    tower=lambda fields, hidden: read_windows(fields, hidden=hidden),
+    tower=read_windows,
     processing=_qwen2_processing,
     ids=_QWEN_IDS,
     mrope=MropeConfig((16, 24, 24), interleaved=False),
@@ -112,14 +113,14 @@ _QWEN2_5_VL = VisionFamily(
 _QWEN3_VL = VisionFamily(
     text="Qwen3ForCausalLM",
     text_fields={"rope_theta": 5e5},
-    tower=lambda fields, hidden: read_learned(fields, hidden=hidden, deepstack=True),
+    tower=partial(read_learned, deepstack=True),
     processing=_qwen3_processing,
     ids=_QWEN_IDS,
     mrope=MropeConfig((24, 20, 20), interleaved=True),
 )
 _QWEN3_5 = VisionFamily(
     text="Qwen3_5ForCausalLM",
-    tower=lambda fields, hidden: read_learned(fields, hidden=hidden, deepstack=False),
+    tower=partial(read_learned, deepstack=False),
     processing=_qwen3_processing,
     ids=(248056, 248057, 248053, 248054),
     mrope=MropeConfig((11, 11, 10), interleaved=True),
@@ -247,18 +248,13 @@ def read_vision(
 
 
 def vision_family(fields: Fields) -> VisionFamily | None:
-    names = fields.get("architectures")
-    return VISION_FAMILIES.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    return VISION_FAMILIES.get(fields.architecture())
 
 
 def _token(fields: Fields, name: str, default: int, *, vocab: int) -> int:
     if fields.get(name) is None and name == "image_token_index":
         name = "image_token_id"  # another name in transformers 5
-    token = fields.get(name, default)
-    token = default if token is None else token
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-        raise fields.error(name, f"{token!r} is not a token id (0 to {vocab - 1})")
-    return token
+    return fields.token_id(name, default if fields.get(name) is None else fields.get(name), vocab=vocab)
 
 
 def _sizes(tower: Tower) -> dict[str, int]:
@@ -297,7 +293,7 @@ _OUTSIDE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_
 
 def text_part(fields: Fields) -> Fields:
     """Return the text model's fields; text models unchanged. Raises ConfigError."""
-    family, name = vision_family(fields), _architecture(fields)
+    family, name = vision_family(fields), fields.architecture()
     if family is None and name not in _TEXT_ONLY:
         return fields
     inner = _inner(fields, name, is_flat=family is not None and family.flat)
@@ -308,11 +304,6 @@ def text_part(fields: Fields) -> Fields:
         return inner.with_values(architectures=[_TEXT_ONLY[name]])
     own = inner.with_defaults(family.text_fields).with_values(**family.fixed)
     return own.with_values(architectures=[_text_architecture(own, family)])
-
-
-def _architecture(fields: Fields) -> str:
-    names = fields.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def _inner(fields: Fields, name: str, *, is_flat: bool) -> Fields:
