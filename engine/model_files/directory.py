@@ -88,9 +88,8 @@ class ModelDirectory:
     @cached_property
     def _makes_vectors(self) -> bool:
         """True for an embedding model. Only its prompts may end in EOS."""
-        named = self._json("config.json").get("architectures")
-        first = named[0] if isinstance(named, list) and named else ""
-        return (self.path / "modules.json").is_file() or str(first).endswith("Model")
+        named = read_fields(self.path / "config.json", required=False).architecture()
+        return (self.path / "modules.json").is_file() or named.endswith("Model")
 
     @cached_property
     def _token_ids(self) -> Mapping[str, int]:

@@ -113,9 +113,7 @@ class Checkpoint:
         merged = self._staging.empty([sum(counts), *sizes], dtype=dtype or self.dtype, device=self.device)
         for part, fill in zip(torch.split(merged, counts), fills, strict=True):
             fill(part)
-        whole = {name.partition("[")[0] for name in names}
-        self._progress.update(len(self._left & whole))
-        self._left -= whole
+        self._leave({name.partition("[")[0] for name in names})
         return merged
 
     def has(self, name: str) -> bool:
@@ -132,8 +130,7 @@ class Checkpoint:
         fill = self._tensors.open(name, [cut.total for cut in cuts], [cut.taken for cut in cuts])
         taken = torch.empty([len(cut) for cut in cuts], dtype=torch.uint8)
         fill(taken)
-        self._left.discard(name)
-        self._progress.update(1)
+        self._leave({name})
         return taken
 
     def take_ids(self, name: str, count: int) -> torch.Tensor:
@@ -145,8 +142,7 @@ class Checkpoint:
                 f"{self._tensors.where(name)}: tensor {name} is {str(found.dtype).removeprefix('torch.')} {list(found.shape)}, and "
                 f"must be {count} whole numbers; check that both belong together"
             )
-        self._left.discard(name)
-        self._progress.update(1)
+        self._leave({name})
         return found.to(torch.int64).to(self.device)
 
     def take_integers(
@@ -162,20 +158,19 @@ class Checkpoint:
             if part is None or (parts and not part.stacks_with(parts[0])):
                 return None
             parts.append(part.times(factor).to(self.device))
-        self._progress.update(len(self._left.intersection(names)))
-        self._left.difference_update(names)
+        self._leave(set(names))
         return stacked(parts)
 
     def ignore(self, name: str) -> None:
         """Skip tensor `name`; a trailing dot makes it a prefix."""
-        ignored = {left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))}
-        self._left -= ignored
-        self._progress.update(len(ignored))
+        self._leave({left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))})
 
     def ignore_all_but(self, prefixes: tuple[str, ...]) -> None:
-        ignored = {left for left in self._left if not left.startswith(prefixes)}
-        self._left -= ignored
-        self._progress.update(len(ignored))
+        self._leave({left for left in self._left if not left.startswith(prefixes)})
+
+    def _leave(self, names: set[str]) -> None:
+        self._progress.update(len(self._left & names))
+        self._left -= names
 
     def check_all_taken(self) -> None:
         if self._left:

@@ -36,7 +36,8 @@ class DenseDecoder:
 
     def __init__(self, part: ModelPart) -> None:
         config, place, share = part.config, part.place, part.share
-        self._config, self._share, self._collectives = config, share, part.collectives
+        self._config, self._share = config, share
+        self.collectives: Collectives = part.collectives
         self._specs = [
             part.cache_spec(window=config.windows[layer] if config.windows else 0)
             for layer in share.layers
@@ -49,10 +50,10 @@ class DenseDecoder:
         ]
         self._calls: list[Layer | _Watched] = [*self._layers]
         self._recurrent = [mixer for layer in self._layers for mixer in layer.recurrent]
-        self._states: tuple[StepStates, ...] = ()  # one, of a model with recurrent layers
+        self.states: tuple[StepStates, ...] = ()  # one, of a model with recurrent layers
         self._norm: Normed = part.last_norm() if place.is_last_stage else NoNorm()
         self._labels = part.labels()
-        self._balance = part.balance
+        self.balance: ExpertBalance | None = part.balance
         self.drafter: DraftModel | None = None
         self._watched: list[_Watched] = []
         self.vision = load_tower(part)
@@ -94,7 +95,7 @@ class DenseDecoder:
 
     def use_states(self, states: StatePool) -> None:
         step = StepStates(states)
-        self._states = (step,)
+        self.states = (step,)
         for number, layer in enumerate(self._recurrent):
             layer.states.use(step, number)
 
@@ -115,16 +116,8 @@ class DenseDecoder:
         ]
 
     @property
-    def collectives(self) -> Collectives:
-        return self._collectives
-
-    @property
     def num_layers(self) -> int:
         return self._config.num_layers
-
-    @property
-    def balance(self) -> ExpertBalance | None:
-        return self._balance
 
     def mixtures(self) -> dict[int, Mixture]:
         found = zip(self._share.layers, self._layers, strict=True)
@@ -142,7 +135,7 @@ class DenseDecoder:
         `inputs`: token ids [T] i64, or [T, hidden] of the stage before. `positions`: [T] or [3, T]
         (M-RoPE) i64. `images`: replace embeddings.
         """
-        for states in self._states:
+        for states in self.states:
             states.begin()
         return images.embedded(self._embed(inputs)), *self._turns.at(positions)
 
@@ -163,23 +156,19 @@ class DenseDecoder:
     def seen_inside(self) -> list[torch.Tensor]:
         return [watched.inputs for watched in self._watched]
 
-    @property
-    def states(self) -> Sequence[StepStates]:
-        return self._states
-
     def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: torch.Tensor) -> None:
         """Rerun recurrences over accepted `rows` [n] i64 of the last draft step, from its start.
 
         `counts`: rows per request; `slots` [requests] i32: states.
         """
-        for states in self._states:
+        for states in self.states:
             states.begin_again(counts, slots)
         for layer in self._recurrent:
             layer.pass_again(rows)
 
     def keep_states(self) -> Callable[[], object]:
         """Save recurrent states after `begin`; the returned function restores them."""
-        kept = [states.keep() for states in self._states]
+        kept = [states.keep() for states in self.states]
         return lambda: [put_back() for put_back in kept]
 
     def layers(self, begun: Begun, attend: Attend, images: StepImages = NO_IMAGES) -> torch.Tensor:
