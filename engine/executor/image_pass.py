@@ -41,7 +41,7 @@ class EncoderRanks:
         """
         owners = deal([prod(image.grid) for image in images], ranks.size)
         mine = [image for image, owner in zip(images, owners, strict=True) if owner == ranks.rank]
-        encoded = iter(tower.encode([self._pixels(image) for image in mine]))
+        encoded = iter([tower.encode(self._pixels(image)) for image in mine])
         found = []
         for image, owner in zip(images, owners, strict=True):
             features = next(encoded).contiguous() if owner == ranks.rank else self._room(image, tower)
@@ -134,7 +134,7 @@ class ImagePass(StepPart):
         assert model.vision is not None, "images for a model without a tower"
         if self._encoders is not None:
             return self._encoders.encode(model.vision, images, self._ranks)
-        return model.vision.encode([self._pixels(image) for image in images])
+        return [model.vision.encode(self._pixels(image)) for image in images]
 
     def begin(self, batch: Batch) -> None:
         """Raises torch.OutOfMemoryError."""

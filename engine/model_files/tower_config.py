@@ -33,6 +33,8 @@ class TowerConfig:
     temporal_patch: int = 1
     activation: str
 
+    eps = 1e-6  # of the norms
+
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads

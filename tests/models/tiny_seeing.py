@@ -232,7 +232,7 @@ def two_images(family: str, *, count: int = 16) -> Prompt:
 def features_of(model: DenseDecoder, prompt: Prompt) -> list[torch.Tensor]:
     assert model.vision is not None
     with torch.inference_mode():
-        return model.vision.encode([Pixels(f, i.grid) for f, i in zip(prompt.frames, prompt.images, strict=True)])
+        return [model.vision.encode(Pixels(f, i.grid)) for f, i in zip(prompt.frames, prompt.images, strict=True)]
 
 
 def logits_of(model: DenseDecoder, prompt: Prompt, answer: list[int], *, cuts: list[int]) -> torch.Tensor:

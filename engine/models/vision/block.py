@@ -10,6 +10,7 @@ from torch.nn import functional
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.layers.rope import Turn
+from engine.model_files.tower_config import TowerConfig
 from engine.models.checkpoint import Checkpoint
 from engine.parallel.layout import Extent
 
@@ -118,11 +119,9 @@ class VisionWeights:
         weight = self.tensor(f"{name}.weight", shape).flatten(1)
         return Linear(weight, self.tensor(f"{name}.bias", shape[:1]) if bias else None)
 
-    def rms_norm(self, name: str, width: int, *, eps: float) -> RMSNorm:
-        return RMSNorm(self.tensor(f"{name}.weight", [width]), eps=eps)
-
-    def layer_norm(self, name: str, width: int, *, eps: float) -> LayerNorm:
-        return LayerNorm(self.tensor(f"{name}.weight", [width]), self.tensor(f"{name}.bias", [width]), eps=eps)
+    def norm(self, name: str, width: int, *, eps: float, rms: bool = False) -> Norm:
+        weight = self.tensor(f"{name}.weight", [width])
+        return RMSNorm(weight, eps=eps) if rms else LayerNorm(weight, self.tensor(f"{name}.bias", [width]), eps=eps)
 
     def ignore(self, name: str) -> None:
         self._checkpoint.ignore(self._prefix + name)
@@ -219,11 +218,6 @@ class GatedMLP:
         return self._down(self._gate_up.gated_of_norm(norm, x, delta))
 
 
-def attention_of(weights: VisionWeights, qkv: Sequence[str], out: str, *, hidden: int, heads: int) -> VisionAttention:
-    rows = 3 * hidden // len(qkv)
-    return VisionAttention(weights.linear(qkv, rows, hidden), weights.linear([out], hidden, hidden), heads=heads)
-
-
 class VisionBlock:
     """A layer; returns the delta for the next to add, fused with its norm."""
 
@@ -233,6 +227,32 @@ class VisionBlock:
     def __call__(self, x: Tensor, delta: Tensor | None, layout: FrameLayout, spans: Sequence[Spans]) -> Tensor:
         delta = self._attention(self._norms[0], x, delta, layout, spans)
         return self._mlp(self._norms[1], x, delta)
+
+
+class BlockNames(NamedTuple):
+    """Tensors of a layer, after `place` and its number. `up`: with a gate, if two.
+
+    `merger`: norm and matrices of mergers. `rms`: of all norms.
+    """
+
+    up: tuple[str, ...]
+    down: str
+    place: str = "blocks."
+    qkv: tuple[str, ...] = ("attn.qkv",)
+    out: str = "attn.proj"
+    norms: tuple[str, str] = ("norm1", "norm2")
+    merger: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2")
+    rms: bool = False
+
+
+def block_of(weights: VisionWeights, config: TowerConfig, names: BlockNames) -> VisionBlock:
+    hidden, width, gates = config.hidden_size, config.intermediate_size, len(names.up) > 1
+    qkv = weights.linear(names.qkv, 3 * hidden // len(names.qkv), hidden)
+    attention = VisionAttention(qkv, weights.linear([names.out], hidden, hidden), heads=config.num_heads)
+    up, down = weights.linear(names.up, width, hidden, gates=gates), weights.linear([names.down], hidden, width)
+    mlp = GatedMLP(up, down) if gates else PlainMLP(up, down, activation=ACTIVATIONS[config.activation])
+    first, second = (weights.norm(name, hidden, eps=config.eps, rms=names.rms) for name in names.norms)
+    return VisionBlock((first, second), attention, mlp)
 
 
 class PatchMerger:
@@ -247,3 +267,13 @@ class PatchMerger:
     def __call__(self, x: Tensor) -> Tensor:
         rows = self._norm(x.view(-1, self._width)) if self._after else self._norm(x).view(-1, self._width)
         return self._fc2(gelu(self._fc1(rows)))
+
+
+def merger_of(
+    weights: VisionWeights, config: TowerConfig, names: BlockNames, *, size: int, after: bool = False
+) -> PatchMerger:
+    norm, up, down = names.merger
+    width = config.hidden_size * config.merge**2
+    own = weights.norm(norm, width if after else config.hidden_size, eps=config.eps, rms=names.rms)
+    both = weights.linear([up], width, width), weights.linear([down], size, width)
+    return PatchMerger(own, *both, width=width, after=after)

@@ -1,6 +1,5 @@
 """The interface of a vision tower, and its features in a step."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,15 +17,15 @@ class Pixels(NamedTuple):
 
 
 class VisionTower(Protocol):
-    """Encodes images to features: an embedding, then deepstack, per token.
+    """Encodes an image to features: an embedding, then deepstack, per token.
 
     One by one, so that equal images have equal KV in any batch.
     """
 
     feature_size: int
 
-    def encode(self, images: Sequence[Pixels]) -> list[Tensor]:
-        """[tokens, feature_size] per image, in the model's dtype and device."""
+    def encode(self, image: Pixels) -> Tensor:
+        """[tokens, feature_size] in the model's dtype and device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,68 @@
 """Vision towers by family: CLIP, Qwen3-VL (learned positions), Qwen2.5-VL (windows)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from engine.layers.linear import Linear
 from engine.layers.norm import add
-from engine.model_files.tower_config import CHANNELS, ClipTower, ImageProcessing, LearnedTower, WindowTower
+from engine.model_files.tower_config import CHANNELS, ClipTower, ImageProcessing, LearnedTower, TowerConfig, WindowTower
 from engine.model_files.vision_config import CLIP, PROJECTOR, VISUAL, VisionConfig
 from engine.models.part import ModelPart
 from engine.models.vision.block import (
     ACTIVATIONS,
     AxialRope,
+    BlockNames,
     FrameLayout,
-    GatedMLP,
     LearnedPositions,
-    PatchMerger,
-    PlainMLP,
     Spans,
-    VisionBlock,
     VisionWeights,
-    attention_of,
+    block_of,
+    merger_of,
 )
 from engine.models.vision.tower import Patches, Pixels, VisionTower, places
 
+
+class _Layers:
+    """What towers share: patches, and `depth` layers."""
+
+    def __init__(
+        self, weights: VisionWeights, config: TowerConfig, processing: ImageProcessing, names: BlockNames, *, depth: int
+    ) -> None:
+        self._patches = Patches(config, processing, dtype=weights.dtype, device=weights.device)
+        self._blocks = [block_of(weights.inside(f"{names.place}{index}."), config, names) for index in range(depth)]
+
+    def _through(
+        self,
+        x: Tensor,
+        layout: FrameLayout,
+        spans: Callable[[int], list[Spans]],
+        inside: Mapping[int, Callable[[Tensor], Tensor]],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the last state and, by layer, what `inside` makes of others, which later layers change."""
+        found, delta = {}, None
+        for index, block in enumerate(self._blocks):
+            delta = block(x, delta, layout, spans(index))
+            if index in inside:
+                x, delta = add(x, delta), None
+                found[index] = inside[index](x)
+        return x if delta is None else add(x, delta), found
+
+
 # ---- LLaVA 1.5's tower: states of an inner CLIP layer, projected (arXiv:2310.03744).
 
+_CLIP_NAMES = BlockNames(
+    place="encoder.layers.",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    norms=("layer_norm1", "layer_norm2"),
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+)
 
-class ProjectedClip:
+
+class ProjectedClip(_Layers):
     """A CLIP `VisionTower` with projector.
 
     `size`: hidden size of the decoder. Unused last layers are not loaded.
@@ -42,17 +77,15 @@ class ProjectedClip:
         *,
         size: int,
     ) -> None:
+        used = max(config.taken)
+        super().__init__(weights, config, processing, _CLIP_NAMES, depth=used)
         self._config, self.feature_size, hidden = config, size, config.hidden_size
-        self._patches = Patches(config, processing, dtype=weights.dtype, device=weights.device)
         first = weights.inside("embeddings.")
-        kernel = [hidden, CHANNELS, config.patch, config.patch]
-        self._embed = first.convolution("patch_embedding", kernel, bias=False)
+        self._embed = first.convolution("patch_embedding", [hidden, CHANNELS, config.patch, config.patch], bias=False)
         self._class = first.tensor("class_embedding", [hidden])
         self._positions = first.tensor("position_embedding.weight", [config.side**2 + 1, hidden])
-        self._norm = weights.layer_norm("pre_layrnorm", hidden, eps=config.eps)
-        used = range(max(config.taken))
-        self._blocks = [_clip_block(weights.inside(f"encoder.layers.{index}."), config) for index in used]
-        for index in range(len(used), config.depth):
+        self._norm = weights.norm("pre_layrnorm", hidden, eps=config.eps)
+        for index in range(used, config.depth):
             weights.ignore(f"encoder.layers.{index}.")
         weights.ignore("post_layernorm.")
         weights.ignore("embeddings.position_ids")  # in old files: 0, 1, ...
@@ -61,10 +94,7 @@ class ProjectedClip:
         self._down = projector.linear(["linear_2"], size, size, bias=bias)
         self._activation = ACTIVATIONS[config.projector]
 
-    def encode(self, images: Sequence[Pixels]) -> list[Tensor]:
-        return [self._encode(image) for image in images]
-
-    def _encode(self, image: Pixels) -> Tensor:
+    def encode(self, image: Pixels) -> Tensor:
         side = self._config.side
         patches = self._embed(self._patches(Pixels(image.pixels, (1, side, side))))
         x = self._norm(torch.cat((self._class.unsqueeze(0), patches)).add_(self._positions))
@@ -74,118 +104,70 @@ class ProjectedClip:
         return self._down(self._activation(self._up(rows)))
 
     def _states(self, x: Tensor) -> dict[int, Tensor]:
-        layout, whole = FrameLayout(1, None), [Spans(0, 1, len(x))]
-        found = {0: x.clone()} if 0 in self._config.taken else {}
-        delta = None
-        for number, block in enumerate(self._blocks, 1):
-            delta = block(x, delta, layout, whole)
-            if number in self._config.taken:
-                x, delta = add(x, delta), None
-                found[number] = x.clone() if number < len(self._blocks) else x
-        return found
+        """States by their number of layers before."""
+        before = {0: x.clone()} if 0 in self._config.taken else {}
+        whole, inside = [Spans(0, 1, len(x))], {number - 1: torch.clone for number in self._config.taken if number}
+        _, found = self._through(x, FrameLayout(1, None), lambda index: whole, inside)
+        return before | {index + 1: state for index, state in found.items()}
 
 
-def _clip_block(weights: VisionWeights, config: ClipTower) -> VisionBlock:
-    hidden, width = config.hidden_size, config.intermediate_size
-    qkv = [f"self_attn.{name}_proj" for name in "qkv"]
-    attention = attention_of(weights, qkv, "self_attn.out_proj", hidden=hidden, heads=config.num_heads)
-    mlp = PlainMLP(
-        weights.linear(["mlp.fc1"], width, hidden),
-        weights.linear(["mlp.fc2"], hidden, width),
-        activation=ACTIVATIONS[config.activation],
-    )
-    norms = (weights.layer_norm(f"layer_norm{i}", hidden, eps=config.eps) for i in (1, 2))
-    before_attention, before_mlp = norms
-    return VisionBlock((before_attention, before_mlp), attention, mlp)
+def _patch_embedding(weights: VisionWeights, config: TowerConfig, *, bias: bool) -> Linear:
+    shape = [config.hidden_size, CHANNELS, config.temporal_patch, config.patch, config.patch]
+    return weights.convolution("patch_embed.proj", shape, bias=bias)
 
 
 # ---- The tower of Qwen3-VL and Qwen3.5: learned positions, RoPE, deepstack.
 
-EPS = 1e-6
+_LEARNED_NAMES = BlockNames(up=("mlp.linear_fc1",), down="mlp.linear_fc2")
 
 
-class DeepstackTower:
+class DeepstackTower(_Layers):
     """The `VisionTower` of Qwen3-VL. `size`: hidden size of the decoder."""
 
     def __init__(self, weights: VisionWeights, config: LearnedTower, processing: ImageProcessing, *, size: int) -> None:
+        super().__init__(weights, config, processing, _LEARNED_NAMES, depth=config.depth)
         self._config, hidden = config, config.hidden_size
         self.feature_size = size * (1 + len(config.deepstack_layers))
-        self._patches = Patches(config, processing, dtype=weights.dtype, device=weights.device)
-        kernel = [hidden, CHANNELS, config.temporal_patch, config.patch, config.patch]
-        self._embed = weights.convolution("patch_embed.proj", kernel, bias=True)
+        self._embed = _patch_embedding(weights, config, bias=True)
         table = weights.tensor("pos_embed.weight", [config.side**2, hidden])
         self._positions = LearnedPositions(table, side=config.side)
         self._rope = AxialRope(config.head_dim, theta=config.rope_theta, device=weights.device)
-        self._blocks = [_learned_block(weights.inside(f"blocks.{index}."), config) for index in range(config.depth)]
-        self._merger = _learned_merger(weights.inside("merger."), config, size=size)
+        self._merger = merger_of(weights.inside("merger."), config, _LEARNED_NAMES, size=size)
+        others = [weights.inside(f"deepstack_merger_list.{level}.") for level in range(len(config.deepstack_layers))]
         self._inside = {
-            layer: _learned_merger(weights.inside(f"deepstack_merger_list.{level}."), config, size=size, after=True)
+            layer: merger_of(others[level], config, _LEARNED_NAMES, size=size, after=True)
             for level, layer in enumerate(config.deepstack_layers)
         }
 
-    def encode(self, images: Sequence[Pixels]) -> list[Tensor]:
-        return [self._encode(image) for image in images]
-
-    def _encode(self, image: Pixels) -> Tensor:
+    def encode(self, image: Pixels) -> Tensor:
         time, rows, columns = image.grid
         at = places(rows, columns, merge=self._config.merge)
         x = self._embed(self._patches(image))
         x.unflatten(0, (time, -1)).add_(self._positions.at(*at, size=(rows, columns)))
         layout, whole = FrameLayout(time, self._rope.at(*at)), [Spans(0, 1, rows * columns)]
-        levels: list[Tensor] = []
-        delta = None
-        for index, block in enumerate(self._blocks):
-            delta = block(x, delta, layout, whole)
-            if index in self._inside:
-                x, delta = add(x, delta), None
-                levels.append(self._inside[index](x))
-        merged = self._merger(x if delta is None else add(x, delta))
-        return torch.cat((merged, *levels), 1) if levels else merged
-
-
-def _learned_block(weights: VisionWeights, config: LearnedTower) -> VisionBlock:
-    hidden, width = config.hidden_size, config.intermediate_size
-    attention = attention_of(weights, ["attn.qkv"], "attn.proj", hidden=hidden, heads=config.num_heads)
-    mlp = PlainMLP(
-        weights.linear(["mlp.linear_fc1"], width, hidden),
-        weights.linear(["mlp.linear_fc2"], hidden, width),
-        activation=ACTIVATIONS[config.activation],
-    )
-    return VisionBlock(
-        (weights.layer_norm("norm1", hidden, eps=EPS), weights.layer_norm("norm2", hidden, eps=EPS)), attention, mlp
-    )
-
-
-def _learned_merger(weights: VisionWeights, config: LearnedTower, *, size: int, after: bool = False) -> PatchMerger:
-    width = config.hidden_size * config.merge**2
-    return PatchMerger(
-        weights.layer_norm("norm", width if after else config.hidden_size, eps=EPS),
-        weights.linear(["linear_fc1"], width, width),
-        weights.linear(["linear_fc2"], size, width),
-        width=width,
-        after=after,
-    )
+        x, levels = self._through(x, layout, lambda index: whole, self._inside)
+        merged = self._merger(x)
+        return torch.cat((merged, *levels.values()), 1) if levels else merged
 
 
 # ---- Qwen2.5-VL's tower: windowed attention in most layers (arXiv:2502.13923).
 
+_WINDOWED_NAMES = BlockNames(
+    up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj", merger=("ln_q", "mlp.0", "mlp.2"), rms=True
+)
 
-class WindowedTower:
+
+class WindowedTower(_Layers):
     """The `VisionTower` of Qwen2.5-VL. `size`: hidden size of the decoder."""
 
     def __init__(self, weights: VisionWeights, config: WindowTower, processing: ImageProcessing, *, size: int) -> None:
+        super().__init__(weights, config, processing, _WINDOWED_NAMES, depth=config.depth)
         self._config, self._device, self.feature_size = config, weights.device, size
-        self._patches = Patches(config, processing, dtype=weights.dtype, device=weights.device)
-        kernel = [config.hidden_size, CHANNELS, config.temporal_patch, config.patch, config.patch]
-        self._embed = weights.convolution("patch_embed.proj", kernel, bias=False)
+        self._embed = _patch_embedding(weights, config, bias=False)
         self._rope = AxialRope(config.head_dim, theta=config.rope_theta, device=weights.device)
-        self._blocks = [_windowed_block(weights.inside(f"blocks.{index}."), config) for index in range(config.depth)]
-        self._merger = _windowed_merger(weights.inside("merger."), config, size=size)
+        self._merger = merger_of(weights.inside("merger."), config, _WINDOWED_NAMES, size=size)
 
-    def encode(self, images: Sequence[Pixels]) -> list[Tensor]:
-        return [self._encode(image) for image in images]
-
-    def _encode(self, image: Pixels) -> Tensor:
+    def encode(self, image: Pixels) -> Tensor:
         config, (time, rows, columns) = self._config, image.grid
         unit = config.merge**2
         order, windows = in_windows(rows // config.merge, columns // config.merge, side=config.window)
@@ -193,14 +175,9 @@ class WindowedTower:
         turn = self._rope.at(*(at[patches] for at in places(rows, columns, merge=config.merge)))
         x = _framed(self._embed(self._patches(image)), patches.to(self._device), frames=time)
         spans = [Spans(first * unit, runs, length * unit) for first, runs, length in windows]
-        x = self._through_blocks(x, FrameLayout(time, turn), spans, [Spans(0, 1, rows * columns)])
+        whole, full = [Spans(0, 1, rows * columns)], config.full_layers
+        x, _ = self._through(x, FrameLayout(time, turn), lambda index: whole if index in full else spans, {})
         return _framed(self._merger(x), order.argsort().to(self._device), frames=time)
-
-    def _through_blocks(self, x: Tensor, layout: FrameLayout, windows: list[Spans], whole: list[Spans]) -> Tensor:
-        delta = None
-        for index, block in enumerate(self._blocks):
-            delta = block(x, delta, layout, whole if index in self._config.full_layers else windows)
-        return x if delta is None else add(x, delta)
 
 
 def in_windows(rows: int, columns: int, *, side: int) -> tuple[Tensor, list[Spans]]:
@@ -224,28 +201,6 @@ def _cuts(size: int, side: int) -> list[tuple[slice, int]]:
 
 def _framed(x: Tensor, order: Tensor, *, frames: int) -> Tensor:
     return x.unflatten(0, (frames, -1)).index_select(1, order).flatten(0, 1)
-
-
-def _windowed_block(weights: VisionWeights, config: WindowTower) -> VisionBlock:
-    hidden, width = config.hidden_size, config.intermediate_size
-    attention = attention_of(weights, ["attn.qkv"], "attn.proj", hidden=hidden, heads=config.num_heads)
-    mlp = GatedMLP(
-        weights.linear(["mlp.gate_proj", "mlp.up_proj"], width, hidden, gates=True),
-        weights.linear(["mlp.down_proj"], hidden, width),
-    )
-    return VisionBlock(
-        (weights.rms_norm("norm1", hidden, eps=EPS), weights.rms_norm("norm2", hidden, eps=EPS)), attention, mlp
-    )
-
-
-def _windowed_merger(weights: VisionWeights, config: WindowTower, *, size: int) -> PatchMerger:
-    width = config.hidden_size * config.merge**2
-    return PatchMerger(
-        weights.rms_norm("ln_q", config.hidden_size, eps=EPS),
-        weights.linear(["mlp.0"], width, width),
-        weights.linear(["mlp.2"], size, width),
-        width=width,
-    )
 
 
 # ---- Loads the vision tower of a model.

@@ -175,7 +175,7 @@ def test_an_encoder_reads_the_tensors_of_its_tower_alone(served: Served, tmp_pat
         model = engine.parts.device.executor.runner.running.model
         assert model.vision is not None
         pixels = [pixels_of(image) for image in asked["same"][1]]
-        assert all(map(torch.equal, tower.vision.encode(pixels), model.vision.encode(pixels)))
+        assert all(map(torch.equal, map(tower.vision.encode, pixels), map(model.vision.encode, pixels)))
 
 
 def spoil_the_rest(tensors: dict[str, torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -174,9 +173,9 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found = list[str]()
     for tower in (DeepstackTower, WindowedTower, ProjectedClip):
 
-        def noted(self: Any, images: Sequence[Pixels], encode: Any = tower.encode) -> list[torch.Tensor]:
-            found.extend([threading.current_thread().name] * len(images))
-            return encode(self, images)  # type: ignore[no-any-return]
+        def noted(self: Any, image: Pixels, encode: Any = tower.encode) -> torch.Tensor:
+            found.append(threading.current_thread().name)
+            return encode(self, image)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(tower, "encode", noted)
     return found
@@ -250,11 +249,11 @@ class FailsOnce:
         self._failed = False
         self.feature_size = tower.feature_size
 
-    def encode(self, images: Sequence[Pixels]) -> list[torch.Tensor]:
+    def encode(self, image: Pixels) -> torch.Tensor:
         if not self._failed:
             self._failed = True
             raise torch.OutOfMemoryError(NO_MEMORY)
-        return self._tower.encode(images)
+        return self._tower.encode(image)
 
 
 @ONE

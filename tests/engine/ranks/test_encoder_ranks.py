@@ -1,7 +1,6 @@
 """Ranks that divide the images of a step: each image on one of them, about evenly, its features on all, and an end where one finds no
 memory."""
 
-from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -39,10 +38,8 @@ class Counts:
         self.fails = fails
         self.encoded: list[int] = []
 
-    def encode(self, images: Sequence[Pixels]) -> list[Tensor]:
-        return [self._encode(int(image.pixels.view(-1)[0]), image.grid) for image in images]
-
-    def _encode(self, number: int, grid: tuple[int, int, int]) -> Tensor:
+    def encode(self, image: Pixels) -> Tensor:
+        number, grid = int(image.pixels.view(-1)[0]), image.grid
         if number == self.fails:
             raise torch.OutOfMemoryError(NO_MEMORY)
         self.encoded.append(number)
@@ -64,7 +61,7 @@ def encoded_by(rank: SharedMemoryCollectives, tower: Counts, images: list[ImageI
 def test_each_image_is_encoded_once_and_all_ranks_have_its_features(ranks: int, images: list[ImageInput]) -> None:
     towers = [Counts() for _ in range(ranks)]
     found = run_ranks(RegionPlan(ranks=ranks), lambda rank: encoded_by(rank, towers[rank.rank], images))
-    wanted = Counts().encode([pixels_of(image) for image in images])
+    wanted = [Counts().encode(pixels_of(image)) for image in images]
     assert sorted(number for tower in towers for number in tower.encoded) == list(range(len(images)))
     for features in found:
         assert all(torch.equal(a, b) for a, b in zip(features, wanted, strict=True))

@@ -62,9 +62,9 @@ def test_a_tower_alone_is_that_of_the_whole_model(tmp_path: Path) -> None:
     tower, model = load_tower_alone(path, config, **given), load_model(path, config, **given)
     assert config.vision is not None
     side = 4 * config.vision.tower.patch
-    pixels = [Pixels(torch.arange(side * side * 3).view(1, side, side, 3).to(torch.uint8), (1, 4, 4))]
+    pixels = Pixels(torch.arange(side * side * 3).view(1, side, side, 3).to(torch.uint8), (1, 4, 4))
     assert model.vision is not None
-    (alone,), (whole,) = tower.vision.encode(pixels), model.vision.encode(pixels)
+    alone, whole = tower.vision.encode(pixels), model.vision.encode(pixels)
     assert torch.equal(alone, whole) and float(whole.std()) > 0
 
 
