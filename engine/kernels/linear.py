@@ -100,36 +100,51 @@ def _pack_integers(whole: PackedMemory, matrices: list[Weight], *, segments: int
     return PackedWeights(memory, apart, first.bits, group_steps(first, segments=segments), offsets, first.e2m1)
 
 
-class PackedMatrix:
-    """bf16 or integer `weight` [out, in] with bf16 `bias` [out], packed into huge pages.
+class _Packed:
+    """bf16 or integer `matrices` [out, in] of one shape in huge pages; inputs are dropped. Thread-safe.
 
     `gates`: the first output half may gate the second; out is a multiple of PANEL. `segments` (a
     power of two dividing the inputs) are summed separately, then in a binary tree. A result row's
-    bits depend only on its row of x. Thread-safe.
+    bits depend only on its row of x and its matrix.
     """
 
     def __init__(
         self,
         kernel: "LinearKernel",
-        weight: Weight,
-        bias: torch.Tensor | None,
+        matrices: list[Weight],
+        bias: torch.Tensor | None = None,
         *,
-        gates: bool,
+        gates: bool = False,
         segments: int = 1,
     ) -> None:
-        outputs, inputs = weight.shape
-        assert not gates or outputs % PANEL == 0, weight.shape
-        assert inputs % segments == 0 and segments & (segments - 1) == 0, (weight.shape, segments)
-        self._call = kernel.library.tandem_linear
-        self._weight = pack(kernel, [weight], segments=segments, gates=gates)
+        outputs, inputs = self._shape = tuple(matrices[0].shape)
+        assert not gates or outputs % PANEL == 0, self._shape
+        assert inputs % segments == 0 and segments & (segments - 1) == 0, (self._shape, segments)
+        self.gates, self._library, self._count = gates, kernel.library, len(matrices)
+        self._weight = pack(kernel, matrices, segments=segments, gates=gates)
         self._bias = None if bias is None else bias.contiguous()
-        self._shape = (outputs, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
-        self.gates = gates
         self._args = LinearArgs(
             bias=bias_at, inputs=inputs, outputs=outputs, segments=segments, interleaved=gates, kind=kernel.kind
         )
         self._weight.fill(self._args)
+
+    def _own_args(self) -> LinearArgs:
+        """Copy the arguments: two threads may multiply at once."""
+        return LinearArgs.from_buffer_copy(self._args)
+
+    def _result(self, args: LinearArgs, x: torch.Tensor, form: Form) -> torch.Tensor:
+        outputs, inputs = self._shape
+        assert x.dtype == torch.bfloat16 and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, x.dtype)
+        dtype = torch.bfloat16 if form is Form.BF16 else torch.float32
+        y = tape.empty((len(x), outputs // 2 if args.gated else outputs), dtype)
+        args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), len(x)
+        args.y, args.form = y.data_ptr(), form
+        return y
+
+
+class PackedMatrix(_Packed):
+    """One matrix, with a bf16 `bias` [out]."""
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Return [T, out] for bf16 x [T, in]: summed in fp32, rounded to bf16."""
@@ -167,17 +182,9 @@ class PackedMatrix:
         args.gated = gated
         return self._product(args, x, Form.BF16)
 
-    def _own_args(self) -> LinearArgs:
-        """Copy the arguments: two threads may multiply at once."""
-        return LinearArgs.from_buffer_copy(self._args)
-
     def _product(self, args: LinearArgs, x: torch.Tensor, form: Form) -> torch.Tensor:
-        assert x.dtype == torch.bfloat16, x.dtype
-        dtype = torch.bfloat16 if form is Form.BF16 else torch.float32
-        y = tape.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype)
-        args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
-        args.y, args.form = y.data_ptr(), form
-        if tape.call(self._call, args):
+        y = self._result(args, x, form)
+        if tape.call(self._library.tandem_linear, args):
             raise MemoryError("linear: no memory for the rows of one product")
         return y
 
@@ -191,7 +198,7 @@ class LinearKernel:
     def pack(
         self, weight: Weight, bias: torch.Tensor | None, *, gates: bool = False, segments: int = 1
     ) -> PackedMatrix:
-        return PackedMatrix(self, weight, bias, gates=gates, segments=segments)
+        return PackedMatrix(self, [weight], bias, gates=gates, segments=segments)
 
 
 @cache
@@ -199,28 +206,13 @@ def linear_kernel() -> LinearKernel | None:
     return SOURCE.open(LinearKernel)
 
 
-# ---- Packed matrices of one shape (a layer's experts), each multiplied by its own rows.
-
-
-class PackedMatrices:
-    """Packed [out, in] `matrices`; inputs are dropped. `gates`: the first half gates the second.
-
-    A result row's bits depend only on its row and matrix. Thread-safe.
-    """
-
-    def __init__(self, kernel: LinearKernel, matrices: list[Weight], *, gates: bool = False) -> None:
-        outputs, inputs = matrices[0].shape
-        assert not gates or outputs % PANEL == 0, matrices[0].shape
-        self._count, self._shape = len(matrices), (outputs, inputs)
-        self._kind = kernel.kind
-        self._call = kernel.library.tandem_linear_each
-        self.gates = gates
-        self._weight = pack(kernel, matrices, segments=1, gates=gates)
+class PackedMatrices(_Packed):
+    """Experts of a layer, or other matrices that each multiply their own rows."""
 
     def take(self, other: "PackedMatrices") -> None:
         """Take over `other`'s memory, of the same shape."""
         assert (self._count, self._shape) == (other._count, other._shape), (self._shape, other._shape)
-        self._weight = other._weight
+        self._weight, self._args = other._weight, other._args
 
     def times(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return bf16[T, out] for x [T, in], sorted by matrix with i64 counts `rows`."""
@@ -235,25 +227,11 @@ class PackedMatrices:
         return self._product(x, rows, Form.F32, gated=False)
 
     def _product(self, x: torch.Tensor, rows: torch.Tensor, form: Form, *, gated: bool) -> torch.Tensor:
-        outputs, inputs = self._shape
-        assert x.dtype == torch.bfloat16 and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, x.dtype)
         assert rows.dtype == torch.int64 and rows.shape == (self._count,) and rows.is_contiguous(), rows.shape
-        dtype = torch.float32 if form is Form.F32 else torch.bfloat16
-        y = tape.empty((len(x), outputs // 2 if gated else outputs), dtype)
-        like = LinearArgs(
-            x=x.data_ptr(),
-            y=y.data_ptr(),
-            inputs=inputs,
-            outputs=outputs,
-            segments=1,
-            x_stride=x.stride(0),
-            form=form,
-            interleaved=self.gates,
-            gated=gated,
-            kind=self._kind,
-        )
-        self._weight.fill(like)
+        like = self._own_args()
+        like.gated = gated
+        y = self._result(like, x, form)
         args = _Each(like=like, rows=rows.data_ptr(), matrices=self._count, apart=self._weight.apart)
-        if tape.call(self._call, args):
+        if tape.call(self._library.tandem_linear_each, args):
             raise MemoryError("linear: no memory for the rows of one product")
         return y
