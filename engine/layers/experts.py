@@ -1,7 +1,6 @@
 """Products of experts: rows are sorted by expert, so each weight is read once."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -97,30 +96,40 @@ class _Matrices(Protocol):
     def partial(self, x: Tensor, rows: Tensor) -> Tensor: ...
 
 
-class Experts:
-    """Routed experts of one layer.
+class _GatedMatrices:
+    """`gate_up`: [2 * intermediate, hidden] each; `down`: [hidden, intermediate].
 
-    `gate_up`: [2 * intermediate, hidden] each; `down`: [hidden, intermediate]; both are emptied.
-    `segments`: of the intermediate, summed apart.
+    `segments`: of the intermediate, summed apart. `gates`: gate and up lie one behind the other.
     """
 
-    def __init__(self, gate_up: list[Weight], down: list[Weight], *, segments: int) -> None:
+    def __init__(self, gate_up: list[Weight], down: list[Weight], *, segments: int, gates: bool) -> None:
         self._width = down[0].shape[1] // segments
-        self._gate_up = _pack(gate_up)
+        self._gate_up = _pack(gate_up, gates=gates)
         starts = range(0, down[0].shape[1], self._width)
-        self._downs = [_pack([columns_of(matrix, slice(at, at + self._width)) for matrix in down]) for at in starts]
+        columns = [slice(at, at + self._width) for at in starts]
+        self._downs = [_pack([columns_of(matrix, own) for matrix in down], gates=gates) for own in columns]
         gate_up.clear()
         down.clear()
 
-    def take(self, other: "Experts") -> None:
+    def take(self, other: Self) -> None:
         """Take weights of `other`, in torch into the same memory."""
         for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
             mine.take(theirs)
 
+    def _down(self, inner: Tensor, rows: Tensor) -> list[Tensor]:
+        parts = torch.split(inner, self._width, dim=1)
+        return [down.partial(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
+
+
+class Experts(_GatedMatrices):
+    """Routed experts of one layer; the lists are emptied."""
+
+    def __init__(self, gate_up: list[Weight], down: list[Weight], *, segments: int) -> None:
+        super().__init__(gate_up, down, segments=segments, gates=True)
+
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
-        parts = torch.split(self._gate_up.gated(x, rows), self._width, dim=1)
-        return [down.partial(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
+        return self._down(self._gate_up.gated(x, rows), rows)
 
 
 class _TorchMatrices:
@@ -154,49 +163,43 @@ class _PlainlyGated:
         return silu_mul(self._packed.times(x, rows))
 
 
-def _pack(matrices: list[Weight]) -> _Matrices:
+def _pack(matrices: list[Weight], *, gates: bool) -> _Matrices:
     first = matrices[0]
     kernel = kernel_for(first)
     if kernel is None:
         return _TorchMatrices([dense_of(matrix) for matrix in matrices])
-    gates = len(first) % PANEL == 0
-    packed = PackedMatrices(kernel, [packable(matrix) for matrix in matrices], gates=gates)
-    return packed if gates else _PlainlyGated(packed)
+    in_panels = gates and len(first) % PANEL == 0
+    packed = PackedMatrices(kernel, [packable(matrix) for matrix in matrices], gates=in_panels)
+    return packed if in_panels or not gates else _PlainlyGated(packed)
 
 
 # ---- Experts with biases and clamped gates (gpt-oss).
 
 
-class BiasedExperts:
-    """Experts with biases and clamped gates.
+class BiasedExperts(_GatedMatrices):
+    """Experts with biases and clamped gates; rows of gate and up alternate.
 
-    `gate_up`: [2 * intermediate, hidden] each, alternating rows; `down`: [hidden, intermediate].
-    Biases are fp32; `down_bias` is None on ranks that must not add it. `segments`: of the
-    intermediate. out = down((up + 1) * gate * sigmoid(alpha * gate)), gate <= `limit`, |up| <=
-    `limit`.
+    Biases are fp32; `down_bias` is None on ranks that must not add it.
+    out = down((up + 1) * gate * sigmoid(alpha * gate)), gate <= `limit`, |up| <= `limit`.
     """
 
     def __init__(
         self,
-        gate_up: Sequence[Weight],
+        gate_up: list[Weight],
         gate_up_bias: Tensor,
-        down: Sequence[Weight],
+        down: list[Weight],
         down_bias: Tensor | None,
         *,
         alpha: float,
         limit: float,
         segments: int,
     ) -> None:
-        self._gate_up, self._gate_up_bias, self._down_bias = _Sums(gate_up), gate_up_bias, down_bias
+        super().__init__(gate_up, down, segments=segments, gates=False)
+        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._alpha, self._limit = alpha, limit
-        self._width = down[0].shape[1] // segments
-        starts = range(0, down[0].shape[1], self._width)
-        self._downs = [_Sums([columns_of(matrix, slice(at, at + self._width)) for matrix in down]) for at in starts]
-        self._count = len(gate_up)
 
-    def take(self, other: "BiasedExperts") -> None:
-        for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
-            mine.take(theirs)
+    def take(self, other: Self) -> None:
+        super().take(other)
         self._gate_up_bias.copy_(other._gate_up_bias)
         if self._down_bias is not None:
             assert other._down_bias is not None, "of one rank"
@@ -205,33 +208,11 @@ class BiasedExperts:
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
         places = torch.arange(len(x), device=x.device)
-        expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=self._count - 1)  # no expert: any
-        both = self._gate_up(x, rows) + self._gate_up_bias[expert]
+        expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=len(rows) - 1)  # no expert: any
+        both = self._gate_up.partial(x, rows) + self._gate_up_bias[expert]
         gate, up = both[:, ::2].clamp(max=self._limit), both[:, 1::2].clamp(-self._limit, self._limit)
         inner = ((up + 1) * gate * torch.sigmoid(self._alpha * gate)).to(x.dtype)
-        parts = torch.split(inner, self._width, dim=1)
-        sums = [down(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
+        sums = self._down(inner, rows)
         if self._down_bias is not None:
             sums[0] = sums[0] + self._down_bias[expert]
         return sums
-
-
-class _Sums:
-    def __init__(self, matrices: Sequence[Weight]) -> None:
-        kernel = kernel_for(matrices[0])
-        self._packed = None if kernel is None else PackedMatrices(kernel, [packable(matrix) for matrix in matrices])
-        self._weights = torch.stack([dense_of(matrix).t() for matrix in matrices]) if kernel is None else None
-
-    def take(self, other: "_Sums") -> None:
-        if self._packed is not None:
-            assert other._packed is not None, "of one kernel"
-            self._packed.take(other._packed)
-        else:
-            assert self._weights is not None and other._weights is not None, "of one kernel"
-            self._weights.copy_(other._weights)
-
-    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
-        if self._packed is not None:
-            return self._packed.partial(x, rows)
-        assert self._weights is not None
-        return grouped_product(x, self._weights, rows).float()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from engine.kernels.linear import linear_kernel
-from engine.layers.experts import Experts
 from engine.model_files.model_config import load_model_config
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.load import load_model
@@ -41,9 +40,8 @@ def mixture(path: str, **flags: Any) -> ExpertMLP:
 def kinds_of(mixture: ExpertMLP) -> set[tuple[int, bool]]:
     """Bits of the experts' matrices, 0 of floats, and whether they are floats of 4 bits."""
     experts = mixture._experts
-    products = [experts._gate_up, *experts._downs]
-    parts = products if isinstance(experts, Experts) else [product._packed for product in products]  # type: ignore[union-attr]
-    return {(part._weight.bits, part._weight.e2m1) for part in parts}  # type: ignore[union-attr]
+    parts = [experts._gate_up, *experts._downs]
+    return {(part._weight.bits, part._weight.e2m1) for part in parts}  # type: ignore[attr-defined]
 
 
 @torch.inference_mode()
