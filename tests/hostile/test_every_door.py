@@ -9,7 +9,7 @@ import contextlib
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -112,7 +112,13 @@ def good_calls(door: str) -> list[Call]:
     return [post("/generate", body)]  # a prefill or decode worker reads the headers, then misses a room
 
 
-@pytest.mark.parametrize("door", SERVERS)
+def at(doors: Iterable[str]) -> pytest.MarkDecorator:
+    """A router of two processes runs the code of one, a decode worker that of a prefill worker: `make slow-tests` tries them."""
+    marks = {"fleet": pytest.mark.slow, "decode": pytest.mark.slow}
+    return pytest.mark.parametrize("door", [pytest.param(door, marks=marks.get(door, ())) for door in doors])
+
+
+@at(SERVERS)
 def test_hostile_headers(doors: Doors, door: str) -> None:
     values = table.HEADER_VALUES
     if door in ("prefill", "decode"):  # they read headers as the unified worker does
@@ -131,7 +137,7 @@ def test_hostile_headers(doors: Doors, door: str) -> None:
         watch(doors, door)  # at once: later requests push these off the pages that show the last ones
 
 
-@pytest.mark.parametrize("door", WORKERS)
+@at(WORKERS)
 def test_a_router_s_words_are_taken_from_none_but_a_router(doors: Doors, door: str) -> None:
     """The unified worker has no secret; the others have what `tandem up` made."""
     cases = {
@@ -142,7 +148,7 @@ def test_a_router_s_words_are_taken_from_none_but_a_router(doors: Doors, door: s
     assert wrong(doors.play(door, cases), lambda a: a.status == 403 and is_refusal(a)) == {}
 
 
-@pytest.mark.parametrize("door", SERVERS)
+@at(SERVERS)
 def test_a_client_that_waits_for_its_word_sends_its_body(doors: Doors, door: str) -> None:
     """curl asks so before a body of more than 1 MiB, and waits a second in vain where nothing answers."""
     call = post("/rooms" if door == "bootstrap" else "/generate", b"[]", (b"Expect", b"100-Continue"))
@@ -155,7 +161,7 @@ def test_a_client_that_waits_for_its_word_sends_its_body(doors: Doors, door: str
         assert stream.readline().startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.parametrize("door", SERVERS)
+@at(SERVERS)
 def test_hostile_targets_and_methods(doors: Doors, door: str) -> None:
     cases = {name: Call(b"GET", target) for name, target in table.TARGETS.items()}
     cases |= {repr(method): Call(method, b"/health") for method in table.METHODS}
@@ -164,7 +170,7 @@ def test_hostile_targets_and_methods(doors: Doors, door: str) -> None:
     assert b"\nX-Injected" not in b"".join(a.body for a in answers.values())
 
 
-@pytest.mark.parametrize("door", SERVERS)
+@at(SERVERS)
 def test_what_a_web_page_sends_is_refused(doors: Doors, door: str) -> None:
     """And what it would have changed is as it was."""
     before = state_of(doors, door)
@@ -195,7 +201,7 @@ def state_of(doors: Doors, door: str) -> object:
     return doors.http.get(f"{doors.urls[door]}/health").status_code
 
 
-@pytest.mark.parametrize("door", SERVERS)
+@at(SERVERS)
 def test_bodies_that_are_no_request(doors: Doors, door: str) -> None:
     bodies = {**{name: (body, ()) for name, body in table.RAW_BODIES.items()}, "empty": (b"", ())}
     bodies |= {name: (body, (header,)) for name, (header, body) in table.WRAPPINGS.items()}
@@ -208,7 +214,7 @@ def test_bodies_that_are_no_request(doors: Doors, door: str) -> None:
     assert wrong(doors.play(door, cases), is_refusal) == {}
 
 
-@pytest.mark.parametrize("door", SERVERS)
+@at(SERVERS)
 def test_bodies_that_hold_too_much(doors: Doors, door: str) -> None:
     """Refused for that alone, before anything is made of them."""
     cases = {
@@ -219,7 +225,7 @@ def test_bodies_that_hold_too_much(doors: Doors, door: str) -> None:
     assert wrong(doors.play(door, cases), lambda a: a.status == 413 and is_refusal(a)) == {}
 
 
-@pytest.mark.parametrize("door", [*ROUTERS, *WORKERS])
+@at((*ROUTERS, *WORKERS))
 def test_wrong_values_and_lone_surrogates(doors: Doors, door: str) -> None:
     fields = {**table.FIELDS, **{f"surrogate-{name}": case for name, case in table.SURROGATES.items()}}
     cases = {name: post(path, body) for name, (path, body) in fields.items()}
@@ -257,13 +263,13 @@ def test_wrong_fields_are_named(doors: Doors) -> None:
     assert len(doors.alone.scheduler.seen) == seen
 
 
-@pytest.mark.parametrize("door", [*ROUTERS, "prefill", "decode"])
+@at((*ROUTERS, "prefill", "decode"))
 def test_wrong_fields_fail_nothing(doors: Doors, door: str) -> None:
     """The model differs there, and with it what is wrong."""
     assert _not_named(doors, door, ALL_WRONG_FIELDS, lambda answer, field: is_no_failure(answer)) == {}
 
 
-@pytest.mark.parametrize("door", [*ROUTERS, *WORKERS])
+@at((*ROUTERS, *WORKERS))
 def test_bytes_in_text_that_are_no_utf_8(doors: Doors, door: str) -> None:
     """Refused where the text is read; a field that is not read may hold anything."""
     cases = {name: post(path, table.with_bytes(body)) for name, (path, body) in table.SURROGATES.items()}
@@ -273,7 +279,7 @@ def test_bytes_in_text_that_are_no_utf_8(doors: Doors, door: str) -> None:
     assert wrong(doors.play(door, cases), is_no_failure) == {}
 
 
-@pytest.mark.parametrize("door", SERVERS)
+@at(SERVERS)
 def test_bytes_that_are_no_http(doors: Doors, door: str) -> None:
     def said(data: bytes) -> Answer:
         line = means.exchange(doors.urls[door], data, read_s=ANSWER_S).split(b"\r\n")[0]

@@ -77,8 +77,7 @@ def test_an_unread_answer_stops_no_other(doors: Doors) -> None:
             sock = stack.enter_context(means.connect(doors.urls["router"]))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.sendall(sent)
-        rng = random.Random(4)
-        fine, wanted = recall_body(rng, 30, max_new_tokens=4)
+        fine, wanted = recall_body(random.Random(4), 30, max_new_tokens=4)
         assert asyncio.run(generate_all(doors.urls["router"], [fine]))[0]["output_ids"] == wanted
 
 
@@ -113,9 +112,8 @@ async def test_a_room_that_is_live_is_refused(doors: Doors, door: str) -> None:
 
 
 def _live_requests(url: str) -> float:
-    return float(httpx.get(f"{url}/check").json()["gauges"]["live"]) + sum(
-        httpx.get(f"{url}/check").json()["queues"].values()
-    )
+    state = httpx.get(f"{url}/check").json()
+    return float(state["gauges"]["live"] + sum(state["queues"].values()))
 
 
 def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_no_request(doors: Doors) -> None:
@@ -154,8 +152,7 @@ async def _fail_beside_a_good_one(doors: Doors, bodies: list[dict[str, Any]]) ->
         bad = [asyncio.create_task(http.post(doors.urls["decode"] + GENERATE, json=body)) for body in bodies]
         fine, wanted = recall_body(random.Random(8), 30, max_new_tokens=3)
         assert (await generate_all(doors.urls["router"], [fine]))[0]["output_ids"] == wanted
-        answers = await asyncio.gather(*bad)
-    return answers
+        return await asyncio.gather(*bad)
 
 
 async def test_false_prefill_workers(doors: Doors) -> None:
