@@ -57,13 +57,13 @@ def test_ranks_measure_and_warm_up_together_and_the_least_memory_counts(tp_size:
         assert engine.parts.pool.num_pages == follower.num_pages == least // follower.page_bytes
         engine.add("r", prompt_of(40, 1))
         engine.run()
-        found = engine.tokens
     with EngineInProcess(WIDE_MODEL_PATH) as plain:
         plain.add("r", prompt_of(40, 1))
         plain.run()
-        assert found == plain.tokens
+        assert engine.tokens == plain.tokens
 
 
+@pytest.mark.slow  # of one rank: tests/engine/device/test_decode_graphs.py
 def test_ranks_record_the_same_steps() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.engine.ranks.rank_graphs_by_the_interpreter"]
