@@ -5,6 +5,7 @@ A test may pause them or load other weights; it leaves them as it found them.
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.e2e.cluster import Cluster, cluster
@@ -46,4 +47,15 @@ def pd(qwen3: str, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFa
     lora = ("--lora-paths", f"one={adapters['one']}", "--max-loras-per-batch", "2", "--max-loaded-loras", "3")
     args = (*way, *lora, "--model-path", qwen3, *COMMON)
     with cluster(tmp_path_factory.mktemp("pd"), *args, env=delayed()) as c:
+        yield c
+
+
+@pytest.fixture(scope="module", params=["unified", "pd"])
+def way(request: pytest.FixtureRequest) -> Cluster:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def client(way: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{way.router}/v1", api_key="none", max_retries=0, timeout=60) as c:
         yield c

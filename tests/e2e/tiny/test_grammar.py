@@ -6,7 +6,6 @@ Random weights: what comes out is in the grammar because of the grammar alone.
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -48,17 +47,6 @@ def bodies() -> list[dict[str, Any]]:
 def reference(unified: Cluster) -> list[dict[str, Any]]:
     """(That they do not depend on the depth: tests/grammar/test_engine.py.)"""
     return asyncio.run(generate_all(unified.router, bodies()))
-
-
-@pytest.fixture(scope="module", params=["unified", "pd"])
-def way(request: pytest.FixtureRequest) -> Cluster:
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def client(way: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{way.router}/v1", api_key="none", max_retries=0, timeout=60) as c:
-        yield c
 
 
 async def test_answers_are_in_their_grammar_and_the_same_everywhere(

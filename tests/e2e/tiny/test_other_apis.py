@@ -32,11 +32,6 @@ TOOLS: Any = [
 ]
 
 
-@pytest.fixture(params=["unified", "pd"])
-def way(request: pytest.FixtureRequest) -> Cluster:
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def claude(way: Cluster) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=way.router, api_key="none", max_retries=0, timeout=60) as client:

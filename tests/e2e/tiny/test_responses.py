@@ -5,7 +5,6 @@ Random weights: what comes out is in the grammar because of the grammar alone.
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -24,17 +23,6 @@ SEEDED: dict[str, Any] = {"model": "default", "extra_body": {"seed": 3}}
 class Person(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     name: Literal["ada", "bob"]
-
-
-@pytest.fixture(params=["unified", "pd"])
-def way(request: pytest.FixtureRequest) -> Cluster:
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def client(way: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{way.router}/v1", api_key="none", max_retries=0, timeout=60) as c:
-        yield c
 
 
 def test_structured_output_is_parsed(client: openai.OpenAI) -> None:
