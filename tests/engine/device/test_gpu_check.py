@@ -62,15 +62,9 @@ def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_check.check(["limits"], gpu_check.run_apart)["limits"]["error"] == "not done after 0 s"
 
 
-SLOW = [
-    "numerics",
-    "identity",
-    "adapters",
-    "ranks",
-    "restart",
-    "families",
-    "cluster",
-]  # the interpreter and processes take seconds
+# The interpreter and processes take seconds; other mixtures and transfers are made of the code of those that stay.
+SLOW = ["numerics", "identity", "adapters", "ranks", "restart", "families", "cluster"]
+SLOW += ["mixture", "short_prompts", "transfer_mooncake"]
 
 
 def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
