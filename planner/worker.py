@@ -5,13 +5,13 @@ ahead of the timeline: outputs carry its time; new messages wait for the next it
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.assembly import RoleAssembly
 from disagg.config import DisaggConfig
 from disagg.metadata import MetadataBuffers
-from engine.assembly.worker import Clock, CoreConfig, WorkerWire, assemble_worker, build_core, computing
+from engine.assembly.worker import Clock, CoreConfig, VirtualPorts, WorkerWire, assemble_worker, build_core, computing
 from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -60,7 +60,9 @@ class PlanWorker:
         self._turning = False
         self._num_requests = 0
         self._on_drained: Callable[[], None] | None = None
-        self._ports = _Ports(self._wake, lambda outputs: on_outputs(outputs, self.clock.now_s))
+        self.state: StateReply | None = None
+        self._on_outputs = on_outputs
+        self._ports = VirtualPorts(self._on_message, self._wake)
         most = self.scheduler.limits.max_running_requests
         self._metadata = MetadataBuffers(2 * most if spec.role != "unified" else 1)
         link = Link(bytes_per_s=spec.link_bytes_per_s)
@@ -76,8 +78,7 @@ class PlanWorker:
         )
 
     def receive(self, message: ToScheduler) -> None:
-        self._ports.inbox.append(message)
-        self._wake()
+        self._ports.deliver(message)
 
     def begin(self) -> None:
         """Count a request in flight, as routers do, until `end`."""
@@ -92,10 +93,6 @@ class PlanWorker:
         self._on_drained = on_drained
         self._check_drained()
 
-    @property
-    def state(self) -> StateReply | None:
-        return self._ports.state
-
     def remember(self, tokens: list[int]) -> None:
         """Cache the prefix `tokens`, before the first iteration only."""
         memory = self.scheduler.memory
@@ -108,6 +105,12 @@ class PlanWorker:
             memory.give_back(request)
 
     # ---- inside
+
+    def _on_message(self, message: ToFrontend) -> None:
+        if isinstance(message, TokenBatch):
+            self._on_outputs(message.outputs, self.clock.now_s)
+        elif isinstance(message, StateReply):
+            self.state = message
 
     def _check_drained(self) -> None:
         if self._on_drained is not None and not self._num_requests:
@@ -140,30 +143,6 @@ class PlanWorker:
         self._turning = False
         if worked:
             self._wake()
-
-
-@dataclass(slots=True)
-class _Ports:
-    wake: Callable[[], None]
-    on_outputs: Callable[[list[TokenOutput]], None]
-    inbox: list[ToScheduler] = field(default_factory=list)
-    state: StateReply | None = None
-
-    def receive(self) -> list[ToScheduler]:
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def wait(self, timeout_s: float) -> None:
-        """Return at once: `wake` resumes the worker."""
-
-    def to_frontend(self, message: ToFrontend) -> None:
-        if isinstance(message, TokenBatch):
-            self.on_outputs(message.outputs)
-        elif isinstance(message, StateReply):
-            self.state = message
-
-    def call_attention(self) -> None:
-        self.wake()
 
 
 def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host, home: Hashable) -> TimedExecutor:

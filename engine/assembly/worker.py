@@ -31,6 +31,7 @@ from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import L, MakePipeline, Pipeline, StepLauncher, StepStrategy
 from engine.loop.role import EngineRole
 from engine.loop.services import LoopServices, LoopSettings, Ports
+from engine.messages import ToFrontend, ToScheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,36 @@ def _match_rule(states: StateSlots | None, windows: WindowPages | None) -> Match
 class WorkerWire:
     ports: Ports
     role: EngineRole
+
+
+@dataclass(slots=True)
+class VirtualPorts:
+    """Ports of a loop in the thread of its frontend. `wake`: lets the loop turn.
+
+    Messages wait in `inbox`. `wait_s`: how long the loop was last ready to rest.
+    """
+
+    on_message: Callable[[ToFrontend], None]
+    wake: Callable[[], None] = lambda: None
+    inbox: list[ToScheduler] = field(default_factory=list)
+    wait_s: float = 0.0
+
+    def deliver(self, message: ToScheduler) -> None:
+        self.inbox.append(message)
+        self.wake()
+
+    def receive(self) -> list[ToScheduler]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        self.wait_s = timeout_s
+
+    def to_frontend(self, message: ToFrontend) -> None:
+        self.on_message(message)
+
+    def call_attention(self) -> None:
+        self.wake()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.core.dp_agreement import Agreement, PromptGate
 from engine.core.dp_step import AgreedStep, PrefillDelayer, Row, UpdateAgreement
 from engine.core.plan import ItemResult, Plan, StepResult
@@ -102,14 +102,15 @@ class Launched:
 
 
 class Rank:
-    """Executor and ports of one rank's loop."""
+    """Executor of one rank's loop."""
 
     def __init__(self, group: "Group", rank: int, *, depth: int, delayer: PrefillDelayer | None, **engine: Any) -> None:
         self.engine = EngineInATest(**engine)
         self.model = self.engine.model
         self.rank = rank
         self.awake = True
-        self.inbox: list[Any] = []
+        self.ports = VirtualPorts(self._on_message, self._wake)
+        self.tell = self.ports.deliver
         self.launched: deque[Launched] = deque()  # not computed yet
         self.agreed: dict[int, AgreedStep] = {}  # launched, by their number
         self.turns = 0
@@ -117,13 +118,13 @@ class Rank:
         self.weights = FakeWeights()
         self.replies: dict[str, ControlReply] = {}
         self._group = group
-        group.board.wake[rank] = self.call_attention
+        group.board.wake[rank] = self._wake
         scheduler, updates = self.engine.scheduler, UpdateAgreement(group.board, rank=rank)
         strategy = JointStrategy(scheduler, Agreement(group.board, rank=rank, delayer=delayer))
         services = LoopServices(weights=self.weights, profiler=FakeProfiler(), updates=updates)
         self.loop = assemble_worker(
             LoopSettings(eos_ids=frozenset()),
-            WorkerWire(ports=self, role=Role(self.engine, self.model)),
+            WorkerWire(ports=self.ports, role=Role(self.engine, self.model)),
             Clock(now_s=lambda: float(self.turns)),
             computing(scheduler, self, services, depth=depth, strategy=strategy, ended=self.ended),
         )
@@ -166,7 +167,7 @@ class Rank:
         if launched.plan.agreed is not None and not self._group.all_have(launched.plan.agreed.step):
             return False
         launched.result = self.model.run(self.launched.popleft().plan)
-        self.call_attention()
+        self._wake()
         return True
 
     def ended(self, launched: Launched) -> bool:
@@ -176,26 +177,13 @@ class Rank:
         assert launched.result is not None, "the loop waits for a step"
         return launched.result
 
-    # ports
-
-    def receive(self) -> list[Any]:
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def tell(self, message: Any) -> None:
-        self.inbox.append(message)
-        self.awake = True
-
-    def wait(self, timeout_s: float) -> None:
-        """Its turn comes when something wakes it."""
-
-    def to_frontend(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, TokenBatch):
             self.engine.say(message.outputs)
         if isinstance(message, ControlReply):
             self.replies[message.call_id] = message
 
-    def call_attention(self) -> None:
+    def _wake(self) -> None:
         self.awake = True
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.loop.heartbeat import IterationClock
 from engine.loop.listeners import SOON_S, SPARE, Deadlines, too_late
 from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S
@@ -65,36 +65,24 @@ class Rig:
 
     def __init__(self, depth: int = 1, **engine: Any) -> None:
         self.engine = EngineInATest(max_running=1, **engine)
-        self.inbox: list[Any] = []
-        self.rests: list[float] = []
+        self.ports = VirtualPorts(self._on_message)
         self.now_s = 100.0
         self.role = NotedRole(self.engine.scheduler)
         self.turn_clock = IterationClock(limit_s=300.0)
         services = LoopServices(weights=FakeWeights(), profiler=FakeProfiler())
         self.loop = assemble_worker(
             LoopSettings(eos_ids=frozenset()),
-            WorkerWire(ports=self, role=self.role),
+            WorkerWire(ports=self.ports, role=self.role),
             Clock(now_s=lambda: self.now_s, turns=self.turn_clock),
             computing(self.engine.scheduler, Recorder(self.engine.model), services, depth=depth),
         )
 
-    # ports
-    def receive(self) -> list[Any]:
-        told, self.inbox = self.inbox, []
-        return told
-
-    def wait(self, timeout_s: float) -> None:
-        self.rests.append(timeout_s)
-
-    def to_frontend(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, TokenBatch):
             self.engine.say(message.outputs)
 
-    def call_attention(self) -> None:
-        """Nobody sleeps here."""
-
     def tell(self, *messages: Any) -> None:
-        self.inbox += messages
+        self.ports.inbox += messages
         self.loop.turn()
 
     def turns(self, n: int) -> None:
@@ -103,7 +91,7 @@ class Rig:
 
     def rest(self) -> float:
         self.loop._rest()
-        return self.rests[-1]
+        return self.ports.wait_s
 
     def assert_ended(self, rid: str, timeout_s: float) -> None:
         assert self.engine.finish[rid] == too_late(timeout_s) and self.engine.finish[rid].status == 504

@@ -190,14 +190,14 @@ class Updates:
         return f"update {self._sent}"
 
     def _read(self, rank: Rank) -> None:
-        while rank.inbox:
+        while rank.ports.inbox:
             rank.turn()
         self._unread.remove(rank)
         if self._draw.random() < 0.15:
             rank.weights.future.set_exception(ConfigError("no such file"))
         else:
             rank.weights.future.set_result(f"weights {self._sent}")
-        rank.call_attention()
+        rank.ports.call_attention()
 
     def check(self) -> None:
         """All took the last ones, or none did."""

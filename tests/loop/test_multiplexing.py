@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.core.outputs import StepEffects
 from engine.core.pdmux import PACE, Lane, LaneShare
 from engine.core.plan import Plan, StepResult
@@ -211,7 +211,7 @@ def test_steps_are_timed_by_lane() -> None:
     assert found == [(2, 2.0), (3, 6.0)]
 
 
-class LoopRig:
+class LoopRig(VirtualPorts):
     """A loop of two lanes with requests a and b, which is its own ports: only its rests take time."""
 
     prompts = {"a": [1, 2, 3], "b": list(range(60))}
@@ -222,7 +222,8 @@ class LoopRig:
         self.tokens: dict[str, list[int]] = {rid: [] for rid in self.prompts}
         self.turns = IterationClock(limit_s=1e-9)
         self._until = until
-        self._inbox = [
+        super().__init__(self._say)
+        self.inbox += [
             GenerateRequest(rid, ids, SamplingParams(max_new_tokens=9), stream=True)
             for rid, ids in self.prompts.items()
         ]
@@ -231,17 +232,13 @@ class LoopRig:
         services = LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), listeners=[strategy])
         self._loop = assemble_worker(
             LoopSettings(eos_ids=frozenset()),
-            WorkerWire(ports=self, role=UnifiedRole(engine.scheduler)),  # type: ignore[arg-type]
+            WorkerWire(ports=self, role=UnifiedRole(engine.scheduler)),
             Clock(now_s=lambda: self.now_s, turns=self.turns),
             computing(engine.scheduler, executor, services, strategy=strategy, ended=executor.ended, streams=2),
         )
 
     def run(self) -> None:
         self._loop.run()
-
-    def receive(self) -> list[GenerateRequest]:
-        messages, self._inbox = self._inbox, []
-        return messages
 
     def wait(self, timeout_s: float) -> None:
         self.now_s += timeout_s
@@ -250,12 +247,9 @@ class LoopRig:
         self.stalled_s = self.turns.stalled_s(self.now_s)
         self._loop.stopped = self._until(self)
 
-    def to_frontend(self, message: object) -> None:
+    def _say(self, message: object) -> None:
         for output in message.outputs if isinstance(message, TokenBatch) else ():
             self.tokens[output.rid] += output.new_ids
-
-    def call_attention(self) -> None:
-        """It waits for nothing."""
 
 
 def test_the_loop_serves_requests_in_two_lanes_and_wakes_for_a_step_that_is_due() -> None:

@@ -1,6 +1,6 @@
 """A loop whose steps are watched: it rests while they run, and its watchdog counts the wait. (In time: tests/simulation/test_stages.py.)"""
 
-from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.core.plan import Plan, StepResult
 from engine.loop.heartbeat import IterationClock
 from engine.loop.pipeline import Pipeline, StepStrategy
@@ -86,14 +86,9 @@ def test_the_watchdog_counts_the_wait_for_a_step_and_no_rest() -> None:
     engine = EngineInATest(pp_size=2)
     executor, turns = Watched(engine.model), IterationClock(limit_s=3.0)
 
-    class Ports:
+    class Ports(VirtualPorts):
         now_s = 0.0
         stalls: list[float | None] = []
-        inbox = [GenerateRequest("r", [1, 2, 3], SamplingParams(max_new_tokens=1))]
-
-        def receive(self) -> list[GenerateRequest]:
-            messages, self.inbox = self.inbox, []
-            return messages
 
         def wait(self, timeout_s: float) -> None:
             self.now_s += timeout_s
@@ -101,13 +96,8 @@ def test_the_watchdog_counts_the_wait_for_a_step_and_no_rest() -> None:
             executor.num_ended = int(len(self.stalls) >= 5)
             loop.stopped = len(self.stalls) == 12
 
-        def to_frontend(self, message: object) -> None:
-            """No one reads it."""
-
-        def call_attention(self) -> None:
-            """It waits for nothing."""
-
-    ports = Ports()
+    ports = Ports(lambda message: None)
+    ports.deliver(GenerateRequest("r", [1, 2, 3], SamplingParams(max_new_tokens=1)))
     services = LoopServices(weights=FakeWeights(), profiler=FakeProfiler())
     loop = assemble_worker(
         LoopSettings(eos_ids=frozenset()),

@@ -27,7 +27,7 @@ from disagg.incoming import RequestTransfer
 from disagg.metadata import ROW, Checksum, MetadataBuffers
 from disagg.outgoing import Outgoing, PrefillHandover
 from disagg.prefill_role import PrefillRole
-from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.plan import Plan
@@ -105,9 +105,8 @@ class Worker:
         self.around, self.process, self.role_name = around, process, role_name
         self.draw = around.world.rng(f"worker/{process.name}")
         self.threads: dict[str, Activity] = {}
-        self.inbox: list[ToScheduler] = []
+        self.ports = VirtualPorts(self._on_message, self._wake_loop)
         self._arrivals: dict[str, float] = {}  # of the last message on each way
-        self.wait_s = 0.0
         self.said: dict[str, int] = {}
         self.most_quarantined = 0
         self._num_idle = 0
@@ -424,7 +423,7 @@ class Worker:
         ended = executor.ended if self.watched else None
         return assemble_worker(
             LoopSettings(eos_ids=frozenset({EOS})),
-            WorkerWire(ports=_Ports(self), role=self.role),
+            WorkerWire(ports=self.ports, role=self.role),
             Clock(now_s=self.process.clock, turns=self.turns),
             computing(self.scheduler, executor, services, depth=self.depth, ended=ended),
         )
@@ -474,7 +473,7 @@ class Worker:
             for one in message.requests if isinstance(message, GenerateBatch) else [message]:
                 if isinstance(one, GenerateRequest) and one.output_ids:
                     self.said[one.rid] = len(one.output_ids)  # by another worker
-            self._pass_on("to scheduler", type(message).__name__, self._receive, message)
+            self._pass_on("to scheduler", type(message).__name__, self.ports.deliver, message)
 
     def _naming_sources(self, message: ToScheduler) -> ToScheduler:
         if isinstance(message, GenerateBatch):
@@ -501,10 +500,6 @@ class Worker:
         self._arrivals[way] = arrival_s
         self.process.after(arrival_s - self.around.world.now_s, label, act, message)
 
-    def _receive(self, message: ToScheduler) -> None:
-        self.inbox.append(message)
-        self._wake_loop()
-
     def _turn(self) -> float | None:
         try:
             worked = self.loop.turn()
@@ -521,7 +516,7 @@ class Worker:
         clock_s = self.around.options.clock_s
         if not worked:
             self.loop._rest()
-            return max(self.wait_s, 0.05)
+            return max(self.ports.wait_s, 0.05)
         pause_s = self.draw.uniform(clock_s, 4 * clock_s)
         for _ in range(self.executor.stages):
             self.process.after(self.draw.uniform(0, pause_s), "compute", self._compute)
@@ -567,6 +562,12 @@ class Worker:
             self.around.world.note(f"{output.rid} says {output.new_ids} {output.finish and output.finish.kind}")
             self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
         self.tell_frontend(TokenBatch(outputs))
+
+    def _on_message(self, message: ToFrontend) -> None:
+        if isinstance(message, TokenBatch):
+            self.say(message.outputs)
+        else:
+            self.tell_frontend(message)
 
     def tell_frontend(self, message: ToFrontend) -> None:
         self._pass_on("to frontend", type(message).__name__, self.frontend.on_message, message)
@@ -660,26 +661,3 @@ class Worker:
             check()
         except AssertionError as error:
             raise Violation(f"{self.process.name}: {error}") from error
-
-
-class _Ports:
-    """The loop's `Ports` of one worker."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def receive(self) -> list[ToScheduler]:
-        messages, self._worker.inbox = self._worker.inbox, []
-        return messages
-
-    def wait(self, timeout_s: float) -> None:
-        self._worker.wait_s = timeout_s
-
-    def to_frontend(self, message: ToFrontend) -> None:
-        if isinstance(message, TokenBatch):
-            self._worker.say(message.outputs)
-        else:
-            self._worker.tell_frontend(message)
-
-    def call_attention(self) -> None:
-        self._worker._wake_loop()
