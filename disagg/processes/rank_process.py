@@ -30,7 +30,7 @@ from service.process.start import no_collections, spare_what_lives
 from service.telemetry.context import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError, RankMemory
 from transfer_backends.ports import Engine
-from transfer_backends.ranks.serve import serve_engine
+from transfer_backends.ranks.remote import serve_engine
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from transfer_backends.contract import KVArgs, RankMemory, Region, TransferConfi
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.ranks.engines import RankEngines
-from transfer_backends.ranks.remote import RemoteEngine
-from transfer_backends.ranks.serve import serve_engine
+from transfer_backends.ranks.remote import RemoteEngine, serve_engine
 
 CANARY = 0xA5
 NUM_PAGES, NUM_ROWS, ROW_BYTES = 12, 4, 512

@@ -17,10 +17,16 @@ from tests.transfer.engines.hand_engine import HandEngine
 from tests.transfer.rig import until
 from transfer_backends.contract import EngineError, OpState, Pieces, RankMemory, Region
 from transfer_backends.liveness import Liveness, liveness, own_mark
-from transfer_backends.ranks.frames import (
+from transfer_backends.ranks.remote import (
+    EAGER_POLL_S,
+    EAGER_S,
+    STALE_AFTER_BACKOFFS,
+    STALE_BACKOFF_S,
+    TICK_S,
     TO_FOLLOWER,
     Close,
     Ended,
+    EngineServer,
     Fence,
     Hello,
     LeavePeer,
@@ -28,16 +34,8 @@ from transfer_backends.ranks.frames import (
     PostPieces,
     Probe,
     ReachPeer,
+    RemoteEngine,
     encode,
-)
-from transfer_backends.ranks.remote import RemoteEngine
-from transfer_backends.ranks.serve import (
-    EAGER_POLL_S,
-    EAGER_S,
-    STALE_AFTER_BACKOFFS,
-    STALE_BACKOFF_S,
-    TICK_S,
-    EngineServer,
     serve_engine,
 )
 
