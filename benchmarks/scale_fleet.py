@@ -91,7 +91,6 @@ class Node:
             page_size=16,
             signature="m",
             dtype="bfloat16",
-            url=self.worker.url,
         )
 
 

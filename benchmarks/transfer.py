@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.cluster import ROOT
 from benchmarks.measures import Measure, Row, Tables, medians, tell
-from transfer_backends.contract import KVArgs, Region, Route, TransferConfig
+from transfer_backends.contract import KVArgs, Region, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.ports import Engine
@@ -97,7 +97,7 @@ def main() -> None:
         receiver = manager.receiver(command["room"], bootstrap="bench:1")
         until(lambda: receiver.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), changed, what="handshake")  # noqa: B023
         assert receiver.poll() is KVPoll.WaitingForInput, receiver.failure()
-        receiver.provide(command["pages"], 0)
+        receiver.provide(TargetPages(command["pages"], 0))
         say(provided=True)
         until(lambda: receiver.poll() in (KVPoll.Success, KVPoll.Failed), changed, what="transfer")  # noqa: B023
         assert receiver.poll() is KVPoll.Success, receiver.failure()
@@ -135,7 +135,7 @@ class Pair:
         until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), self.changed, what="indices")
         assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
         begin_s = time.monotonic()
-        sender.send(src, start=0, metadata_row=0)
+        sender.send(SourcePages(src, metadata_row=0))
         ended = self._answer()
         until(lambda: sender.poll() is KVPoll.Success and sender.released(), self.changed, what="release")
         sender.close()

@@ -38,8 +38,6 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     signature: Text
     dtype: Name
-    url: Text = ""
-    role: str = "prefill"
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     dp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
 

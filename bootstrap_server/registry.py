@@ -50,18 +50,16 @@ class Registry:
         self._workers: OrderedDict[str, tuple[Registration, float]] = OrderedDict()  # by expiry
         self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
         self._names: list[str] = []  # incarnations, sorted
-        self._at: dict[str, str] = {}  # control address or URL -> incarnation at it
+        self._at: dict[str, str] = {}  # control address -> incarnation at it
 
     def register(self, worker: Registration, now_s: float) -> None:
-        if worker.role != "prefill":
-            raise ApiError(400, f"role: must be 'prefill', got {worker.role!r}")
         for incarnation in self._replaced_by(worker):
             self._drop(incarnation)
         if len(self._workers) >= self._config.max_workers:
             raise ApiError(503, f"{len(self._workers)} prefill workers are registered, no more fit (--max-workers)")
         self._workers[worker.incarnation] = (worker, now_s + self.lease_s)
         insort(self._names, worker.incarnation)
-        self._at.update(dict.fromkeys(_places(worker), worker.incarnation))
+        self._at[worker.control] = worker.incarnation
 
     def _replaced_by(self, worker: Registration) -> set[str]:
         if not self.shared:
@@ -70,14 +68,12 @@ class Registry:
                 for name, (other, _) in self._workers.items()
                 if other.dp_size != worker.dp_size or other.dp_rank == worker.dp_rank
             }
-        there = {self._at[place] for place in _places(worker) if place in self._at}
-        return there | ({worker.incarnation} & self._workers.keys())
+        return {worker.incarnation, self._at.get(worker.control, "")} & self._workers.keys()
 
     def _drop(self, incarnation: str) -> None:
         worker, _ = self._workers.pop(incarnation)
         del self._names[bisect_left(self._names, incarnation)]
-        for place in _places(worker):
-            del self._at[place]
+        del self._at[worker.control]
 
     def leave(self, incarnation: str) -> None:
         if incarnation not in self._workers:
@@ -151,9 +147,5 @@ class Registry:
         for expiries in ([e for _, e in self._workers.values()], [e for _, e in self._rooms.values()]):
             assert expiries == sorted(expiries), "entries are not in the order they expire in"
         assert self._names == sorted(self._workers), "the sorted names differ from the workers'"
-        places = {place: name for name, (worker, _) in self._workers.items() for place in _places(worker)}
+        places = {worker.control: name for name, (worker, _) in self._workers.items()}
         assert self._at == places, "the addresses differ from the workers'"
-
-
-def _places(worker: Registration) -> set[str]:
-    return {f"control {worker.control}", f"url {worker.url}"} if worker.url else {f"control {worker.control}"}

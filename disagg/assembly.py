@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from disagg.decode_role import PREALLOC_TIMEOUT_S, DecodeRole
 from disagg.features.feature_serving import EncodeRole, FeatureServer
 from disagg.features.moving import Moves
-from disagg.features.prefix_exchange import PrefixExchange, PrefixServer
 from disagg.features.prefix_fetching import FetchPolicy, PrefixFetches
+from disagg.features.prefix_serving import PrefixServer
 from disagg.features.recompute import Bounds, Recomputes
 from disagg.features.resumption import Resumption
 from disagg.incoming import Receivers
@@ -56,15 +56,16 @@ class RoleAssembly:
             parts=(*parts, recomputes),
         )
 
-    def prefixes(self, sends: Senders, receives: Receivers, source: KVSource, *, token_bytes: int) -> PrefixExchange:
-        """Return the exchange of prefixes with other workers, which know this one as `source`."""
-        policy = FetchPolicy(token_bytes=self.page_bytes / self.page_size)
-        return PrefixExchange(
-            fetches=PrefixFetches(scheduler=self.scheduler, manager=receives, metadata=self.metadata, policy=policy),
-            server=PrefixServer(scheduler=self.scheduler, manager=sends, pages=self._pages()),
-            policy=policy,
-            source=source,
-            token_bytes=token_bytes,
+    def prefixes(
+        self, sends: Senders, receives: Receivers, source: KVSource, *, token_bytes: int
+    ) -> tuple[PrefixFetches, PrefixServer]:
+        """Return the parts for prefixes of other workers, which know this one as `source`."""
+        scheduler, policy = self.scheduler, FetchPolicy(token_bytes=self.page_bytes / self.page_size)
+        return (
+            PrefixFetches(scheduler=scheduler, manager=receives, metadata=self.metadata, policy=policy),
+            PrefixServer(
+                scheduler=scheduler, manager=sends, pages=self._pages(), source=source, token_bytes=token_bytes
+            ),
         )
 
     def decode(

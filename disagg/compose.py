@@ -8,8 +8,8 @@ from disagg.assembly import source_of
 from disagg.config import SchedulerSpec
 from disagg.decode_role import DecodeRole
 from disagg.feature_transfers import bounds_of, feature_fetches
-from disagg.features.prefix_exchange import MAX_SERVED
 from disagg.features.prefix_fetching import MAX_FETCHES
+from disagg.features.prefix_serving import MAX_SERVED
 from disagg.layerwise import StepClock, groups_of
 from disagg.prefill_role import PrefillRole
 from disagg.registration import RouteFinder, registrar_of
@@ -73,11 +73,11 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
         dp_rank=spec.dp_rank,
     )
     registrar.start()
-    role, prefixes = transfers.role, []
+    role, prefixes = transfers.role, ()
     if spec.disagg.prefix_fetch:
         token_bytes = parts.pool.page_bytes // parts.pool.page_size
         receives = transfers.receives(no_lookup)
-        prefixes.append(role.prefixes(manager, receives, source_of(manager), token_bytes=token_bytes))
+        prefixes = role.prefixes(manager, receives, source_of(manager), token_bytes=token_bytes)
     return role.prefill(
         manager,
         registrar,

@@ -138,7 +138,6 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     region: RegionPlan
     descriptors: tuple[int, ...]
-    mooncake_protocol: str | None
     wires: dict[str, int] = {}
     store: int | None = None
 

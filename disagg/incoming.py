@@ -8,7 +8,6 @@ failures.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, TokenOutput
 from service.telemetry.context import about
-from transfer_backends.contract import Route, Tail, Work
+from transfer_backends.contract import Route, Tail, TargetPages, Work
 from transfer_backends.ports import KVReceiver
 from transfer_backends.rooms import KVPoll
 
@@ -156,8 +155,8 @@ class Incoming(Generic[Transfer]):
         assert transfer.metadata_row is not None
         transfer.pages = pages
         transfer.move(TransferStage.RECEIVING)
-        row, tail = transfer.metadata_row, transfer.tail
-        transfer.receiver.provide(pages, row, skip_pages=skip_pages, work=work, tail=tail)
+        given = TargetPages(pages, transfer.metadata_row, skip_pages, work, transfer.tail)
+        transfer.receiver.provide(given)
 
     def cancel(self, transfer: Transfer, reason: str) -> None:
         self._fail(transfer, TransferFailure.ABORTED, reason)
@@ -297,21 +296,12 @@ class RequestTransfer(IncomingTransfer):
 AnyRequestTransfer = TypeVar("AnyRequestTransfer", bound=RequestTransfer)
 
 
-class RequestTarget(ABC, Generic[AnyRequestTransfer]):
+class RequestTarget(TransferTarget[AnyRequestTransfer]):
     """Base of targets that reserve request memory for KV from peers."""
 
     def __init__(self, scheduler: Scheduler, rows: MetadataBuffers, *, late: str = "") -> None:
         self._scheduler = scheduler
         self.incoming = Incoming[AnyRequestTransfer](rows, self, late=late)
-
-    @abstractmethod
-    def reserve(self, ready: Sequence[AnyRequestTransfer]) -> None: ...
-
-    @abstractmethod
-    def landed(self, transfer: AnyRequestTransfer, first: FirstToken) -> str: ...
-
-    @abstractmethod
-    def failed(self, transfer: AnyRequestTransfer, failure: TransferFailure, reason: str) -> None: ...
 
     def provide_tokens(self, transfer: AnyRequestTransfer, end: int, *, work: Work | None = None) -> None:
         """Send the peer uncached pages of the first `end` tokens, and the tail."""

@@ -73,19 +73,14 @@ class KVCorrupt(Exception):
     """Landed pages differ from the sent ones."""
 
 
-def verify(first: "FirstToken", found: int, *, num_pages: int) -> None:
-    """Raises KVCorrupt."""
-    if first.kv_checksum != found:
-        sent = "none" if first.kv_checksum is None else f"{first.kv_checksum & MASK:016x}"
-        raise KVCorrupt(f"checksum of {num_pages} pages is {found & MASK:016x}, prefill sent {sent}: KV was corrupted")
-
-
 def verified(first: "FirstToken", pending: PendingChecksum, *, num_pages: int) -> "FirstToken | None":
     """Return `first` after verification, None while pending. Raises KVCorrupt."""
     found = pending()
     if found is None:
         return None
-    verify(first, found, num_pages=num_pages)
+    if first.kv_checksum != found:
+        sent = "none" if first.kv_checksum is None else f"{first.kv_checksum & MASK:016x}"
+        raise KVCorrupt(f"checksum of {num_pages} pages is {found & MASK:016x}, prefill sent {sent}: KV was corrupted")
     return first
 
 

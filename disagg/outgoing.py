@@ -21,7 +21,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, TokenOutput
 from service.telemetry.context import about
-from transfer_backends.contract import ABORTED_BY_DECODE, Gate, PeerPath, RecomputeRequest, Tail
+from transfer_backends.contract import ABORTED_BY_DECODE, Gate, PeerPath, RecomputeRequest, SourcePages, Tail
 from transfer_backends.ports import KVSender
 from transfer_backends.rooms import KVPoll
 
@@ -203,7 +203,7 @@ class PageSender:
         for until, by_layer in ((there, False), (end, True)):
             if until > handover.sent_pages:
                 pages, gate = request.pages[handover.sent_pages : until], Gate(step, by_layer)
-                handover.sender.send(pages, start=handover.sent_pages, gate=gate)
+                handover.sender.send(SourcePages(pages, handover.sent_pages, gate=gate))
                 handover.sent_pages = until
                 handover.last_pages = len(pages)
 
@@ -212,7 +212,7 @@ class PageSender:
         whole = request.computed_len // self._page_size
         complete = request.computed_len >= request.handed_tokens
         if handover.stage is HandoverStage.COMPUTING and not complete and whole - sent >= self._min_pages:
-            handover.sender.send(request.pages[sent:whole], start=sent)
+            handover.sender.send(SourcePages(request.pages[sent:whole], sent))
             handover.sent_pages = whole
 
     def add_computed(self, handover: PrefillHandover, output: TokenOutput, first: ItemResult) -> None:
@@ -253,7 +253,7 @@ class PageSender:
 
     def _send_last(self, handover: PrefillHandover, now_s: float) -> None:
         rest = handover.request.pages[handover.sent_pages :]
-        handover.sender.send(rest, start=handover.sent_pages, metadata_row=handover.metadata_row, tail=handover.tail)
+        handover.sender.send(SourcePages(rest, handover.sent_pages, handover.metadata_row, tail=handover.tail))
         handover.sent_pages += len(rest)
         handover.stage = HandoverStage.TRANSFER
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s

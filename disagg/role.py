@@ -9,7 +9,7 @@ from typing import Any
 
 from disagg.incoming import IncomingTransfer, Receivers, check_quarantine
 from disagg.metadata import MetadataBuffers
-from disagg.outgoing import Senders
+from disagg.outgoing import Outgoing, Senders
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
@@ -52,6 +52,32 @@ class PeerPart(RolePart):
     def quarantined(self) -> Sequence[IncomingTransfer]:
         """Failed transfers whose peers may still write the scheduler's memory."""
         return ()
+
+
+class SendingPart(PeerPart):
+    """A part whose requests leave by an `Outgoing`; no client waits for them here."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+        self._num_refused = 0
+        self._closed: str | None = None
+
+    def close_to_peers(self, why: str | None) -> None:
+        self._closed = why
+
+    def end_peers_work(self, why: str) -> None:
+        self._outgoing.end_all(why)
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        self._outgoing.poll(now_s)
+        return []
+
+    @property
+    def num_rows(self) -> int:
+        return self._outgoing.num_rows
+
+    def waits_for_outside(self) -> bool:
+        return bool(self._outgoing.handovers)
 
 
 class PartedRole(UnifiedRole):

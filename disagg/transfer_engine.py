@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from transfer_backends.contract import (
 )
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.cuda_context import CudaContext
+from transfer_backends.engines.mooncake import protocol_here
 from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
 from transfer_backends.engines.rdma_devices import devices_here
 from transfer_backends.engines.registry import make_engine
@@ -40,7 +42,6 @@ def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
         device=_device(pool),
         mooncake_protocol=disagg.disaggregation_mooncake_protocol,
         ib_device=disagg.disaggregation_ib_device,
-        seed=spec.engine.random_seed or 0,
     )
 
 
@@ -111,8 +112,8 @@ def no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route
     raise LookupFailed("the request names the worker", permanent=True)
 
 
-def engine_use(disagg: DisaggConfig, protocol: str | None, *, pp_size: int = 1, name: str = "worker") -> EngineUse:
-    """`protocol`: Mooncake's, if used. `name`: of the rank, for files."""
+def engine_use(disagg: DisaggConfig, *, pp_size: int = 1, name: str = "worker") -> EngineUse:
+    """`name`: of the rank, for files."""
     mode = disagg.disaggregation_mode
     decode = mode == "decode"
     return EngineUse(
@@ -122,7 +123,7 @@ def engine_use(disagg: DisaggConfig, protocol: str | None, *, pp_size: int = 1, 
         kv_stays=_why_kv_stays(disagg),
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=0 if mode == "encode" else disagg.num_reserved_decode_tokens,
-        allocate_kv=kv_bytes_of(protocol),
+        allocate_kv=kv_bytes_of(disagg),
         receives_features=disagg.feature_fetch and not decode and pp_size == 1,
         name=name,
     )
@@ -135,11 +136,19 @@ def _why_kv_stays(disagg: DisaggConfig) -> str:
     return "the KV memory of this worker is registered with RDMA devices, which keep its pages"
 
 
-def kv_bytes_of(protocol: str | None) -> AllocateBytes:
-    return fabric_bytes if protocol == NEEDS_FABRIC else zeroed_bytes
+def kv_bytes_of(disagg: DisaggConfig) -> AllocateBytes:
+    """Return the allocator of a pool's memory that the transfer engine can move."""
+    uses_mooncake = disagg.has_peers and disagg.disaggregation_transfer_backend == "mooncake"
+    return partial(mooncake_bytes, disagg.disaggregation_mooncake_protocol) if uses_mooncake else zeroed_bytes
 
 
-def fabric_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed memory until the process ends. Raises BackendUnavailable."""
+def mooncake_bytes(asked: str, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate zeroed memory until the process ends, of an NVLink fabric for `nvlink` (never run).
+
+    Raises BackendUnavailable.
+    """
+    on_gpu = device.type == "cuda"
+    if protocol_here(asked, device=device.index or 0 if on_gpu else None) != NEEDS_FABRIC:
+        return zeroed_bytes(size_bytes, device)
     memory = FabricMemory(CudaContext(device.index or 0))
     return tensor_at(memory.allocate(size_bytes), size_bytes).zero_()

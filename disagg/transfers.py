@@ -14,11 +14,11 @@ from engine.ranks.rank_checksum import GroupChecksum, RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
 from transfer_backends.contract import KVArgs, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.engines.rank_engines import RankEngines
 from transfer_backends.engines.registry import SharedEngine
+from transfer_backends.engines.remote import RemoteEngine
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine, Lookup
-from transfer_backends.ranks.engines import RankEngines
-from transfer_backends.ranks.remote import RemoteEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,12 @@ speed; on a shared host it is a copy with a core per end.
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from planner.executor import Host, Threads, Timeline
-from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Route, Tail, Work
+from transfer_backends.contract import PeerPath, RecomputeRequest, Route, SourcePages, TargetPages
 from transfer_backends.rooms import KVPoll
 
 
@@ -150,21 +150,13 @@ class PlannedSender:
     def poll(self) -> KVPoll:
         return self.room.prefill_state
 
-    def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
-        tail: Tail = (),
-    ) -> None:
+    def send(self, source: SourcePages) -> None:
         """Send pages from `start` on, except those cached by decode."""
         if self.room.prefill_state is KVPoll.Failed:
             return
-        end, skip = start + len(src_pages), self.room.skip_pages
-        num_pages = max(end, skip) - max(start, skip)
-        self.network.send(self.room, num_pages=num_pages, row=metadata_row)
+        end, skip = source.start + len(source.pages), self.room.skip_pages
+        num_pages = max(end, skip) - max(source.start, skip)
+        self.network.send(self.room, num_pages=num_pages, row=source.metadata_row)
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)
@@ -189,19 +181,11 @@ class PlannedReceiver:
     def poll(self) -> KVPoll:
         return self.room.decode_state
 
-    def provide(
-        self,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
-        assert work is None, "decode workers of a plan recompute by themselves"
-        assert not tail, "the models of a plan have pages alone"
-        self.room.skip_pages = skip_pages
-        self.network.provide(self.room, num_pages=len(dst_pages), row=metadata_row)
+    def provide(self, target: TargetPages) -> None:
+        assert target.work is None, "decode workers of a plan recompute by themselves"
+        assert not target.tail, "the models of a plan have pages alone"
+        self.room.skip_pages = target.skip_pages
+        self.network.provide(self.room, num_pages=len(target.pages), row=target.metadata_row)
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)

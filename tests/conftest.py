@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from deploy.launcher.fork_servers import HTTP_MODULES, fork_server
-from disagg.processes.children import openmp_env
-from disagg.processes.preloaded import MODULES
+from disagg.processes.children import PRELOADED, openmp_env
 from engine.device.gpus import installed_gpus
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.machine.needs import complaint
@@ -30,7 +29,7 @@ SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share serv
 LONG = (
     *(*SHARED, "e2e", "tools/test_matrix.py", "transfer/engines/test_contract.py"),
     *("attention/triton/test_triton.py", "simulation", "engine/device/test_gpu_check.py", "security"),
-    *("sampler/test_triton_sampler.py", "transfer/ranks/test_rank_transfers.py"),
+    "sampler/test_triton_sampler.py",
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # here, too, for fork servers: a library reads it as it is imported
@@ -49,7 +48,7 @@ def start_fork_servers() -> None:
         return
     env = {**os.environ, **openmp_env(1, os.environ, shares_cores=False)}
     http = fork_server((*HTTP_MODULES, "tests.e2e.settings"), env=os.environ, variable=HTTP_SERVER_VARIABLE)
-    servers = [fork_servers.enter_context(server) for server in (fork_server(MODULES, env=env), http)]
+    servers = [fork_servers.enter_context(server) for server in (fork_server(PRELOADED, env=env), http)]
     os.environ.update(servers[0] | servers[1])
 
 

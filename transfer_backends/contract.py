@@ -313,6 +313,34 @@ class Gate:
     by_layer: bool
 
 
+@dataclass(frozen=True)
+class SourcePages:
+    """Pages of a prompt from page `start`, sent once `gate` opens; gates come in order of steps.
+
+    `metadata_row` and `tail` come last, without a gate, and end the transfer.
+    """
+
+    pages: Sequence[int]
+    start: int = 0
+    metadata_row: int | None = None
+    gate: Gate | None = None
+    tail: Tail = ()
+
+
+@dataclass(frozen=True)
+class TargetPages:
+    """Pages after `skip_pages`, a metadata row, and in `tail` all items of each pool.
+
+    Room attempts above 0 bring `work`.
+    """
+
+    pages: Sequence[int]
+    metadata_row: int
+    skip_pages: int = 0
+    work: Work | None = None
+    tail: Tail = ()
+
+
 ABORTED_BY_DECODE = "aborted by decode"  # prefix of a sender's failure that prefill did not cause
 
 

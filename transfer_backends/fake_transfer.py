@@ -1,8 +1,6 @@
 """Transfer that succeeds without a peer (SGLang's `bootstrap_host 2.2.2.2`), for health checks."""
 
-from collections.abc import Sequence
-
-from transfer_backends.contract import Gate, Tail, Work
+from transfer_backends.contract import SourcePages, TargetPages
 from transfer_backends.rooms import FINAL, IllegalTransition, KVPoll
 
 
@@ -19,26 +17,10 @@ class FakeTransfer:
     def poll(self) -> KVPoll:
         return self._state
 
-    def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
-        tail: Tail = (),
-    ) -> None:
-        self._advance(KVPoll.Transferring if metadata_row is None else KVPoll.Success)
+    def send(self, source: SourcePages) -> None:
+        self._advance(KVPoll.Transferring if source.metadata_row is None else KVPoll.Success)
 
-    def provide(
-        self,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
+    def provide(self, target: TargetPages) -> None:
         self._advance(KVPoll.Success)
 
     def _advance(self, to: KVPoll) -> None:

@@ -7,7 +7,7 @@ role (disagg/)  --KVSender/KVReceiver-->  manager (prefill/, decode/)
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from transfer_backends.contract import Caps, Gate, OpState, Pieces, Progress, Region, Route, Tail, Work
+from transfer_backends.contract import Caps, OpState, Pieces, Progress, Region, Route, SourcePages, TargetPages
 from transfer_backends.rooms import KVPoll
 
 
@@ -89,20 +89,8 @@ class KVSender(KVTransfer, Protocol):
     def skip_pages(self) -> int:
         """Leading pages that decode already has."""
 
-    def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
-        tail: Tail = (),
-    ) -> None:
-        """Queue pages from `start` of the prompt, in order without gaps, after `WaitingForInput`.
-
-        A no-op after a failure. `metadata_row` and `tail` come last, without a gate, and end the
-        transfer. Gates come in the order of steps.
-        """
+    def send(self, source: SourcePages) -> None:
+        """Queue pages, in order without gaps, after `WaitingForInput`; a no-op after a failure."""
 
     def released(self) -> bool:
         """The state is final and no operation reads the pages."""
@@ -111,20 +99,8 @@ class KVSender(KVTransfer, Protocol):
 class KVReceiver(KVTransfer, Protocol):
     """Decode's handle."""
 
-    def provide(
-        self,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
-        """Send prefill the destination pages after `skip_pages`, once, in `WaitingForInput`.
-
-        A no-op after a failure. Room attempts above 0 bring `work`. `tail` has all items of each
-        pool.
-        """
+    def provide(self, target: TargetPages) -> None:
+        """Send it to prefill, once, in `WaitingForInput`; a no-op after a failure."""
 
     def retries(self) -> int:
         """Number of prefill's restarts."""

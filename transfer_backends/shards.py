@@ -13,7 +13,7 @@ runs stay whole and its own link is the bound. `turn` differs between decode wor
 over replicas.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -21,9 +21,102 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from transfer_backends.contract import Extent, KVArgs, Pieces, RankMemory, Region, SideMemory
-from transfer_backends.merge import I64, plan_items, plan_pieces, plan_strips
+from transfer_backends.contract import U64, Extent, KVArgs, Pieces, RankMemory, Region, SideMemory
+
+I64 = npt.NDArray[np.int64]
+
+# ---- Pieces for ids of pages or items. Runs contiguous on both sides merge: engines pay per piece.
+
+
+class Strip(NamedTuple):
+    src: int
+    dst: int
+    size: int
+
+
+def merge_runs(src: I64, dst: I64) -> tuple[I64, I64, I64]:
+    """Merge ids i64[n] into run starts (src, dst) and lengths in items, each i64[runs]."""
+    if len(src) == 0:
+        return src, dst, src
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(src)])))
+    return src[starts], dst[starts], lengths
+
+
+def split_runs(src: I64, dst: I64, lengths: I64, *, max_items: int) -> tuple[I64, I64, I64]:
+    counts = -(-lengths // max_items)
+    first = np.repeat(np.cumsum(counts) - counts, counts)  # first piece of each piece's run
+    skip = (np.arange(int(counts.sum())) - first) * max_items
+    rest = np.repeat(lengths, counts) - skip
+    return np.repeat(src, counts) + skip, np.repeat(dst, counts) + skip, np.minimum(rest, max_items)
+
+
+def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
+    runs = merge_runs(src_ids, dst_ids)
+    s, d, n = split_runs(*runs, max_items=max(1, max_piece_bytes // src.item_bytes))
+    return _pieces(s, d, n.astype(np.uint64) * np.uint64(src.item_bytes), src=src, dst=dst)
+
+
+def plan_strips(
+    src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: tuple[int, int], size_bytes: int
+) -> Pieces:
+    """Plan `size_bytes` from byte `begin` (src, dst) of each item: never contiguous."""
+    lengths = np.full(len(src_ids), size_bytes, np.uint64)
+    return _pieces(src_ids, dst_ids, lengths, src=src, dst=dst, begin=begin)
+
+
+def plan_items(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
+    """Plan whole items, which may exceed a piece."""
+    if src.item_bytes <= max_piece_bytes:
+        return plan_pieces(src_ids, dst_ids, src=src, dst=dst, max_piece_bytes=max_piece_bytes)
+    strips = [Strip(0, 0, src.item_bytes)]
+    return plan_all_strips(src_ids, dst_ids, strips, src=src, dst=dst, max_piece_bytes=max_piece_bytes)
+
+
+def plan_all_strips(
+    src_ids: I64, dst_ids: I64, strips: Iterable[Strip], *, src: Region, dst: Region, max_piece_bytes: int
+) -> Pieces:
+    """Plan `strips` of each item, in pieces of at most `max_piece_bytes`."""
+    parts = []
+    for strip in strips:
+        for at in range(0, strip.size, max_piece_bytes):
+            begin, size = (strip.src + at, strip.dst + at), min(max_piece_bytes, strip.size - at)
+            parts.append(plan_strips(src_ids, dst_ids, src=src, dst=dst, begin=begin, size_bytes=size))
+    return replace(
+        parts[0],
+        src=np.concatenate([part.src for part in parts]),
+        dst=np.concatenate([part.dst for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+    )
+
+
+def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: tuple[int, int] = (0, 0)) -> Pieces:
+    return Pieces(
+        src=np.uint64(src.base_ptr + begin[0]) + s.astype(np.uint64) * np.uint64(src.item_bytes),
+        dst=np.uint64(dst.base_ptr + begin[1]) + d.astype(np.uint64) * np.uint64(dst.item_bytes),
+        lengths=lengths,
+        src_device=src.device,
+        dst_device=dst.device,
+    )
+
+
+def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Pieces]:
+    """Cut pieces into posts within both limits, one piece at least."""
+    total = np.cumsum(pieces.lengths.astype(np.int64))
+    begin = 0
+    while begin < len(pieces):
+        base = int(total[begin - 1]) if begin else 0
+        end = int(np.searchsorted(total, base + max_bytes, side="right"))
+        end = min(max(end, begin + 1), begin + max_pieces, len(pieces))
+        own = slice(begin, end)
+        yield replace(pieces, src=pieces.src[own], dst=pieces.dst[own], lengths=pieces.lengths[own])
+        begin = end
+
+
+# ---- KV pages of ranks with different TP
 
 Pair = tuple[int, int]  # (prefill rank, decode rank), indices into KVArgs.ranks
 LEADERS: Pair = (0, 0)  # pair that carries the metadata row
@@ -177,12 +270,6 @@ def _common(one: range, other: range) -> range:
 # ---- extra states of ranks with different TP
 
 
-class Strip(NamedTuple):
-    src: int
-    dst: int
-    size: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideShard:
     """Part of each item that a pair exchanges; `whole` includes padding and merges neighbours.
@@ -208,11 +295,8 @@ class SideShard:
         if self.whole:
             pieces = plan_items(src, dst, src=self.src, dst=self.dst, max_piece_bytes=max_piece_bytes)
         else:
-            strips = [part for strip in self.strips for part in _parts(strip, max_piece_bytes)]
-            pieces = _joined(
-                plan_strips(src, dst, src=self.src, dst=self.dst, begin=(at, to), size_bytes=size)
-                for at, to, size in strips
-            )
+            most = max_piece_bytes
+            pieces = plan_all_strips(src, dst, self.strips, src=self.src, dst=self.dst, max_piece_bytes=most)
         return pieces if self.pair == LEADERS else replace(pieces, src_rank=self.pair[0], dst_rank=self.pair[1])
 
 
@@ -342,17 +426,3 @@ def _merged(found: Iterable[_Found]) -> tuple[Strip, ...]:
         else:
             strips.append(strip)
     return tuple(strips)
-
-
-def _parts(strip: Strip, most: int) -> list[Strip]:
-    return [Strip(strip.src + at, strip.dst + at, min(most, strip.size - at)) for at in range(0, strip.size, most)]
-
-
-def _joined(strips: Iterable[Pieces]) -> Pieces:
-    parts = list(strips)
-    return replace(
-        parts[0],
-        src=np.concatenate([part.src for part in parts]),
-        dst=np.concatenate([part.dst for part in parts]),
-        lengths=np.concatenate([part.lengths for part in parts]),
-    )

@@ -183,7 +183,7 @@ def _lead(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str]) -
         engine=config, disagg=DisaggConfig(), ipc_dir="", control_host="127.0.0.1", bootstrap=None, gpus=tuple(gpus)
     )
     model = load_model_config(WIDE_MODEL_PATH)
-    with started_group(spec, model, mooncake_protocol=None) as group:
+    with started_group(spec, model) as group:
         parts = build_engine(config, model, group=group)
         run = Run(parts, depth=parts.depth)
         for i, prompt in enumerate(prompts):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from deploy.launcher.plan import ProcessSpec
-from disagg.processes.children import openmp_env
-from disagg.processes.preloaded import MODULES
+from disagg.processes.children import PRELOADED, openmp_env
 from engine.device.gpus import VISIBLE
 from engine.flags.local_defaults import default_threads
 from engine.threads import usable_cores
@@ -76,7 +75,7 @@ def engine_server(
     given = {**os.environ, **worker.env}
     threads = threads or default_threads(model, cores=max(1, usable_cores() // worker.ranks))
     env = {**given, **openmp_env(threads, given, shares_cores=False)}
-    with (log_dir / "fork-server.log").open("wb") as log, fork_server(MODULES, env=env, log=log) as server:
+    with (log_dir / "fork-server.log").open("wb") as log, fork_server(PRELOADED, env=env, log=log) as server:
         yield server
 
 

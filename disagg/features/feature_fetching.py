@@ -216,7 +216,7 @@ class FeatureFetches(PeerPart):
         return {"fetching_features": len(incoming.transfers), "quarantined_features": len(incoming.quarantined)}
 
     def counters(self) -> Mapping[str, float]:
-        return self._counters
+        return {**self._manager.counters, **self._counters}
 
     def check(self) -> None:
         counts, fetches = self._allocator.counts(), list(self.incoming.transfers.values())

@@ -14,7 +14,7 @@ import msgspec
 from disagg.features.recompute import NOTHING, Bounds, images_of
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import HandoverStage, Outgoing, PageSender, PrefillHandover, Purpose, Senders
-from disagg.role import PeerPart, PeerRole
+from disagg.role import PeerRole, SendingPart
 from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import ItemResult
 from engine.core.request import Request
@@ -26,25 +26,24 @@ from transfer_backends.contract import RecomputeRequest, Work
 PAD_ID = 0  # pads an image to whole pages
 
 
-class FeatureServer(PeerPart):
+class FeatureServer(SendingPart):
     """Owner of peers' requests, until no operation reads their pages."""
 
     def __init__(
         self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, bounds: Bounds, source: KVSource
     ) -> None:
         """Give peers the address `source`."""
+        super().__init__(
+            Outgoing(scheduler=scheduler, pages=pages, begin=self._begin, name="features", may_begin=self._may_begin)
+        )
         self._scheduler = scheduler
         self._manager = manager
         self._pages = pages
         self._bounds = bounds
         self._source = source
         self._page_size = scheduler.memory.allocator.page_size
-        self._outgoing = Outgoing(
-            scheduler=scheduler, pages=pages, begin=self._begin, name="features", may_begin=self._may_begin
-        )
         self._encoding: dict[bytes, PrefillHandover] = {}  # by image key
-        self._num_queries = self._num_hits = self._num_refused = 0
-        self._closed: str | None = None
+        self._num_queries = self._num_hits = 0
 
     def take(self, wanted: RecomputeRequest, now_s: float) -> bool:
         """Open a peer's request; refuse it unless it is one valid image."""
@@ -66,18 +65,11 @@ class FeatureServer(PeerPart):
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         self._encoding = {key: handover for key, handover in self._encoding.items() if handover.request.finish is None}
-        self._outgoing.poll(now_s)  # no client waits for it here
-        return []
+        return super().poll(now_s)
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
         handover = self._outgoing.handovers.get(rid)
         return None if handover is None else self._outgoing.abort(handover, reason)
-
-    def close_to_peers(self, why: str | None) -> None:
-        self._closed = why
-
-    def end_peers_work(self, why: str) -> None:
-        self._outgoing.end_all(why)
 
     @property
     def metadata(self) -> MetadataBuffers:
@@ -144,13 +136,6 @@ class FeatureServer(PeerPart):
         return self._scheduler.memory.cache.num_cached(ids, branch=request.branch) == len(ids) // self._page_size
 
     # ---- reports
-
-    @property
-    def num_rows(self) -> int:
-        return self._outgoing.num_rows
-
-    def waits_for_outside(self) -> bool:
-        return bool(self._outgoing.handovers)
 
     def queues(self) -> dict[str, int]:
         count, waiting = self._outgoing.count(), self._scheduler.num_waiting

@@ -10,7 +10,7 @@ resumes through prefill.
 from collections.abc import Mapping
 
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
-from disagg.role import HAS_MOVED, PeerPart
+from disagg.role import HAS_MOVED, SendingPart
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
 from engine.core.request import Request
@@ -19,18 +19,18 @@ from engine.messages import FinishReason, KVSource, TokenOutput
 from transfer_backends.rooms import RoomInUse
 
 
-class Moves(PeerPart):
+class Moves(SendingPart):
     """Owner of moving requests until their memory is free."""
 
     def __init__(
         self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, source: KVSource, moves_bytes: bool
     ) -> None:
+        super().__init__(Outgoing(scheduler=scheduler, pages=pages, begin=self._send, name="move"))
         self._scheduler = scheduler
         self._manager = manager
         self._pages = pages
         self._source = source
         self._moves_bytes = moves_bytes
-        self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._send, name="move")
         self._leaving: dict[str, tuple[Request, int]] = {}  # with its room; a step may be in flight
         self._num_moved = 0
 
@@ -59,12 +59,7 @@ class Moves(PeerPart):
         return [output]
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        outputs = self._part()
-        self._outgoing.poll(now_s)  # no client waits for it here
-        return outputs
-
-    def end_peers_work(self, why: str) -> None:
-        self._outgoing.end_all(why)
+        return self._part() + super().poll(now_s)
 
     def _part(self) -> list[TokenOutput]:
         outputs = list[TokenOutput]()
@@ -98,20 +93,16 @@ class Moves(PeerPart):
 
     # ---- reports
 
-    @property
-    def num_rows(self) -> int:
-        return self._outgoing.num_rows
-
     def waits_for_outside(self) -> bool:
-        return bool(self._leaving or self._outgoing.handovers)
+        return bool(self._leaving) or super().waits_for_outside()
 
     def queues(self) -> dict[str, int]:
         return {"moving": len(self._leaving) + len(self._outgoing.handovers)}
 
     def counters(self) -> Mapping[str, float]:
-        """All counters; failed moves are not failed arrivals."""
+        """Its manager's and its own; failed moves are not failed arrivals."""
         failed = sum(self._outgoing.counters.values())
-        return {**self._pages.counters, "moved_out": self._num_moved, "moves_failed": failed}
+        return {**self._manager.counters, **self._pages.counters, "moved_out": self._num_moved, "moves_failed": failed}
 
     def check(self) -> None:
         self._manager.check()

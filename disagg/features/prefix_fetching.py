@@ -24,10 +24,12 @@ from disagg.incoming import (
     TransferStage,
 )
 from disagg.metadata import FirstToken, MetadataBuffers
+from disagg.role import PeerPart
 from engine.core.memory import match_limit
+from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.messages import GenerateRequest, PrefixSource
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, GenerateRequest, PrefixSource, TokenOutput
 from transfer_backends.contract import Route, Work
 from transfer_backends.rooms import RoomInUse
 
@@ -124,6 +126,8 @@ class _Rate:
 
 log = logging.getLogger(__name__)
 
+NO_COPY = refusal("the prefix is here already, or others are on their way", status=409)
+NOT_COPIED = refusal("the prefix did not come: its worker has it no more, or was too slow", status=409)
 FETCH_ATTEMPT = 2**31 - 1  # decode's are retraction counts
 MAX_FETCHES = 8  # at a time: more are better computed
 COUNTED = (
@@ -144,7 +148,7 @@ class PrefixFetch(RequestTransfer):
     given_s: float | None = None
 
 
-class PrefixFetches(RequestTarget[PrefixFetch]):
+class PrefixFetches(RequestTarget[PrefixFetch], PeerPart):
     """Owns carriers until their memory is the tree's, free, or quarantined."""
 
     def __init__(
@@ -157,39 +161,57 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
     ) -> None:
         super().__init__(scheduler, metadata, late="it takes longer than to compute the prefix")
         self._manager = manager
-        self.counters = self.incoming.counters
-        self.counters |= dict.fromkeys(COUNTED, 0)
+        self._counters = self.incoming.counters
+        self._counters |= dict.fromkeys(COUNTED, 0)
         self._policy = policy
         self._copies: dict[str, Request] = {}  # requested by routers, by rid
         self._page_size = scheduler.memory.allocator.page_size
 
-    def begin(self, request: Request, source: PrefixSource | None, now_s: float) -> None:
-        """Make `request` wait for its prefix at `source`, if worthwhile."""
+    def answer(self, request: Request, now_s: float) -> list[TokenOutput] | None:
+        """Fetch a prefix that no request needs yet, and answer at the end."""
+        if request.message.prefix_source is None or not request.message.prefix_source.copy:
+            return None
+        if request.rid in self._copies:
+            return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
+        self._fetch(request, now_s)
+        if not request.arriving:
+            return [refused(request, NO_COPY)]
+        self._copies[request.rid] = request
+        return []
+
+    def begin(self, request: Request, now_s: float) -> None:
+        """Let a request for a decode worker wait for its prefix if fetching it pays."""
+        at = request.message.bootstrap
+        if not request.message.alone and at is not None and at.host != FAKE_BOOTSTRAP_HOST:
+            self._fetch(request, now_s)
+
+    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+        request = self._copies.pop(rid, None)
+        self.leave(rid)
+        return None if request is None else [refused(request, reason)]
+
+    def end_peers_work(self, why: str) -> None:
+        self.incoming.end_all(why)
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        self.incoming.poll(now_s)
+        ended = [request for request in self._copies.values() if not request.arriving]
+        for request in ended:
+            del self._copies[request.rid]
+        return [_copied(request) for request in ended]
+
+    def on_step(self, effects: StepEffects, now_s: float) -> None:
+        for request, _, _ in effects.prefilled:
+            self._policy.note_prompt(request.num_tokens - request.stats.cached_tokens, request.times.prefill_s, now_s)
+
+    def _fetch(self, request: Request, now_s: float) -> None:
+        source = request.message.prefix_source
         if request.adapter or not request.keep_kv:
             return
         if (fetch := self._same(request)) is not None:
             self._wait(request, fetch)
         elif source is not None and request.message.bootstrap is not None:
             self._open(request, request.message.bootstrap.room, source, now_s)
-
-    def begin_copy(self, request: Request, now_s: float) -> bool:
-        """Fetch the prefix of `request` for later ones; False: impossible or not worthwhile."""
-        self.begin(request, request.message.prefix_source, now_s)
-        if request.arriving:
-            self._copies[request.rid] = request
-        return request.arriving
-
-    def end_copy(self, rid: str) -> Request | None:
-        """Cancel a copy and return its request, if any."""
-        request = self._copies.pop(rid, None)
-        if request is not None:
-            self.leave(rid)
-        return request
-
-    def take_ended_copies(self) -> list[Request]:
-        ended = [request for request in self._copies.values() if not request.arriving]
-        self._copies = {rid: request for rid, request in self._copies.items() if request.arriving}
-        return ended
 
     def leave(self, rid: str) -> None:
         """Remove a request without client; unneeded fetches end."""
@@ -222,13 +244,13 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         wait_s, busy = find_wait_s(num_known - cached, now_s), len(self.incoming.transfers) >= MAX_FETCHES
         carrier = carrier_of(tokens, request.message.namespace, rid=f"fetch-{room}", now_s=now_s)
         if wait_s is None or busy or self._scheduler.refusal(carrier) is not None:
-            self.counters["prefix_fetches_forgone"] += 1
+            self._counters["prefix_fetches_forgone"] += 1
             return
         route = Route(control=source.control, incarnation=source.incarnation, shared=True)
         try:
             receiver = self._manager.receiver(room, bootstrap="", room_attempt=FETCH_ATTEMPT, route=route)
         except (RoomInUse, ValueError):  # named by an incompatible router
-            self.counters["prefix_fetches_forgone"] += 1
+            self._counters["prefix_fetches_forgone"] += 1
             return
         unfit = self._scheduler.held.carry(carrier)
         assert unfit is None, unfit  # `refusal` gave none above
@@ -241,7 +263,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
             deadline_s=now_s + wait_s,
         )
         self.incoming.begin(fetch)
-        self.counters["prefix_fetches"] += 1
+        self._counters["prefix_fetches"] += 1
         self._wait(request, fetch)
 
     def _wait(self, request: Request, fetch: PrefixFetch) -> None:
@@ -274,8 +296,8 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         num_new = fetch.receiver.written_pages()
         end = fetch.request.shared_pages + num_new
         self._note_fetch(fetch, num_new * self._page_size)
-        self.counters["prefix_fetched"] += 1
-        self.counters["prefix_fetched_tokens"] += num_new * self._page_size
+        self._counters["prefix_fetched"] += 1
+        self._counters["prefix_fetched_tokens"] += num_new * self._page_size
         for request in fetch.waiting.values():
             request.stats.cached_tokens = end * self._page_size  # of a copy: others count when admitted
             request.arriving = False
@@ -292,7 +314,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
             self._note_fetch(fetch, fetch.num_known)
         elif failure is TransferFailure.CORRUPT:
             log.error("prefix %s (room %d): %s", fetch.key, fetch.room, reason)
-        self.counters[f"prefix_fetches_{failure.counted}"] += 1
+        self._counters[f"prefix_fetches_{failure.counted}"] += 1
         log.debug("prefix %s (room %d) is computed here: %s", fetch.key, fetch.room, reason)
         for request in fetch.waiting.values():
             request.arriving = False
@@ -301,8 +323,24 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
     # ---- reports
 
     @property
-    def copies(self) -> Mapping[str, Request]:
-        return self._copies
+    def num_rows(self) -> int:
+        return self.incoming.num_rows
+
+    @property
+    def quarantined(self) -> Sequence[PrefixFetch]:
+        return self.incoming.quarantined
+
+    def waits_for_outside(self) -> bool:
+        return bool(self.incoming.transfers)
+
+    def queues(self) -> dict[str, int]:
+        return {"fetching": len(self.incoming.transfers), "quarantined": len(self.quarantined)}
+
+    def counters(self) -> Mapping[str, float]:
+        return {**self._manager.counters, **self._counters}
+
+    def gauges(self) -> dict[str, float]:
+        return self._policy.gauges(self.incoming.now_s)
 
     def check(self) -> None:
         for fetch in self.incoming.transfers.values():
@@ -313,6 +351,13 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _copied(request: Request) -> TokenOutput:
+    if not request.stats.cached_tokens:
+        return refused(request, NOT_COPIED)
+    request.finish = FinishReason(kind="length")
+    return output_of(request, [])
 
 
 def _text_before_images(request: Request) -> int:

@@ -16,14 +16,11 @@ from engine.loop.services import LoopServices, LoopSettings
 from engine.model_files.model_config import ModelConfig
 
 
-def serve_encoder(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig, protocol: str | None) -> None:
-    """Load the tower, send `SchedulerReady`, serve. `protocol` is Mooncake's.
-
-    Raises ConfigError and BackendUnavailable.
-    """
+def serve_encoder(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig) -> None:
+    """Load the tower, send `SchedulerReady`, serve. Raises ConfigError and BackendUnavailable."""
     started_s = time.monotonic()
     ports = SocketPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends)
-    use = engine_use(spec.disagg, protocol, name=spec.trace_name(0))
+    use = engine_use(spec.disagg, name=spec.trace_name(0))
     parts = build_encoder(spec.engine, model, use=use, progress=spec.progress)
     role = encode_role(spec, parts, wakeup=ports.call_attention)
     services = LoopServices(

@@ -28,18 +28,13 @@ from engine.text.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 
-def serve_engine(
-    spec: SchedulerSpec, turns: IterationClock, model: ModelConfig, protocol: str | None, group: Group | None
-) -> None:
-    """Load the model, send `SchedulerReady`, serve. `protocol` is Mooncake's.
-
-    Raises ConfigError and BackendUnavailable.
-    """
+def serve_engine(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig, group: Group | None) -> None:
+    """Load the model, send `SchedulerReady`, serve. Raises ConfigError and BackendUnavailable."""
     started_s, name = time.monotonic(), spec.trace_name(leader_of(spec.engine))
     tokenizer = None if spec.engine.skip_tokenizer_init else load_tokenizer(spec.engine.model_path)
     attention = None if spec.joint is None else spec.joint.wakes[spec.dp_rank]
     ports = SocketPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends, attention=attention)
-    use = engine_use(spec.disagg, protocol, pp_size=spec.engine.pp_size, name=name)
+    use = engine_use(spec.disagg, pp_size=spec.engine.pp_size, name=name)
     machine, wakeup = LocalMachine(progress=spec.progress), ports.call_attention
     parts = build_engine(spec.engine, model, use=use, machine=machine, wakeup=wakeup, group=group)
     if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":

@@ -91,7 +91,6 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
                 rank=rank,
                 region=met.region,
                 descriptors=(memory, *(sock.fileno() for sock in channels)),
-                mooncake_protocol=None,
                 wires={end: sock.fileno() for end, sock in wires.items()},
             )
             start_rank(children, spec)

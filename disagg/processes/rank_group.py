@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ SILENT_S = 1.0  # a host that only enqueues steps answers much faster
 
 
 @contextmanager
-def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol: str | None) -> Iterator[Group | None]:
+def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | None]:
     """Start followers for the block; None for one rank. Raises ConfigError.
 
     With DP attention even a single-rank scheduler has a group, which shares the MLPs.
@@ -59,84 +59,104 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
         undo.callback(region.close)
         undo.callback(children.end)
         undo.callback(region.abort)
-        yield _start(
-            spec, config, model.vision is not None, region, joint, children, mooncake_protocol, met, store, undo
-        )
+        sees = model.vision is not None
+        start = _Start(spec, config, sees, region, children, joint=joint, met=met, store=store)
+        yield start.group(undo)
         if met is not None:
             _send_bye(met)
 
 
-def _start(
-    spec: SchedulerSpec,
-    config: EngineConfig,
-    sees: bool,
-    region: SharedRegion,
-    joint: Joint | None,
-    children: Children,
-    mooncake_protocol: str | None,
-    met: Met | None,
-    store: int | None,
-    undo: ExitStack,
-) -> Group:
-    """`undo` closes the followers before anything else ends them."""
-    assert region.descriptor is not None
-    leader, first = leader_of(config), 0 if joint is None else joint.dp_rank * config.num_ranks
-    members: dict[int, Member] = {}
-    transfers, pids = {}, {first + leader: os.getpid()}
-    for rank in ranks_of(0, config):
-        if rank == leader:
-            continue
+@dataclass
+class _Start:
+    """Start of a leader's followers; `sees`: the model takes images."""
+
+    spec: SchedulerSpec
+    config: EngineConfig
+    sees: bool
+    region: SharedRegion
+    children: Children
+    _: KW_ONLY
+    joint: Joint | None
+    met: Met | None
+    store: int | None
+    members: dict[int, Member] = field(default_factory=dict, init=False)
+    transfers: dict[int, socket.socket] = field(default_factory=dict, init=False)
+    pids: dict[int, int] = field(default_factory=dict, init=False)
+
+    @property
+    def first(self) -> int:
+        """Our rank 0 among the ranks of all DP ranks."""
+        return 0 if self.joint is None else self.joint.dp_rank * self.config.num_ranks
+
+    def group(self, undo: ExitStack) -> Group:
+        """`undo` closes the followers before anything else ends them."""
+        config, region, joint, leader = self.config, self.region, self.joint, leader_of(self.config)
+        self.pids[self.first + leader] = os.getpid()
+        for rank in ranks_of(0, config):
+            if rank != leader:
+                self._start(rank)
+        if self.met is not None:
+            for rank in sorted(set(range(config.num_ranks)) - set(ranks_of(0, config))):
+                self._take(rank, self.met)
+        # Before the leader meets its followers, so that an early end is reported.
+        followers = Followers(
+            self.members,
+            on_end=_end_worker,
+            limit_s=config.watchdog_timeout_s,
+            copies_beside=config.device == "cuda",
+            num_first=config.attention_tp_size,
+        )
+        undo.callback(followers.close)  # first: afterwards a follower's end is expected
+        groups, late = None, partial(_late, region, config)
+        if joint is not None:
+            late = partial(_late_of_all, region, joint, self.first)
+        if self.store is not None:
+            groups = joined(self.store, place_of(leader, config), OWN_GPU, timeout_s=config.dist_timeout_s)
+            late = partial(_late_hosts, followers, config)
+        return Group(
+            links=links_of(region, leader, config, _wires(self.met, leader), joint=joint, groups=groups),
+            pids=self.pids,
+            followers=followers,
+            transfers=self.transfers,
+            timeout_s=config.dist_timeout_s,
+            joint=joint,
+            late=late,
+        )
+
+    @property
+    def _has_transfers(self) -> bool:
+        return self.spec.disagg.disaggregation_mode != "null"
+
+    def _start(self, rank: int) -> None:
+        """Start a follower on this machine."""
+        assert self.region.descriptor is not None
         own, theirs = socket_pair()
         with ExitStack() as passed:
             passed.enter_context(theirs)
-            descriptors = [region.descriptor, theirs.fileno()]
-            if spec.disagg.disaggregation_mode != "null":
-                transfers[rank], engines = socket_pair()
+            descriptors = [self.region.descriptor, theirs.fileno()]
+            if self._has_transfers:
+                self.transfers[rank], engines = socket_pair()
                 descriptors.append(passed.enter_context(engines).fileno())
-            wires = {end: passed.enter_context(sock).fileno() for end, sock in _wires(met, rank).items()}
-            rank_spec = RankSpec(
-                scheduler=spec,
+            wires = {end: passed.enter_context(sock).fileno() for end, sock in _wires(self.met, rank).items()}
+            spec = RankSpec(
+                scheduler=self.spec,
                 rank=rank,
-                region=region.plan,
+                region=self.region.plan,
                 descriptors=tuple(descriptors),
-                mooncake_protocol=mooncake_protocol,
                 wires=wires,
-                store=store,
+                store=self.store,
             )
-            process = start_rank(children, rank_spec)
-        members[rank] = (leader_end(own, sees=sees), _RankProcess(process, rank_spec.name))
-        pids[first + rank] = process.pid
-    if met is not None:
-        for rank in sorted(set(range(config.num_ranks)) - set(ranks_of(0, config))):
-            node = node_of(rank, config)
-            member = _RemoteRank(rank, config.num_ranks, node, met.controls[node].peer)
-            members[rank] = (leader_end(met.plan_of(rank), sees=sees), member)
-            if spec.disagg.disaggregation_mode != "null":
-                transfers[rank] = met.engine_of(rank)
-    # Before the leader meets its followers, so that an early end is reported.
-    followers = Followers(
-        members,
-        on_end=_end_worker,
-        limit_s=config.watchdog_timeout_s,
-        copies_beside=config.device == "cuda",
-        num_first=config.attention_tp_size,
-    )
-    undo.callback(followers.close)  # first: afterwards a follower's end is expected
-    groups, late = None, partial(_late, region, config)
-    if joint is not None:
-        late = partial(_late_of_all, region, joint, first)
-    if store is not None:
-        groups = joined(store, place_of(leader, config), OWN_GPU, timeout_s=config.dist_timeout_s)
-        late = partial(_late_hosts, followers, config)
-    return Group(
-        links=links_of(region, leader, config, _wires(met, leader), joint=joint, groups=groups),
-        pids=pids,
-        followers=followers,
-        transfers=transfers,
-        timeout_s=config.dist_timeout_s,
-        joint=joint,
-        late=late,
-    )
+            process = start_rank(self.children, spec)
+        self.members[rank] = (leader_end(own, sees=self.sees), _RankProcess(process, spec.name))
+        self.pids[self.first + rank] = process.pid
+
+    def _take(self, rank: int, met: Met) -> None:
+        """Take a follower on another machine."""
+        node = node_of(rank, self.config)
+        member = _RemoteRank(rank, self.config.num_ranks, node, met.controls[node].peer)
+        self.members[rank] = (leader_end(met.plan_of(rank), sees=self.sees), member)
+        if self._has_transfers:
+            self.transfers[rank] = met.engine_of(rank)
 
 
 def _joint(spec: SchedulerSpec, config: EngineConfig) -> Joint | None:

@@ -29,8 +29,8 @@ from service.process.message_stream import ChannelClosed
 from service.process.start import no_collections, spare_what_lives
 from service.telemetry.context import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError, RankMemory
+from transfer_backends.engines.remote import serve_engine
 from transfer_backends.ports import Engine
-from transfer_backends.ranks.remote import serve_engine
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
         load_model_config(config.model_path),
         channel,
         connect=partial(links_of, region, spec.rank, wires=wires, joint=joint, groups=groups),
-        use=engine_use(spec.scheduler.disagg, spec.mooncake_protocol, name=spec.scheduler.trace_name(spec.rank)),
+        use=engine_use(spec.scheduler.disagg, name=spec.scheduler.trace_name(spec.rank)),
         turning=partial(_note, turns),
     )
     if len(spec.descriptors) > 2:

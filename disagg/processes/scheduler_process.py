@@ -40,7 +40,7 @@ def run(spec: SchedulerSpec) -> None:
 
 
 def _run(spec: SchedulerSpec, turns: IterationClock) -> None:
-    protocol = _check_transfers(spec)
+    _check_transfers(spec)
     with no_collections():
         from disagg.processes.encoder_process import serve_encoder  # torch comes in here, after the flags were read
         from disagg.processes.engine_process import serve_engine
@@ -48,30 +48,29 @@ def _run(spec: SchedulerSpec, turns: IterationClock) -> None:
 
     model = load_model_config(spec.engine.model_path)
     if spec.disagg.disaggregation_mode == "encode":
-        serve_encoder(spec, turns, model, protocol)
+        serve_encoder(spec, turns, model)
         return
     check_prefix_fetch(spec, model)
     check_feature_fetch(spec, model)
-    with started_group(spec, model, mooncake_protocol=protocol) as group:
-        serve_engine(spec, turns, model, protocol, group)
+    with started_group(spec, model) as group:
+        serve_engine(spec, turns, model, group)
 
 
-def _check_transfers(spec: SchedulerSpec) -> str | None:
-    """Return Mooncake's protocol, if used. Raises ConfigError and BackendUnavailable.
+def _check_transfers(spec: SchedulerSpec) -> None:
+    """Raises ConfigError and BackendUnavailable.
 
     Runs before torch is imported (with `--device`) or the model is loaded, which may take minutes.
     """
     disagg = spec.disagg
     if not disagg.has_peers:
-        return None
+        return
     check_flags(disagg)
     if disagg.disaggregation_transfer_backend == "fake":
-        return None
+        return
     on_gpu = spec.engine.device == "cuda" or (spec.engine.device == "auto" and _has_gpu())
     check_transfer_machine(disagg, os.environ, on_gpu=on_gpu)
-    if disagg.disaggregation_transfer_backend != "mooncake":
-        return None
-    return protocol_here(disagg.disaggregation_mooncake_protocol, device=0 if on_gpu else None)
+    if disagg.disaggregation_transfer_backend == "mooncake":
+        protocol_here(disagg.disaggregation_mooncake_protocol, device=0 if on_gpu else None)
 
 
 def _has_gpu() -> bool:

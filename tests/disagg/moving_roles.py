@@ -1,7 +1,7 @@
 """A prefill engine and two decode engines under production roles; what a router does when a request moves is done by the test."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,7 @@ from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import new_request
 from tests.core.named_stops import stops_of
 from tests.core.proof.cycle_grammar import CycleGrammar
-from tests.disagg.two_roles import BOUNDS, NEVER_S, RoleEngine, assembly_of
+from tests.disagg.two_roles import BOUNDS, NEVER_S, Engines, RoleEngine, assembly_of
 from tests.disagg.wire_in_a_test import Receiver, Sender, Wire
 from transfer_backends.contract import Route
 
@@ -65,7 +65,7 @@ class Ask:
         return f"{self.rid}.{self.hop}"
 
 
-class Trio:
+class Trio(Engines):
     """`both`: what all three engines are given; `rows`: metadata rows of each."""
 
     def __init__(
@@ -80,14 +80,14 @@ class Trio:
         decode: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 6, **both}
-        self.engines = {
+        self.by_name = {
             name: RoleEngine(num_pages=count, **{**make, **({} if name == "p" else decode)})  # type: ignore[arg-type]
             for name, count in zip(NAMES, pages, strict=True)
         }
         metadata = {name: MetadataBuffers(rows) for name in NAMES}
-        self.wires = {
+        self.wire_of = {
             (one, two): Wire(
-                prefill=self.engines[one].model, decode=self.engines[two].model, rows=(metadata[one], metadata[two])
+                prefill=self.by_name[one].model, decode=self.by_name[two].model, rows=(metadata[one], metadata[two])
             )
             for one in NAMES
             for two in ("a", "b")
@@ -101,13 +101,13 @@ class Trio:
         self.moved = self.fell_back = self._idle = 0
 
     def _add_prefill_role(self, rows: MetadataBuffers) -> None:
-        prefill = self.engines["p"]
-        wire = _ToBoth(self.wires["p", "a"], self.wires["p", "b"])
+        prefill = self.by_name["p"]
+        wire = _ToBoth(self.wire_of["p", "a"], self.wire_of["p", "b"])
         prefill.role = assembly_of(prefill, rows).prefill(wire, wire, bounds=BOUNDS)
         self.to_both = wire
 
     def _add_decode_role(self, me: str, other: str, rows: MetadataBuffers) -> None:
-        engine, ends = self.engines[me], Ends(self.wires, me=me, other=other)
+        engine, ends = self.by_name[me], Ends(self.wire_of, me=me, other=other)
         role = assembly_of(engine, rows)
         moves = role.moves(ends, KVSource(me, me))
         engine.role = role.decode(ends, (moves,), prealloc_timeout_s=NEVER_S)
@@ -125,12 +125,12 @@ class Trio:
         if ask.finish is None and ask.read and "room" not in ask.wishes:
             self._rooms += 1
             ask.wishes["room"] = self._rooms
-            engine = self.engines[ask.at]
+            engine = self.by_name[ask.at]
             engine.say(engine.role.move_out(ask.name, self._rooms, engine.now_s))
 
     def abort(self, rid: str) -> None:
         ask = self.asks[rid]
-        for engine in self.engines.values():
+        for engine in self.engines:
             engine.abort(ask.name)
 
     def _place(self, ask: Ask, at: str, *, source: KVSource | None = None, room: int | None = None) -> None:
@@ -146,7 +146,7 @@ class Trio:
         self._add(at, ask, room, source)
 
     def _add(self, name: str, ask: Ask, room: int, source: KVSource | None) -> None:
-        engine, wishes = self.engines[name], {k: v for k, v in ask.wishes.items() if k != "room"}
+        engine, wishes = self.by_name[name], {k: v for k, v in ask.wishes.items() if k != "room"}
         grammar = None if ask.grammar is None else CycleGrammar(*ask.grammar)
         for token in ask.tokens if grammar is not None else ():
             assert grammar is not None and grammar.accept(token)
@@ -168,7 +168,7 @@ class Trio:
     def relay(self) -> None:
         """Give clients what has come, and place the rest of what has moved or could not move."""
         for ask in self.asks.values():
-            said = self.engines[ask.at].outputs.get(ask.name, [])
+            said = self.by_name[ask.at].outputs.get(ask.name, [])
             for output in said[ask.read :]:
                 ask.read += 1
                 self._on_output(ask, output)
@@ -198,45 +198,33 @@ class Trio:
     # ---- time
 
     def step(self, rng: random.Random) -> bool:
-        """An event of a wire or a turn of an engine, by lot; False: nothing is left anywhere."""
-        moved = rng.random() < 0.7 and any(
-            wire.step(rng) for wire in rng.sample([*self.wires.values()], len(self.wires))
-        )
-        worked = rng.choice([*self.engines.values()]).turn()
+        worked = super().step(rng)
         self.relay()
-        self._idle = 0 if moved or worked else self._idle + 1
+        self._idle = 0 if worked else self._idle + 1
         if self._idle > PATIENCE:
             self._idle = 0
             self._lose_patience()
-        return moved or worked or not self.at_rest()
+        return worked
 
     def _lose_patience(self) -> None:
         """Two that change places wait for each other's memory: the router does not wait for long."""
         for ask in self.asks.values():
             if ask.by_kv and not ask.read:
-                self.engines[ask.at].abort(ask.name)
+                self.by_name[ask.at].abort(ask.name)
                 ask.hop += 1
                 self.fell_back += 1
                 self._place(ask, ask.at)
 
-    def run(self, rng: random.Random, most: int = 30_000) -> None:
-        for _ in range(most):
-            if not self.step(rng):
-                return
-        raise AssertionError(f"no rest: { ({name: e.role.queues() for name, e in self.engines.items()}) }")
-
     def at_rest(self) -> bool:
-        engines = self.engines.values()
-        busy = any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)
-        return not busy and all(ask.finish is not None for ask in self.asks.values())
+        return super().at_rest() and all(ask.finish is not None for ask in self.asks.values())
 
-    def assert_all_back(self) -> None:
-        for engine in self.engines.values():
-            memory = engine.scheduler.memory
-            for allocator in memory.allocators:
-                counts = allocator.counts()
-                assert not counts["held"] and not counts["quarantined"], f"{allocator} is left with {counts}"
-            engine.role.check()
+    @property
+    def engines(self) -> Sequence[RoleEngine]:
+        return [*self.by_name.values()]
+
+    @property
+    def wires(self) -> Sequence[Wire]:
+        return [*self.wire_of.values()]
 
 
 class _ToBoth:

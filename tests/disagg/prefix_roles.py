@@ -1,10 +1,9 @@
 """Two prefill engines and a decode engine under their production roles: one may get prefixes from the other, in one thread."""
 
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from disagg.features.prefix_exchange import PrefixExchange
+from disagg.features.prefix_fetching import PrefixFetches
 from disagg.metadata import MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from engine.messages import KVSource, PrefixSource
@@ -39,12 +38,12 @@ class PrefixCluster(Cluster):
         self.source.role = self._role(self.source, self.prefix_wire, gets=unused, rows=rows[0])
         self.prefill.role = self._role(self.prefill, self.wire, gets=self.prefix_wire, rows=self.wire.rows[0])
         self.prefix_wire.rows = rows[0], self.wire.rows[0]
-        self.policy = part_of(self.prefill.role, PrefixExchange)._policy
+        self.policy = part_of(self.prefill.role, PrefixFetches)._policy
 
     def _role(self, engine: RoleEngine, sends: Wire, *, gets: Wire, rows: MetadataBuffers) -> PrefillRole:
         role = assembly_of(engine, rows, page_bytes=engine.scheduler.limits.page_size)  # a byte a token
         source = KVSource("127.0.0.1:1", "source")
-        return role.prefill(sends, sends, (role.prefixes(sends, gets, source, token_bytes=1),), bounds=BOUNDS)
+        return role.prefill(sends, sends, role.prefixes(sends, gets, source, token_bytes=1), bounds=BOUNDS)
 
     def warm(self, prompt: list[int], **wishes: object) -> None:
         """Have the source compute `prompt`."""
@@ -58,34 +57,13 @@ class PrefixCluster(Cluster):
         self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, prefix_source=named, **wishes)
         self.decode.submit(rid, prompt, room, new=new, prefill_only=False, **wishes)
 
-    def step(self, rng: random.Random) -> bool:
-        """One drawn event; whether anything happened."""
-        moved = rng.choice((self.wire, self.prefix_wire)).step(rng)
-        engine = rng.choice((self.prefill, self.decode, self.source))
-        return engine.turn() or moved
-
-    def run_all(self, rng: random.Random, max_turns: int = 30_000) -> None:
-        """Until nothing is left anywhere."""
-        for _ in range(max_turns):
-            if not self.step(rng) and self.at_rest():
-                return
-        raise AssertionError(f"no rest: {[e.role.queues() for e in self.engines]}")
-
     @property
-    def engines(self) -> tuple[RoleEngine, ...]:
+    def engines(self) -> Sequence[RoleEngine]:
         return self.prefill, self.decode, self.source
 
-    def at_rest(self) -> bool:
-        return not any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in self.engines)
-
-    def assert_all_back(self) -> None:
-        for engine in self.engines:
-            counts = engine.scheduler.memory.allocator.counts()
-            assert not counts["held"] and not counts["quarantined"], counts
-            cache = engine.scheduler.memory.cache
-            assert cache.num_evictable == cache.num_pages, "something is locked"
-            engine.scheduler.check()
-            engine.role.check()
+    @property
+    def wires(self) -> Sequence[Wire]:
+        return self.wire, self.prefix_wire
 
     def told(self, name: str) -> float:
         """A counter of the engine that asks."""

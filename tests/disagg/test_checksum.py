@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from disagg.metadata import FirstToken, KVCorrupt, MetadataBuffers, verify
+from disagg.metadata import FirstToken, KVCorrupt, MetadataBuffers, verified
 from engine.core.plan import ItemResult
 from tests.core.hash_model import HashModel, Slot, expected_tokens
 from tests.disagg.test_resumption import assert_right, resumed
@@ -135,9 +135,9 @@ def test_the_row_carries_it(value: int | None) -> None:
     first = rows.read(row, room=5)
     assert first.kv_checksum == value
     if value is not None:
-        verify(first, value, num_pages=1)
+        assert verified(first, lambda: value, num_pages=1) is first
     with pytest.raises(KVCorrupt, match="KV was corrupted"):
-        verify(first, 7, num_pages=1)
+        verified(first, lambda: 7, num_pages=1)
 
 
 def test_workers_that_differ_in_it_are_refused_at_the_handshake() -> None:

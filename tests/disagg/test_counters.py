@@ -1,20 +1,23 @@
 """Every counter and queue of every role has a metric, from the start: none appears with its first event."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from disagg.features.moving import Moves
 from engine.metric_names import check_exported
 from tests.disagg.features.feature_roles import EncodeCluster
 from tests.disagg.moving_roles import Trio
 from tests.disagg.prefix_roles import PrefixCluster
-from tests.disagg.two_roles import Cluster, RoleEngine
+from tests.disagg.two_roles import Cluster, RoleEngine, part_of
 
 ENGINES: dict[str, Callable[[], RoleEngine]] = {
     "prefill": lambda: Cluster(pages=(9, 9)).prefill,
     "decode": lambda: Cluster(pages=(9, 9)).decode,
     "prefix": lambda: PrefixCluster().prefill,
-    "moving": lambda: Trio(pages=(9, 9, 9)).engines["a"],
+    "moving": lambda: Trio(pages=(9, 9, 9)).by_name["a"],
     "encode": lambda: EncodeCluster().encoder,
     "fetching": lambda: EncodeCluster().engine,
 }
@@ -25,3 +28,24 @@ def test_a_role_counts_only_what_is_exported(name: str) -> None:
     role = ENGINES[name]().role
     assert set(role.counters().values()) == {0}
     check_exported(role.counters(), role.queues())
+
+
+def _manager_of_moves(engine: RoleEngine) -> tuple[dict[str, int], RoleEngine]:
+    """One of its own, as in a worker."""
+    manager: Any = SimpleNamespace(counters={})
+    part_of(engine.role, Moves)._manager = manager
+    return manager.counters, engine
+
+
+MANAGERS: dict[str, Callable[[], tuple[dict[str, int], RoleEngine]]] = {
+    "moving": lambda: _manager_of_moves(Trio(pages=(9, 9, 9)).by_name["a"]),
+    "prefix": lambda: ((cluster := PrefixCluster()).prefix_wire.counters, cluster.prefill),
+    "fetching": lambda: ((cluster := EncodeCluster()).wire.counters, cluster.engine),
+}
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_what_the_manager_of_a_part_counts_is_exported(name: str) -> None:
+    counted, engine = MANAGERS[name]()
+    counted["junk_frames"] = 7
+    assert engine.role.counters().get("junk_frames") == 7

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from disagg.features.prefix_exchange import MAX_SERVED
 from disagg.features.prefix_fetching import (
     ASSUMED_BYTES_A_S,
     LARGE_BYTES,
@@ -14,6 +13,7 @@ from disagg.features.prefix_fetching import (
     UNMEASURED_WAIT_S,
     FetchPolicy,
 )
+from disagg.features.prefix_serving import MAX_SERVED
 from disagg.features.recompute import OFF
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.request import Request
@@ -48,7 +48,7 @@ def test_a_prefix_that_the_other_worker_has_is_not_computed(seed: int, depth: in
     cluster = PrefixCluster(both={"depth": depth, "lag": True}, of_source={"depth": depth, "lag": True})
     cluster.warm(PROMPT)
     cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run_all(random.Random(seed))
+    cluster.run(random.Random(seed))
     assert_right(cluster, {"a": PROMPT})
     assert computed(cluster) == len(PROMPT) - PREFIX
     assert cluster.told("prefix_fetched_tokens") == PREFIX
@@ -59,9 +59,9 @@ def test_pages_of_its_own_are_not_sent_again() -> None:
     cluster = PrefixCluster()
     cluster.warm(PROMPT)
     cluster.submit("own", PROMPT[:20], 1, new=4)
-    cluster.run_all(random.Random(1))
+    cluster.run(random.Random(1))
     cluster.ask("a", PROMPT, 2, known=PREFIX)
-    cluster.run_all(random.Random(2))
+    cluster.run(random.Random(2))
     assert_right(cluster, {"own": PROMPT[:20], "a": PROMPT})
     assert cluster.told("prefix_fetched_tokens") == PREFIX - 20
 
@@ -72,7 +72,7 @@ def test_the_source_sends_all_that_it_has_of_the_prompt() -> None:
         cluster = PrefixCluster()
         cluster.warm(warm)
         cluster.ask("a", PROMPT, 1, known=known)
-        cluster.run_all(random.Random(known))
+        cluster.run(random.Random(known))
         assert_right(cluster, {"a": PROMPT})
         assert cluster.told("prefix_fetched_tokens") == len(warm) // 4 * 4
 
@@ -81,7 +81,7 @@ def test_what_the_source_has_not_is_computed() -> None:
     cluster = PrefixCluster()
     cluster.warm([1, *PROMPT])
     cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run_all(random.Random(3))
+    cluster.run(random.Random(3))
     assert_right(cluster, {"a": PROMPT})
     assert cluster.told("prefix_fetches_refused") == 1 and computed(cluster) == len(PROMPT)
     assert cluster.source.role.counters()["prefixes_refused"] == 1
@@ -94,7 +94,7 @@ def test_two_with_one_prefix_wait_for_one_fetch() -> None:
     cluster.ask("a", prompts["a"], 1, known=PREFIX)
     cluster.ask("b", prompts["b"], 2, known=PREFIX)
     cluster.submit("c", prompts["c"], 3, new=4)  # its router believes that the prefix is here
-    cluster.run_all(random.Random(4))
+    cluster.run(random.Random(4))
     assert_right(cluster, prompts)
     assert cluster.told("prefix_fetches") == 1 and computed(cluster) == 3 * (len(PROMPT) - PREFIX)
 
@@ -110,7 +110,7 @@ def test_others_compute_while_one_waits() -> None:
         cluster.prefill.turn()
         cluster.decode.turn()
     assert cluster.prefill.scheduler.stages.waiting["waits"].arriving
-    cluster.run_all(rng)
+    cluster.run(rng)
     assert_right(cluster, {"waits": PROMPT, "other": PROMPT[5:40]})
 
 
@@ -140,7 +140,7 @@ def test_a_late_fetch_is_given_up_and_its_late_writes_harm_no_request(events: in
         cluster.prefill.turn()
         cluster.decode.turn()
         cluster.wire.step(rng)
-    cluster.run_all(rng)
+    cluster.run(rng)
     assert_right(cluster, prompts)
     assert cluster.told("prefix_fetches_late") + cluster.told("prefix_fetched") == 1
 
@@ -158,7 +158,7 @@ def test_a_client_that_leaves_ends_the_fetch_for_it_alone(seed: int) -> None:
         cluster.step(rng)
     cluster.prefill.abort("gone")
     cluster.decode.abort("gone")
-    cluster.run_all(rng)
+    cluster.run(rng)
     cluster.assert_all_back()
     assert {rid: cluster.decode.tokens[rid] for rid in others} == {r: expected_tokens(p, 4) for r, p in others.items()}
     if others:
@@ -200,7 +200,7 @@ def test_what_leaves_is_locked_until_nothing_reads_it() -> None:
     cluster.warm([8, *PROMPT[:54]])
     cache = cluster.source.scheduler.memory.cache
     assert cache.num_cached(PROMPT) == len(PROMPT) // 4 and cache.num_cached(other) < len(other) // 4
-    cluster.run_all(rng)
+    cluster.run(rng)
     assert_right(cluster, {"a": PROMPT})
     assert cluster.told("prefix_fetched_tokens") == PREFIX
 
@@ -211,7 +211,7 @@ def test_an_evicted_prefix_is_refused() -> None:
     cluster.warm([9, *PROMPT[:40]])
     cluster.warm([8, *PROMPT[:40]])
     cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run_all(random.Random(8))
+    cluster.run(random.Random(8))
     assert_right(cluster, {"a": PROMPT})
     assert cluster.told("prefix_fetched_tokens") < PREFIX
 
@@ -221,7 +221,7 @@ def test_namespaces_do_not_mix() -> None:
     cluster.warm(PROMPT, namespace=("theirs",))
     cluster.ask("a", PROMPT, 1, known=PREFIX, namespace=("ours",))
     cluster.ask("b", PROMPT, 2, known=PREFIX, namespace=("theirs",))
-    cluster.run_all(random.Random(9))
+    cluster.run(random.Random(9))
     assert_right(cluster, {"a": PROMPT, "b": PROMPT})
     assert cluster.told("prefix_fetched") == cluster.told("prefix_fetches_refused") == 1
 
@@ -231,7 +231,7 @@ def test_kv_of_other_weights_is_not_taken() -> None:
     cluster.wire.rows[0]._weights = lambda: 2
     cluster.warm(PROMPT)
     cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run_all(random.Random(10))
+    cluster.run(random.Random(10))
     assert cluster.told("prefix_fetches_refused") == 1 and computed(cluster) == len(PROMPT)
     cluster.assert_all_back()
 
@@ -252,7 +252,7 @@ def test_both_sides_bound_their_number() -> None:
     told = cluster.source.role.counters()
     assert cluster.source.role.queues()["sending"] == MAX_FETCHES, "the refused ones, too, until that is known"
     assert told["prefixes_refused"] == MAX_FETCHES - MAX_SERVED
-    cluster.run_all(rng)
+    cluster.run(rng)
     assert_right(cluster, prompts)
     assert cluster.told("prefix_fetched") == MAX_SERVED
     assert cluster.told("prefix_fetches_refused") == MAX_FETCHES - MAX_SERVED
@@ -263,7 +263,7 @@ def test_a_worker_that_may_take_no_work_sends_no_prefix() -> None:
     cluster.warm(PROMPT)
     cluster.source.role.close_to_peers("it is draining")
     cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run_all(random.Random(12))
+    cluster.run(random.Random(12))
     assert_right(cluster, {"a": PROMPT})
     assert cluster.told("prefix_fetches_refused") == 1
 
@@ -287,7 +287,7 @@ def test_pages_that_still_come_from_the_host_are_not_sent() -> None:
         cluster.source.role.poll(0.0)
         cluster.prefix_wire.step(random.Random(0))
     assert cluster.source.role.queues()["sending"] and not cluster.told("prefix_fetched")
-    cluster.run_all(random.Random(13))
+    cluster.run(random.Random(13))
     assert_right(cluster, {"a": PROMPT})
     assert cluster.told("prefix_fetched_tokens") == PREFIX
 
@@ -310,7 +310,7 @@ def test_a_host_tier_and_prefixes_of_others_go_together(seed: int, policy: str) 
         cluster.ask(rid, prompt, 1 + i, known=len(prompt) // 4 * 4)
         for _ in range(rng.randrange(40)):
             cluster.step(rng)
-    cluster.run_all(rng)
+    cluster.run(rng)
     assert_right(cluster, prompts)
     assert cluster.told("prefix_fetched") > 0
 
@@ -335,7 +335,7 @@ def test_a_copy_ends_when_the_prefix_is_here_and_nothing_is_computed() -> None:
     assert role.add(copy_request(PROMPT, 1, known=40), 0.0) == []
     (again,) = role.add(copy_request(PROMPT, 2, known=40), 0.0)
     assert again.finish is not None and "is running" in again.finish.message
-    cluster.run_all(random.Random(14))
+    cluster.run(random.Random(14))
     (answer,) = cluster.prefill.outputs["copy"]
     assert answer.finish is not None and answer.finish.kind == "length" and answer.cached_tokens == 40
     assert cluster.prefill.scheduler.memory.cache.num_cached(PROMPT) == 10, "no more than the router has paid for"
@@ -348,7 +348,7 @@ def test_a_copy_ends_when_the_prefix_is_here_and_nothing_is_computed() -> None:
 def test_a_copy_that_cannot_be_had_is_refused() -> None:
     cluster = PrefixCluster()
     assert cluster.prefill.role.add(copy_request(PROMPT, 1, known=40), 0.0) == []
-    cluster.run_all(random.Random(15))
+    cluster.run(random.Random(15))
     (answer,) = cluster.prefill.outputs["copy"]
     assert answer.finish is not None and answer.finish.status == 409 and "did not come" in answer.finish.message
     assert cluster.told("prefix_fetches_refused") == 1
@@ -364,7 +364,7 @@ def test_a_copy_may_be_aborted(seed: int) -> None:
     for _ in range(3 * seed):
         cluster.step(rng)
     cluster.prefill.abort("copy")
-    cluster.run_all(rng)
+    cluster.run(rng)
     cluster.assert_all_back()
     assert cluster.prefill.finish["copy"].kind in ("abort", "length")
 
@@ -436,6 +436,6 @@ def test_what_costs_less_to_compute_is_not_fetched() -> None:
     cluster.policy.note_prompt(10**9, 1e-3, 0.0)
     cluster.warm(PROMPT)
     cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run_all(random.Random(16))
+    cluster.run(random.Random(16))
     assert_right(cluster, {"a": PROMPT})
     assert cluster.told("prefix_fetches_forgone") == 1 and not cluster.told("prefix_fetches")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from deploy.launcher.fork_servers import ONE_THREAD
-from disagg.processes.preloaded import MODULES
+from disagg.processes.children import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("disagg/processes/scheduler_process.py", "disagg/processes/rank_process.py")
@@ -29,7 +29,7 @@ def imported_inside(file: str) -> set[str]:
 
 
 def test_engines_import_nothing_more_and_no_thread_or_gpu_is_before_the_fork() -> None:
-    command = [sys.executable, "-c", CODE, json.dumps(MODULES)]
+    command = [sys.executable, "-c", CODE, json.dumps(PRELOADED)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | ONE_THREAD)
     threads, gpu, modules = json.loads(done.stdout)
     assert (threads, gpu) == (1, False)

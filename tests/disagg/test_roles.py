@@ -14,7 +14,7 @@ from tests.core.mem_cache.tiers_in_a_test import identity
 from tests.core.proof.shares import Share, shares
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster, crowded, run_retracted_first
-from transfer_backends.contract import Gate, Tail
+from transfer_backends.contract import Gate, SourcePages
 
 LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000, "preemptions": 20}
 LEAST |= {
@@ -130,16 +130,9 @@ def record(cluster: Cluster, rid: str, sent: list[Sent]) -> None:
     sender: Any = cluster.prefill.role._prompts.handovers[rid].sender  # type: ignore[union-attr]
     send = sender.send
 
-    def recorded(
-        src_pages: list[int],
-        *,
-        start: int,
-        gate: Gate | None = None,
-        metadata_row: int | None = None,
-        tail: Tail = (),
-    ) -> None:
-        sent.append((start, len(src_pages), gate, metadata_row is not None))
-        send(src_pages, start=start, gate=gate, metadata_row=metadata_row, tail=tail)
+    def recorded(source: SourcePages) -> None:
+        sent.append((source.start, len(source.pages), source.gate, source.metadata_row is not None))
+        send(source)
 
     sender.send = recorded
 

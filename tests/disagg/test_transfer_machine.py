@@ -5,13 +5,15 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from disagg import transfer_engine
 from disagg.config import DisaggConfig
 from disagg.processes.transfer_machine import check_allocator, check_flags, expandable_segments, memlock_warning
-from disagg.transfer_engine import engine_use, fabric_bytes
-from engine.kv.kv_pool import zeroed_bytes
+from disagg.transfer_engine import kv_bytes_of
 from service.flags import ConfigError
 
 IPC_LOCK = 1 << 14
@@ -127,6 +129,27 @@ def test_a_worker_says_so_before_it_imports_torch(
     assert "Traceback" not in done.stderr
 
 
-def test_the_pool_of_an_nvlink_fabric_comes_from_its_allocator() -> None:
-    made = [engine_use(DisaggConfig(), protocol).allocate_kv for protocol in (None, "tcp", "nvlink_intra", "nvlink")]
-    assert made == [zeroed_bytes, zeroed_bytes, zeroed_bytes, fabric_bytes]
+@pytest.mark.parametrize(
+    ("mode", "backend", "protocol", "allocator"),
+    [
+        ("null", "mooncake", "nvlink", "torch"),
+        ("prefill", "nixl", "nvlink", "torch"),
+        ("prefill", "mooncake", "nvlink_intra", "torch"),
+        ("prefill", "mooncake", "nvlink", "the fabric of cuda:1"),
+    ],
+)
+def test_the_pool_of_an_nvlink_fabric_comes_from_its_allocator(
+    monkeypatch: pytest.MonkeyPatch, mode: str, backend: str, protocol: str, allocator: str
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(transfer_engine, "zeroed_bytes", lambda size, device: asked.append("torch"))
+    monkeypatch.setattr(transfer_engine, "protocol_here", lambda wish, *, device: wish if device == 1 else "tcp")
+    monkeypatch.setattr(transfer_engine, "CudaContext", lambda ordinal: f"the fabric of cuda:{ordinal}")
+    monkeypatch.setattr(
+        transfer_engine, "FabricMemory", lambda context: SimpleNamespace(allocate=lambda size: asked.append(context))
+    )
+    monkeypatch.setattr(transfer_engine, "tensor_at", lambda at, size: torch.ones(1))
+    flags = {"transfer_backend": backend, "mooncake_protocol": protocol, "mode": mode}
+    disagg = DisaggConfig(**{f"disaggregation_{name}": value for name, value in flags.items()})
+    kv_bytes_of(disagg)(64, torch.device("cuda", 1))
+    assert asked == [allocator]

@@ -1,13 +1,16 @@
 """Requests that cross both roles with aborts on either side at any moment, drawn by hypothesis and judged by the oracle."""
 
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
 from engine.core.policy import NO_PRIORITIES, Priorities
-from engine.messages import LogprobOptions
+from engine.messages import FinishReason, LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.oracle import Answer, answer_of, wishes_of
@@ -29,30 +32,52 @@ class Event:
 class TwoRoleStory:
     """`rows`: metadata rows of each side. `faults`: share of moves in which handshakes, or recomputes under way, fail. `failing`: of
     steps, those that find no memory. `stages`: of each side's pipeline, which is so much deeper. `places`: adapters in a step.
+    `moves`: with two decode workers, the share of the steps after which a request moves between them.
     """
 
     page_size: int
-    capacity: tuple[int, int]
-    chunk_pages: int
+    capacity: tuple[int, ...]  # of prefill, then decode
+    chunk_pages: int = 2
     depth: int
-    decode_depth: int
+    decode_depth: int = 1
     lag: bool
-    mixed: bool
+    mixed: bool = False
     rows: int
     backup_pages: int
     resume_elsewhere: bool
-    priorities: Priorities
+    priorities: Priorities = NO_PRIORITIES
     conservativeness: float
     clip: int
-    layerwise: bool
+    layerwise: bool = False
+    moves: float = 0.0
     faults: float
     failing: float
     stages: tuple[int, int]
     seed: int
     events: tuple[Ask | Event, ...]
-    state_slots: tuple[int, int] = (0, 0)
+    state_slots: tuple[int, ...] = (0, 0)
     window: int = 0
     places: int = 0
+
+
+def stories(*kinds: str, **own: st.SearchStrategy[Any]) -> st.SearchStrategy[TwoRoleStory]:
+    """Draws `own` fields and those that all stories draw alike; `kinds`: of events beside "go"."""
+    event = st.builds(Event, st.sampled_from(["go"] * 10 + list(kinds)), st.sampled_from(range(20)))
+    drawn = {
+        "page_size": st.sampled_from([1, 2, 4]),
+        "lag": st.booleans(),
+        "rows": st.sampled_from([1, 3, 8]),
+        "backup_pages": st.sampled_from([0, 8, 1000]),
+        "resume_elsewhere": st.booleans(),
+        "conservativeness": st.sampled_from([0.0, 0.0, 1.0]),
+        "clip": st.sampled_from([0, 0, 0, 4096]),
+        "seed": st.integers(0, 2**32),
+        "events": st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
+        **own,
+    }
+    return st.builds(
+        TwoRoleStory, **{part.name: drawn[part.name] for part in fields(TwoRoleStory) if part.name in drawn}
+    )
 
 
 def two_role_stories(
@@ -71,38 +96,74 @@ def two_role_stories(
             places,
         )
     slots = st.tuples(st.sampled_from([1, 3, 8]), st.sampled_from([1, 3, 8])) if states else st.just((0, 0))
-    kinds = ["go"] * 10 + ["abort-prefill", "abort-decode", "abort-both"]
-    event = st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(20)))
-    return st.builds(
-        TwoRoleStory,
-        page_size=st.sampled_from([1, 2, 4]),
+    return stories(
+        *("abort-prefill", "abort-decode", "abort-both"),
         capacity=st.tuples(st.sampled_from(range(48, 120)), st.sampled_from(range(48, 64))),
         chunk_pages=st.sampled_from([1, 2, 4]),
         depth=st.sampled_from([1, 2]),
         decode_depth=st.sampled_from([1, 2, 3]),
-        lag=st.booleans(),
         mixed=st.booleans(),
-        rows=st.sampled_from([1, 3, 8]),
-        backup_pages=st.sampled_from([0, 8, 1000]),
-        resume_elsewhere=st.booleans(),
         priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES]),
-        conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
-        clip=st.sampled_from([0, 0, 0, 4096]),
         layerwise=st.booleans(),
         faults=st.sampled_from([0.0, 0.0, 0.2, 1.0]),
         failing=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]),
         stages=st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 2)]),
-        seed=st.integers(0, 2**32),
-        events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
         state_slots=slots,
         window=st.sampled_from([1, 2, 5, 6, 11]) if windows else st.just(0),
     )
 
 
-class _Play:
+class Play(ABC):
+    """Plays a story to `engines`, and knows what is right."""
+
+    def __init__(self, story: TwoRoleStory, engines: Sequence[RoleEngine]) -> None:
+        self.story, self.rng = story, random.Random(story.seed)
+        for engine in engines:
+            engine.model.fails = lambda plan: bool(plan.items) and self.rng.random() < story.failing
+        self.right: dict[str, tuple[Answer, bool]] = {}  # what is right, and whether logprobs were asked for
+
+    def tell(self, event: Ask | Event) -> None:
+        if isinstance(event, Ask):
+            if event.length:
+                wishes = wishes_of(event, new=max(1, event.new), gives_nan=False)
+                rid = f"r{len(self.right)}"
+                self.right[rid] = answer_of(wishes, [0], [event.adapter]), event.logprob_from is not None
+                sampling = SamplingParams(
+                    max_new_tokens=wishes.new,
+                    min_new_tokens=event.min_new,
+                    stop=() if wishes.stop_string is None else (wishes.stop_string,),
+                    stop_token_ids=wishes.stop_ids,
+                )
+                logprobs = None if event.logprob_from is None else LogprobOptions()
+                beside = {"keep_kv": event.keep_kv, "namespace": event.namespace}
+                self._submit(rid, event, sampling=sampling, eos_ids=wishes.eos, logprobs=logprobs, **beside)
+        elif event.kind == "go":
+            for _ in range(event.n):
+                self.go()
+        elif self.right:
+            self._abort(event.kind, f"r{event.n % len(self.right)}")
+
+    @abstractmethod
+    def go(self) -> None:
+        """Let something happen."""
+
+    @abstractmethod
+    def _submit(self, rid: str, ask: Ask, **wishes: Any) -> None: ...
+
+    @abstractmethod
+    def _abort(self, kind: str, rid: str) -> None: ...
+
+    def assert_right(self, rid: str, tokens: list[int], finish: FinishReason, logprobs: list[float]) -> None:
+        right, with_logprobs = self.right[rid]
+        cut = finish.kind == "abort"
+        assert tokens == (right.tokens[: len(tokens)] if cut else right.tokens)
+        assert cut or (finish.kind, finish.matched) == (right.why, right.matched)
+        assert logprobs == (right.logprobs[: len(tokens)] if with_logprobs else [])
+
+
+class _Play(Play):
     def __init__(self, story: TwoRoleStory) -> None:
         size = story.page_size
-        self.story = story
         self.cluster = Cluster(
             pages=(story.capacity[0] // size, story.capacity[1] // size),
             page_size=size,
@@ -132,29 +193,19 @@ class _Play:
         self.cluster.decode.depth = story.decode_depth
         for engine, stages in zip(self.engines, story.stages, strict=True):
             engine.depth += stages - 1
-        self.rng = random.Random(story.seed)
-        for engine in self.engines:
-            engine.model.fails = lambda plan: bool(plan.items) and self.rng.random() < story.failing
-        self.right: dict[str, tuple[Answer, bool]] = {}  # what is right, and whether logprobs were asked for
+        super().__init__(story, self.engines)
         self.quarantined = 0
 
     @property
     def engines(self) -> tuple[RoleEngine, RoleEngine]:
         return self.cluster.prefill, self.cluster.decode
 
-    def tell(self, event: Ask | Event) -> None:
-        if isinstance(event, Ask):
-            self._ask(event)
-        elif event.kind == "go":
-            for _ in range(event.n):
-                self._go()
-        elif self.right:
-            rid = f"r{event.n % len(self.right)}"
-            for side in ("prefill", "decode"):
-                if event.kind in (f"abort-{side}", "abort-both"):
-                    getattr(self.cluster, side).abort(rid)
+    def _abort(self, kind: str, rid: str) -> None:
+        for side in ("prefill", "decode"):
+            if kind in (f"abort-{side}", "abort-both"):
+                getattr(self.cluster, side).abort(rid)
 
-    def _go(self) -> None:
+    def go(self) -> None:
         cluster, faults = self.cluster, self.story.faults
         cluster.wire.unreachable = self.rng.random() < faults
         cluster.wire.step(self.rng)
@@ -164,47 +215,22 @@ class _Play:
                 cluster.prefill.abort(rid)
         self.quarantined += self.cluster.decode.scheduler.memory.allocator.counts()["quarantined"] > 0
 
-    def _ask(self, ask: Ask) -> None:
-        if ask.length == 0:
-            return
-        number = len(self.right) + 1
-        rid, wishes = f"r{number - 1}", wishes_of(ask, new=max(1, ask.new), gives_nan=False)
-        self.right[rid] = answer_of(wishes, [0], [ask.adapter]), ask.logprob_from is not None
+    def _submit(self, rid: str, ask: Ask, **wishes: Any) -> None:
+        room, beside = len(self.right), {"priority": ask.priority, "adapter": ask.adapter}
         for engine in self.engines:
-            engine.submit(
-                rid,
-                ask.prompt,
-                number,
-                new=0,
-                prefill_only=engine is self.cluster.prefill,
-                sampling=SamplingParams(
-                    max_new_tokens=wishes.new,
-                    min_new_tokens=ask.min_new,
-                    stop=() if wishes.stop_string is None else (wishes.stop_string,),
-                    stop_token_ids=wishes.stop_ids,
-                ),
-                eos_ids=wishes.eos,
-                grammar=None if ask.grammar is None else CycleGrammar(*ask.grammar),
-                logprobs=None if ask.logprob_from is None else LogprobOptions(),
-                keep_kv=ask.keep_kv,
-                priority=ask.priority,
-                adapter=ask.adapter,
-                namespace=ask.namespace,
-            )
+            grammar = None if ask.grammar is None else CycleGrammar(*ask.grammar)
+            is_first = engine is self.cluster.prefill
+            engine.submit(rid, ask.prompt, room, new=0, prefill_only=is_first, grammar=grammar, **wishes, **beside)
 
     def judge(self) -> None:
         self.cluster.assert_all_back()
         assert self.cluster.decode.model.copies == {}, "a copy of an ended request is left"
         prefill, decode = self.engines
         assert not any(rid.startswith("recompute-") for rid in prefill.outputs), "no client requested that"
-        for rid, (right, with_logprobs) in self.right.items():
+        for rid in self.right:
             assert rid in prefill.finish and rid in decode.finish
-            got, finish = decode.tokens[rid], decode.finish[rid]
-            cut = finish.kind == "abort"
-            assert got == (right.tokens[: len(got)] if cut else right.tokens)
-            assert cut or (finish.kind, finish.matched) == (right.why, right.matched)
             logprobs = [entry.logprob for output in decode.outputs[rid] for entry in output.logprobs]
-            assert logprobs == (right.logprobs[: len(got)] if with_logprobs else [])
+            self.assert_right(rid, decode.tokens[rid], decode.finish[rid], logprobs)  # type: ignore[arg-type]
             told = [output.completion_tokens for output in decode.outputs[rid] if output.new_ids]
             assert told == list(range(1, len(told) + 1))
 

@@ -1,6 +1,7 @@
 """A prefill and a decode engine under their production roles, joined by the test's wire, in one thread."""
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -88,7 +89,48 @@ def part_of(role: PartedRole, kind: type[Part]) -> Part:
     return part
 
 
-class Cluster:
+class Engines(ABC):
+    """Engines joined by wires: what happens next is drawn."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> Sequence[RoleEngine]: ...
+
+    @property
+    @abstractmethod
+    def wires(self) -> Sequence[Wire]: ...
+
+    def step(self, rng: random.Random) -> bool:
+        """An event of a wire, and a turn of an engine; whether anything happened."""
+        moved = rng.random() < 0.7 and bool(events := [event for wire in self.wires for event in wire.events()])
+        if moved:
+            rng.choice(events).popleft()()
+        worked = self.engines[int(rng.random() * len(self.engines))].turn()
+        return moved or worked
+
+    def run(self, rng: random.Random, most: int = 30_000) -> None:
+        """Until nothing is left anywhere."""
+        for _ in range(most):
+            if not self.step(rng) and self.at_rest():
+                return
+        raise AssertionError(f"no rest: {[engine.role.queues() for engine in self.engines]}")
+
+    def at_rest(self) -> bool:
+        busy = any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in self.engines)
+        return not busy and not any(wire.events() for wire in self.wires)
+
+    def assert_all_back(self) -> None:
+        for engine in self.engines:
+            memory = engine.scheduler.memory
+            for allocator in memory.allocators:
+                counts = allocator.counts()
+                assert not counts["held"] and not counts["quarantined"], f"{allocator} is left with {counts}"
+            assert memory.cache.num_evictable == memory.cache.num_pages, "something is locked"
+            engine.scheduler.check()
+            engine.role.check()
+
+
+class Cluster(Engines):
     """`weights`: a number for those of prefill and of decode. `places`: adapters in a batch of either engine; `both`: what else both are given; `prefill`, `decode`: one alone."""
 
     def __init__(
@@ -124,34 +166,19 @@ class Cluster:
         self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, **wishes)
         self.decode.submit(rid, prompt, room, new=new, prefill_only=False, **wishes)
 
-    def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
-        """Until nothing is left anywhere."""
-        for _ in range(max_turns):
-            moved = rng.random() < 0.7 and self.wire.step(rng)
-            worked = self.prefill.turn() if rng.random() < 0.5 else self.decode.turn()
-            if not moved and not worked and self.at_rest():
-                return
-        raise AssertionError(
-            f"the cluster did not come to rest: {self.prefill.role.queues()} {self.decode.role.queues()}"
-        )
-
     def turn(self, rng: random.Random) -> None:
         """An event of the wire, then a turn of each engine."""
         self.wire.step(rng)
         self.prefill.turn()
         self.decode.turn()
 
-    def at_rest(self) -> bool:
-        engines = (self.prefill, self.decode)
-        return not any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)
+    @property
+    def engines(self) -> Sequence[RoleEngine]:
+        return self.prefill, self.decode
 
-    def assert_all_back(self) -> None:
-        for engine in (self.prefill, self.decode):
-            memory = engine.scheduler.memory
-            for allocator in memory.allocators:
-                counts = allocator.counts()
-                assert not counts["held"] and not counts["quarantined"], f"{allocator} is left with {counts}"
-            engine.role.check()
+    @property
+    def wires(self) -> Sequence[Wire]:
+        return (self.wire,)
 
 
 def crowded(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
-from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Route, Tail, Work
+from transfer_backends.contract import PeerPath, RecomputeRequest, Route, SourcePages, TargetPages
 from transfer_backends.rooms import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
@@ -117,11 +117,14 @@ class Wire:
         return True
 
     def step(self, rng: random.Random) -> bool:
-        queues = [q for r in self.rooms.values() for q in self._ready(r) if q]
-        if not queues:
+        if not (events := self.events()):
             return False
-        rng.choice(queues).popleft()()
+        rng.choice(events).popleft()()
         return True
+
+    def events(self) -> list[deque[Callable[[], None]]]:
+        """What may happen next: the first of each."""
+        return [queue for room in self.rooms.values() for queue in self._ready(room) if queue]
 
     def _ready(self, room: Room) -> list[deque[Callable[[], None]]]:
         """Decode's messages wait for prefill's side to exist, as orphans would."""
@@ -190,21 +193,14 @@ class Sender:
     def poll(self) -> KVPoll:
         return self._side.state
 
-    def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
-        tail: Tail = (),
-    ) -> None:
+    def send(self, source: SourcePages) -> None:
         if self._side.state in FINAL:
             return
         room, side = self._room, self._side
         assert side.state is not KVPoll.Bootstrapping, "decode has not said where the pages go"
-        src = src_pages[max(0, room.skip_pages - start) :]
-        first = max(0, start - room.skip_pages)
+        row, gate = source.metadata_row, source.gate
+        src = source.pages[max(0, room.skip_pages - source.start) :]
+        first = max(0, source.start - room.skip_pages)
         dst = room.dst[first : first + len(src)]
         assert len(dst) == len(src)
         _advance(side, KVPoll.Transferring)
@@ -213,11 +209,11 @@ class Sender:
             write = functools.partial(self._wire.copy_pages, [s], [d])
             room.writes.append(write if gate is None else Gated(gate.step, write))
             self._wire.num_gated += gate is not None
-        if metadata_row is not None:
-            assert gate is None and [len(ids) for ids in tail] == [len(ids) for ids in room.tail]
-            for copy, here, there in zip(self._wire._copies_beside, tail, room.tail, strict=True):
+        if row is not None:
+            assert gate is None and [len(ids) for ids in source.tail] == [len(ids) for ids in room.tail]
+            for copy, here, there in zip(self._wire._copies_beside, source.tail, room.tail, strict=True):
                 room.writes.append(functools.partial(copy, here, there))
-            room.writes.append(lambda: self._wire.copy_row(metadata_row, room.dst_row))
+            room.writes.append(lambda: self._wire.copy_row(row, room.dst_row))
             room.writes.append(self._landed)
 
     def _landed(self) -> None:
@@ -277,28 +273,20 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self._side.state
 
-    def provide(
-        self,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
+    def provide(self, target: TargetPages) -> None:
         if self._side.state in FINAL:
             return
-        room, pages, side = self._room, list(dst_pages), self._side
+        room, side, work = self._room, self._side, target.work
         side.settled, room.recomputes = False, work is not None
         _advance(side, KVPoll.Transferring)
 
         def arrive() -> None:
-            room.dst, room.dst_row, room.skip_pages = pages, metadata_row, skip_pages
-            room.tail = [list(ids) for ids in tail]
+            room.dst, room.dst_row = list(target.pages), target.metadata_row
+            room.skip_pages, room.tail = target.skip_pages, [list(ids) for ids in target.tail]
             if work is not None:
                 self._wire.recompute_requests.append(RecomputeRequest(*self._key, work))
                 return
-            self._wire.num_skipped += skip_pages
+            self._wire.num_skipped += target.skip_pages
             assert room.prefill is not None
             if room.prefill.state in FINAL:  # prefill gave up before: it never wrote
                 room.to_decode.append(lambda: _fail(side, room.prefill.reason or "prefill gave up"))

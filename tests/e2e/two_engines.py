@@ -71,7 +71,7 @@ class WorkerInProcess(EngineInProcess):
         **flags: object,
     ) -> None:
         own = DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg)
-        super().__init__(model_path, use=engine_use(own, None), **flags)
+        super().__init__(model_path, use=engine_use(own), **flags)
         spec = SchedulerSpec(
             engine=self.parts.config,
             disagg=own,

@@ -18,7 +18,7 @@ import zmq
 from service.security.browser import is_loopback
 from tests.transfer.pool import CANARY, Pool
 from tests.transfer.rig import ROOT, until
-from transfer_backends.contract import RankMemory, Region, TransferConfig
+from transfer_backends.contract import RankMemory, Region, SourcePages, TransferConfig
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.liveness import ProcessMark, host_id
 from transfer_backends.prefill.manager import PrefillManager
@@ -141,7 +141,7 @@ def test_pages_outside_the_pool_are_refused_and_the_rest_goes_on(scene: Scene) -
         assert sender.poll() is KVPoll.Bootstrapping
     scene.tell(link, "decode-1", 1, ids(7, 0))
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
-    sender.send([2, 5], start=0, metadata_row=3)
+    sender.send(SourcePages([2, 5], metadata_row=3))
     until(lambda: sender.poll() in FINAL, timeout_s=30.0)
     assert sender.poll() is KVPoll.Success, sender.failure()
     until(sender.released)
@@ -159,7 +159,7 @@ def test_a_pool_that_is_said_to_be_longer_than_it_is_stays_as_it_is(scene: Scene
     sender = scene.prefill.sender(2)
     scene.tell(link, "decode-liar", 2, ids(NUM_PAGES - 1, NUM_PAGES, NUM_PAGES + 1))
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
-    sender.send([0, 1, 2], start=0, metadata_row=0)
+    sender.send(SourcePages([0, 1, 2], metadata_row=0))
     until(lambda: sender.poll() is KVPoll.Failed, timeout_s=30.0)
     until(sender.released, timeout_s=30.0)
     assert scene.liar.beside_is_untouched

@@ -13,7 +13,7 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
 from tests.transfer.cores import CONFIG, decode_core
-from transfer_backends.contract import LookupFailed, Route
+from transfer_backends.contract import LookupFailed, Route, TargetPages
 from transfer_backends.decode.lookup import LookUp
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.rooms import KVPoll
@@ -28,7 +28,7 @@ def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_loo
     core.finder.on_route("b", 1, Route("p:1", "p"), 0.001)
     core.on_message(1, Registered("p", "d", (ProcessMark("h", 1, 1),)), 0.002)
     assert core.rooms[first].state is core.rooms[second].state is KVPoll.WaitingForInput
-    core.rooms.provide(core.rooms[first], [1, 2], 0, 0.003)
+    core.rooms.provide(core.rooms[first], TargetPages([1, 2], 0), 0.003)
     for now_s in (0.1, 1.0, CONFIG.handshake_timeout_s + 1.0):
         core.tick(now_s)
     assert core.rooms[first].state is core.rooms[second].state is KVPoll.WaitingForInput

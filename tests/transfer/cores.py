@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import Caps, Gate, KVArgs, Region, Route, TransferConfig
+from transfer_backends.contract import Caps, Gate, KVArgs, Region, Route, TargetPages, TransferConfig
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.core import PrefillCore
@@ -126,7 +126,7 @@ class JoinedCores:
         """Open the room at prefill, and give it decode's pages."""
         self.exchange()
         self.core.rooms.open(*KEY, 0.0)
-        self.decode.rooms.provide(self.decode.rooms[KEY], self.pages, 1, 0.0)
+        self.decode.rooms.provide(self.decode.rooms[KEY], TargetPages(self.pages, 1), 0.0)
         self.exchange()
 
     def send(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.transfer.pool import Pool
-from transfer_backends.contract import LookupFailed, Route, TransferConfig
+from transfer_backends.contract import LookupFailed, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
@@ -38,14 +38,14 @@ def until(condition: Callable[[], Any], *, timeout_s: float = 10.0, what: str = 
 def meet(prefill: "ChildWorker", room: int, receiver: Any, pages: Sequence[int], metadata_row: int = 0) -> None:
     """The receiver's pages are known to the prefill worker, which has a sender of the room."""
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-    receiver.provide(pages, metadata_row)
+    receiver.provide(TargetPages(pages, metadata_row))
     until(lambda: prefill.poll(room) is KVPoll.WaitingForInput)
 
 
 def join(sender: Any, receiver: Any, pages: Sequence[int], metadata_row: int = 0) -> None:
     """The receiver's pages are known to prefill, both ends in this process."""
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-    receiver.provide(pages, metadata_row)
+    receiver.provide(TargetPages(pages, metadata_row))
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
 
 
@@ -149,7 +149,7 @@ class Pair:
     def works(self, room: int) -> None:
         """A good request is served."""
         sender, receiver = self.meet(room)
-        sender.send([4, 5, 6], start=0, metadata_row=0)
+        sender.send(SourcePages([4, 5, 6], metadata_row=0))
         succeed(sender, receiver)
 
     @staticmethod

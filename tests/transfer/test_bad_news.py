@@ -10,7 +10,8 @@ import pytest
 
 from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, meet, until
-from transfer_backends.contract import Route, TransferConfig
+from tests.transfer.ways import SlowEngine
+from transfer_backends.contract import Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
@@ -36,13 +37,13 @@ def opened(pairs: Any) -> Any:
 
 def give_pages(pair: Any) -> None:
     until(lambda: pair.receiver.poll() is KVPoll.WaitingForInput)
-    pair.receiver.provide(PAGES, 0)
+    pair.receiver.provide(TargetPages(PAGES, 0))
 
 
 def send(pair: Any, *, last: bool = False) -> None:
     give_pages(pair)
     until(lambda: pair.sender.poll() is KVPoll.WaitingForInput)
-    pair.sender.send(PAGES, start=0, metadata_row=0 if last else None)
+    pair.sender.send(SourcePages(PAGES, metadata_row=0 if last else None))
 
 
 def assert_both_end(pair: Any) -> None:
@@ -65,7 +66,7 @@ def test_an_abort(opened: Any, side: str, stage: str) -> None:
 
 def test_a_transfer_error(opened: Any) -> None:
     """(`NO_CLOCK` allows no second try.)"""
-    pair = opened(FakeEngine(failure_rate=1.0))
+    pair = opened(SlowEngine(fails=True))
     send(pair, last=True)
     assert_both_end(pair)
     assert pair.prefill.counters.get("retried", 0) == 0
@@ -73,7 +74,7 @@ def test_a_transfer_error(opened: Any) -> None:
 
 def test_a_timeout_of_prefill(opened: Any) -> None:
     """Failed is reported at once; drained and released only when the operation has ended."""
-    pair = opened(FakeEngine(delay_s=0.8), prefill={"transfer_timeout_s": 0.2})
+    pair = opened(SlowEngine(0.8), prefill={"transfer_timeout_s": 0.2})
     send(pair, last=True)
     until(lambda: pair.sender.poll() is pair.receiver.poll() is KVPoll.Failed)
     assert not pair.sender.released() and not pair.receiver.drained()
@@ -119,7 +120,7 @@ def test_the_death_of_decode() -> None:
             until(lambda: decode.poll(1) is KVPoll.WaitingForInput)
             decode.provide(1, PAGES, 0)
             until(lambda: sender.poll() is KVPoll.WaitingForInput)
-            sender.send(PAGES, start=0)
+            sender.send(SourcePages(PAGES))
             decode.kill()
             until(lambda: sender.poll() is KVPoll.Failed and sender.released())
             sender.close()

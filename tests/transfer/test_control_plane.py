@@ -16,7 +16,7 @@ import zmq
 from service.security.curve import guard_connector
 from tests.hostile.means import dealer
 from tests.transfer.rig import Pair, succeed, until
-from transfer_backends.contract import RankMemory, RecomputeRequest, Region, Route, Work
+from transfer_backends.contract import RankMemory, RecomputeRequest, Region, Route, SourcePages, TargetPages, Work
 from transfer_backends.control_thread import TICK_S
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
@@ -44,23 +44,23 @@ def test_rooms(short_pairs: Any) -> None:
     with pytest.raises(RuntimeError, match="before its pages were released"):
         sender.close()
     with pytest.raises(IllegalTransition):
-        sender.send([1], start=0)  # decode has not given its pages
+        sender.send(SourcePages([1]))  # decode has not given its pages
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     with pytest.raises(ValueError, match="outside the pool of 64"):
-        receiver.provide([64], 0)
+        receiver.provide(TargetPages([64], 0))
     with pytest.raises(ValueError, match="metadata_row 64"):
-        receiver.provide([1], 64)
-    receiver.provide([1, 2], 0)
+        receiver.provide(TargetPages([1], 64))
+    receiver.provide(TargetPages([1, 2], 0))
     with pytest.raises(IllegalTransition):
-        receiver.provide([1, 2], 0)
+        receiver.provide(TargetPages([1, 2], 0))
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
     with pytest.raises(ValueError, match="leaves a gap"):
-        sender.send([1], start=1)
+        sender.send(SourcePages([1], start=1))
     with pytest.raises(ValueError, match="outside the pool"):
-        sender.send([-1], start=0)
+        sender.send(SourcePages([-1]))
     with pytest.raises(ValueError, match="metadata_row 64"):
-        sender.send([1, 2], start=0, metadata_row=64)
-    sender.send([1, 2], start=0, metadata_row=1)
+        sender.send(SourcePages([1, 2], metadata_row=64))
+    sender.send(SourcePages([1, 2], metadata_row=1))
     succeed(sender, receiver)
     pair.works(5)  # a room may be used again once it is closed
 
@@ -69,10 +69,10 @@ def test_fake_pair_needs_no_peer(short_pairs: Any) -> None:
     pair = short_pairs()
     sender, receiver = pair.prefill.sender(1, fake=True), pair.decode.receiver(1, bootstrap="2.2.2.2:1", fake=True)
     assert sender.poll() is receiver.poll() is KVPoll.WaitingForInput
-    receiver.provide([1], 0)
-    sender.send([1], start=0)
+    receiver.provide(TargetPages([1], 0))
+    sender.send(SourcePages([1]))
     assert sender.poll() is KVPoll.Transferring and not sender.released()
-    sender.send([2], start=1, metadata_row=0)
+    sender.send(SourcePages([2], start=1, metadata_row=0))
     assert sender.poll() is receiver.poll() is KVPoll.Success
     assert sender.released() and receiver.drained()
 
@@ -91,11 +91,11 @@ def test_wakeup_on_every_change(short_pairs: Any) -> None:
 
     sleep_until(KVPoll.WaitingForInput)
     sender = pair.prefill.sender(1)
-    receiver.provide([1], 0)
+    receiver.provide(TargetPages([1], 0))
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
-    sender.send([], start=0)
+    sender.send(SourcePages([]))
     sleep_until(KVPoll.Transferring)
-    sender.send([1], start=0, metadata_row=0)
+    sender.send(SourcePages([1], metadata_row=0))
     sleep_until(KVPoll.Success)
     succeed(sender, receiver)
 
@@ -109,7 +109,7 @@ def test_bootstrap_timeout_and_late_indices(short_pairs: Any) -> None:
     pair.decode.receiver(2, bootstrap="b").abort("unused")
     late = pair.decode.receiver(1, bootstrap="b")  # prefill gave up long ago, and decode learns that at once
     until(lambda: late.poll() is KVPoll.WaitingForInput)
-    late.provide([1], 0)
+    late.provide(TargetPages([1], 0))
     until(lambda: late.poll() is KVPoll.Failed and late.drained())
     late.close()
 
@@ -119,11 +119,11 @@ def test_indices_before_the_request_and_orphans(short_pairs: Any) -> None:
     early, orphan = (pair.decode.receiver(room, bootstrap="b") for room in (1, 2))
     for receiver in (early, orphan):
         until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
-        receiver.provide([1], 0)
+        receiver.provide(TargetPages([1], 0))
     until(lambda: len(pair.prefill.core.inbox) == 2)
     sender = pair.prefill.sender(1)
     assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 1
-    sender.send([1], start=0, metadata_row=0)
+    sender.send(SourcePages([1], metadata_row=0))
     until(lambda: early.poll() is KVPoll.Success)
     until(lambda: orphan.poll() is KVPoll.Failed)
     assert "no request for it came to prefill" in orphan.failure()
@@ -286,7 +286,7 @@ def test_what_was_recorded_cannot_be_said_again(short_pairs: Any) -> None:
                 pass
     until(lambda: pair.prefill.counters["refused_connections"] >= 2)
     assert pair.prefill.counters["peers"] == 1 and pair.prefill.counters.get("refused", 0) == 0
-    sender.send([4, 5, 6], start=0, metadata_row=0)  # and the worker that was copied is not disturbed
+    sender.send(SourcePages([4, 5, 6], metadata_row=0))  # and the worker that was copied is not disturbed
     succeed(sender, receiver)
     tap.close()
 
@@ -305,7 +305,7 @@ def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
     )
     sender = pair.prefill.sender(9, room_attempt=1)
     assert sender.poll() is KVPoll.WaitingForInput and (sender.num_pages, sender.skip_pages) == (2, 2)
-    sender.send([2, 3, 4, 5], start=0, metadata_row=0)  # the first two are left out
+    sender.send(SourcePages([2, 3, 4, 5], metadata_row=0))  # the first two are left out
     succeed(sender, receiver)
     again = ask(pair, 9, [3], work)  # decode forgot the room, prefill has not
     until(lambda: again.poll() is KVPoll.Failed and again.drained())
@@ -316,7 +316,7 @@ def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
 def ask(pair: Pair, room: int, pages: list[int], work: Work, *, skip_pages: int = 0) -> Any:
     receiver = pair.decode.receiver(room, bootstrap="b", room_attempt=1)
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-    receiver.provide(pages, 0, skip_pages=skip_pages, work=work)
+    receiver.provide(TargetPages(pages, 0, skip_pages=skip_pages, work=work))
     return receiver
 
 
@@ -328,7 +328,7 @@ def test_what_is_cached_may_fill_fewer_pages_than_were_given(short_pairs: Any, n
     (asked,) = until(pair.prefill.take_recompute_requests)
     assert asked.work.cached
     sender = pair.prefill.sender(9, room_attempt=1)
-    sender.send(list(range(1, 1 + num_cached)), start=0, metadata_row=0)
+    sender.send(SourcePages(list(range(1, 1 + num_cached)), metadata_row=0))
     succeed(sender, receiver)
     assert receiver.written_pages() == num_cached - 2
 
@@ -340,7 +340,7 @@ def test_other_numbers_of_pages_than_were_given_fail(short_pairs: Any, cached: b
     receiver = ask(pair, 9, [1, 2], Work(tokens=[5, 6, 7], cached=cached))
     until(pair.prefill.take_recompute_requests)
     sender = pair.prefill.sender(9, room_attempt=1)
-    sender.send(list(range(1, 1 + num_sent)), start=0, metadata_row=0)
+    sender.send(SourcePages(list(range(1, 1 + num_sent)), metadata_row=0))
     pair.fail(sender, receiver)
     assert "the two prompts differ" in receiver.failure()
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer_backends.contract import Region
-from transfer_backends.merge import batches, merge_runs, plan_pieces
+from transfer_backends.shards import batches, merge_runs, plan_pieces
 
 ITEM = 8
 runs = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(1, 12)), max_size=12)

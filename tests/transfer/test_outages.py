@@ -16,7 +16,7 @@ from tests.transfer.cores import (
     prefill_core,
     registration,
 )
-from transfer_backends.contract import Pieces
+from transfer_backends.contract import Pieces, TargetPages
 from transfer_backends.liveness import Liveness
 from transfer_backends.peers import Send
 from transfer_backends.prefill.inbox import Chunk
@@ -147,7 +147,7 @@ def test_a_worker_that_stays_away_is_forgotten() -> None:
 def test_a_dead_writers_kernel_may_send_again() -> None:
     """Prefill was silent for 10 s when its death is proven: its last bytes may come as long after that."""
     core = connected_decode_core()
-    core.rooms.provide(core.rooms[KEY], PAGES, 1, 0.0)
+    core.rooms.provide(core.rooms[KEY], TargetPages(PAGES, 1), 0.0)
     core.on_link_closed(1, 10.0)
     core.tick(10.0)
     core.proofs.on_proof("p", Liveness.DEAD, 10.0)

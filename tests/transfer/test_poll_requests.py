@@ -2,7 +2,7 @@
 
 from tests.transfer.cores import MARK, decode_core, prefill_core, registration
 from tests.transfer.rig import ChildWorker, until
-from transfer_backends.contract import Route
+from transfer_backends.contract import Route, TargetPages
 from transfer_backends.decode.lookup import EAGER_S
 from transfer_backends.prefill.paths import POLL_REQUEST_EVERY_S
 from transfer_backends.rooms import KVPoll
@@ -18,7 +18,7 @@ def test_decode_is_eager_after_a_poll_request_and_while_it_connects_but_not_beca
     core.finder.on_route("b", 7, Route("p:1", "p"), 0.0)
     assert core.connections.eager(0.0)  # prefill's probe is to arrive
     core.on_message(1, Registered("p", "d", (MARK,)), 1.0)
-    core.rooms.provide(core.rooms[7, 0], [5, 6], 1, 1.0)
+    core.rooms.provide(core.rooms[7, 0], TargetPages([5, 6], 1), 1.0)
     assert core.rooms.num_exposed == 1 and not core.connections.eager(1.0)
     core.on_message(1, PollRequest("p", "d"), 2.0)
     assert core.connections.eager(2.0 + 0.9 * EAGER_S) and not core.connections.eager(2.0 + 1.1 * EAGER_S)

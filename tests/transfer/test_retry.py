@@ -7,27 +7,26 @@ from typing import Any
 import pytest
 
 from tests.transfer.rig import Pair, succeed, until
-from transfer_backends.contract import OpState, Pieces
-from transfer_backends.engines.registry import FakeEngine, FakeOp
+from tests.transfer.ways import SlowEngine
+from transfer_backends.contract import Pieces, SourcePages
 from transfer_backends.rooms import KVPoll
 
 SRC, DST = [9, 4, 17, 30], [5, 6, 20, 3]
 NUM_POSTS = len(SRC) + 1  # of one piece each, and the metadata row
 
 
-class Copying(FakeEngine):
+class Copying(SlowEngine):
     """Copies inside this process. Posts whose number is in `bad` write garbage instead, and fail."""
 
     def __init__(self, bad: set[int], *, delay_s: float = 0.0) -> None:
-        super().__init__(delay_s=delay_s)
+        super().__init__(delay_s)
         self.caps = replace(self.caps, max_post_pieces=1)
         self.bad = bad
         self.num_posts = 0
         self.events: list[str] = []
 
-    def post(self, peer: Any, pieces: Pieces) -> FakeOp:
-        op = super().post(peer, pieces)
-        failed = self.num_posts in self.bad
+    def post(self, peer: Any, pieces: Pieces) -> Any:
+        self.fails = failed = self.num_posts in self.bad
         self.num_posts += 1
         self.events.append("bad" if failed else "post")
         for src, dst, length in zip(pieces.src, pieces.dst, pieces.lengths, strict=True):
@@ -35,9 +34,9 @@ class Copying(FakeEngine):
                 ctypes.memset(int(dst), 0xEE, int(length))
             else:
                 ctypes.memmove(int(dst), int(src), int(length))
-        return FakeOp(op.due_s, OpState.FAILED if failed else OpState.DONE)
+        return super().post(peer, pieces)
 
-    def fence(self, peer: Any) -> FakeOp:
+    def fence(self, peer: Any) -> Any:
         self.events.append("fence")
         return super().fence(peer)
 
@@ -49,8 +48,8 @@ def begin(pairs: Any) -> Any:
     def make(bad: set[int], *, delay_s: float = 0.0, **config: Any) -> tuple[Pair, Any, Any]:
         pair = pairs(Copying(bad, delay_s=delay_s), heartbeat_interval_s=0.1, **config)
         sender, receiver = pair.meet(1, DST, 7)
-        sender.send(SRC[:2], start=0)
-        sender.send(SRC[2:], start=2, metadata_row=2)
+        sender.send(SourcePages(SRC[:2]))
+        sender.send(SourcePages(SRC[2:], start=2, metadata_row=2))
         return pair, sender, receiver
 
     return make

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from tests.transfer.cores import ARGS, KEY, MARK, PAGES, SRC, JoinedCores
-from transfer_backends.contract import Route, Work
+from transfer_backends.contract import Route, TargetPages, Work
 from transfer_backends.liveness import Liveness
 from transfer_backends.prefill.inbox import Post
 from transfer_backends.prefill.paths import FencePeer
@@ -129,7 +129,7 @@ def test_a_new_attempt_gets_a_row_of_its_own() -> None:
     again = pair.decode.open(KEY[0], 1, "b", 2.0)
     pair.decode.finder.on_route("b", KEY[0], Route("q:1", "q"), 2.0)
     pair.decode.on_message(2, Registered("q", "d", (MARK,)), 2.0)
-    pair.decode.rooms.provide(again, PAGES, 3, 2.0, work=Work(tokens=[1, 2, 3]))
+    pair.decode.rooms.provide(again, TargetPages(PAGES, 3, work=Work(tokens=[1, 2, 3])), 2.0)
     old, new = status(KVPoll.Success), status(KVPoll.Success, attempt=1)
     for message in (old, msgspec.structs.replace(old, src="q"), msgspec.structs.replace(new, src="q")):
         assert again.state is KVPoll.WaitingForInput and pair.landed == []

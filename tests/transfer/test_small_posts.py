@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.transfer.cores import SRC, JoinedCores
 from tests.transfer.rig import succeed, until
-from transfer_backends.contract import EngineError, Pieces
+from transfer_backends.contract import EngineError, Pieces, SourcePages
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.rooms import KVPoll
 from transfer_backends.wire import Status
@@ -41,7 +41,7 @@ def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -
 def test_after_a_refusal_nothing_more_of_its_try_is_posted(pairs: Any) -> None:
     pair = pairs(Posting(1))
     sender, receiver = pair.meet(7)
-    sender.send([4, 5, 6], start=0, metadata_row=0)
+    sender.send(SourcePages([4, 5, 6], metadata_row=0))
     until(lambda: receiver.poll() is KVPoll.Success)
     assert pair.engine.num_calls == 1 + 2 and receiver.retries() == 1
     succeed(sender, receiver)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.cores import ARGS, CAPS, KEY, PAGES, SRC, JoinedCores, prefill_core
-from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool
+from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool, TargetPages
 from transfer_backends.prefill.inbox import Chunk, Post
 from transfer_backends.rooms import KVPoll, PeerProtocolError
 from transfer_backends.wire import Register, TransferInfo, layout_conflict, layout_of, pack_ids
@@ -36,7 +36,7 @@ class WithTails(JoinedCores):
     def begin(self) -> None:
         self.exchange()
         self.core.rooms.open(*KEY, 0.0)
-        self.decode.rooms.provide(self.decode.rooms[KEY], self.pages, 1, 0.0, tail=self.there)
+        self.decode.rooms.provide(self.decode.rooms[KEY], TargetPages(self.pages, 1, tail=self.there), 0.0)
         self.exchange()
 
     def send_all(self, here: tuple[tuple[int, ...], ...] = HERE) -> None:

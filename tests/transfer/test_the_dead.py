@@ -1,6 +1,7 @@
 """A dead worker is not waited for: no connection, no message, and no other room waits behind it. Real sockets and pure cores."""
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from tests.transfer.cores import CAPS, CONFIG, KEY, MARK, decode_core
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
-from transfer_backends.contract import LookupFailed, Route, TransferConfig
+from transfer_backends.contract import LookupFailed, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.lookup import Connect
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
@@ -46,8 +47,9 @@ class Workers:
         pool = Pool(num_pages=16, page_bytes=64, seed=0)
         return self._started(DecodeManager(pool.args, FakeEngine(), PATIENT, lookup=look_up))
 
-    def prefill(self) -> PrefillManager:
-        return self._started(PrefillManager(Pool(num_pages=16, page_bytes=64, seed=1).args, FakeEngine(), PATIENT))
+    def prefill(self, *followers: ProcessMark) -> PrefillManager:
+        args = Pool(num_pages=16, page_bytes=64, seed=1).args
+        return self._started(PrefillManager(args, FakeEngine(), PATIENT, followers=followers))
 
     def _started(self, manager: Any) -> Any:
         manager.start()
@@ -98,7 +100,7 @@ def test_dead_and_mute_peers_slow_no_other(workers: Workers) -> None:
             sender: Any = prefill.sender(room)
             receiver = decode.receiver(room, bootstrap="good")
             join(sender, receiver, [1])
-            sender.send([1], start=0, metadata_row=0)
+            sender.send(SourcePages([1], metadata_row=0))
             succeed(sender, receiver)
         assert {receiver.poll() for receiver in waiting} == {KVPoll.Bootstrapping}
         for receiver in waiting:
@@ -208,6 +210,17 @@ def test_pending_aborts_are_bounded_and_expire() -> None:
     assert core.rooms.num_pending_aborts == len(core.rooms) == 0
 
 
+def test_decode_knows_all_processes_that_may_write(workers: Workers) -> None:
+    prefill = workers.prefill(FOLLOWER)
+    decode = workers.decode(lambda *_: Route(prefill.control_address, prefill.incarnation))
+    receiver = decode.receiver(1, bootstrap="b")
+    until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    (peer,) = decode.core.peers
+    assert (peer.marks[0].pid, peer.marks[1:]) == (os.getpid(), (FOLLOWER,))
+    receiver.abort("enough")
+    receiver.close()
+
+
 @pytest.mark.parametrize(
     ("ranks", "worker"),
     [
@@ -233,7 +246,7 @@ def test_the_leaders_path_says_nothing_of_other_machines(address: str, is_apart:
     room = core.open(*KEY, "b", 0.0)
     core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
     core.on_message(1, Registered("p", "d", (MARK, replace(FOLLOWER, address=address))), 0.0)
-    core.rooms.provide(room, [1, 2], 1, 0.0)
+    core.rooms.provide(room, TargetPages([1, 2], 1), 0.0)
     core.on_link_closed(1, 0.0)
     core.proofs.on_proof("p", Liveness.DEAD, 0.0)
     for step in range(round(settled_s * 10)):
@@ -259,7 +272,7 @@ def test_a_successor_proves_the_death_of_one_process_alone() -> None:
         room = core.open(*KEY, "b", 0.0)
         core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
         core.on_message(1, Registered("p", "d", (MARK, *followers)), 0.0)
-        core.rooms.provide(room, [1, 2], 1, 0.0)
+        core.rooms.provide(room, TargetPages([1, 2], 1), 0.0)
         core.on_link_closed(1, 1.0)
         core.proofs.on_proof("p", Liveness.ALIVE, 1.0)  # its port answers, and it connects again
         core.effects.queue.clear()

@@ -10,7 +10,7 @@ from bootstrap_server.registry import BootstrapConfig
 from disagg.registration import RouteFinder, registrar_of
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
-from transfer_backends.contract import RecomputeRequest, TransferConfig, Work
+from transfer_backends.contract import RecomputeRequest, SourcePages, TargetPages, TransferConfig, Work
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
@@ -47,18 +47,18 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
             registrar.add_room(room)
             sender: Any = manager.sender(room)
             join(sender, receiver, [room])
-            sender.send([1], start=0, metadata_row=0)
+            sender.send(SourcePages([1], metadata_row=0))
             succeed(sender, receiver)
         asking = decode.receiver(
             6, bootstrap=address, room_attempt=1
         )  # the server does not know of it; prefill had it as attempt 0
         until(lambda: asking.poll() is KVPoll.WaitingForInput)
-        asking.provide([3], 0, work=Work(tokens=[7, 8]))
+        asking.provide(TargetPages([3], 0, work=Work(tokens=[7, 8])))
         owner = prefills[0][0]
         (asked,) = until(owner.take_recompute_requests)
         assert asked == RecomputeRequest(6, 1, Work(tokens=[7, 8]))
         sender = owner.sender(6, room_attempt=1)
-        sender.send([1], start=0, metadata_row=0)
+        sender.send(SourcePages([1], metadata_row=0))
         succeed(sender, asking)
         assert decode.counters["peers"] == num_prefills
         served = [manager.counters["succeeded"] for manager, _ in prefills]

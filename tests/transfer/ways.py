@@ -1,15 +1,41 @@
 """The engines by which the contract suite moves bytes, each by its name, or with ROWS: as if it carried no host memory."""
 
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transfer_backends.engines.registry import make_engine
+from transfer_backends.contract import OpState, Pieces
+from transfer_backends.engines.registry import FakeEngine, make_engine
 
 ROWS = ", rows by message"
 
 
-def engine_of(way: str, **options: Any) -> Any:
-    engine: Any = make_engine(way.removesuffix(ROWS), **options)
+@dataclass(frozen=True)
+class SlowOp:
+    due_s: float
+    state: OpState
+
+
+class SlowEngine(FakeEngine):
+    """Posts end `delay_s` later, and fail if `fails`."""
+
+    def __init__(self, delay_s: float = 0.0, *, fails: bool = False) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+        self.fails = fails
+
+    def post(self, peer: Any, pieces: Pieces) -> Any:
+        return SlowOp(time.monotonic() + self.delay_s, OpState.FAILED if self.fails else OpState.DONE)
+
+    def poll(self, op: Any) -> OpState:
+        if isinstance(op, OpState):
+            return op
+        return op.state if time.monotonic() >= op.due_s else OpState.PENDING
+
+
+def engine_of(way: str, *, fake_delay_s: float = 0.0) -> Any:
+    name = way.removesuffix(ROWS)
+    engine: Any = SlowEngine(fake_delay_s) if name == "fake" else make_engine(name)
     if way.endswith(ROWS):
         engine.caps = replace(engine.caps, carries_host_memory=False)
     return engine

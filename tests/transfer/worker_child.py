@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.transfer.pool import Pool
 from tests.transfer.ways import engine_of
-from transfer_backends.contract import Route, TransferConfig
+from transfer_backends.contract import Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.ports import KVReceiver, KVSender
 from transfer_backends.prefill.manager import PrefillManager
@@ -51,10 +51,10 @@ class Child:
         self.rooms[room] = sender
 
     def provide(self, room: int, pages: list[int], metadata_row: int) -> None:
-        self.rooms[room].provide(pages, metadata_row)
+        self.rooms[room].provide(TargetPages(pages, metadata_row))
 
     def send(self, room: int, pages: list[int], start: int, metadata_row: int | None) -> None:
-        self.rooms[room].send(pages, start=start, metadata_row=metadata_row)
+        self.rooms[room].send(SourcePages(pages, start=start, metadata_row=metadata_row))
 
     def state(self, room: int) -> list[Any]:
         """[poll, failure, drained or released]"""

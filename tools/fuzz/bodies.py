@@ -53,7 +53,7 @@ def _registration(source: Source) -> dict[str, Any]:
         "signature": "m",
         "dtype": "f32",
     }
-    return sound if not source.once_in(3) else {**sound, "url": source.pick(_TEXTS)}
+    return sound if not source.once_in(3) else {**sound, "signature": source.pick(_TEXTS)}
 
 
 def _incarnation(source: Source) -> str:

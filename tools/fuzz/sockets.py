@@ -17,7 +17,7 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from tools.fuzz.frames import Ends, to_decode, to_prefill
 from tools.fuzz.source import Source
-from transfer_backends.contract import RankMemory, Region, Route, TransferConfig
+from transfer_backends.contract import RankMemory, Region, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import ProcessMark, host_id
@@ -132,7 +132,7 @@ class Target:
             assert isinstance(decode(first), Register)
             door.send_multipart([link, encode(Registered(life, self.decode.incarnation, (DEAD,)))])
             until(lambda: receiver.poll() is not KVPoll.Bootstrapping)
-            receiver.provide([1, 2, 3], 0)
+            receiver.provide(TargetPages([1, 2, 3], 0))
             kv, aux = self._pools[1].args.kv, self._pools[1].args.aux
             ends = Ends(life, self.decode.incarnation, layout, kv, aux, DEAD, rooms=(room, 1))
             self._say(door, link, source, replace(ends, lives=(self.prefill.incarnation,)))
@@ -166,9 +166,9 @@ class Target:
         room = next(self._rooms)
         sender, receiver = self.prefill.sender(room), self.decode.receiver(room, bootstrap=GOOD)
         until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-        receiver.provide([1, 2, 3], 0)
+        receiver.provide(TargetPages([1, 2, 3], 0))
         until(lambda: sender.poll() is KVPoll.WaitingForInput)
-        sender.send([4, 5, 6], start=0, metadata_row=0)
+        sender.send(SourcePages([4, 5, 6], metadata_row=0))
         until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
         sender.close()
         receiver.close()

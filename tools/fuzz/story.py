@@ -15,7 +15,7 @@ from hypothesis import note
 
 from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
-from transfer_backends.contract import Caps, KVArgs, RankMemory, Region, Route, TransferConfig
+from transfer_backends.contract import Caps, KVArgs, RankMemory, Region, Route, TargetPages, TransferConfig
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import Connect
 from transfer_backends.liveness import Liveness, ProcessMark
@@ -180,7 +180,7 @@ class Story:
         self.decode.open(room, 0, BOOTSTRAP, self.now_s)
 
     def provide(self, room: int) -> None:
-        self.decode.rooms.provide(self.decode.rooms[room, 0], [1, 2, 3], GIVEN_ROW, self.now_s)
+        self.decode.rooms.provide(self.decode.rooms[room, 0], TargetPages([1, 2, 3], GIVEN_ROW), self.now_s)
 
     def land_row(self, row: int, data: bytes) -> None:
         """A row comes into the one place that was given, whole, before its room is Success and while none may move on."""

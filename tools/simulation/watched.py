@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_backends.contract import Tail, Work
+from transfer_backends.contract import TargetPages
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.ports import KVReceiver
 
@@ -48,21 +48,14 @@ class WatchedReceiver:
         """The rest as it is."""
         return getattr(self._receiver, name)
 
-    def provide(
-        self,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
-        if work is None:
-            self._seen["pages not sent"] += skip_pages
-        self._given = [list(items) for items in (dst_pages, [metadata_row], *tail)]
+    def provide(self, target: TargetPages) -> None:
+        if target.work is None:
+            self._seen["pages not sent"] += target.skip_pages
+        beside = [target.metadata_row], *target.tail
+        self._given = [list(items) for items in (target.pages, *beside)]
         for kind, given in zip(self._exposed, self._given, strict=True):
             self._exposed[kind].update(given)
-        self._receiver.provide(dst_pages, metadata_row, skip_pages=skip_pages, work=work, tail=tail)
+        self._receiver.provide(target)
 
     def close(self) -> None:
         self._receiver.close()

@@ -1,10 +1,10 @@
 """Decode's manager: a `DecodeCore` under a control thread, with pools for blocking calls."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from transfer_backends.contract import Clock, KVArgs, LookupFailed, Route, Tail, TransferConfig, Work
+from transfer_backends.contract import Clock, KVArgs, LookupFailed, Route, TargetPages, TransferConfig
 from transfer_backends.control_thread import TICK_S, ControlThread
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import Connect, Disconnect, LookUp
@@ -163,17 +163,9 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self._room.state
 
-    def provide(
-        self,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
+    def provide(self, target: TargetPages) -> None:
         with self._control.locked() as now_s:
-            self._rooms.provide(self._room, dst_pages, metadata_row, now_s, skip_pages=skip_pages, work=work, tail=tail)
+            self._rooms.provide(self._room, target, now_s)
 
     def abort(self, reason: str) -> None:
         with self._control.locked() as now_s:

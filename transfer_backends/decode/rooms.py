@@ -8,12 +8,12 @@ past `drain_timeout_s` counts as stuck.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer_backends.contract import KVArgs, Route, Tail, Work
+from transfer_backends.contract import KVArgs, Route, TargetPages
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Peer, PeerTable, RetryTimer
 from transfer_backends.rooms import IllegalTransition, KVPoll, Room, RoomKey, RoomTable
@@ -182,18 +182,8 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         self.add(opened)
         return opened
 
-    def provide(
-        self,
-        room: DecodeRoom,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        now_s: float,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
-        key, state = room.key, room.state
+    def provide(self, room: DecodeRoom, given: TargetPages, now_s: float) -> None:
+        key, state, work, metadata_row = room.key, room.state, given.work, given.metadata_row
         assert room.recomputes == (work is not None), (
             f"room {key}: attempt 0 has a request at prefill, others bring work"
         )
@@ -201,12 +191,12 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             return
         if state is not KVPoll.WaitingForInput or room.num_pages is not None:
             raise IllegalTransition(f"room {key}: provide in {state.name}, or twice")
-        pages = np.asarray(dst_pages, dtype=np.int64)
+        pages = np.asarray(given.pages, dtype=np.int64)
         if len(pages) and not (pages.min() >= 0 and pages.max() < self._args.num_pages):
             raise ValueError(f"room {key}: a page is outside the pool of {self._args.num_pages}")
         if not 0 <= metadata_row < self._args.aux.num_items:
             raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self._args.aux.num_items - 1}")
-        items = [np.asarray(ids, dtype=np.int64) for ids in tail]
+        items = [np.asarray(ids, dtype=np.int64) for ids in given.tail]
         if len(items) != len(self._args.pools):
             raise ValueError(f"room {key}: items of {len(items)} pools, there are {len(self._args.pools)}")
         for number, (pool, ids) in enumerate(zip(self._args.pools, items, strict=True)):
@@ -220,10 +210,10 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         self.expose(room, True)
         where = (*self._peers.address(room.peer), *key, pack_ids(pages), metadata_row)
         if work is None:
-            self._peers.send(room.peer, TransferInfo(*where, skip_pages, packed))
+            self._peers.send(room.peer, TransferInfo(*where, given.skip_pages, packed))
         else:
             tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
-            about = (skip_pages, work.priority, work.share, work.namespace)
+            about = (given.skip_pages, work.priority, work.share, work.namespace)
             wanted = Recompute(*where, tokens, *about, packed, work.cached, work.images)
             self._peers.send(room.peer, wanted)
 

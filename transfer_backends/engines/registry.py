@@ -1,35 +1,19 @@
 """Engines by name; importing a backend's library only for its own engine."""
 
 import logging
-import random
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from transfer_backends.contract import BackendUnavailable, Caps, Clock, OpState, Pieces, Region
+from transfer_backends.contract import BackendUnavailable, Caps, OpState, Pieces, Region
 from transfer_backends.ports import Engine
 from transfer_backends.transports import rdma_facts
 
-# ---- Engine that moves no bytes: it waits and fails as configured.
-
-
-@dataclass(eq=False)
-class FakeOp:
-    due_s: float
-    state: OpState
+# ---- Engine that moves no bytes.
 
 
 class FakeEngine:
-    def __init__(
-        self,
-        *,
-        delay_s: float = 0.0,
-        failure_rate: float = 0.0,
-        seed: int = 0,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self) -> None:
         self.caps = Caps(
             name="fake",
             max_inflight=1024,
@@ -41,10 +25,6 @@ class FakeEngine:
             settle_s=0.0,
             resend_s=0.0,
         )
-        self._delay_s = delay_s
-        self._failure_rate = failure_rate
-        self._random = random.Random(seed)
-        self._clock = clock
 
     def register(self, regions: Sequence[Region]) -> None:
         pass
@@ -58,21 +38,20 @@ class FakeEngine:
     def disconnect(self, peer: Any) -> None:
         pass
 
-    def post(self, peer: Any, pieces: Pieces) -> FakeOp:
-        failed = self._random.random() < self._failure_rate
-        return FakeOp(self._clock() + self._delay_s, OpState.FAILED if failed else OpState.DONE)
+    def post(self, peer: Any, pieces: Pieces) -> OpState:
+        return OpState.DONE
 
-    def probe(self, peer: Any) -> FakeOp:
-        return FakeOp(self._clock(), OpState.DONE)
+    def probe(self, peer: Any) -> OpState:
+        return OpState.DONE
 
     def trial(self, peer: Any) -> None:
         """Nothing to measure."""
 
-    def fence(self, peer: Any) -> FakeOp:
-        return FakeOp(self._clock(), OpState.DONE)
+    def fence(self, peer: Any) -> OpState:
+        return OpState.DONE
 
-    def poll(self, op: FakeOp) -> OpState:
-        return op.state if self._clock() >= op.due_s else OpState.PENDING
+    def poll(self, op: OpState) -> OpState:
+        return op
 
     def progress(self, *, eager: bool = False) -> None:
         pass
@@ -164,9 +143,6 @@ def make_engine(
     device: int | None = None,
     mooncake_protocol: str = "auto",
     ib_device: str | None = None,
-    fake_delay_s: float = 0.0,
-    fake_failure_rate: float = 0.0,
-    seed: int = 0,
 ) -> Engine:
     """Raises `BackendUnavailable`. `device`: the pages' GPU."""
     if device is not None and name != "fake" and (shortfall := rdma_facts().shortfall) is not None:
@@ -181,5 +157,5 @@ def make_engine(
 
             return MooncakeEngine(host=host, device=device, protocol=mooncake_protocol, ib_device=ib_device)
         case "fake":
-            return FakeEngine(delay_s=fake_delay_s, failure_rate=fake_failure_rate, seed=seed)
+            return FakeEngine()
     raise BackendUnavailable(f"transfer backend {name!r} is not one of {', '.join(BACKENDS)}")

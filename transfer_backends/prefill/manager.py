@@ -6,8 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from transfer_backends.contract import Clock, Gate, KVArgs, PeerPath, RecomputeRequest, Tail, TransferConfig
+from transfer_backends.contract import Clock, KVArgs, PeerPath, RecomputeRequest, SourcePages, TransferConfig
 from transfer_backends.control_thread import CLOSE_S, ControlThread
+from transfer_backends.engines.rank_engines import RankEngines
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
 from transfer_backends.liveness import ProcessMark
@@ -17,7 +18,6 @@ from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.inbox import Chunk
 from transfer_backends.prefill.rooms import PrefillRoom
 from transfer_backends.prefill.trials import Trials
-from transfer_backends.ranks.engines import RankEngines
 from transfer_backends.rooms import KVPoll
 
 
@@ -146,18 +146,11 @@ class Sender:
     def poll(self) -> KVPoll:
         return self._room.state
 
-    def send(
-        self,
-        src_pages: Sequence[int],
-        *,
-        start: int,
-        metadata_row: int | None = None,
-        gate: Gate | None = None,
-        tail: Tail = (),
-    ) -> None:
-        row = None if metadata_row is None else self._manager.row_to_send(metadata_row)
-        items = tuple(np.asarray(ids, dtype=np.int64) for ids in tail)
-        chunk = Chunk(np.asarray(src_pages, dtype=np.int64), start, metadata_row, gate, row, items)
+    def send(self, source: SourcePages) -> None:
+        row = None if source.metadata_row is None else self._manager.row_to_send(source.metadata_row)
+        tail = tuple(np.asarray(ids, dtype=np.int64) for ids in source.tail)
+        pages = np.asarray(source.pages, dtype=np.int64)
+        chunk = Chunk(pages, source.start, source.metadata_row, source.gate, row, tail)
         with self._control.locked() as now_s:
             self._rooms.send(self._room, chunk, now_s)
             self._manager.wake_sender()  # before the control thread: bytes first, messages can wait

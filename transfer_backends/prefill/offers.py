@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from transfer_backends.contract import ABORTED_BY_DECODE, RecomputeRequest, Work
-from transfer_backends.merge import I64
 from transfer_backends.prefill.inbox import Inbox, Offer
 from transfer_backends.prefill.paths import DecodePeer, Paths
 from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.rooms import KVPoll, PeerProtocolError, RoomKey
+from transfer_backends.shards import I64
 from transfer_backends.wire import Abort, Recompute, TransferInfo, unpack_ids
 
 

@@ -16,7 +16,7 @@ from engine.images import ImageInput
 from engine.messages import FeatureSource, KVSource
 from tests.core.hash_model import KV, NO_MEMORY, VOCAB, HashModel, Slot
 from tests.core.mem_cache.images import SEES, prompt_of
-from tests.disagg.two_roles import RoleEngine, assembly_of
+from tests.disagg.two_roles import Engines, RoleEngine, assembly_of
 from tests.disagg.wire_in_a_test import Wire
 
 PAGE = 4
@@ -65,7 +65,7 @@ class ArrivingPages:
     states: tuple[()] = ()
 
 
-class EncodeCluster:
+class EncodeCluster(Engines):
     """`pages`: of the encoder's features. `arriving`: in which they arrive. `weights`: of encoder and engine. `room`: as `image_room`."""
 
     def __init__(
@@ -118,32 +118,20 @@ class EncodeCluster:
         prompt = prompt_of(*images, length=length)
         self.engine.submit(rid, prompt, 1, new=new, prefill_only=False, images=images, encoders=named, **wishes)
 
-    def step(self, rng: random.Random) -> bool:
-        """One drawn event; whether anything happened."""
-        moved = rng.random() < 0.7 and self.wire.step(rng)
-        worked = rng.choice((self.encoder, self.engine)).turn()
-        return moved or worked
+    @property
+    def engines(self) -> Sequence[RoleEngine]:
+        return self.encoder, self.engine
 
-    def run(self, rng: random.Random | None = None, max_turns: int = 30_000) -> None:
-        """Until nothing is left anywhere."""
-        rng = rng or random.Random(1)
-        for _ in range(max_turns):
-            if not self.step(rng) and self.at_rest():
-                return
-        raise AssertionError(f"no rest: {self.encoder.role.queues()} {self.engine.role.queues()}")
+    @property
+    def wires(self) -> Sequence[Wire]:
+        return (self.wire,)
 
-    def at_rest(self) -> bool:
-        engines = (self.encoder, self.engine)
-        busy = any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)
-        return not busy and not any(queue for room in self.wire.rooms.values() for queue in self.wire._ready(room))
+    def run(self, rng: random.Random | None = None, most: int = 30_000) -> None:
+        super().run(rng or random.Random(1), most)
 
     def assert_all_back(self) -> None:
         self.engine.turn()  # pages that a step has copied return at the next poll
-        for engine in (self.encoder, self.engine):
-            counts = engine.scheduler.memory.allocator.counts()
-            assert not counts["held"] and not counts["quarantined"], counts
-            engine.scheduler.check()
-            engine.role.check()
+        super().assert_all_back()
         counts = self.fetches._allocator.counts()
         assert counts["free"] == self.fetches._allocator.num_pages, counts
 

@@ -1,6 +1,7 @@
 """Features of images from an encoder: who encodes what, and that whatever happens to a fetch its prompt gets the right tokens."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,31 @@ def right(*images: ImageInput, length: int = 20, new: int = 3) -> list[int]:
 ONE, TWO = image(1, at=2), image(2, at=9, rows=2, columns=4)
 
 
-def test_the_encoder_s_features_take_the_place_of_the_engine_s_own() -> None:
-    cluster = EncodeCluster()
-    cluster.ask("a", ONE, TWO)
+Asked = dict[str, tuple[ImageInput, ...]]
+TWICE = image(1, at=5), image(1, at=12)  # elsewhere, and twice
+BOTH = ONE.num_tokens + TWO.num_tokens
+# cluster, what is asked, sources by request; images that the encoder and the engine encode, counters
+CASES: dict[str, tuple[dict[str, Any], Asked, dict[str, Any], tuple[int, int], dict[str, int]]] = {
+    "the encoder encodes": ({}, {"a": (ONE, TWO)}, {}, (2, 0), {"features_fetched": 2, "feature_fetched_tokens": BOTH}),
+    "once for all that wait": ({}, {"a": (ONE,), "b": TWICE}, {}, (1, 0), {"feature_fetches": 1}),
+    "no encoder": ({}, {"a": (ONE, TWO), "b": (image(3, at=1),)}, {"a": [None, SOURCE], "b": []}, (1, 2), {}),
+    "other weights": ({"weights": (1, 0)}, {"a": (ONE,)}, {}, (1, 1), {"feature_fetches_refused": 1}),
+    "larger than the pool": ({"arriving": 1}, {"a": (ONE,)}, {}, (0, 1), {"feature_fetches_forgone": 1}),
+    "no room at the encoder": ({"pages": 1}, {"a": (ONE,)}, {}, (0, 1), {"feature_fetches_refused": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_encodes_an_image(name: str) -> None:
+    given, asked, sources, encoded, counted = CASES[name]
+    cluster = EncodeCluster(**given)
+    for rid, images in asked.items():
+        cluster.ask(rid, *images, sources=sources.get(rid))
     cluster.run()
-    assert cluster.engine.tokens == {"a": right(ONE, TWO)}
-    assert cluster.encoded() == (2, 0)
-    assert (cluster.told("feature_fetches"), cluster.told("features_fetched")) == (2, 2)
-    assert cluster.told("feature_fetched_tokens") == ONE.num_tokens + TWO.num_tokens
+    assert cluster.engine.tokens == {rid: right(*images) for rid, images in asked.items()}
+    assert cluster.encoded() == encoded
+    assert {counter: cluster.told(counter) for counter in counted} == counted
+    assert cluster.encoder.role.counters()["features_refused"] == ("pages" in given)
     cluster.assert_all_back()
 
 
@@ -43,16 +61,6 @@ def test_a_prompt_computes_nothing_before_they_are_here() -> None:
     cluster.assert_all_back()
 
 
-def test_an_image_is_fetched_once_for_all_that_wait_for_it() -> None:
-    cluster = EncodeCluster()
-    cluster.ask("a", ONE)
-    cluster.ask("b", image(1, at=5), image(1, at=12))  # elsewhere, and twice
-    cluster.run()
-    assert cluster.engine.tokens == {"a": right(ONE), "b": right(image(1, at=5), image(1, at=12))}
-    assert cluster.told("feature_fetches") == 1 and cluster.encoded() == (1, 0)
-    cluster.assert_all_back()
-
-
 def test_what_is_here_is_not_fetched() -> None:
     """Features that the engine keeps, and images whose KV is cached."""
     cluster = EncodeCluster(room=14)
@@ -66,25 +74,6 @@ def test_what_is_here_is_not_fetched() -> None:
     cluster.run()
     assert cluster.told("feature_fetches") == 2
     assert cluster.engine.tokens["cached"] == right(ONE, new=5)
-    cluster.assert_all_back()
-
-
-def test_an_image_without_an_encoder_is_encoded_here() -> None:
-    cluster = EncodeCluster()
-    cluster.ask("a", ONE, TWO, sources=[None, SOURCE])
-    cluster.ask("b", image(3, at=1), sources=[])
-    cluster.run()
-    assert cluster.engine.tokens == {"a": right(ONE, TWO), "b": right(image(3, at=1))}
-    assert cluster.encoded() == (1, 2)
-    cluster.assert_all_back()
-
-
-def test_features_of_other_weights_are_not_used() -> None:
-    cluster = EncodeCluster(weights=(1, 0))
-    cluster.ask("a", ONE)
-    cluster.run()
-    assert cluster.engine.tokens == {"a": right(ONE)}
-    assert cluster.told("feature_fetches_refused") == 1 and cluster.encoded() == (1, 1)
     cluster.assert_all_back()
 
 
@@ -181,23 +170,6 @@ def test_where_those_in_use_leave_no_room_features_are_dropped() -> None:
     cluster.ask("a", ONE)
     cluster.run()
     assert cluster.engine.tokens == {"busy": right(TWO, new=1), "a": right(ONE)}
-    cluster.assert_all_back()
-
-
-def test_an_image_larger_than_the_pool_is_encoded_here() -> None:
-    cluster = EncodeCluster(arriving=1)
-    cluster.ask("a", ONE)
-    cluster.run()
-    assert cluster.engine.tokens == {"a": right(ONE)} and cluster.told("feature_fetches_forgone") == 1
-    cluster.assert_all_back()
-
-
-def test_the_encoder_refuses_what_it_has_no_room_for() -> None:
-    cluster = EncodeCluster(pages=1)
-    cluster.ask("a", ONE)
-    cluster.run()
-    assert cluster.engine.tokens == {"a": right(ONE)}
-    assert cluster.told("feature_fetches_refused") == cluster.encoder.role.counters()["features_refused"] == 1
     cluster.assert_all_back()
 
 

@@ -13,7 +13,7 @@ from tests.core.engine_in_a_test import request_of
 from tests.core.mem_cache.images import image
 from tests.disagg.features.feature_roles import PAGE, SEEN, EncodeCluster
 from tests.disagg.two_roles import part_of
-from transfer_backends.contract import Work
+from transfer_backends.contract import TargetPages, Work
 from transfer_backends.ports import KVReceiver
 from transfer_backends.rooms import KVPoll
 
@@ -25,15 +25,27 @@ def work_of(images: Sequence[ImageInput], num_tokens: int | None = None) -> Work
     return Work(tokens=[0] * count, images=packed(images))
 
 
-def asked(cluster: EncodeCluster, work: Work, *, pages: Sequence[int] = (1, 2), room: int = 900) -> KVReceiver:
-    """What a peer's receiver is like once nothing moves any more."""
-    receiver = cluster.wire.receiver(room, bootstrap="", room_attempt=1)
-    rng = random.Random(1)
+RNG = random.Random(1)
+
+
+def provided(cluster: EncodeCluster, work: Work, *, number: int = 0, pages: Sequence[int] | None = None) -> KVReceiver:
+    """A peer's receiver, which has given its pages and row `number`."""
+    receiver = cluster.wire.receiver(900 + number, bootstrap="", room_attempt=1)
     while receiver.poll() is not KVPoll.WaitingForInput:
-        assert cluster.wire.step(rng)
-    receiver.provide(list(pages), 0, work=work)
-    while cluster.wire.step(rng) or cluster.encoder.turn() or cluster.encoder.role.waits_for_outside():
+        assert cluster.wire.step(RNG)
+    receiver.provide(TargetPages(pages or [1 + 2 * number, 2 + 2 * number], number, work=work))
+    return receiver
+
+
+def settle(cluster: EncodeCluster) -> None:
+    while cluster.wire.step(RNG) or cluster.encoder.turn() or cluster.encoder.role.waits_for_outside():
         pass
+
+
+def asked(cluster: EncodeCluster, work: Work, *, pages: Sequence[int] = (1, 2)) -> KVReceiver:
+    """What a peer's receiver is like once nothing moves any more."""
+    receiver = provided(cluster, work, pages=pages)
+    settle(cluster)
     return receiver
 
 
@@ -107,19 +119,16 @@ def test_an_encoder_that_takes_no_more_says_why(close: Callable[[EncodeCluster],
 
 def test_equal_images_of_two_peers_are_encoded_once() -> None:
     """Also where the second comes while the first is being encoded."""
-    cluster, rng = EncodeCluster(), random.Random(1)
+    cluster = EncodeCluster()
     cluster.encoder.lag = True
     cluster.encoder.depth = 2
-    receivers = [cluster.wire.receiver(room, bootstrap="", room_attempt=1) for room in (900, 901)]
-    for number, receiver in enumerate(receivers):
-        while receiver.poll() is not KVPoll.WaitingForInput:
-            assert cluster.wire.step(rng)
-        receiver.provide([1 + 2 * number, 2 + 2 * number], number, work=work_of([GOOD]))
-        while cluster.wire.step(rng):
+    receivers = []
+    for number in range(2):
+        receivers.append(provided(cluster, work_of([GOOD]), number=number))
+        while cluster.wire.step(RNG):
             pass
         cluster.encoder.turn()
-    while cluster.wire.step(rng) or cluster.encoder.turn() or cluster.encoder.role.waits_for_outside():
-        pass
+    settle(cluster)
     assert [receiver.poll() for receiver in receivers] == [KVPoll.Success] * 2
     counters = cluster.encoder.role.counters()
     assert (counters["mm_cache_queries"], counters["mm_cache_hits"]) == (2, 1)
@@ -131,15 +140,11 @@ def test_equal_images_of_two_peers_are_encoded_once() -> None:
 
 def test_a_step_encodes_several_images_within_its_budget() -> None:
     """Of 64 tokens, of which an image of 6 takes 6 to encode, and 8 for its pages."""
-    cluster, rng = EncodeCluster(), random.Random(1)
+    cluster = EncodeCluster()
     object.__setattr__(cluster.encoder.scheduler.limits, "max_running_requests", 8)
     for number in range(6):
-        receiver = cluster.wire.receiver(900 + number, bootstrap="", room_attempt=1)
-        while receiver.poll() is not KVPoll.WaitingForInput:
-            assert cluster.wire.step(rng)
-        receiver.provide([1 + 2 * number, 2 + 2 * number], number, work=work_of([image(number, at=0)]))
-    while cluster.wire.step(rng) or cluster.encoder.turn() or cluster.encoder.role.waits_for_outside():
-        pass
+        provided(cluster, work_of([image(number, at=0)]), number=number)
+    settle(cluster)
     assert [len(plan.encodes) for plan in cluster.encoder.plans if plan.items] == [4, 2]
 
 

@@ -37,7 +37,8 @@ def seeing(**more: object) -> Cluster:
 
 
 def shown_by(number: int) -> tuple[ImageInput, ...]:
-    return image(number % 4, at=1), image(1 + number % 3, at=9, rows=3)
+    """Images of one key have one size."""
+    return image(number % 4, at=1), image(4 + number % 3, at=9, rows=3)
 
 
 def assert_right(cluster: Cluster) -> None:
@@ -132,7 +133,7 @@ def test_prefixes_of_other_workers_end_before_the_first_image() -> None:
     for others in (shown, (image(2, at=42),)):
         cluster.warm(prompt_of(*others, length=70), images=others)
     cluster.ask("a", prompt_of(*shown, length=70), 1, known=68, images=shown)
-    cluster.run_all(random.Random(1))
+    cluster.run(random.Random(1))
     assert cluster.decode.tokens == {"a": expected_tokens(read_of(*shown, length=70), 4)}
     assert cluster.told("prefix_fetched_tokens") == 40
     cluster.assert_all_back()
@@ -146,7 +147,7 @@ def test_a_prompt_with_an_image_waits_for_no_fetch_of_its_placeholders() -> None
     cluster.warm(tokens)
     cluster.ask("text", tokens, 1, known=68)
     cluster.ask("sees", tokens, 2, known=68, images=shown)
-    cluster.run_all(random.Random(2))
+    cluster.run(random.Random(2))
     right = {"text": expected_tokens(tokens, 4), "sees": expected_tokens(read_of(*shown, length=70), 4)}
     assert cluster.decode.tokens == right
     cluster.assert_all_back()

@@ -19,7 +19,7 @@ from tests.e2e.two_engines import HOST, Pair, WorkerInProcess, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
-from transfer_backends.ranks.remote import serve_engine
+from transfer_backends.engines.remote import serve_engine
 
 FLAGS: dict[str, Any] = {
     "chunked_prefill_size": 32,

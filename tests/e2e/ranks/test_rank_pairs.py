@@ -26,7 +26,7 @@ from tests.e2e.two_engines import HOST, Pair, WorkerInProcess, run
 from tests.e2e.workload import recall_prompt
 from tests.engine.ranks.ranks_in_process import ranks
 from tools.recall.oracle import continuation
-from transfer_backends.ranks.remote import serve_engine
+from transfer_backends.engines.remote import serve_engine
 
 FLAGS: dict[str, Any] = {
     "chunked_prefill_size": 32,

@@ -20,7 +20,16 @@ from tests.transfer import rig
 from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, until
 from tests.transfer.ways import ROWS, engine_of, moves_pages, moves_rows
-from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress, Route, TransferConfig
+from transfer_backends.contract import (
+    NOTHING_YET,
+    Gate,
+    LayerGroup,
+    Progress,
+    Route,
+    SourcePages,
+    TargetPages,
+    TransferConfig,
+)
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.ports import KVSender
 from transfer_backends.prefill.manager import PrefillManager
@@ -137,7 +146,7 @@ def test_bytes_are_exact(prefill: Prefill, decode: ChildWorker) -> None:
         room, sender = meet(prefill, decode, dst, metadata_row=5)
         cuts = [0, *sorted(draw.sample(range(size), min(3, max(size - 1, 0)))), size]
         for start, end in itertools.pairwise(cuts):
-            sender.send(src[start:end], start=start, metadata_row=7 if end == size else None)
+            sender.send(SourcePages(src[start:end], start=start, metadata_row=7 if end == size else None))
         until(lambda s=sender: s.poll() is KVPoll.Success)
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if moves_pages(prefill.backend):
@@ -169,7 +178,7 @@ def test_the_way_to_a_peer_is_known_and_measured(prefill: Prefill, decode: Child
 def finish_at_once(prefill: Prefill, decode: ChildWorker) -> None:
     """A transfer of one page succeeds."""
     room, sender = meet(prefill, decode, [3])
-    sender.send([7], start=0, metadata_row=0)
+    sender.send(SourcePages([7], metadata_row=0))
     until(lambda: decode.poll(room) is KVPoll.Success)
     finish(decode, room, sender)
 
@@ -184,8 +193,8 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
     for step, first, end in ((3, 0, 20), (4, 20, 40)):
         written = prefill.pool.kv[src[first + 3 : end]].copy()
         prefill.pool.kv[src[first + 3 : end]] = 0
-        sender.send(src[first : first + 3], start=first, gate=Gate(step, by_layer=False))
-        sender.send(src[first + 3 : end], start=first + 3, gate=Gate(step, by_layer=True))
+        sender.send(SourcePages(src[first : first + 3], start=first, gate=Gate(step, by_layer=False)))
+        sender.send(SourcePages(src[first + 3 : end], start=first + 3, gate=Gate(step, by_layer=True)))
         begin = 0
         for layers, end_byte in ((0, 0), *((group.end_layer, group.end_byte) for group in GROUPS)):
             prefill.pool.kv[src[first + 3 : end], begin:end_byte] = written[:, begin:end_byte]
@@ -194,7 +203,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
             prefill.manager.wake_sender()
             until(lambda: prefill.manager.counters.get("posts", 0) == posts, what=f"step {step}, {layers} layers")  # noqa: B023
     assert sender.poll() is KVPoll.Transferring and decode.poll(room) is not KVPoll.Success
-    sender.send([], start=40, metadata_row=7)
+    sender.send(SourcePages([], start=40, metadata_row=7))
     until(lambda: sender.poll() is decode.poll(room) is KVPoll.Success)
     if moves_pages(prefill.backend):
         assert decode.pages(dst) == right == prefill.pool.pages(src)
@@ -206,7 +215,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
 
 def test_an_abort_while_layers_are_awaited_drains_at_once(prefill: Prefill, decode: ChildWorker) -> None:
     room, sender = meet(prefill, decode, [1, 2, 3])
-    sender.send([4, 5, 6], start=0, gate=Gate(prefill.clock.now.step + 1, by_layer=True))
+    sender.send(SourcePages([4, 5, 6], gate=Gate(prefill.clock.now.step + 1, by_layer=True)))
     decode.abort(room, "the user left")
     until(lambda: sender.poll() is KVPoll.Failed)
     assert sender.released()  # nothing was posted, nothing will be
@@ -226,7 +235,7 @@ def test_concurrent_rooms(prefill: Prefill, decode: ChildWorker) -> None:
     for start in (0, 20, 40):
         for i, (_, sender) in enumerate(rooms):
             last = start == 40
-            sender.send(src[i][start : start + 20], start=start, metadata_row=i if last else None)
+            sender.send(SourcePages(src[i][start : start + 20], start=start, metadata_row=i if last else None))
     for i, (room, sender) in enumerate(rooms):
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if moves_pages(prefill.backend):
@@ -250,13 +259,13 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
     else:
         room, sender = meet(prefill, decode, dst)
     if stage == "transferring":
-        sender.send(src, start=0)
+        sender.send(SourcePages(src))
         until(lambda: decode.poll(room) >= KVPoll.Transferring)
     elif stage == "between chunks":
-        sender.send(src[:10], start=0)
+        sender.send(SourcePages(src[:10]))
         until(lambda: prefill.manager.counters.get("posts", 0) and prefill.manager.core.outbox.num_inflight == 0)
     elif stage == "last queued":
-        sender.send(src, start=0, metadata_row=1)
+        sender.send(SourcePages(src, metadata_row=1))
     if side == "prefill":
         sender.abort("no more")
         if stage == "bootstrapping":  # it learns when it gives its pages
@@ -280,7 +289,7 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
 def test_different_lengths_are_refused(prefill: Prefill, decode: ChildWorker) -> None:
     for extra in (-1, 1):
         room, sender = meet(prefill, decode, list(range(10)))
-        sender.send(list(range(10 + extra)), start=0, metadata_row=0)
+        sender.send(SourcePages(list(range(10 + extra)), metadata_row=0))
         assert sender.poll() is KVPoll.Failed
         until(lambda r=room: decode.poll(r) is KVPoll.Failed)
         assert "decode gave 10 pages" in decode.state(room)[1]
@@ -302,7 +311,7 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
     """Its rooms fail within 2 s, source pages come back, the other decode worker does not notice."""
     with prefill.decode() as victim:
         room, sender = meet(prefill, victim, list(range(900)))
-        sender.send(list(range(500)), start=0)
+        sender.send(SourcePages(list(range(500))))
         _, waiting = meet(prefill, victim, list(range(901, 920)))
         victim.kill()
         for lost in (sender, waiting):
@@ -315,7 +324,7 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
     with prefill.decode() as successor:
         for child in (decode, successor):
             room, sender = meet(prefill, child, [3, 1, 2])
-            sender.send([7, 8, 9], start=0, metadata_row=0)
+            sender.send(SourcePages([7, 8, 9], metadata_row=0))
             until(lambda c=child, r=room: c.poll(r) is KVPoll.Success)
             finish(child, room, sender)
     until(lambda: sum(prefill.mappings.of.values()) == 1, what="memory of the worker that left is let go")
@@ -358,7 +367,7 @@ def test_prefill_killed_and_replaced(lone_decode: tuple[str, Decode]) -> None:
         one, two = (decode.manager.receiver(room, bootstrap="b") for room in (1, 2))
         for i, receiver in enumerate((one, two)):
             until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
-            receiver.provide(list(range(400 * i, 400 * i + 400)), i)
+            receiver.provide(TargetPages(list(range(400 * i, 400 * i + 400)), i))
         until(lambda: prefill.poll(1) is KVPoll.WaitingForInput)
         prefill.send(1, list(range(300)), 0, None)
         until(lambda: one.poll() is KVPoll.Transferring)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.transfer.cores import KEY, PAGES, JoinedCores, connected_decode_core
+from transfer_backends.contract import TargetPages
 from transfer_backends.decode.core import DecodeCore
 from transfer_backends.prefill.paths import FencePeer
 from transfer_backends.rooms import KVPoll, PeerProtocolError
@@ -12,7 +13,7 @@ from transfer_backends.wire import Abort, Drained, Status
 def provided() -> DecodeCore:
     """Connected, and the room's pages given to prefill."""
     core = connected_decode_core()
-    core.rooms.provide(core.rooms[KEY], PAGES, 1, 0.0)
+    core.rooms.provide(core.rooms[KEY], TargetPages(PAGES, 1), 0.0)
     core.effects.queue.clear()
     return core
 

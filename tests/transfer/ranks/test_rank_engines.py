@@ -10,10 +10,10 @@ from tests.transfer.cores import CAPS, KEY, SRC, JoinedCores
 from tests.transfer.engines.hand_engine import HandEngine, driven
 from tests.transfer.ranks.rank_memory import Model, Side, args_of
 from transfer_backends.contract import EngineError, OpState
+from transfer_backends.engines.rank_engines import RankEngines, combine
 from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.paths import PathState
 from transfer_backends.prefill.trials import Trials
-from transfer_backends.ranks.engines import RankEngines, combine
 from transfer_backends.rooms import KVPoll
 from transfer_backends.shards import pack_descriptors
 

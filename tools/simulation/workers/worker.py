@@ -21,7 +21,8 @@ from disagg.decode_role import DecodeRole
 from disagg.features.feature_fetching import FeatureFetch, FeatureFetches
 from disagg.features.feature_serving import EncodeRole, FeatureServer
 from disagg.features.moving import Moves
-from disagg.features.prefix_exchange import PrefixExchange
+from disagg.features.prefix_fetching import PrefixFetches
+from disagg.features.prefix_serving import PrefixServer
 from disagg.features.recompute import Bounds
 from disagg.incoming import RequestTransfer
 from disagg.metadata import ROW, Checksum, MetadataBuffers
@@ -75,12 +76,12 @@ from tools.simulation.workers.weights import OWN, SimWeights
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import Caps, KVArgs, Region, Route
 from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.engines.rank_engines import RankEngines
 from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.environment import Environment
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.ranks.engines import RankEngines
 
 EOS = 7
 CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
@@ -113,6 +114,8 @@ class Worker:
         self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
         self.bootstrap: SimBootstrap | None = None
         self.prefix_receiver: DecodeManager | None = None
+        self.prefix_fetches: PrefixFetches | None = None
+        self.prefix_server: PrefixServer | None = None
         self.arrivals: Arrivals | None = None
         self.weights = SimWeights(process, self._forget, self.draw, model_path=self._first_weights())
         self._build()
@@ -367,12 +370,14 @@ class Worker:
     def _watched(self, manager: DecodeManager) -> WatchedReceivers:
         return WatchedReceivers(manager, self.exposed, seen=self.around.world.seen)
 
-    def _prefixes(self) -> Sequence[PrefixExchange]:
+    def _prefixes(self) -> Sequence[PrefixFetches | PrefixServer]:
         if self.prefix_receiver is None:
             return ()
         source = self.around.prefix_sources[self.process.node] = source_of(self.sender)
         receives = self._watched(self.prefix_receiver)
-        return (self._assembly.prefixes(self.sender, receives, source, token_bytes=SLOT_BYTES),)
+        parts = self._assembly.prefixes(self.sender, receives, source, token_bytes=SLOT_BYTES)
+        self.prefix_fetches, self.prefix_server = parts
+        return parts
 
     def _wake_loop(self) -> None:
         if "loop" in self.threads:
@@ -630,21 +635,17 @@ class Worker:
         assert manager is None or isinstance(manager, DecodeManager)
         return manager
 
-    @property
-    def exchange(self) -> PrefixExchange | None:
-        return next((part for part in self.role.parts if isinstance(part, PrefixExchange)), None)
-
     def handovers_in(self) -> list[RequestTransfer]:
         """Transfers of KV to this worker."""
-        if self.exchange is not None:
-            return [*self.exchange._fetches.incoming.transfers.values()]
+        if self.prefix_fetches is not None:
+            return [*self.prefix_fetches.incoming.transfers.values()]
         return [*self.role.incoming.transfers.values()] if isinstance(self.role, DecodeRole) else []
 
     def features_in(self) -> list[FeatureFetch]:
         return [] if self.features is None else [*self.features.incoming.transfers.values()]
 
     def handovers_out(self) -> list[PrefillHandover]:
-        served = [] if self.exchange is None else [*self.exchange._server._outgoing.handovers.values()]
+        served = [] if self.prefix_server is None else [*self.prefix_server._outgoing.handovers.values()]
         return [*self.outgoing.handovers.values(), *served]
 
     @property

@@ -1,1 +1,0 @@
-"""Engines of a worker's ranks: one that stands for all, and proxies for other processes."""
