@@ -29,7 +29,7 @@ class PrefixCluster(Cluster):
         weights: tuple[int, int] = (1, 1),
         **others: object,
     ) -> None:
-        super().__init__(pages=pages[1:], page_size=page_size, rows=ROWS, **others)  # type: ignore[arg-type]
+        super().__init__(pages=pages[1:], page_size=page_size, rows=ROWS, weights=2 * weights[1:], **others)  # type: ignore[arg-type]
         made = {"page_size": page_size, "chunk": 8, "max_running": 4, **of_source}
         self.source = RoleEngine(num_pages=pages[0], **made)  # type: ignore[arg-type]
         rows = MetadataBuffers(ROWS, weights=lambda: weights[0]), MetadataBuffers(ROWS, weights=lambda: weights[1])

@@ -1,6 +1,9 @@
 """Prefixes that a prefill worker gets from another one: every interleaving a seed can draw, in one thread."""
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -42,6 +45,60 @@ def computed(cluster: PrefixCluster) -> int:
     return counters.prompt_tokens - counters.cached_tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`warm`: prompts that the source has computed; `own`: what the other has; `fetched`: tokens; `end`: of the fetch."""
+
+    cluster: dict[str, Any] = field(default_factory=dict)
+    warm: tuple[list[int], ...] = (PROMPT,)
+    own: int = 0
+    before: Callable[[PrefixCluster], object] = lambda cluster: None
+    known: int = PREFIX
+    fetched: int = 0
+    end: str = "fetches_refused"
+    refused: int = 0  # by the source
+
+
+CASES = {
+    "pages of its own are not sent again": Case(own=20, fetched=PREFIX - 20, end="fetched"),
+    "the source has more than a router knows": Case(known=20, fetched=len(PROMPT) // 4 * 4, end="fetched"),
+    "and less": Case(warm=(PROMPT[:33],), fetched=32, end="fetched"),
+    "the source has another prompt": Case(warm=([1, *PROMPT],), refused=1),
+    "the source has evicted most of it": Case(
+        cluster={"pages": (24, 200, 200)},
+        warm=(PROMPT, [9, *PROMPT[:40]], [8, *PROMPT[:40]]),
+        fetched=8,
+        end="fetched",
+    ),
+    "other weights": Case(cluster={"weights": (1, 2)}),
+    "the source may take no work": Case(
+        before=lambda cluster: cluster.source.role.close_to_peers("it is draining"), refused=1
+    ),
+    "it costs less to compute": Case(
+        before=lambda cluster: cluster.policy.note_prompt(10**9, 1e-3, 0.0), end="fetches_forgone"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_fetched(name: str) -> None:
+    case = CASES[name]
+    cluster, prompts = PrefixCluster(**case.cluster), {"a": PROMPT}
+    for prompt in case.warm:
+        cluster.warm(prompt)
+    case.before(cluster)
+    if case.own:
+        prompts["own"] = PROMPT[: case.own]
+        cluster.submit("own", prompts["own"], 1, new=4)
+        cluster.run(random.Random(1))
+    cluster.ask("a", PROMPT, 2, known=case.known)
+    cluster.run(random.Random(2))
+    assert_right(cluster, prompts)
+    assert cluster.told("prefix_fetched_tokens") == case.fetched and cluster.told(f"prefix_{case.end}") == 1
+    assert computed(cluster) == len(PROMPT) - case.fetched
+    assert cluster.source.role.counters()["prefixes_refused"] == case.refused
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_prefix_that_the_other_worker_has_is_not_computed(seed: int, depth: int) -> None:
@@ -53,38 +110,6 @@ def test_a_prefix_that_the_other_worker_has_is_not_computed(seed: int, depth: in
     assert computed(cluster) == len(PROMPT) - PREFIX
     assert cluster.told("prefix_fetched_tokens") == PREFIX
     assert cluster.source.role.counters()["prefixes_sent"] == 1
-
-
-def test_pages_of_its_own_are_not_sent_again() -> None:
-    cluster = PrefixCluster()
-    cluster.warm(PROMPT)
-    cluster.submit("own", PROMPT[:20], 1, new=4)
-    cluster.run(random.Random(1))
-    cluster.ask("a", PROMPT, 2, known=PREFIX)
-    cluster.run(random.Random(2))
-    assert_right(cluster, {"own": PROMPT[:20], "a": PROMPT})
-    assert cluster.told("prefix_fetched_tokens") == PREFIX - 20
-
-
-def test_the_source_sends_all_that_it_has_of_the_prompt() -> None:
-    """It may have more than a router knows, and less."""
-    for known, warm in ((20, PROMPT), (PREFIX, PROMPT[:33])):
-        cluster = PrefixCluster()
-        cluster.warm(warm)
-        cluster.ask("a", PROMPT, 1, known=known)
-        cluster.run(random.Random(known))
-        assert_right(cluster, {"a": PROMPT})
-        assert cluster.told("prefix_fetched_tokens") == len(warm) // 4 * 4
-
-
-def test_what_the_source_has_not_is_computed() -> None:
-    cluster = PrefixCluster()
-    cluster.warm([1, *PROMPT])
-    cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run(random.Random(3))
-    assert_right(cluster, {"a": PROMPT})
-    assert cluster.told("prefix_fetches_refused") == 1 and computed(cluster) == len(PROMPT)
-    assert cluster.source.role.counters()["prefixes_refused"] == 1
 
 
 def test_two_with_one_prefix_wait_for_one_fetch() -> None:
@@ -205,17 +230,6 @@ def test_what_leaves_is_locked_until_nothing_reads_it() -> None:
     assert cluster.told("prefix_fetched_tokens") == PREFIX
 
 
-def test_an_evicted_prefix_is_refused() -> None:
-    cluster = PrefixCluster(pages=(24, 200, 200))
-    cluster.warm(PROMPT)
-    cluster.warm([9, *PROMPT[:40]])
-    cluster.warm([8, *PROMPT[:40]])
-    cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run(random.Random(8))
-    assert_right(cluster, {"a": PROMPT})
-    assert cluster.told("prefix_fetched_tokens") < PREFIX
-
-
 def test_namespaces_do_not_mix() -> None:
     cluster = PrefixCluster()
     cluster.warm(PROMPT, namespace=("theirs",))
@@ -224,16 +238,6 @@ def test_namespaces_do_not_mix() -> None:
     cluster.run(random.Random(9))
     assert_right(cluster, {"a": PROMPT, "b": PROMPT})
     assert cluster.told("prefix_fetched") == cluster.told("prefix_fetches_refused") == 1
-
-
-def test_kv_of_other_weights_is_not_taken() -> None:
-    cluster = PrefixCluster(weights=(1, 2))
-    cluster.wire.rows[0]._weights = lambda: 2
-    cluster.warm(PROMPT)
-    cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run(random.Random(10))
-    assert cluster.told("prefix_fetches_refused") == 1 and computed(cluster) == len(PROMPT)
-    cluster.assert_all_back()
 
 
 def test_both_sides_bound_their_number() -> None:
@@ -256,16 +260,6 @@ def test_both_sides_bound_their_number() -> None:
     assert_right(cluster, prompts)
     assert cluster.told("prefix_fetched") == MAX_SERVED
     assert cluster.told("prefix_fetches_refused") == MAX_FETCHES - MAX_SERVED
-
-
-def test_a_worker_that_may_take_no_work_sends_no_prefix() -> None:
-    cluster = PrefixCluster()
-    cluster.warm(PROMPT)
-    cluster.source.role.close_to_peers("it is draining")
-    cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run(random.Random(12))
-    assert_right(cluster, {"a": PROMPT})
-    assert cluster.told("prefix_fetches_refused") == 1
 
 
 def test_pages_that_still_come_from_the_host_are_not_sent() -> None:
@@ -429,13 +423,3 @@ def test_small_fetches_measure_latency_and_large_ones_bandwidth() -> None:
     policy.note_fetch(10_000, 1.03, 0.0)
     assert policy.fetch_s(10_000, 0.0) == pytest.approx(1.03)
     assert policy.gauges(0.0)["prefix_fetch_gb_s"] == pytest.approx(LARGE_BYTES * 10 / 1e9)
-
-
-def test_what_costs_less_to_compute_is_not_fetched() -> None:
-    cluster = PrefixCluster()
-    cluster.policy.note_prompt(10**9, 1e-3, 0.0)
-    cluster.warm(PROMPT)
-    cluster.ask("a", PROMPT, 1, known=PREFIX)
-    cluster.run(random.Random(16))
-    assert_right(cluster, {"a": PROMPT})
-    assert cluster.told("prefix_fetches_forgone") == 1 and not cluster.told("prefix_fetches")

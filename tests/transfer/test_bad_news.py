@@ -50,28 +50,6 @@ def assert_both_end(pair: Any) -> None:
     pair.fail(pair.sender, pair.receiver)
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-@pytest.mark.parametrize("stage", ["bootstrapping", "given", "transferring"])
-def test_an_abort(opened: Any, side: str, stage: str) -> None:
-    pair = opened()
-    if stage == "given":
-        give_pages(pair)
-    elif stage == "transferring":
-        send(pair)
-    (pair.sender if side == "prefill" else pair.receiver).abort("user")
-    if stage == "bootstrapping" and side == "prefill":
-        give_pages(pair)  # decode has sent nothing yet that prefill could answer
-    assert_both_end(pair)
-
-
-def test_a_transfer_error(opened: Any) -> None:
-    """(`NO_CLOCK` allows no second try.)"""
-    pair = opened(SlowEngine(fails=True))
-    send(pair, last=True)
-    assert_both_end(pair)
-    assert pair.prefill.counters.get("retried", 0) == 0
-
-
 def test_a_timeout_of_prefill(opened: Any) -> None:
     """Failed is reported at once; drained and released only when the operation has ended."""
     pair = opened(SlowEngine(0.8), prefill={"transfer_timeout_s": 0.2})

@@ -203,32 +203,6 @@ def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
     until(lambda: pair.prefill.counters["peers"] == 0)
 
 
-@pytest.mark.parametrize(
-    ("region", "text"),
-    [
-        ((2**63 - 1, 2**62, 64), b"address space"),
-        ((0, 0, 64), b"address space"),
-        ((1 << 20, 2**31 + 1, 64), b"address space"),
-        ((1 << 20, 64, 128), b"bytes of a unit of a page differ"),
-        ((1 << 20, 64, 63), b"bytes of a unit of a page differ"),
-        ((1 << 20, 64, 0), b"bytes of a unit of a page differ"),
-        (((1 << 21) - 64, 2, 64), b"overlap"),
-        (((1 << 21) + 64 * 512 - 1, 1, 64), b"overlap"),
-    ],
-)
-def test_a_region_that_cannot_be_or_holds_the_other_is_refused(
-    short_pairs: Any, region: tuple[int, int, int], text: bytes
-) -> None:
-    pair = short_pairs()
-    layout = layout_of(pair.pools[1].args, backend="fake")
-    with dealer(pair.prefill.control_address) as link:
-        ranks, rows = (RankMemory(Region(*region, None), 0, 1, 0, 1),), Region(1 << 21, 64, 512, None)
-        link.send(encode(Register("one", pair.prefill.incarnation, layout, ranks, rows)))
-        link.setsockopt(zmq.RCVTIMEO, 5000)
-        assert text in link.recv()
-    assert pair.prefill.counters["peers"] == 0
-
-
 class Tap:
     """A wire between decode and prefill that records what decode sends, and can replay it."""
 

@@ -203,7 +203,7 @@ def test_a_mark_of_the_leader_proves_the_layer_before_it_of_all_ranks(side: Side
 # ---- what a peer may say of its ranks
 
 MINE = args_of(Model(heads=4, layers=4), Side(2), 4, num_pages=16)
-GOOD = args_of(Model(heads=4, layers=4), Side(2), 4, num_pages=16).ranks
+GOOD, ROWS = MINE.ranks, MINE.aux
 
 
 def changed(rank: int, **changes: object) -> tuple[object, ...]:
@@ -225,6 +225,11 @@ def changed(rank: int, **changes: object) -> tuple[object, ...]:
         ),
         (changed(1, kv=Region(1, 1, 16, None)), "decode's rank 1 has 1 units, less than a page"),
         (changed(1, kv=Region(2**63 - 1, 2**31, 2**40, None)), "address space"),
+        (changed(0, kv=Region(0, 0, 16, None)), "address space"),
+        (changed(0, kv=Region(1 << 20, 2**31 + 1, 16, None)), "address space"),
+        (changed(0, kv=Region(1, 32, 0, None)), "bytes of a unit of a page differ: prefill has 16, decode has 0"),
+        (changed(0, kv=Region(ROWS.base_ptr - 16, 2, 16, None)), "overlap"),
+        (changed(0, kv=Region(ROWS.base_ptr + ROWS.size_bytes - 1, 32, 16, None)), "overlap"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_by_name(ranks: tuple[object, ...], said: str) -> None:
