@@ -93,7 +93,10 @@ class Registry:
         if not self._workers:
             raise ApiError(404, "no prefill worker is registered here")
         if not self.shared:
-            return RouteReply(self._rank_of(room), False)
+            if (worker := self._rank_of(room)) is not None:
+                return RouteReply(worker, False)
+            size = next(iter(self._workers.values()))[0].dp_size
+            raise ApiError(404, f"DP rank {room % size} of {size} of this prefill worker is not registered")
         owner = self._rooms.get(room)
         if owner is None:
             raise ApiError(404, f"room: no prefill worker has registered {room}", field="room")
@@ -102,20 +105,13 @@ class Registry:
             raise ApiError(404, f"room: the prefill worker that owned {room} is gone", field="room")
         return RouteReply(entry[0], True)
 
-    def _rank_of(self, room: int) -> Registration:
-        workers = [worker for worker, _ in self._workers.values()]
-        for worker in workers:
-            if worker.dp_rank == room % worker.dp_size:
-                return worker
-        size = workers[0].dp_size
-        raise ApiError(404, f"DP rank {room % size} of {size} of this prefill worker is not registered")
+    def _rank_of(self, room: int) -> Registration | None:
+        return next((worker for worker, _ in self._workers.values() if worker.dp_rank == room % worker.dp_size), None)
 
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
         """Return the worker of `room`, else another outside `but`, spread by room."""
-        if not self.shared:
-            for worker, _ in self._workers.values():
-                if worker.dp_rank == room % worker.dp_size and worker.incarnation not in but:
-                    return RouteReply(worker, False)
+        if not self.shared and (worker := self._rank_of(room)) is not None and worker.incarnation not in but:
+            return RouteReply(worker, False)
         owner = self._rooms.get(room)
         if owner is not None and owner[0] in self._workers and owner[0] not in but:
             return RouteReply(self._workers[owner[0]][0], self.shared)

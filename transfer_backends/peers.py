@@ -47,7 +47,7 @@ class Heartbeat:
     def __init__(self, *, interval_s: float, max_failures: int, now_s: float) -> None:
         self._interval_s = interval_s
         self._max_failures = max_failures
-        self._next_s = now_s + interval_s
+        self.next_s = now_s + interval_s
         self._misses = 0
         self.seq = 0
         self.message_at_s = now_s
@@ -56,18 +56,14 @@ class Heartbeat:
     def silent(self) -> bool:
         return self._misses > self._max_failures
 
-    @property
-    def next_s(self) -> float:
-        return self._next_s
-
     def on_message(self, now_s: float) -> None:
         self._misses, self.message_at_s = 0, now_s
 
     def due(self, now_s: float) -> bool:
         """A ping is due. Call once per interval, after reading all messages."""
-        if now_s < self._next_s:
+        if now_s < self.next_s:
             return False
-        self._next_s = now_s + self._interval_s
+        self.next_s = now_s + self._interval_s
         self._misses += 1
         self.seq += 1
         return True

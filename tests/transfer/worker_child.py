@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tests.transfer.pool import Pool
@@ -71,20 +71,9 @@ class Child:
     def counters(self) -> dict[str, int]:
         return self.manager.counters
 
-    def check(self) -> None:
-        self.manager.check()
-
-    def pages(self, ids: Sequence[int]) -> str:
-        return self.pool.pages(ids)
-
-    def rows(self, ids: Sequence[int]) -> str:
-        return self.pool.rows(ids)
-
-    def others(self, ids: Sequence[int]) -> list[int]:
-        return self.pool.others(ids)
-
-    def wipe(self) -> None:
-        self.pool.wipe()
+    def __getattr__(self, name: str) -> Any:
+        """Of its memory, or its manager."""
+        return getattr(self.pool if hasattr(Pool, name) else self.manager, name)
 
 
 def main() -> None:
