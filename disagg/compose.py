@@ -73,7 +73,8 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
         dp_rank=spec.dp_rank,
     )
     registrar.start()
-    role, prefixes = transfers.role, ()
+    role = transfers.role
+    prefixes: Sequence[PeerPart] = ()
     if spec.disagg.prefix_fetch:
         token_bytes = parts.pool.page_bytes // parts.pool.page_size
         receives = transfers.receives(no_lookup)
