@@ -92,9 +92,6 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         self.incoming.begin(transfer)
         return []
 
-    def _end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        return self.end(rid, reason)
-
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
         """End a request that another worker continues; its KV may wait in `room`."""
         for part in self.parts:

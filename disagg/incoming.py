@@ -311,7 +311,7 @@ class RequestTarget(TransferTarget[AnyRequestTransfer]):
         pages = request.pages[skip : memory.allocator.pages_for(end)]
         self.incoming.provide(transfer, pages, skip_pages=skip, work=work)
 
-    def end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+    def _end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
         """End a request whose KV is arriving; None: unknown."""
         transfer = self.incoming.transfers.get(rid)
         if transfer is None:

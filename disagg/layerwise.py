@@ -12,17 +12,14 @@ MIN_PIECE_BYTES = 32 << 10  # per group in a page: engines pay per piece (docs/r
 
 
 def groups_of(layer_ends: Sequence[int], *, mode: str) -> tuple[LayerGroup, ...]:
-    """Return groups for --disaggregation-layerwise-transfer; () sends pages whole."""
-    worth_it = layer_ends[-1] >= 2 * MIN_PIECE_BYTES
-    if mode == "off" or (mode == "auto" and not worth_it):
+    """Return groups of about equal bytes, for --disaggregation-layerwise-transfer.
+
+    () sends pages whole.
+    """
+    num, page_bytes, least = len(layer_ends), layer_ends[-1], MIN_PIECE_BYTES if mode == "auto" else 1
+    if mode == "off" or (mode == "auto" and page_bytes < 2 * least):
         return ()
-    return group_layers(layer_ends, min_piece_bytes=MIN_PIECE_BYTES if mode == "auto" else 1)
-
-
-def group_layers(layer_ends: Sequence[int], *, min_piece_bytes: int) -> tuple[LayerGroup, ...]:
-    """Split layers into groups of about equal bytes."""
-    num, page_bytes = len(layer_ends), layer_ends[-1]
-    count = max(1, min(MAX_GROUPS, num, page_bytes // min_piece_bytes))
+    count = max(1, min(MAX_GROUPS, num, page_bytes // least))
     return tuple(LayerGroup(end, layer_ends[end - 1]) for end in equal_groups(num, count))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret
 from engine.device.step_memory import EngineUse
-from engine.kv.kv_pool import AllocateBytes, KVPool, zeroed_bytes
+from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.kv.pool_memory import tensor_at
 from engine.kv.state_pool import StatePool
 from engine.ranks.rank_parts import RankPools
@@ -123,7 +123,7 @@ def engine_use(disagg: DisaggConfig, *, pp_size: int = 1, name: str = "worker") 
         kv_stays=_why_kv_stays(disagg),
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=0 if mode == "encode" else disagg.num_reserved_decode_tokens,
-        allocate_kv=kv_bytes_of(disagg),
+        allocate_kv=partial(kv_bytes, disagg),
         receives_features=disagg.feature_fetch and not decode and pp_size == 1,
         name=name,
     )
@@ -136,19 +136,14 @@ def _why_kv_stays(disagg: DisaggConfig) -> str:
     return "the KV memory of this worker is registered with RDMA devices, which keep its pages"
 
 
-def kv_bytes_of(disagg: DisaggConfig) -> AllocateBytes:
-    """Return the allocator of a pool's memory that the transfer engine can move."""
-    uses_mooncake = disagg.has_peers and disagg.disaggregation_transfer_backend == "mooncake"
-    return partial(mooncake_bytes, disagg.disaggregation_mooncake_protocol) if uses_mooncake else zeroed_bytes
+def kv_bytes(disagg: DisaggConfig, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate zeroed memory that the transfer engine can move, until the process ends.
 
-
-def mooncake_bytes(asked: str, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed memory until the process ends, of an NVLink fabric for `nvlink` (never run).
-
-    Raises BackendUnavailable.
+    Mooncake's `nvlink` needs that of an NVLink fabric (never run). Raises BackendUnavailable.
     """
-    on_gpu = device.type == "cuda"
-    if protocol_here(asked, device=device.index or 0 if on_gpu else None) != NEEDS_FABRIC:
-        return zeroed_bytes(size_bytes, device)
-    memory = FabricMemory(CudaContext(device.index or 0))
-    return tensor_at(memory.allocate(size_bytes), size_bytes).zero_()
+    if disagg.has_peers and disagg.disaggregation_transfer_backend == "mooncake":
+        ordinal = device.index or 0 if device.type == "cuda" else None
+        if protocol_here(disagg.disaggregation_mooncake_protocol, device=ordinal) == NEEDS_FABRIC:
+            memory = FabricMemory(CudaContext(device.index or 0))
+            return tensor_at(memory.allocate(size_bytes), size_bytes).zero_()
+    return zeroed_bytes(size_bytes, device)

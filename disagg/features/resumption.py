@@ -68,7 +68,7 @@ class Resumption(RequestTarget[RequestTransfer], PeerPart):
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
         self._take_retracted()
-        return self.end(rid, reason)
+        return self._end(rid, reason)
 
     def close_to_peers(self, why: str | None) -> None:
         """Stop preemption; peers send no work here."""

@@ -13,7 +13,7 @@ import torch
 from disagg import transfer_engine
 from disagg.config import DisaggConfig
 from disagg.processes.transfer_machine import check_allocator, check_flags, expandable_segments, memlock_warning
-from disagg.transfer_engine import kv_bytes_of
+from disagg.transfer_engine import kv_bytes
 from service.flags import ConfigError
 
 IPC_LOCK = 1 << 14
@@ -151,5 +151,5 @@ def test_the_pool_of_an_nvlink_fabric_comes_from_its_allocator(
     monkeypatch.setattr(transfer_engine, "tensor_at", lambda at, size: torch.ones(1))
     flags = {"transfer_backend": backend, "mooncake_protocol": protocol, "mode": mode}
     disagg = DisaggConfig(**{f"disaggregation_{name}": value for name, value in flags.items()})
-    kv_bytes_of(disagg)(64, torch.device("cuda", 1))
+    kv_bytes(disagg, 64, torch.device("cuda", 1))
     assert asked == [allocator]
