@@ -19,15 +19,14 @@ from bootstrap_server.registry import BootstrapConfig, Registry
 from disagg.assembly import RoleAssembly, source_of
 from disagg.decode_role import DecodeRole
 from disagg.features.feature_fetching import FeatureFetch, FeatureFetches
-from disagg.features.feature_serving import EncodeRole, FeatureServer
-from disagg.features.moving import Moves
+from disagg.features.feature_serving import EncodeRole
 from disagg.features.prefix_fetching import PrefixFetches
-from disagg.features.prefix_serving import PrefixServer
 from disagg.features.recompute import Bounds
 from disagg.incoming import RequestTransfer
 from disagg.metadata import ROW, Checksum, MetadataBuffers
 from disagg.outgoing import Outgoing, PrefillHandover
 from disagg.prefill_role import PrefillRole
+from disagg.role import PeerPart, SendingPart
 from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
@@ -115,7 +114,6 @@ class Worker:
         self.bootstrap: SimBootstrap | None = None
         self.prefix_receiver: DecodeManager | None = None
         self.prefix_fetches: PrefixFetches | None = None
-        self.prefix_server: PrefixServer | None = None
         self.arrivals: Arrivals | None = None
         self.weights = SimWeights(process, self._forget, self.draw, model_path=self._first_weights())
         self._build()
@@ -370,13 +368,13 @@ class Worker:
     def _watched(self, manager: DecodeManager) -> WatchedReceivers:
         return WatchedReceivers(manager, self.exposed, seen=self.around.world.seen)
 
-    def _prefixes(self) -> Sequence[PrefixFetches | PrefixServer]:
+    def _prefixes(self) -> Sequence[PeerPart]:
         if self.prefix_receiver is None:
             return ()
         source = self.around.prefix_sources[self.process.node] = source_of(self.sender)
         receives = self._watched(self.prefix_receiver)
         parts = self._assembly.prefixes(self.sender, receives, source, token_bytes=SLOT_BYTES)
-        self.prefix_fetches, self.prefix_server = parts
+        self.prefix_fetches = parts[0]
         return parts
 
     def _wake_loop(self) -> None:
@@ -645,17 +643,16 @@ class Worker:
         return [] if self.features is None else [*self.features.incoming.transfers.values()]
 
     def handovers_out(self) -> list[PrefillHandover]:
-        served = [] if self.prefix_server is None else [*self.prefix_server._outgoing.handovers.values()]
-        return [*self.outgoing.handovers.values(), *served]
+        return [handover for outgoing in self._all_outgoing() for handover in outgoing.handovers.values()]
 
     @property
     def outgoing(self) -> Outgoing:
         """What leaves it for decode workers."""
-        role = self.role
-        if isinstance(role, PrefillRole):
-            return role._prompts
-        (outgoing,) = (part._outgoing for part in role.parts if isinstance(part, FeatureServer | Moves))
-        return outgoing
+        return self._all_outgoing()[0]
+
+    def _all_outgoing(self) -> list[Outgoing]:
+        own = [self.role._prompts] if isinstance(self.role, PrefillRole) else []
+        return [*own, *(part._outgoing for part in self.role.parts if isinstance(part, SendingPart))]
 
     def _hold(self, check: Callable[[], None]) -> None:
         try:
