@@ -59,8 +59,7 @@ def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | N
         undo.callback(region.close)
         undo.callback(children.end)
         undo.callback(region.abort)
-        sees = model.vision is not None
-        start = _Start(spec, config, sees, region, children, joint=joint, met=met, store=store)
+        start = _Start(spec, config, model.vision is not None, region, children, joint=joint, met=met, store=store)
         yield start.group(undo)
         if met is not None:
             _send_bye(met)

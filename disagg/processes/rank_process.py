@@ -142,19 +142,15 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, BackendUnavailable, EngineError) as error:
         return _failed(channel, str(error), refused=True)
     except Exception as error:
-        if _group_ended(error):
+        from engine.kernels.build import RanksEnded
+
+        if isinstance(error, RanksEnded):
             if _leader_ends(channel):
                 return 0
             return _failed(channel, "its connection to another machine's rank broke", refused=False)
         log.exception("rank %d cannot go on", spec.rank)
         return _failed(channel, f"{type(error).__name__}: {error}", refused=False)
     return 0
-
-
-def _group_ended(error: Exception) -> bool:
-    from engine.kernels.build import RanksEnded
-
-    return isinstance(error, RanksEnded)
 
 
 def _leader_ends(channel: Channel[ToFollower]) -> bool:

@@ -109,6 +109,18 @@ def test_decode_peers_of_prefill_are_bounded_and_a_lost_one_makes_room() -> None
     core.check()
 
 
+def test_one_connection_is_one_decode_worker() -> None:
+    """Found by fuzzing: a second incarnation that registers on a connection hid the first one, which then was never dropped."""
+    core = prefill_core()
+    for name in ("one", "two"):
+        core.on_message(b"link", registration(name), 0.0)
+    (said,) = [message for _, message in core.effects.queue if isinstance(message, Refused)]
+    assert said.dst == "two" and [peer.incarnation for peer in core.peers] == ["one"]
+    core.check()
+    core.on_link_closed(b"link", 0.5)
+    assert not len(core.peers)
+
+
 @pytest.mark.parametrize("error", ["no route", None], ids=["tries fail", "a try does not end"])
 def test_a_decode_peer_that_cannot_be_reached_learns_why_in_time(error: str | None) -> None:
     core = prefill_core(handshake_timeout_s=10.0)

@@ -14,14 +14,13 @@ import pytest
 import zmq
 
 from service.security.curve import guard_connector
-from tests.hostile.means import dealer
 from tests.transfer.rig import Pair, succeed, until
-from transfer_backends.contract import RankMemory, RecomputeRequest, Region, Route, SourcePages, TargetPages, Work
+from transfer_backends.contract import RecomputeRequest, Route, SourcePages, TargetPages, Work
 from transfer_backends.control_thread import TICK_S
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
 from transfer_backends.rooms import IllegalTransition, KVPoll, RoomInUse
-from transfer_backends.wire import Ping, Register, encode, layout_of
+from transfer_backends.wire import Ping, encode
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
 
@@ -187,20 +186,6 @@ def test_a_decode_key_that_is_not_the_cluster_s_is_refused(short_pairs: Any) -> 
         until(lambda: pair.prefill.counters.get("refused_connections", 0) >= 1)
     assert pair.prefill.counters.get("refused", 0) == 0  # none of its frames was read
     pair.works(2)
-
-
-def test_one_connection_is_one_decode_worker(short_pairs: Any) -> None:
-    """Found by fuzzing: a second incarnation that registers on a connection hid the first one, which then was never dropped."""
-    pair = short_pairs()
-    layout = layout_of(pair.pools[1].args, backend="fake")
-    ranks, rows = (RankMemory(Region(1 << 20, 64, 64, None), 0, 1, 0, 1),), Region(1 << 21, 64, 512, None)
-    with dealer(pair.prefill.control_address) as link:
-        for incarnation in ("one", "two"):
-            link.send(encode(Register(incarnation, pair.prefill.incarnation, layout, ranks, rows)))
-        until(lambda: pair.prefill.counters.get("refused", 0) == 1)
-        assert pair.prefill.counters["peers"] == 1
-        pair.prefill.check()
-    until(lambda: pair.prefill.counters["peers"] == 0)
 
 
 class Tap:
