@@ -54,7 +54,9 @@ def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | N
         store = None
         if config.device == "cuda":
             undo.callback(os.close, store := new_store())
-        joint = _joint(spec, config)
+        joint = None
+        if spec.joint is not None:
+            joint = Joint(SharedRegion.open(spec.joint.memory, joint_plan(config)), spec.dp_rank)
         region = SharedRegion.create(plan, ends_with=joint.region if joint else None)
         undo.callback(region.close)
         undo.callback(children.end)
@@ -156,12 +158,6 @@ class _Start:
         self.members[rank] = (leader_end(met.plan_of(rank), sees=self.sees), member)
         if self._has_transfers:
             self.transfers[rank] = met.engine_of(rank)
-
-
-def _joint(spec: SchedulerSpec, config: EngineConfig) -> Joint | None:
-    if spec.joint is None:
-        return None
-    return Joint(SharedRegion.open(spec.joint.memory, joint_plan(config)), spec.dp_rank)
 
 
 def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:

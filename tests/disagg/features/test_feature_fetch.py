@@ -21,12 +21,16 @@ ONE, TWO = image(1, at=2), image(2, at=9, rows=2, columns=4)
 
 
 Asked = dict[str, tuple[ImageInput, ...]]
-TWICE = image(1, at=5), image(1, at=12)  # elsewhere, and twice
-BOTH = ONE.num_tokens + TWO.num_tokens
 # cluster, what is asked, sources by request; images that the encoder and the engine encode, counters
 CASES: dict[str, tuple[dict[str, Any], Asked, dict[str, Any], tuple[int, int], dict[str, int]]] = {
-    "the encoder encodes": ({}, {"a": (ONE, TWO)}, {}, (2, 0), {"features_fetched": 2, "feature_fetched_tokens": BOTH}),
-    "once for all that wait": ({}, {"a": (ONE,), "b": TWICE}, {}, (1, 0), {"feature_fetches": 1}),
+    "the encoder encodes": (
+        *({}, {"a": (ONE, TWO)}, {}, (2, 0)),
+        {"features_fetched": 2, "feature_fetched_tokens": ONE.num_tokens + TWO.num_tokens},
+    ),
+    "once for all that wait, elsewhere and twice": (
+        *({}, {"a": (ONE,), "b": (image(1, at=5), image(1, at=12))}, {}, (1, 0)),
+        {"feature_fetches": 1},
+    ),
     "no encoder": ({}, {"a": (ONE, TWO), "b": (image(3, at=1),)}, {"a": [None, SOURCE], "b": []}, (1, 2), {}),
     "other weights": ({"weights": (1, 0)}, {"a": (ONE,)}, {}, (1, 1), {"feature_fetches_refused": 1}),
     "larger than the pool": ({"arriving": 1}, {"a": (ONE,)}, {}, (0, 1), {"feature_fetches_forgone": 1}),

@@ -92,9 +92,8 @@ class Prefill:
         self.rooms = iter(range(1, 1 << 40))
 
     def decode(self, **pool: Any) -> ChildWorker:
-        options = FAKE
         spec = {"num_pages": NUM_PAGES, "page_bytes": PAGE_BYTES, "seed": None, **pool}
-        child = ChildWorker(role="decode", backend=self.backend, pool=spec, config=CONFIG, engine=options)
+        child = ChildWorker(role="decode", backend=self.backend, pool=spec, config=CONFIG, engine=FAKE)
         child.route("b", self.manager.control_address, self.manager.incarnation)
         return child
 
