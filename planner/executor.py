@@ -8,14 +8,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from engine.config import EngineConfig
-from engine.core.drafting import Drafting
-from engine.core.drafts import NO_DRAFT, Draft, Guess
-from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.core.plan import Guess, ItemResult, Plan, PlanItem, StepResult
 from engine.core.request import Request
+from engine.core.scheduler import MakeDecodeStrategy
 from engine.flags.speculation import drafts_by_model, rows_of_request
+from engine.speculative.decode_planning import SpeculativeDecode
+from engine.speculative.drafting import Drafting
+from engine.speculative.drafts import NO_DRAFT, Draft
 from planner.memory import DrafterTime, plan_seconds
 from planner.step_time import Beside, StepTime
 
@@ -231,7 +234,7 @@ class TimedExecutor:
         return _DRAWN if self._is_right() else _OTHER
 
 
-# ---- Speculation: real rows and passes (engine/core/drafting.py), right at the planned rate.
+# ---- Speculation: real rows and passes (engine/speculative/drafting.py), right at the planned rate.
 
 SEED = 3
 MATCH = 1  # match class of n-grams with the lowest initial chance
@@ -249,7 +252,11 @@ class Speculation:
     time: DrafterTime | None
     match_rate: float = 1.0
 
-    def drafting(self) -> Drafting:
+    def decode(self) -> MakeDecodeStrategy:
+        """Return the strategy of its decode steps."""
+        return partial(SpeculativeDecode, drafting=self._drafting())
+
+    def _drafting(self) -> Drafting:
         if self.time is None:
             return Drafting(Guesses(self.most, self.match_rate), most=self.most)
         return Drafting(None, most=self.most, passes=self.most)

@@ -30,7 +30,7 @@ class DrafterTime:
 
 def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> float:
     """Return a step's time; a drafter also processes the model's tokens."""
-    if plan.only_drafts:
+    if plan.skips_model:
         assert drafter is not None, "a plan asks a drafter, and there is none"
         return drafter.step_s + sum(drafter.a_pass.seconds(load) for load in pass_loads(plan))
     load = load_of(plan)

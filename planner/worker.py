@@ -13,6 +13,7 @@ from disagg.config import DisaggConfig
 from disagg.metadata import MetadataBuffers
 from engine.assembly.worker import Clock, CoreConfig, VirtualPorts, WorkerWire, assemble_worker, build_core, computing
 from engine.config import EngineConfig
+from engine.core.decode_planning import DecodePlanner
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.flags.resolve import depth, limits, ratio_rule
@@ -162,13 +163,13 @@ def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host, home: Hashable) 
 
 def _scheduler(spec: WorkerSpec) -> Scheduler:
     config = spec.engine
-    drafts = spec.speculation is not None and spec.role != "prefill"
+    speculation = None if spec.role == "prefill" else spec.speculation
     core = CoreConfig(
         limits=replace(limits(config), reserve_floor=DisaggConfig().num_reserved_decode_tokens),
         num_pages=spec.num_pages,
         radix=not config.disable_radix_cache,
         ratio=ratio_rule(config),
-        drafting=spec.speculation.drafting() if spec.speculation is not None and drafts else None,
+        decode=DecodePlanner if speculation is None else speculation.decode(),
     )
     scheduler, _ = build_core(core)
     return scheduler

@@ -20,11 +20,11 @@ from engine.device.step_memory import THIS_MACHINE, UNIFIED, EngineUse, LocalMac
 from engine.executor.warm_up import CompileLog
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.resolve import depth, limits, ratio_rule, step_budget
-from engine.flags.speculation import drafting_of
 from engine.model_files.model_config import ModelConfig
 from engine.ranks.group import Group
 from engine.ranks.links import loader
 from engine.recurrent import check_recurrent, cut_on_grid
+from engine.speculative.decode_planning import decode_strategy
 
 
 def build_engine(
@@ -104,6 +104,6 @@ def core_config(
         ratio=ratio_rule(config),
         backup_room=backup_room,
         step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
-        drafting=drafting_of(config, decodes=use.decodes),
+        decode=decode_strategy(config, decodes=use.decodes),
         uniform=random.Random(config.random_seed).random,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.core.drafting import Drafting
+from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
 from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.core.mem_cache.cache_events import PrefixEvents, events_of_tree
@@ -24,7 +24,7 @@ from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory
 from engine.core.policy import Limits, Uniform
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import MakeDecodeStrategy, Scheduler
 from engine.core.state import SchedulerState
 from engine.loop.heartbeat import IterationClock
 from engine.loop.loop import EngineLoop
@@ -50,7 +50,7 @@ class CoreConfig:
     ratio: RatioRule = field(default_factory=RatioRule)
     backup_room: CopySize = NOTHING
     step_budget: StepBudget | None = None
-    drafting: Drafting | None = None
+    decode: MakeDecodeStrategy = DecodePlanner
     uniform: Uniform = lambda: 0.0
 
 
@@ -77,7 +77,7 @@ def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tup
         ratio=NewTokenRatio(core.ratio),
         backup_room=core.backup_room,
     )
-    return Scheduler(state, uniform=core.uniform, step_budget=core.step_budget, drafting=core.drafting), events
+    return Scheduler(state, uniform=core.uniform, step_budget=core.step_budget, decode=core.decode), events
 
 
 def _match_rule(states: StateSlots | None, windows: WindowPages | None) -> MatchRule:

@@ -1,30 +1,29 @@
-"""One token per running request, limited by rows and pages; a share of them with pipeline stages.
+"""One token per running request, limited by rows and pages; a share of them with pipeline stages."""
 
-Drafts follow known tokens, so where they pay, decodes do not overlap: two half batches would read
-the weights twice. The executor's drafter runs in a step before.
-"""
-
-from itertools import chain, islice
+from collections.abc import Callable, Sequence
 
 from engine.core.departures import Departures
-from engine.core.drafting import Drafting, DraftRequest
-from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.pdmux import Lane
-from engine.core.plan import PlanItem, SlotOpen
-from engine.core.plan_items import draft_items, open_slot, plan_item, request_drafts
+from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
+from engine.core.plan_items import open_slot, plan_item
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
+Items = tuple[list[PlanItem], list[SlotOpen]]  # of a step, and the rows that they open
+
 
 class DecodePlanner:
-    def __init__(
-        self, state: SchedulerState, departures: Departures, preemption: Preemption, *, drafting: Drafting
-    ) -> None:
-        self._drafting = drafting
+    """Strategy of decode steps: what they hold, and which of their rows count.
+
+    This one decodes a token per request; engine/speculative/decode_planning.py more.
+    """
+
+    verifies = False  # rows may follow samples of their own step
+
+    def __init__(self, state: SchedulerState, departures: Departures, preemption: Preemption) -> None:
         self._state = state
         self._memory = state.memory
-        self._step_ends = state.step_ends
         self._stages = state.stages
         self._table = state.table
         self._micro_batches = state.micro_batches
@@ -32,59 +31,31 @@ class DecodePlanner:
         self._preemption = preemption
         self._priorities = state.limits.priorities
         self._num_planned = 0
-        self._awaits_tokens = False  # before drafting: drafts follow known tokens
 
-    def ask(self) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan a drafter step where drafts pay and are missing; if empty, decodes may follow."""
-        self._awaits_tokens = False
-        drafting = self._drafting
-        if not drafting.passes:
-            return [], []
-        ready = self._micro_batches.ready(self._stages.running)
-        if any(r.drafts.rows or r.drafts.is_asked for r in ready):
-            return [], []
-        in_flight = any(r.pending for r in ready)
-        ask = drafting.ask(ready, rows=len(ready), overlaps=in_flight)
-        self._awaits_tokens = bool(ask.passes) and in_flight
-        if not ask.passes or in_flight:
-            return [], []
-        asked = [r for r in ready if r.rid in ask.passes][: self._step_ends.max_drafted]
-        for request in asked:
-            if self._memory.needs_page(request) and self._memory.available > len(ready):
-                self._memory.grow(request)  # the decode step would
-        passes = {r.rid: self._passes_in_room(ask, r, left_free=len(ready)) for r in asked}
-        asked = self._with_slots([r for r in asked if passes[r.rid] > 0])
-        opens = [open_slot(r, self._table) for r in asked if r.slot is None]
-        return [request_drafts(r, passes[r.rid], topk=ask.topk) for r in asked], opens
+    # ---- plans
 
-    def _passes_in_room(self, ask: DraftRequest, request: Request, *, left_free: int) -> int:
-        passes = ask.passes[request.rid]
-        room = self._memory.make_room(request, ask.places(passes), left_free=left_free)
-        return ask.passes_within(room, passes)
+    def plan_first(self) -> Items:
+        """Plan a step that goes before prompts and decodes, if any."""
+        return [], []
 
-    def _with_slots(self, requests: list[Request]) -> list[Request]:
-        """Requests with a row or a free one, which drafts take from no others."""
-        rowless = [r.rid for r in requests if r.slot is None][self._table.num_free :]
-        return [r for r in requests if r.rid not in rowless]
-
-    def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+    def plan(self, planned: set[str], now_s: float) -> Items:
         """Plan a token per running request, without `planned`."""
+        ready = self._with_memory(self._ready(planned), now_s)
+        opens = self._opens(ready)
+        for request in ready:
+            self._memory.extend(request, request.launched_len + 1, answer=True)
+        return [decode_row(r) for r in ready], opens
+
+    def _ready(self, planned: set[str]) -> list[Request]:
         ready = self._micro_batches.ready(self._stages.running)
         if planned:
             ready = [r for r in ready if r.rid not in planned]
         if self._state.limits.multiplexed:
             ready = [r for r in ready if r.lane is not Lane.PREFILL or r.inflight == 0]
-        drafts = dict[str, Draft]()
-        if able := self._drafting.able(ready):
-            if self._awaits_tokens or any(r.drafts.rows or r.drafts.is_asked for r in able):
-                return [], []
-            in_flight = any(r.pending for r in ready)
-            drafts = self._drafting.choose(able, rows=len(ready), overlaps=in_flight)
-            if drafts and (in_flight or (self._step_ends.one_verify_step and self._is_verifying())):
-                return [], []
-            drafts = dict(islice(drafts.items(), self._step_ends.max_drafted))
-            for request in able:
-                request.drafts.is_able = True
+        return ready
+
+    def _with_memory(self, ready: list[Request], now_s: float) -> list[Request]:
+        """Choose those of `ready` with a row and a page for their next token, in the step's order."""
         ready = self._with_rows(ready, now_s)
         del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
         self._grow(ready)
@@ -92,24 +63,26 @@ class DecodePlanner:
             self._retract_sometimes(ready)
         if self._state.limits.max_loras_per_batch:
             ready.sort(key=lambda r: r.adapter)  # tokens of an adapter form one slice
-        opens = [open_slot(r, self._table) for r in ready if r.slot is None or r.lane is Lane.PREFILL]
-        for request in ready:
-            end = request.launched_len + 1
-            if draft := drafts.get(request.rid):
-                most = self._step_ends.cut_answer(request, request.launched_len, end + len(draft)) - end
-                room = self._memory.make_room(request, most, left_free=len(ready))
-                drafts[request.rid] = draft.first(room)
-                end += room
-            self._memory.extend(request, end, answer=True)
-        if drafts:
-            return self._rows(ready, drafts), opens
-        return [_row(r) for r in ready], opens
+        return ready
 
-    def _is_verifying(self) -> bool:
-        return any(r.drafts.rows for r in chain(self._stages.running, self._stages.draining))
+    def _opens(self, ready: list[Request]) -> list[SlotOpen]:
+        return [open_slot(r, self._table) for r in ready if r.slot is None or r.lane is Lane.PREFILL]
 
-    def _rows(self, ready: list[Request], drafts: dict[str, Draft]) -> list[PlanItem]:
-        return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, NO_DRAFT)))]
+    # ---- results
+
+    @property
+    def learners(self) -> Sequence[Callable[[Plan, float], None]]:
+        """Receivers of each collected step and its seconds."""
+        return ()
+
+    def on_collected(self, plan: Plan, result: StepResult) -> None:
+        """Note the end of a step, before its rows are applied."""
+
+    def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
+        """Return whether row `number` of a collected step counts; one that does not has no effect."""
+        return True
+
+    # ---- rows and pages
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
         """Drop the least urgent rowless requests, if rows are short."""
@@ -154,5 +127,5 @@ class DecodePlanner:
         return (-rank, len(request.output_ids), -len(request.input_ids), request.rid)
 
 
-def _row(request: Request) -> PlanItem:
+def decode_row(request: Request) -> PlanItem:
     return plan_item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)

@@ -48,7 +48,7 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         hidden=hidden,
         cached_by_tier=stats.cached_by_tier,
         transfer_retries=stats.transfer_retries,
-        drafts=request.drafts.counts() if request.drafts.steps else None,
+        drafts=stats.drafts,
     )
 
 

@@ -1,11 +1,11 @@
 """A planned step and its result, as plain data: no torch, no I/O. Executors see no request."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from engine.core.dp_step import AgreedStep
-from engine.core.drafts import Guess
 from engine.core.pdmux import STREAMS, Lane
 from engine.images import ImageInput, RopePositions
 from engine.messages import LogprobOptions, TokenLogprob
@@ -195,13 +195,21 @@ class Plan:
         return 0 if self.lane is None else STREAMS[self.lane]
 
     @property
-    def only_drafts(self) -> bool:
+    def skips_model(self) -> bool:
         """True for a step of the executor's drafter, without the model."""
         return bool(self.items) and self.items[0].to_draft > 0
 
     @property
     def copies_pages(self) -> bool:
         return bool(self.saves or self.loads or self.to_host or self.from_host)
+
+
+class Guess(NamedTuple):
+    """Token from the executor's drafter; see Draft (engine/speculative/drafts.py)."""
+
+    token: int
+    parent: int
+    confidence: float
 
 
 class ItemResult(msgspec.Struct):

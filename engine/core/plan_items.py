@@ -1,6 +1,5 @@
 """Plan items of requests, their slots, and their allowed tokens."""
 
-from engine.core.drafts import Draft, rows_of
 from engine.core.mem_cache.image_cache import with_images
 from engine.core.outputs import input_logprob_part, note_launch
 from engine.core.plan import Plan, PlanItem, SlotOpen
@@ -40,60 +39,6 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
     return with_images(item, request) if request.images else item
 
 
-def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
-    """Plan a row per draft token after the last known one."""
-    assert request.slot is not None
-    known, output_len = request.launched_len - 1, len(request.output_ids) + request.pending - 1
-    items = [
-        PlanItem(
-            rid=request.rid,
-            slot=request.slot,
-            tokens=[row.token],
-            start=(start := known + row.depth),
-            page_start=request.num_synced_pages,
-            new_pages=[],
-            sample=True,
-            output_len=output_len + row.depth,
-            extend=False,
-            logprobs=request.logprobs,
-            hidden_from=note_launch(request, start, start + 1),
-            window_start=request.windows.num_synced,
-            behind=row.behind,
-            place=-1 if row.place == row.depth else known + row.place,
-        )
-        for row in rows_of(draft)
-    ]
-    request.launched_len += len(items)
-    request.inflight += len(items)
-    request.pending += len(items)
-    request.drafts.rows += len(items)
-    request.drafts.drafted += len(items)
-    return [with_images(item, request) for item in items] if request.images else items
-
-
-def request_drafts(request: Request, passes: int, *, topk: int) -> PlanItem:
-    """Plan drafter passes after the last known token, not computed yet."""
-    assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
-    item = PlanItem(
-        rid=request.rid,
-        slot=request.slot,
-        tokens=request.tokens(request.launched_len, request.num_tokens),
-        start=request.launched_len,
-        page_start=request.num_synced_pages,
-        new_pages=request.pages[request.num_synced_pages :],
-        sample=False,
-        output_len=len(request.output_ids),
-        extend=False,
-        window_start=request.windows.num_synced,
-        to_draft=passes,
-        topk=topk,
-    )
-    request.num_synced_pages = len(request.pages)
-    request.inflight += 1
-    request.drafts.asked_at, request.drafts.is_asked = request.num_tokens, True
-    return with_images(item, request) if request.images else item
-
-
 def open_slot(request: Request, table: RequestTable) -> SlotOpen:
     return SlotOpen(
         slot=table.open(request) if request.slot is None else table.reopen(request),
@@ -117,7 +62,8 @@ class GrammarMasks:
         live = self._stages.live
         for item in items:
             request = live[item.rid]
-            if item.sample and request.grammar is not None and request.pending - request.drafts.rows > 1:
+            follows_known = item.behind or item.output_len == len(request.output_ids)
+            if item.sample and request.grammar is not None and not follows_known:
                 return True
         return False
 
@@ -129,7 +75,7 @@ class GrammarMasks:
             request = live[item.rid]
             if not item.sample or request.grammar is None or request.finish is not None:
                 continue
-            if item.draft:
+            if item.behind:
                 grammar = (grammar or request.grammar).fork()
                 grammar.accept(item.tokens[0])
                 plan.masks[i] = grammar.bitmask()

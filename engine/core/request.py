@@ -11,14 +11,15 @@ Token positions by page (page_size 4, prompt of 6, two tokens generated, one in 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from engine.core.drafts import Drafts
 from engine.core.mem_cache.radix_node import TRUNK, Branch, Node
 from engine.core.pdmux import Lane
 from engine.images import ImageInput, key_ids
-from engine.messages import FinishReason, GenerateRequest, LogprobOptions, Stage, TokenLogprob
+from engine.messages import DraftCounts, FinishReason, GenerateRequest, LogprobOptions, Stage, TokenLogprob
 from engine.sampling_params import SamplingParams
+
+P = TypeVar("P")
 
 # ---- stage times
 
@@ -185,6 +186,7 @@ class Stats:
     retractions: int = 0
     preemptions: int = 0
     transfer_retries: int = 0
+    drafts: DraftCounts | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -301,15 +303,22 @@ class Request:
     computed_len: int = 0
     inflight: int = 0  # launched steps not collected
     pending: int = 0  # those that sample a token
-    drafts: Drafts = field(default_factory=Drafts)
     admitted: bool = False
     saved_len: int = 0  # Backups: tokens with KV on the host, or on the way
+    parts: dict[type, Any] = field(default_factory=dict)  # state of features, by `of`
 
     def __post_init__(self) -> None:
         message = self.message
         self.rid, self.input_ids, self.sampling = message.rid, message.input_ids, message.sampling
         self.logprobs, self.images = message.logprobs, tuple(message.images)
         self.output_ids, self.unsent.input_logprobs_sent = list(message.output_ids), self.num_resumed > 0
+
+    def of(self, kind: type[P]) -> P:
+        """Return the request's state of a feature, which begins as `kind()`."""
+        found: P | None = self.parts.get(kind)
+        if found is None:
+            found = self.parts[kind] = kind()
+        return found
 
     @property
     def num_resumed(self) -> int:

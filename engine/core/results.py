@@ -1,7 +1,7 @@
 """Handling of step results: tokens, sharing, finish checks, memory."""
 
+from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
-from engine.core.drafting import Verification, take_back, take_drafts
 from engine.core.outputs import StepEffects, check_finish, joined, output_of, refusal
 from engine.core.outputs import take as take_hidden
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
@@ -13,10 +13,10 @@ NO_TOKEN = -1  # a peer's missing first token
 
 
 class Results:
-    def __init__(self, state: SchedulerState, departures: Departures) -> None:
+    def __init__(self, state: SchedulerState, departures: Departures, decode: DecodePlanner) -> None:
         self._state = state
         self._departures = departures
-        self._verification = Verification(state)
+        self._decode = decode
         self._vocab_size = state.limits.vocab_size
         self._share = 1 / state.limits.micro_batches
 
@@ -28,26 +28,22 @@ class Results:
         self._state.micro_batches.on_collected(plan)
         self._state.backups.on_collected(plan)
         memory.on_collected(plan, failed=bool(result.failure))
+        self._decode.on_collected(plan, result)
         for i, (item, item_result) in enumerate(zip(plan.items, result.items, strict=True)):
             request = live[item.rid]
             request.inflight -= 1
             request.pending -= item.sample
-            request.drafts.rows -= item.draft
-            if item.to_draft:
-                take_drafts(request, item, item_result)
+            if plan.skips_model:
                 continue
             goes_on = request.finish is None
             if result.failure:
                 self._lose(request, effects, goes_on=goes_on)
                 step_ends.keep(request, item.kv_len, memory)
                 continue
-            if item.draft and not self._verification.accepts(request, item, i):
+            if not self._decode.accepts(request, item, i):
                 continue
-            request.drafts.last = i
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
-            if item.draft:
-                take_back(request)
             step_ends.keep(request, kv_len, memory)
             if goes_on:
                 self._apply(request, item, item_result, effects)
@@ -56,7 +52,7 @@ class Results:
             memory.retire(request)
         self._state.counters.failed_steps += bool(result.failure)
         self._departures.settle()
-        if not plan.only_drafts and not all(item.extend for item in plan.items):
+        if not plan.skips_model and not all(item.extend for item in plan.items):
             self._state.ratio.decay(self._share)
         if not live:
             self._state.ratio.reset()
@@ -77,13 +73,11 @@ class Results:
             effects.progressed.append(request)
         if not item.sample:
             return
-        if request.drafts.is_able and not (item.draft or item.extend):
-            request.drafts.steps += 1
         output = self.commit_sample(request, result)
         if request.prefill_only:
             self._state.table.close(request)  # its pages are still read, its row is not
             effects.prefilled.append((request, output, result))
-        elif item.draft:  # one output for all rows of a request
+        elif item.behind:  # one output for all rows of a request
             effects.outputs[-1] = joined(effects.outputs[-1], output)
         else:
             effects.outputs.append(output)

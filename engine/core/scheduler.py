@@ -17,15 +17,14 @@ in plan order, with PD multiplexing per lane (lanes.py).
 
 from collections.abc import Callable
 
-from engine.core.decode_planning import DecodePlanner
+from engine.core.decode_planning import DecodePlanner, Items
 from engine.core.departures import Departures
-from engine.core.drafting import Drafting, NoDrafting
 from engine.core.estimates import StepBudget
 from engine.core.handoff import HandoffRequests
 from engine.core.mem_cache.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
 from engine.core.pdmux import Lane
-from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
+from engine.core.plan import Plan, StepResult
 from engine.core.plan_items import GrammarMasks
 from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
@@ -37,7 +36,8 @@ from engine.messages import FinishReason, TokenOutput
 
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
 
-Items = tuple[list[PlanItem], list[SlotOpen]]  # of a step, and the rows that they open
+# The strategy of decode steps for a scheduler, from what it shares with it.
+MakeDecodeStrategy = Callable[[SchedulerState, Departures, Preemption], DecodePlanner]
 
 
 class OneStream:
@@ -47,10 +47,10 @@ class OneStream:
         self._prefill, self._decode, self._stages = prefill, decode, state.stages
         self._mixes = state.limits.mixed_chunk
 
-    def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
-        """Plan a drafter step, else prefill, else decode, or both of these."""
+    def plan(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
+        """Plan what goes first for decodes, else prefill, else decode, or both of these."""
         assert lane is None, "with PD multiplexing each plan has a lane, else none"
-        items, opens = self._decode.ask()
+        items, opens = self._decode.plan_first()
         if items:
             return items, opens
         items, opens = self._prefill.plan(now_s, admits=admits)
@@ -66,7 +66,7 @@ class OneStream:
 class TwoStreams(OneStream):
     """Prompts in one stream, decodes in the other (PD multiplexing)."""
 
-    def draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
+    def plan(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
         assert lane is not None, "with PD multiplexing each plan has a lane"
         return self._prefill.plan(now_s, admits=admits) if lane is Lane.PREFILL else self._decode.plan(set(), now_s)
 
@@ -84,7 +84,7 @@ class Scheduler:
         *,
         uniform: Uniform = lambda: 0.0,
         step_budget: StepBudget | None = None,
-        drafting: Drafting | None = None,
+        decode: MakeDecodeStrategy = DecodePlanner,
     ) -> None:
         """Random numbers `uniform` are for policy "random"; no `step_budget` is no time limit."""
         self.limits = state.limits
@@ -96,17 +96,15 @@ class Scheduler:
         self.counters = state.counters
         self.ratio = state.ratio
         self.step_budget = step_budget
-        self.drafting = drafting
         self._state = state
         self._departures = Departures(state)
         preemption = Preemption(state, self._departures)
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
-        self._drafting = drafting or NoDrafting()
-        decode = DecodePlanner(state, self._departures, preemption, drafting=self._drafting)
-        self._planner = (TwoStreams if state.limits.multiplexed else OneStream)(self._prefill, decode, state)
+        self.decode = decode(state, self._departures, preemption)
+        self._streams = (TwoStreams if state.limits.multiplexed else OneStream)(self._prefill, self.decode, state)
         self._masks = GrammarMasks(state.stages)
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
-        self._results = Results(state, self._departures)
+        self._results = Results(state, self._departures, self.decode)
         self.held = HandoffRequests(state, self._departures, self._results, preemption)
         self._seq = 0
 
@@ -119,9 +117,9 @@ class Scheduler:
         """
         counters, backups = self.counters, self.backups
         retractions = counters.retractions
-        items, opens = self._planner.draft(now_s, admits=admits, lane=lane)
+        items, opens = self._streams.plan(now_s, admits=admits, lane=lane)
         if not items and counters.retractions > retractions:  # their memory is free now
-            items, opens = self._planner.draft(now_s, admits=admits, lane=lane)
+            items, opens = self._streams.plan(now_s, admits=admits, lane=lane)
         self._ahead.plan(now_s)
         if not items and not backups.asks_for_a_step and not self.memory.asks_for_a_step(lane):
             return None
@@ -129,13 +127,9 @@ class Scheduler:
         sample_deferred = self._masks.awaits_token(items)
         self._seq += 1
         counters.steps += 1
-        counters.draft_steps += items[0].to_draft > 0 if items else 0
         counters.prefill_steps += extend
         counters.mixed_steps += extend and not all(item.extend for item in items)
         counters.deferred_samples += sample_deferred
-        runs = self._drafting.verified_runs(items)
-        counters.verify_steps += runs > 0
-        counters.verified_runs += runs
         plan = Plan(
             seq=self._seq,
             extend=extend,
@@ -145,7 +139,7 @@ class Scheduler:
             sample_deferred=sample_deferred,
             lane=lane,
         )
-        self._planner.enter(plan)
+        self._streams.enter(plan)
         self._state.micro_batches.on_planned(plan)
         backups.attach(plan)
         self.memory.attach(plan)

@@ -7,13 +7,10 @@ import torch
 from engine.attention.backend import make_attention_backend
 from engine.config import EngineConfig
 from engine.device.step_memory import StepMemory
-from engine.executor.draft_pass import DraftPass, draft_pass
-from engine.executor.draft_rows import DraftTrees
-from engine.executor.draft_steps import DraftParts, PagedPool
 from engine.executor.image_pass import ImagePass, ImagePositions
 from engine.executor.parts import AdapterPart, BalancedExperts, WindowPart
 from engine.executor.states import States
-from engine.executor.step_part import StepPart
+from engine.executor.step_part import PagedPool, StepPart
 from engine.flags.resolve import state_slots
 from engine.flags.speculation import topk_of
 from engine.kv.kv_pool import DTYPES
@@ -22,6 +19,9 @@ from engine.kv.step_batch import PageTable, WindowedPageTable
 from engine.lora.bank import AdapterBank, make_bank
 from engine.models.decoder import DenseDecoder
 from engine.sampler.sampler import TokenSampler
+from engine.speculative.draft_pass import DraftPass, draft_pass
+from engine.speculative.draft_rows import DraftTrees
+from engine.speculative.draft_steps import DraftParts
 from service.flags import ConfigError
 
 

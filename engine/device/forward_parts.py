@@ -16,14 +16,12 @@ from engine.config import EngineConfig
 from engine.device.feature_parts import make_adapters, make_parts, make_states
 from engine.device.step_memory import Recording, StepMemory
 from engine.executor.decode_tapes import DecodeTapes
-from engine.executor.draft_pass import DraftPass
-from engine.executor.draft_steps import PagedPool
 from engine.executor.forward import StepInputs
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.states import States
-from engine.executor.step_part import RecordedSteps, StepPart
+from engine.executor.step_part import PagedPool, RecordedSteps, StepPart
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.step_batch import PageTable, WindowedPageTable
@@ -50,14 +48,14 @@ class ForwardParts:
     states: States | None
 
     def forward_pass(
-        self, inputs: StepInputs, graphs: Sequence[RecordedSteps], drafts: DraftPass | None
+        self, inputs: StepInputs, graphs: Sequence[RecordedSteps], drafter: StepPart | None
     ) -> ForwardPass:
         return ForwardPass(
             backend=self.backend,
             page_table=self.page_table,
             inputs=inputs,
             layers=self.layers,
-            parts=[*self.parts, *([] if drafts is None else [drafts])],
+            parts=[*self.parts, *([] if drafter is None else [drafter])],
             recorded=[*graphs, *self.tapes],
         )
 

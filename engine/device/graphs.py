@@ -15,11 +15,13 @@ from engine.executor.graphs import (
     PrefillGraphs,
     RecordedEnd,
     RecordedFeatures,
+    RecordedTrees,
     graph_sizes,
 )
 from engine.executor.step_part import RecordedSteps
 from engine.flags.speculation import passes_of, topk_of
 from engine.models.decoder import DenseDecoder
+from engine.speculative.draft_rows import tree_rows
 
 PREFILL_SIZES: tuple[int, ...] = (
     16,
@@ -62,7 +64,7 @@ def make_graphs(
         adapters = parts.adapters
         features = RecordedFeatures(
             adapters=adapters if adapters is not None and adapters.records else None,
-            depth=passes_of(config) if topk_of(config) > 1 else 0,
+            trees=RecordedTrees(passes_of(config), tree_rows) if topk_of(config) > 1 else None,
             sees=model.sees,
         )
         found.append(DecodeGraphs(_decode_sizes(config), recorder, end=end, features=features))

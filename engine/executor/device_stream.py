@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.draft_steps import guesses_of
 from engine.executor.executor import StepAnswer, Stream, StreamTask
 from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
 from engine.executor.sample_pass import StepOutput
@@ -90,7 +89,7 @@ def _step_result(plan: Plan, output: StepOutput) -> StepResult:
         items[i].input_logprobs = [entry for part in parts for entry in _token_logprobs(part)]
     for i, rows in output.hidden.items():
         items[i].hidden = rows.numpy().tobytes()
-    for i, guesses in guesses_of(output.drafted).items():
+    for i, guesses in output.drafted().items():
         items[i].drafted = guesses
     return StepResult(seq=plan.seq, items=items)
 

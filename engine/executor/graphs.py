@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
-from engine.executor.draft_rows import tree_rows
 from engine.executor.forward import FutureMap, StepInputs
 from engine.executor.step_part import Batch, Forward, SampledForward
 from engine.kernels.triton.extend_plan import MAX_WHOLE
@@ -114,15 +113,26 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedTrees:
+    """Rows that follow others of their step, in trees of up to `depth` rows on a path.
+
+    `rows` gives, for the step's items and a table like int32 [size, 2 + depth], that table: place
+    and path of each row, as of TreePaths.
+    """
+
+    depth: int
+    rows: Callable[[Sequence[PlanItem], Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedFeatures:
     """Inputs of recorded decode steps besides tokens.
 
-    `adapters`: each size is also recorded with them. `depth`: maximum drafts on a tree path, 0 for
-    chains. `sees`: RoPE positions of a multimodal model.
+    `adapters`: each size is also recorded with them. `sees`: RoPE positions of a multimodal model.
     """
 
     adapters: AdapterBank | None = None
-    depth: int = 0
+    trees: RecordedTrees | None = None
     sees: bool = False
 
 
@@ -172,12 +182,14 @@ class DecodeGraphs:
     ) -> None:
         self.sizes, self._recorder, self._end = _checked(sizes), recorder, end
         self._page_table, device = recorder.page_table, recorder.page_table.device
-        self._adapters, depth, self._sees = features.adapters, features.depth, features.sees
+        self._adapters, self._tree, self._sees = features.adapters, features.trees, features.sees
         rows = [0, 0, self._page_table.scratch_slot, NOT_SAMPLED, *([0] if features.sees else [])]
         padding = torch.tensor(rows, device=device)[:, None]
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
-        no_tree = torch.tensor([[0, 1] + [0] * depth], dtype=torch.int32, device=device)
-        self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if depth else {}
+        no_tree = torch.tensor(
+            [[0, 1] + [0] * (self._tree.depth if self._tree else 0)], dtype=torch.int32, device=device
+        )
+        self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if self._tree else {}
         self._graphs: dict[int, Callable[[], Forward]] = {}
         self._adapted: dict[int, Callable[[], Forward]] = {}
 
@@ -220,8 +232,8 @@ class DecodeGraphs:
         batch.arrival.hold_all()
         self._recorder.inputs.fill(len(plan.items))
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
-        if self._trees:
-            upload_into(self._trees[size], tree_rows(plan.items, like=self._trees[size]))
+        if self._tree is not None:
+            upload_into(self._trees[size], self._tree.rows(plan.items, self._trees[size]))
         return (self._adapted if batch.adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:

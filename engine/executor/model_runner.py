@@ -9,11 +9,10 @@ from typing import TypeVar
 import torch
 
 from engine.core.plan import Plan
-from engine.executor.draft_pass import DraftPass
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
 from engine.executor.states import States
-from engine.executor.step_part import Forward
+from engine.executor.step_part import Forward, TokenDrafter
 from engine.kv.host_pool import HostPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_copies import Arrival
@@ -118,7 +117,7 @@ class ModelRunner:
         copies: Copies,
         forward_pass: ForwardPass,
         sample_pass: SamplePass,
-        drafts: DraftPass | None = None,
+        drafts: TokenDrafter | None = None,
         states: States | None = None,
     ) -> None:
         self.running = RunningModel(model, forward_pass)
@@ -166,7 +165,7 @@ class ModelRunner:
         if not plan.items:
             compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
             return None
-        if plan.only_drafts:
+        if plan.skips_model:
             arrival.hold_all()
             self._forward_pass.place(plan)
             return None
@@ -187,7 +186,7 @@ class ModelRunner:
         """
         if not plan.items:
             return nothing_sampled({})
-        if plan.only_drafts:
+        if plan.skips_model:
             return compute(lambda: self._drafted(plan))
         assert forward is not None, f"step {plan.seq}: the forward has failed"
         return compute(lambda: self._sampled(plan, forward))
@@ -200,7 +199,9 @@ class ModelRunner:
 
     def _drafted(self, plan: Plan) -> StepOutput:
         assert self._drafts is not None, "a plan asks a drafter, and there is none"
-        return self._sample_pass.drafted(self._drafts.draft(self.running.model, plan.items))
+        output = nothing_sampled({})
+        output.drafted = self._drafts.draft(self.running.model, plan.items)
+        return output
 
 
 def compute(work: Callable[[], T]) -> T:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
-from engine.executor.draft_steps import Drafted
 from engine.executor.forward import FutureMap, first_rows, prompt_parts, sampled_rows
-from engine.executor.step_part import Forward, Sampled
-from engine.kv.step_batch import upload
+from engine.executor.step_part import Forward, ReadDrafts, Sampled
+from engine.kv.step_batch import to_host, upload
 from engine.messages import LogprobOptions
 from engine.models.decoder import DenseDecoder
 from engine.sampler.logprobs import Logprobs, Packed, packed_logprobs
@@ -30,7 +29,7 @@ class StepOutput:
     logprobs: dict[int, Logprobs]  # by item index
     input_logprobs: dict[int, list[Logprobs]]
     hidden: dict[int, Tensor] = field(default_factory=dict)  # [n, hidden] float32, by item index
-    drafted: list[Drafted] = field(default_factory=list)
+    drafted: ReadDrafts = dict
     on_device: Tensor = _NO_TOKENS  # the tokens, where they were sampled
 
 
@@ -51,7 +50,7 @@ class SamplePass:
             if item.hidden_from is not None:
                 rows = hidden[starts[i] + item.hidden_from - item.start : starts[i + 1]].to(torch.float32)
                 pooled = model.label_logits(rows[-1:]) if item.pool == "labels" else _pool(rows, item.pool)
-                output.hidden[i] = _to_host(pooled)
+                output.hidden[i] = to_host(pooled)
         return output
 
     def _tokens(self, model: DenseDecoder, plan: Plan, starts: list[int], forward: Forward) -> StepOutput:
@@ -70,20 +69,12 @@ class SamplePass:
         self._future_map.on_sampled()
         return StepOutput(
             sampled=sampled,
-            tokens=_to_host(tokens),
-            bad=_to_host(bad),
+            tokens=to_host(tokens),
+            bad=to_host(bad),
             logprobs=self._logprobs(logits, tokens, [(r, i, items[i].logprobs) for r, i in enumerate(sampled)]),
             input_logprobs=input_logprobs,
             on_device=tokens,
         )
-
-    def drafted(self, passes: Sequence[Drafted]) -> StepOutput:
-        """Return the result of a draft step for the host."""
-        output = nothing_sampled({})
-        output.drafted = [
-            Drafted(one.of, _to_host(one.tokens), _to_host(one.confidences), _to_host(one.paths)) for one in passes
-        ]
-        return output
 
     def _sample(self, plan: Plan, sampled: list[int], logits: Tensor) -> Sampled:
         """Tokens and bad rows of the items `sampled`."""
@@ -124,7 +115,7 @@ class SamplePass:
         most, max_ids = max(o.top_num for o in options), max(len(o.token_ids) for o in options)
         ids = [[*o.token_ids, *[0] * (max_ids - len(o.token_ids))] for o in options]
         asked = upload(torch.tensor(ids, dtype=torch.int64).view(len(ids), max_ids), self._device)
-        table = _to_host(packed_logprobs(logits, tokens, top_num=most, token_ids=asked))
+        table = to_host(packed_logprobs(logits, tokens, top_num=most, token_ids=asked))
         return Packed(table, most=min(most, logits.shape[1]))
 
     def _upload(self, values: Sequence[int]) -> Tensor:
@@ -137,13 +128,6 @@ def nothing_sampled(input_logprobs: dict[int, list[Logprobs]]) -> StepOutput:
 
 def _rows(packed: Packed, begin: int, end: int, options: LogprobOptions) -> Logprobs:
     return packed.rows(begin, end, top_num=options.top_num, requested_ids=options.token_ids)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _pool(rows: Tensor, kind: str) -> Tensor:

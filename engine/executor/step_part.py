@@ -1,17 +1,18 @@
 """A step of one rank, the parts that add to it, each of a feature, and what computes it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
-from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.core.plan import Guess, Plan, PlanItem, SlotOpen
 from engine.executor.forward import StepInputs
 from engine.executor.layer_marks import LayerMarks
+from engine.kv.kv_pool import KVPool
 from engine.kv.page_copies import Arrival
 from engine.kv.step_batch import PageTable, StepBatch, upload
 from engine.models.attention import Attend
@@ -197,6 +198,29 @@ class StepPart:
 
     def end(self, batch: Batch, hidden: Tensor) -> None:
         """Keep what is needed of the step. `hidden` [T, hidden]: what layers gave its tokens."""
+
+
+ReadDrafts = Callable[[], Mapping[int, list[Guess]]]  # by item; to be called when the step has ended
+
+
+class TokenDrafter(Protocol):
+    """The part of a rank's steps that drafts tokens, and follows those that count."""
+
+    def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
+        """Keep what follows from the last step with drafts.
+
+        `tokens`: sampled, in item order; None on a rank that samples nothing.
+        """
+
+    def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> ReadDrafts:
+        """Draft after each of `items`."""
+
+
+class PagedPool(NamedTuple):
+    """KV of some layers, and its page table."""
+
+    pool: KVPool
+    page_table: PageTable
 
 
 class RecordedSteps(Protocol):

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.core.drafting import Drafting
-from engine.core.ngram import NgramDrafter
 from engine.model_files.drafter_config import (
     DRAFT_PATH,
     EAGLE,
@@ -162,18 +160,3 @@ def max_drafted(config: EngineConfig, *, decodes: bool) -> int:
         return 0
     most = FORCED_REQUESTS if config.speculative_algorithm is None else config.max_running_requests
     return min(most, config.max_running_requests)
-
-
-def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
-    """Return None without drafts."""
-    algorithm = config.speculative_algorithm
-    if not may_draft(config, decodes=decodes):
-        return None
-    most = rows_of_request(config) - 1
-    return Drafting(
-        NgramDrafter(most=most) if algorithm == NGRAM else None,
-        most=most,
-        passes=passes_of(config) if drafts_by_model(config) else 0,
-        topk=topk_of(config),
-        counts=config.device == "cpu",
-    )

@@ -118,6 +118,14 @@ def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True)
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, on CUDA pinned and valid after the stream's next event."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def upload_into(target: torch.Tensor, x: torch.Tensor) -> None:
     """Copy into `target` in stream order."""
     if target.device.type == "cpu":

@@ -90,7 +90,7 @@ def _info(plan: Plan) -> StepInfo:
 def _kind(plan: Plan) -> str:
     if not plan.items:
         return "copy"  # pages between tiers
-    if plan.only_drafts:
+    if plan.skips_model:
         return "draft"
     if not plan.extend:
         return "decode"

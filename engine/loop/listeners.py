@@ -237,10 +237,10 @@ class StepDurations(LoopListener):
 
 def durations_of(scheduler: Scheduler) -> list[StepDurations]:
     """Return listeners for the scheduler's parts that learn from step times."""
-    budget, drafting, limits = scheduler.step_budget, scheduler.drafting, scheduler.limits
+    budget, limits = scheduler.step_budget, scheduler.limits
     prompts = Lane.PREFILL if limits.multiplexed else None
     durations = [] if budget is None else [StepDurations(budget.note, stages=limits.pp_size, lane=prompts)]
-    return durations if drafting is None else [*durations, StepDurations(drafting.note, stages=1)]
+    return [*durations, *(StepDurations(note, stages=1) for note in scheduler.decode.learners)]
 
 
 def _is_own(plan: Plan) -> bool:

@@ -43,18 +43,18 @@ class IntervalLog(LoopListener):
         self.gen_throughput = 0.0  # tokens per second in the last interval; 0 when idle
         self.cache_hit_rate: float | None = None  # of the last interval with prefill
         self.accepted: dict[str, float] = {}  # of the last interval with decodes; the rate of the last one with drafts
-        if scheduler.drafting is not None:
+        if scheduler.decode.verifies:
             self.accepted = {"spec_accept_length": 1.0, "spec_accept_rate": 0.0}
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
-        if plan.only_drafts:  # part of the decode step after it
+        if plan.skips_model:  # part of the decode step after it
             return
         sums = self._sums = self._sums or _Sums(now_s)
         sums.prefill_steps += plan.extend
         sums.decode_steps += not plan.extend
         sums.new_tokens += sum(item.q_len for item in plan.items if item.extend)
         sums.new_requests += len(plan.opens) if plan.extend else 0
-        if self._scheduler.drafting is not None:
+        if self._scheduler.decode.verifies:
             sums.known_rows += sum(not item.draft and not item.extend for item in plan.items)
         if sums.prefill_steps + sums.decode_steps >= self._steps:
             self._end(now_s)

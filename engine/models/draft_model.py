@@ -1,4 +1,4 @@
-"""Draft models, whose tokens the model verifies (engine/executor/draft_pass.py).
+"""Draft models, whose tokens the model verifies (engine/speculative/draft_pass.py).
 
 STANDALONE   a separate model with the same vocabulary
 NEXTN        layers in the model's checkpoint that predict the token after the next (MTP)

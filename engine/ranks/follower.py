@@ -15,11 +15,11 @@ from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed
 
 if TYPE_CHECKING:
-    from engine.executor.draft_pass import DraftPass
     from engine.executor.forward import FutureMap
     from engine.executor.forward_pass import ForwardPass
     from engine.executor.model_runner import Copies
     from engine.executor.states import States
+    from engine.executor.step_part import TokenDrafter
     from engine.kv.page_copies import Arrival
     from engine.models.decoder import DenseDecoder
     from engine.parallel.stage_link import HiddenStates
@@ -40,7 +40,7 @@ class RankRunner:
         forward_pass: "ForwardPass",
         future_map: "FutureMap",
         after: "HiddenStates | None",
-        drafts: "DraftPass | None" = None,
+        drafts: "TokenDrafter | None" = None,
         states: "States | None" = None,
     ) -> None:
         self.running = RunningModel(model, forward_pass)
@@ -67,7 +67,7 @@ class RankRunner:
             self._forward_pass.join(self.running.model, plan, arrival)
             self._copies.wait(plan.seq)
             return
-        if plan.only_drafts:
+        if plan.skips_model:
             self._draft(plan, arrival)
             return
         forward = self._forward_pass.run(self.running.model, plan, arrival)

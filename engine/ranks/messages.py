@@ -201,8 +201,8 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
         opened=[(opened.slot, opened.adapter, opened.state) for opened in plan.opens],
         windows=[(i, item.window_start, item.new_window) for i, item in enumerate(items) if item.new_window],
         drafts=[(i, item.behind, item.place) for i, item in enumerate(items) if item.draft],
-        to_draft=[item.to_draft for item in items] if plan.only_drafts else [],
-        topk=items[0].topk if plan.only_drafts else 1,
+        to_draft=[item.to_draft for item in items] if plan.skips_model else [],
+        topk=items[0].topk if plan.skips_model else 1,
         images=[(i, item.images) for i, item in enumerate(items) if item.images is not None],
         answer=answer,
     )

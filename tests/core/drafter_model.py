@@ -7,8 +7,7 @@ both are right, and a stale tail, or an entry of a rejected draft that nothing o
 import random
 from collections.abc import Callable, Sequence
 
-from engine.core.drafts import Guess
-from engine.core.plan import ItemResult, Plan, PlanItem
+from engine.core.plan import Guess, ItemResult, Plan, PlanItem
 from tests.core.hash_model import KV, next_token, step_hash
 
 At = Callable[[list[int], int], tuple[int, int]]

@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 from engine.assembly.worker import CoreConfig, build_core
+from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import RatioRule, StepBudget
 from engine.core.mem_cache.backups import CopySize
 from engine.core.mem_cache.host_cache import HostCache
@@ -19,7 +20,7 @@ from engine.core.request import Request
 from engine.images import ImageInput
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
-from tests.core.guesses import drafting
+from tests.core.guesses import strategy
 from tests.core.hash_model import HashModel, LanesModel, next_token, prefix_hash
 from tests.core.named_stops import stops_of
 
@@ -160,7 +161,7 @@ class EngineInATest:
             ratio=RatioRule(conservativeness=conservativeness, clip_tokens=clip),
             backup_room=CopySize(backup_pages, backup_pages, backup_pages),
             step_budget=step_budget,
-            drafting=drafting(drafts, most=most_drafts, model=self.model) if drafts else None,
+            decode=strategy(drafts, most=most_drafts, model=self.model) if drafts else DecodePlanner,
             uniform=random.Random(5).random,
         )
         self.scheduler, events = build_core(core, [host, states, windows, images])

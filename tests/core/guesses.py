@@ -1,10 +1,13 @@
 """Drafters that are right, wrong, or both in turn, about the model of hashes; and rows that always pay."""
 
 import random
+from functools import partial
 
-from engine.core.drafting import Drafting
-from engine.core.drafts import Draft
 from engine.core.request import Request
+from engine.core.scheduler import MakeDecodeStrategy, Scheduler
+from engine.speculative.decode_planning import SpeculativeDecode
+from engine.speculative.drafting import Drafting
+from engine.speculative.drafts import Draft
 from tests.core.drafter_model import DrafterModel
 from tests.core.hash_model import HashModel, next_token, prefix_hash, step_hash
 
@@ -45,6 +48,16 @@ class Guesses:
             guesses.append((right + 1) % 50 if is_wrong else right)
             value = step_hash(value, guesses[-1])
         return Draft(guesses, match=2)
+
+
+def drafting_of(scheduler: Scheduler) -> Drafting:
+    assert isinstance(scheduler.decode, SpeculativeDecode)
+    return scheduler.decode.drafting
+
+
+def strategy(kind: str, *, most: int, model: HashModel) -> MakeDecodeStrategy:
+    """Decode steps with `drafting` of these."""
+    return partial(SpeculativeDecode, drafting=drafting(kind, most=most, model=model))
 
 
 def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:

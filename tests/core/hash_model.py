@@ -151,7 +151,7 @@ class HashModel:
             self._begin_runs(plan)
         for key in plan.forgets:
             self.features.pop(key, None)
-        if self.fails(plan) and plan.only_drafts:
+        if self.fails(plan) and plan.skips_model:
             for item in plan.items:
                 self.rows[item.slot] += item.new_pages
             return StepResult(plan.seq, [ItemResult(None) for _ in plan.items], failure=NO_MEMORY)
@@ -164,7 +164,7 @@ class HashModel:
         paths = _paths(plan.items)
         results = [self._forward(item, plan.masks.get(i), paths[i]) for i, item in enumerate(plan.items)]
         self._copy_states(plan.snapshots)
-        if self.drafter is not None and not plan.only_drafts:
+        if self.drafter is not None and not plan.skips_model:
             self.drafter.follow(self._runs(plan.items, results))
         self._move_accepted(plan.items, results)
         return StepResult(plan.seq, results)

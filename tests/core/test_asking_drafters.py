@@ -8,7 +8,7 @@ from tests.core.hash_model import expected_tokens
 def kinds(engine: EngineInATest) -> list[str]:
     """Of its plans."""
     of = [
-        "draft" if plan.only_drafts else "prompt" if plan.extend else "verify" if len(plan.items) > 1 else "plain"
+        "draft" if plan.skips_model else "prompt" if plan.extend else "verify" if len(plan.items) > 1 else "plain"
         for plan in engine.plans
     ]
     return of
@@ -55,7 +55,7 @@ def test_without_free_pages_there_are_fewer_drafts_and_nothing_is_evicted() -> N
 
 def test_a_step_of_a_drafter_that_fails_costs_drafts_alone() -> None:
     engine = one()
-    engine.model.fails = lambda plan: plan.only_drafts
+    engine.model.fails = lambda plan: plan.skips_model
     engine.add("r", [1, 2, 3], max_new_tokens=6)
     engine.run()
     assert set(kinds(engine)) == {"prompt", "draft", "plain"}
@@ -65,7 +65,7 @@ def test_a_step_of_a_drafter_that_fails_costs_drafts_alone() -> None:
 def test_an_abort_while_it_drafts_gives_all_memory_back() -> None:
     engine = one(lag=True)
     engine.add("r", [1, 2, 3], max_new_tokens=10)
-    while not (engine.plans and engine.plans[-1].only_drafts):
+    while not (engine.plans and engine.plans[-1].skips_model):
         plan: Plan | None = engine.next_plan()
         if plan is None:
             engine.collect()

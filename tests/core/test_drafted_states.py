@@ -7,7 +7,7 @@ import pytest
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.plan import Plan
 from tests.core.engine_in_a_test import EngineInATest
-from tests.core.guesses import KINDS, Guesses
+from tests.core.guesses import KINDS, Guesses, drafting_of
 from tests.core.hash_model import expected_tokens
 
 PROMPT = list(range(1, 22))
@@ -20,8 +20,8 @@ def engine_of(drafts: str, **setup: Any) -> EngineInATest:
 
 def with_all_drafts(engine: EngineInATest) -> EngineInATest:
     """Each draft is as long as it can be, however the ones before it fared."""
-    drafting = engine.scheduler.drafting
-    assert drafting is not None and isinstance(drafting._drafter, Guesses)
+    drafting = drafting_of(engine.scheduler)
+    assert isinstance(drafting._drafter, Guesses)
     drafting._chances.of_match = lambda drafts, match: 0.9  # type: ignore[method-assign]
     drafting._drafter._random.randint = lambda low, high: high  # type: ignore[method-assign]
     return engine

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.drafting import TRY_EVERY, Drafting, RowCosts
-from engine.core.drafts import MODELED, NO_DRAFT, Draft
 from engine.core.plan import Plan, PlanItem, StateRollback
 from engine.core.request import Request
+from engine.speculative.drafting import TRY_EVERY, Drafting, RowCosts
+from engine.speculative.drafts import MODELED, NO_DRAFT, Draft, Drafts
 from tests.core.engine_in_a_test import request_of
 from tests.core.guesses import Free
 
@@ -167,7 +167,8 @@ def asking(
 
 def known(one: Drafting, request: Request, guesses: list[int], sampled: list[int]) -> None:
     """The drafter's last guesses, and what came of them."""
-    request.drafts.draft, request.drafts.known = Draft(guesses, MODELED), request.num_tokens
+    drafts = request.of(Drafts)
+    drafts.draft, drafts.known = Draft(guesses, MODELED), request.num_tokens
     request.output_ids += sampled
     one.choose([request], rows=1, overlaps=False)
 
@@ -191,7 +192,7 @@ def test_one_that_is_wrong_is_asked_now_and_then() -> None:
     asked = []
     for _ in range(2 * TRY_EVERY):
         asked += num_asked(one, [request])
-        request.drafts.draft = NO_DRAFT
+        request.of(Drafts).draft = NO_DRAFT
         request.output_ids.append(8)
     assert sum(asked) == asked.count(1) == 2
 
@@ -221,7 +222,7 @@ def test_in_a_full_batch_where_rows_cost_nothing_is_asked() -> None:
 def test_no_more_is_asked_than_may_be_sampled_and_not_twice() -> None:
     one = asking(lambda rows: 1 + 0.02 * rows, of_pass=lambda rows: 0.01)
     one_left, three_left, asked = (request_of([1, 2], rid=f"l{n}", max_new_tokens=n) for n in (1, 3, 9))
-    asked.drafts.asked_at = asked.num_tokens
+    asked.of(Drafts).asked_at = asked.num_tokens
     assert num_asked(one, [one_left, three_left, asked]) == [0, 2, 0]
 
 
@@ -249,7 +250,8 @@ def test_drafts_are_trees_where_rows_cost_little(a_row: float, topk: int) -> Non
     one, request = asking(lambda rows: 1 + a_row * rows, of_pass=lambda rows: 0.02 + 0.1 * a_row * rows, topk=4), ask()
     for i in range(200):
         guess = Draft([7, 8], MODELED, (-1, -1), (0.75, 0.12))
-        request.drafts.draft, request.drafts.known = guess, request.num_tokens
+        drafts = request.of(Drafts)
+        drafts.draft, drafts.known = guess, request.num_tokens
         request.output_ids.append((7, 7, 7, 8, 7, 7, 7, 9)[i % 8])
         one.choose([request], rows=1, overlaps=False)
     found = one.ask([request], rows=1, overlaps=False)
@@ -260,7 +262,8 @@ def test_a_tree_is_verified_down_to_what_is_unlikely() -> None:
     """The drafter is sure of one branch, which is two tokens deep; the other ones stay out."""
     one, request = asking(lambda rows: 1 + 0.05 * rows, of_pass=lambda rows: 0.02, topk=2), ask()
     tree = Draft([7, 8, 1, 2, 3, 4], MODELED, (-1, -1, 0, 0, 1, 1), (0.96, 0.03, 0.97, 0.02, 0.5, 0.4))
-    request.drafts.draft, request.drafts.known = tree, request.num_tokens
+    drafts = request.of(Drafts)
+    drafts.draft, drafts.known = tree, request.num_tokens
     found = one.choose([request], rows=1, overlaps=False)[request.rid]
     assert (found.tokens, list(found.parents)) == ([7, 1], [-1, 0])
 

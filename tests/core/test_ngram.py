@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.core.drafts import NO_DRAFT
-from engine.core.ngram import INDEXED_AT_ONCE, NgramIndex
+from engine.speculative.drafts import NO_DRAFT
+from engine.speculative.ngram import INDEXED_AT_ONCE, NgramIndex
 
 
 def index_of(prompt: list[int], output: list[int]) -> NgramIndex:

@@ -10,7 +10,7 @@ BASE_PATH = (
     *(f"engine/core/{name}.py" for name in ("scheduler", "memory", "state", "results", "departures")),
     *(f"engine/core/{name}.py" for name in ("prefill_planning", "decode_planning", "prefill_adder")),
     "engine/loop/loop.py",
-    *(f"engine/executor/{name}.py" for name in ("forward_pass", "sample_pass", "draft_pass")),
+    *(f"engine/executor/{name}.py" for name in ("forward_pass", "sample_pass")),
     *(f"engine/models/{name}.py" for name in ("decoder", "layer", "part")),
     *("disagg/role.py", "disagg/decode_role.py", "disagg/prefill_role.py"),
     *("router/requests/dispatch.py", "router/attempts/pair_attempt.py"),

@@ -6,19 +6,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from engine.core.drafts import Draft
 from engine.core.plan import StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from tests.core.guesses import Free
+from engine.speculative.drafts import Draft
+from tests.core.guesses import Free, drafting_of
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.ranks_in_process import ranks
 
 
 def always(scheduler: Scheduler) -> None:
     """Let all drafts pay."""
-    assert scheduler.drafting is not None
-    scheduler.drafting.costs, scheduler.drafting.pass_costs = Free(), Free(passes=True)
+    drafting = drafting_of(scheduler)
+    drafting.costs, drafting.pass_costs = Free(), Free(passes=True)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,6 @@ class KnownAnswers:
 def draft_from(scheduler: Scheduler, answers: Mapping[str, Sequence[int]], kind: str, *, most: int) -> None:
     """Let an engine with NGRAM draft from `answers`, whatever its steps cost and however drafts have fared."""
     always(scheduler)
-    assert scheduler.drafting is not None
-    scheduler.drafting._chances.of_match = lambda drafts, match: 0.9  # type: ignore[method-assign]
-    scheduler.drafting._drafter = KnownAnswers(answers, kind, most=most)
+    drafting = drafting_of(scheduler)
+    drafting._chances.of_match = lambda drafts, match: 0.9  # type: ignore[method-assign]
+    drafting._drafter = KnownAnswers(answers, kind, most=most)

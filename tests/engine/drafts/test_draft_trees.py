@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.drafts import Draft
 from engine.core.plan import PlanItem
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.device.step_memory import EngineUse
-from engine.executor.draft_steps import DraftSteps
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.sampler.sampler import TokenSampler
+from engine.speculative.draft_steps import DraftSteps
+from engine.speculative.drafts import Draft, Drafts
+from tests.core.guesses import drafting_of
 from tests.engine.drafts.drafters import always, answers_to, engine_of, fared
 from tests.engine.drafts.test_eagle import NEW, PROMPTS, RIGHT
 from tests.engine.drafts.test_standalone_drafter import answers, by
@@ -31,8 +32,7 @@ PROMPT = [20 + i * i % 11 for i in range(50)]
 def all_of_a_tree(scheduler: Scheduler) -> None:
     """Verify as much of each tree as a step takes, the first guesses as the most likely path."""
     always(scheduler)
-    assert scheduler.drafting is not None
-    scheduler.drafting._chances.of_tokens = in_order  # type: ignore[method-assign]
+    drafting_of(scheduler)._chances.of_tokens = in_order  # type: ignore[method-assign]
 
 
 def in_order(request: Request, draft: Draft) -> list[float]:
@@ -137,9 +137,9 @@ def test_each_guess_follows_its_own_path(tmp_path: Path) -> None:
     with EngineInProcess(path, **by(path, speculative_eagle_topk=3)) as engine:
         all_of_a_tree(engine.parts.scheduler)
         engine.add("r", PROMPT, max_new_tokens=30)
-        while not (request := next(iter(engine.parts.scheduler.stages.live.values()))).drafts.draft.tokens:
+        while not (request := next(iter(engine.parts.scheduler.stages.live.values()))).of(Drafts).draft.tokens:
             engine.turn()
-        draft, known = request.drafts.draft, request.tokens(0, request.num_tokens)
+        draft, known = request.of(Drafts).draft, request.tokens(0, request.num_tokens)
         engine.run()
     paths: list[list[int]] = []
     for token, parent in zip(draft.tokens, draft.parents, strict=True):

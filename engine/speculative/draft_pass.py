@@ -13,18 +13,19 @@ arXiv:2412.19437) and EAGLE (arXiv:2401.15077), one token later.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
-from engine.executor.draft_rows import AcceptedRows, has_trees, judged_rows
-from engine.executor.draft_steps import Drafted, DraftParts, DraftSteps, Tails
 from engine.executor.forward import first_rows, runs_of
-from engine.executor.step_part import Batch, StepPart
+from engine.executor.step_part import Batch, ReadDrafts, StepPart
 from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftEntries, DraftModel
+from engine.speculative.draft_rows import AcceptedRows, has_trees, judged_rows
+from engine.speculative.draft_steps import DraftParts, DraftSteps, Tails, guesses_of
 
 _NO_FEATURES = torch.empty(0)
 
@@ -36,6 +37,7 @@ class DraftPass(StepPart):
         self._pools, self._backend, self._collectives = parts.pools, parts.backend, parts.collectives
         pool, self._page_table = parts.pools[0]
         self._device = pool.device
+        self._samples = parts.sampler is not None
         self._guesses = DraftSteps(parts, tails)
 
     def expect(self, batch: Batch) -> None:
@@ -67,9 +69,10 @@ class DraftPass(StepPart):
             rows = judged_rows(items, tokens, collectives=self._collectives, device=self._device)
             self._move(rows, *self._places(rows))
 
-    def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> list[Drafted]:
-        """Draft after each of `items` (engine/executor/draft_steps.py)."""
-        return self._guesses.run(_drafter(model), items)
+    def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> ReadDrafts:
+        """Draft after each of `items` (draft_steps.py); a rank without sampler keeps none."""
+        passes = self._guesses.run(_drafter(model), items)
+        return partial(guesses_of, [one.on_host() for one in passes] if self._samples else [])
 
     def _places(self, rows: AcceptedRows) -> tuple[Tensor, Tensor]:
         """Slots and positions of `rows`."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
-from engine.core.drafts import Guess
-from engine.core.plan import PlanItem
+from engine.core.plan import Guess, PlanItem
 from engine.executor.image_pass import rope_positions
-from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import PageTable, StepBatch, TreePaths, upload
+from engine.executor.step_part import PagedPool
+from engine.kv.step_batch import PageTable, StepBatch, TreePaths, to_host, upload
 from engine.models.draft_model import DraftEntries, DraftModel
 from engine.parallel.collectives import Collectives
 from engine.sampler.sampler import TokenSampler
@@ -35,6 +34,10 @@ class Drafted:
     tokens: Tensor
     confidences: Tensor
     paths: Tensor
+
+    def on_host(self) -> "Drafted":
+        """Return copies, on CUDA valid after the step's event."""
+        return Drafted(self.of, to_host(self.tokens), to_host(self.confidences), to_host(self.paths))
 
 
 def guesses_of(passes: Sequence[Drafted]) -> dict[int, list[Guess]]:
@@ -123,13 +126,6 @@ class _Paths:
             scores=scores,
             places=places.gather(1, above[:, :, None].expand(-1, -1, places.shape[2])),
         )
-
-
-class PagedPool(NamedTuple):
-    """KV of some layers, and its page table."""
-
-    pool: KVPool
-    page_table: PageTable
 
 
 class DraftParts(NamedTuple):

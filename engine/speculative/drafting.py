@@ -9,20 +9,19 @@ Rows are taken by acceptance probability, in the number that maximizes
   expected tokens of the step / seconds of a step with these rows
 
 Both are learned (drafting.py, RowCosts), so drafts are short and end in full batches. A model
-drafter's steps (engine/executor/draft_pass.py) count, too.
+drafter's steps (engine/speculative/draft_pass.py) count, too.
 """
 
 from bisect import bisect, bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, repeat
 from operator import mul
 from typing import Protocol
 
-from engine.core.drafts import FORCED, MODELED, NO_DRAFT, Chance, Draft, Drafts, draft_of
-from engine.core.plan import ItemResult, Plan, PlanItem
+from engine.core.plan import Plan
 from engine.core.request import Grammar, Request
-from engine.core.state import SchedulerState
+from engine.speculative.drafts import FORCED, MODELED, NO_DRAFT, Chance, Draft, Drafts
 
 # ---- Acceptance probabilities of draft tokens, learned from earlier drafts.
 
@@ -72,7 +71,7 @@ class Chances:
     def of_tokens(self, request: Request, draft: Draft) -> list[float]:
         """Probability of each token with all before it."""
         if not draft.confidences:
-            return list(accumulate(repeat(self.of_match(request.drafts, draft.match), len(draft.tokens)), mul))
+            return list(accumulate(repeat(self.of_match(request.of(Drafts), draft.match), len(draft.tokens)), mul))
         chances: list[float] = []
         for i, confidence in enumerate(draft.confidences):
             parent = draft.parents[i]
@@ -80,7 +79,7 @@ class Chances:
         return chances
 
     def score(self, request: Request) -> None:
-        drafts, at = request.drafts, -1
+        drafts, at = request.of(Drafts), -1
         draft, of_match = drafts.draft, self._of_match[bisect(MATCHES, drafts.draft.match)]
         for token in request.tokens(drafts.known, request.num_tokens):
             guesses = draft.children(at)
@@ -291,12 +290,14 @@ class Drafting:
         return DraftRequest({r.rid: ask.passes_within(r.samples_left - 1, count) for r in bare} if count else {}, topk)
 
     def _may_ask(self, request: Request) -> bool:
-        return self._can_draft(request) and request.drafts.asked_at < request.num_tokens and request.samples_left > 1
+        return (
+            self._can_draft(request) and request.of(Drafts).asked_at < request.num_tokens and request.samples_left > 1
+        )
 
     def _best_passes(self, bare: Sequence[Request], rows: int, *, overlaps: bool) -> tuple[int, int]:
         best, best_rate = (0, 1), self._min_rate(rows, overlaps=overlaps)
         for topk, a_pass in self._rows_a_pass.items():
-            chances = [self._chances.of_place(r.drafts, topk) for r in bare]
+            chances = [self._chances.of_place(r.of(Drafts), topk) for r in bare]
             verified, pass_s = (
                 a_pass.value(ROWS_OF_TREES if topk > 1 else 1.0, TRUST_IN_ROWS),
                 self._pass(len(bare) * topk),
@@ -344,16 +345,12 @@ class Drafting:
         most = min(request.samples_left - 1, self._most)
         return _Ranked(request, draft, order, [-chance for chance in chances], list(accumulate(chances)), most)
 
-    def verified_runs(self, items: Sequence[PlanItem]) -> int:
-        """Return the number of requests with drafts in a step of `items`."""
-        return sum(before.draft < item.draft for before, item in pairwise(items))
-
     def note(self, plan: Plan, taken_s: float) -> None:
         if plan.extend or not plan.items or taken_s <= 0:
             return
-        if plan.rewinds and not plan.only_drafts and not any(item.draft for item in plan.items):
+        if plan.rewinds and not plan.skips_model and not any(item.draft for item in plan.items):
             return  # rollbacks of an earlier step are no cost of these rows
-        if not plan.only_drafts:
+        if not plan.skips_model:
             self.costs.note(len(plan.items), taken_s)
             return
         self.pass_costs = self.pass_costs or RowCosts()
@@ -361,7 +358,7 @@ class Drafting:
         self.pass_costs.note(len(plan.items) * paths, taken_s / max(item.to_draft for item in plan.items))
 
     def _draft(self, request: Request) -> Draft:
-        drafts = request.drafts
+        drafts = request.of(Drafts)
         if not self._can_draft(request):
             return NO_DRAFT
         if drafts.known < request.num_tokens:
@@ -385,19 +382,6 @@ class Drafting:
         a_pass.tries += len(draft.first_path())
 
 
-class NoDrafting(Drafting):
-    """Drafting that is switched off: no drafts, not even tokens that a grammar forces."""
-
-    def __init__(self) -> None:
-        super().__init__(None, most=0)
-
-    def able(self, requests: Sequence[Request]) -> Sequence[Request]:
-        return ()
-
-    def verified_runs(self, items: Sequence[PlanItem]) -> int:
-        return 0
-
-
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
     """Return `tokens` before the first invalid one, or the grammar's end."""
     fork = grammar.fork() if tokens else grammar
@@ -409,51 +393,3 @@ def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
 
 def _expected(chance: float, count: int) -> float:
     return chance * (1 - chance**count) / (1 - chance)
-
-
-# ---- Rows of a step that count, and drafts of the drafter. Only steps with drafts come here.
-
-
-class Verification:
-    def __init__(self, state: SchedulerState) -> None:
-        self._counters = state.counters
-        self._step_ends = state.step_ends
-
-    def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
-        """Verify the draft of item `number` of a step; a rejected row has no effect."""
-        self._counters.drafts += 1
-        if not _was_right(request, item, number):
-            self._counters.wrong_drafts += request.finish is None and request.num_tokens == item.kv_len
-            take_back(request)
-            self._step_ends.reject(request, item.kv_len)
-            return False
-        request.drafts.accepted += 1
-        self._counters.accepted_drafts += 1
-        return True
-
-
-def take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
-    """Take the drafter's draft; after a failed step decode without one."""
-    request.drafts.is_asked = False
-    if request.finish is not None or request.num_tokens != item.kv_len:
-        return
-    draft, grammar = draft_of(result.drafted), request.grammar
-    if not _may_branch(request):
-        draft = draft.path()
-    request.drafts.draft = draft if grammar is None else draft.first(len(fitting(grammar, draft.tokens)))
-
-
-def take_back(request: Request) -> None:
-    """Compute again from the newest token, with the sampled one."""
-    request.launched_len = request.unsent.hidden_launched = request.computed_len
-
-
-def _may_branch(request: Request) -> bool:
-    """Check that tree rows equal chain rows: masks, counts and hidden states follow one path."""
-    return request.grammar is None and not request.sampling.penalized and not request.message.return_hidden_states
-
-
-def _was_right(request: Request, item: PlanItem, number: int) -> bool:
-    """Check that the draft path up to item `number` was sampled."""
-    follows = request.finish is None and request.drafts.last == number - item.behind
-    return follows and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]

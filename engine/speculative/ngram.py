@@ -10,8 +10,8 @@ prompt-lookup-decoding, vLLM's and SGLang's NGRAM.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.request import Request
+from engine.speculative.drafts import NO_DRAFT, Draft, Drafts
 
 SHORTEST_MATCH = 2  # minimum tokens of a match: single ones predict little
 LONGEST_MATCH = 32  # maximum compared tokens: the longest match gives the draft
@@ -67,6 +67,7 @@ class NgramDrafter:
         self._most = most
 
     def draft(self, request: Request) -> Draft:
-        index = request.drafts.index = request.drafts.index or NgramIndex(SHORTEST_MATCH)
+        drafts = request.of(Drafts)
+        index = drafts.index = drafts.index or NgramIndex(SHORTEST_MATCH)
         index.read(request.input_ids, request.output_ids)
         return index.draft(longest_match=LONGEST_MATCH, most=self._most)

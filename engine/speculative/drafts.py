@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from engine.core.plan import Guess
+from engine.core.request import Request
 from engine.messages import DraftCounts
 
 
@@ -61,14 +63,6 @@ class Draft:
         return chosen
 
 
-class Guess(NamedTuple):
-    """Token from the executor's drafter; see Draft."""
-
-    token: int
-    parent: int
-    confidence: float
-
-
 def draft_of(guesses: Sequence[Guess]) -> Draft:
     if not guesses:
         return NO_DRAFT
@@ -119,8 +113,15 @@ class Drafts:
     drafted: int = 0
     accepted: int = 0
 
-    def counts(self) -> DraftCounts:
-        return DraftCounts(self.steps, self.drafted, self.accepted)
+
+def count(request: Request, *, steps: int = 0, drafted: int = 0, accepted: int = 0) -> None:
+    """Add to the request's counts, which its outputs report from its first step on."""
+    drafts = request.of(Drafts)
+    drafts.steps += steps
+    drafts.drafted += drafted
+    drafts.accepted += accepted
+    if drafts.steps:
+        request.stats.drafts = DraftCounts(drafts.steps, drafts.drafted, drafts.accepted)
 
 
 # ---- rows of a draft tree
@@ -131,7 +132,7 @@ class DraftRow(NamedTuple):
 
     `depth` after the known token; `behind`: distance to the row that samples it; KV `place`. Rows
     are by depth, so lengths do not decrease. The first-candidate path has its own places; others
-    follow, and move if accepted (engine/executor/draft_pass.py).
+    follow, and move if accepted (engine/speculative/draft_pass.py).
 
         known  + a + d            rows     known  a  b  d  e  c
                |   + e            depth      0    1  1  2  2  2

@@ -1,4 +1,4 @@
-"""Rows of a step that read drafts: places in trees (engine/core/drafts.py), and which count.
+"""Rows of a step that read drafts: places in trees (engine/speculative/drafts.py), and which count.
 
 Which rows count is found on the device, behind sampling and without a wait for the host.
 """
@@ -50,7 +50,7 @@ def paths_of(items: Sequence[PlanItem], device: torch.device) -> TreePaths:
     return TreePaths(starts=on_device[:, 0].contiguous(), places=on_device[:, 1:].contiguous())
 
 
-def tree_rows(items: Sequence[PlanItem], *, like: Tensor) -> Tensor:
+def tree_rows(items: Sequence[PlanItem], like: Tensor) -> Tensor:
     """Return [rows, 2 + depth] int32 on the host for a decode step.
 
     Place and path of each row, as of TreePaths. Rows behind `items` are padding.

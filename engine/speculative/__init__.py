@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, their choice, the executor's drafter, verification."""

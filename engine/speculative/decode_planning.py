@@ -1,0 +1,258 @@
+"""Decode steps with drafts, which follow the known tokens of a request until the step verifies them.
+
+Drafts follow known tokens, so where they pay, decodes do not overlap: two half batches would read
+the weights twice. The executor's drafter runs in a step before.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, islice
+
+from engine.config import EngineConfig
+from engine.core.decode_planning import DecodePlanner, Items, decode_row
+from engine.core.departures import Departures
+from engine.core.mem_cache.image_cache import with_images
+from engine.core.outputs import note_launch
+from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.core.plan_items import open_slot
+from engine.core.preemption import Preemption
+from engine.core.request import Request
+from engine.core.scheduler import MakeDecodeStrategy
+from engine.core.state import SchedulerState
+from engine.flags.speculation import NGRAM, drafts_by_model, may_draft, passes_of, rows_of_request, topk_of
+from engine.speculative.drafting import Drafting, DraftRequest, fitting
+from engine.speculative.drafts import NO_DRAFT, Draft, Drafts, count, draft_of, rows_of
+from engine.speculative.ngram import NgramDrafter
+
+
+class SpeculativeDecode(DecodePlanner):
+    """Strategy of decode steps that verify drafts, chosen by `drafting`."""
+
+    verifies = True
+
+    def __init__(
+        self, state: SchedulerState, departures: Departures, preemption: Preemption, *, drafting: Drafting
+    ) -> None:
+        super().__init__(state, departures, preemption)
+        self.drafting = drafting
+        self._counters = state.counters
+        self._step_ends = state.step_ends
+        self._awaits_tokens = False  # before drafting: drafts follow known tokens
+
+    # ---- plans
+
+    def plan_first(self) -> Items:
+        """Plan a drafter step where drafts pay and are missing; if empty, decodes may follow."""
+        self._awaits_tokens = False
+        drafting = self.drafting
+        if not drafting.passes:
+            return [], []
+        ready = self._micro_batches.ready(self._stages.running)
+        if any(map(_in_flight, ready)):
+            return [], []
+        overlaps = any(r.pending for r in ready)
+        ask = drafting.ask(ready, rows=len(ready), overlaps=overlaps)
+        self._awaits_tokens = bool(ask.passes) and overlaps
+        if not ask.passes or overlaps:
+            return [], []
+        asked = [r for r in ready if r.rid in ask.passes][: self._step_ends.max_drafted]
+        for request in asked:
+            if self._memory.needs_page(request) and self._memory.available > len(ready):
+                self._memory.grow(request)  # the decode step would
+        passes = {r.rid: self._passes_in_room(ask, r, left_free=len(ready)) for r in asked}
+        asked = self._with_slots([r for r in asked if passes[r.rid] > 0])
+        opens = [open_slot(r, self._table) for r in asked if r.slot is None]
+        self._counters.draft_steps += bool(asked)
+        return [request_drafts(r, passes[r.rid], topk=ask.topk) for r in asked], opens
+
+    def _passes_in_room(self, ask: DraftRequest, request: Request, *, left_free: int) -> int:
+        passes = ask.passes[request.rid]
+        room = self._memory.make_room(request, ask.places(passes), left_free=left_free)
+        return ask.passes_within(room, passes)
+
+    def _with_slots(self, requests: list[Request]) -> list[Request]:
+        """Requests with a row or a free one, which drafts take from no others."""
+        rowless = [r.rid for r in requests if r.slot is None][self._table.num_free :]
+        return [r for r in requests if r.rid not in rowless]
+
+    def plan(self, planned: set[str], now_s: float) -> Items:
+        """Plan a token per running request, and its drafts; nothing where these await tokens."""
+        ready, drafts = self._ready(planned), dict[str, Draft]()
+        if able := self.drafting.able(ready):
+            if self._awaits_tokens or any(map(_in_flight, able)):
+                return [], []
+            overlaps = any(r.pending for r in ready)
+            drafts = self.drafting.choose(able, rows=len(ready), overlaps=overlaps)
+            if drafts and (overlaps or (self._step_ends.one_verify_step and self._is_verifying())):
+                return [], []
+            drafts = dict(islice(drafts.items(), self._step_ends.max_drafted))
+            for request in able:
+                request.of(Drafts).is_able = True
+        ready = self._with_memory(ready, now_s)
+        opens = self._opens(ready)
+        for request in ready:
+            end = request.launched_len + 1
+            if draft := drafts.get(request.rid):
+                most = self._step_ends.cut_answer(request, request.launched_len, end + len(draft)) - end
+                room = self._memory.make_room(request, most, left_free=len(ready))
+                drafts[request.rid] = draft.first(room)
+                end += room
+            self._memory.extend(request, end, answer=True)
+        if not drafts:
+            return [decode_row(r) for r in ready], opens
+        return self._rows(ready, drafts), opens
+
+    def _is_verifying(self) -> bool:
+        return any(r.of(Drafts).rows for r in chain(self._stages.running, self._stages.draining))
+
+    def _rows(self, ready: list[Request], drafts: dict[str, Draft]) -> list[PlanItem]:
+        runs = sum(1 for r in ready if drafts.get(r.rid))
+        self._counters.verify_steps += runs > 0
+        self._counters.verified_runs += runs
+        return [item for r in ready for item in (decode_row(r), *draft_items(r, drafts.get(r.rid, NO_DRAFT)))]
+
+    # ---- results
+
+    @property
+    def learners(self) -> Sequence[Callable[[Plan, float], None]]:
+        return (self.drafting.note,)
+
+    def on_collected(self, plan: Plan, result: StepResult) -> None:
+        live = self._stages.live
+        for item, item_result in zip(plan.items, result.items, strict=True):
+            if item.to_draft:
+                take_drafts(live[item.rid], item, item_result)
+            elif item.draft:
+                live[item.rid].of(Drafts).rows -= 1
+
+    def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
+        drafts = request.of(Drafts)
+        if not item.draft:
+            drafts.last = number
+            if drafts.is_able and item.sample and not item.extend and request.finish is None:
+                count(request, steps=1)
+            return True
+        self._counters.drafts += 1
+        if not _was_right(request, item, number):
+            self._counters.wrong_drafts += request.finish is None and request.num_tokens == item.kv_len
+            take_back(request)
+            self._step_ends.reject(request, item.kv_len)
+            return False
+        count(request, accepted=1)
+        self._counters.accepted_drafts += 1
+        drafts.last, request.computed_len = number, max(request.computed_len, item.kv_len)
+        take_back(request)
+        return True
+
+
+def _in_flight(request: Request) -> bool:
+    """Return whether drafts of the request are verified or made by a step in flight."""
+    drafts = request.of(Drafts)
+    return drafts.rows > 0 or drafts.is_asked
+
+
+# ---- items of plans
+
+
+def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
+    """Plan a row per draft token after the last known one."""
+    assert request.slot is not None
+    known, output_len = request.launched_len - 1, len(request.output_ids) + request.pending - 1
+    items = [
+        PlanItem(
+            rid=request.rid,
+            slot=request.slot,
+            tokens=[row.token],
+            start=(start := known + row.depth),
+            page_start=request.num_synced_pages,
+            new_pages=[],
+            sample=True,
+            output_len=output_len + row.depth,
+            extend=False,
+            logprobs=request.logprobs,
+            hidden_from=note_launch(request, start, start + 1),
+            window_start=request.windows.num_synced,
+            behind=row.behind,
+            place=-1 if row.place == row.depth else known + row.place,
+        )
+        for row in rows_of(draft)
+    ]
+    request.launched_len += len(items)
+    request.inflight += len(items)
+    request.pending += len(items)
+    request.of(Drafts).rows += len(items)
+    count(request, drafted=len(items))
+    return [with_images(item, request) for item in items] if request.images else items
+
+
+def request_drafts(request: Request, passes: int, *, topk: int) -> PlanItem:
+    """Plan drafter passes after the last known token, not computed yet."""
+    assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
+    item = PlanItem(
+        rid=request.rid,
+        slot=request.slot,
+        tokens=request.tokens(request.launched_len, request.num_tokens),
+        start=request.launched_len,
+        page_start=request.num_synced_pages,
+        new_pages=request.pages[request.num_synced_pages :],
+        sample=False,
+        output_len=len(request.output_ids),
+        extend=False,
+        window_start=request.windows.num_synced,
+        to_draft=passes,
+        topk=topk,
+    )
+    request.num_synced_pages = len(request.pages)
+    request.inflight += 1
+    drafts = request.of(Drafts)
+    drafts.asked_at, drafts.is_asked = request.num_tokens, True
+    return with_images(item, request) if request.images else item
+
+
+# ---- drafts of the drafter, and rows that count
+
+
+def take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
+    """Take the drafter's draft; after a failed step decode without one."""
+    drafts = request.of(Drafts)
+    drafts.is_asked = False
+    if request.finish is not None or request.num_tokens != item.kv_len:
+        return
+    draft, grammar = draft_of(result.drafted), request.grammar
+    if not _may_branch(request):
+        draft = draft.path()
+    drafts.draft = draft if grammar is None else draft.first(len(fitting(grammar, draft.tokens)))
+
+
+def take_back(request: Request) -> None:
+    """Compute again from the newest token, with the sampled one."""
+    request.launched_len = request.unsent.hidden_launched = request.computed_len
+
+
+def _may_branch(request: Request) -> bool:
+    """Check that tree rows equal chain rows: masks, counts and hidden states follow one path."""
+    return request.grammar is None and not request.sampling.penalized and not request.message.return_hidden_states
+
+
+def _was_right(request: Request, item: PlanItem, number: int) -> bool:
+    """Check that the draft path up to item `number` was sampled."""
+    follows = request.finish is None and request.of(Drafts).last == number - item.behind
+    return follows and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
+
+
+# ---- from flags
+
+
+def decode_strategy(config: EngineConfig, *, decodes: bool) -> MakeDecodeStrategy:
+    """Return the strategy of decode steps: with drafts by flag, or for what grammars force."""
+    if not may_draft(config, decodes=decodes):
+        return DecodePlanner
+    most = rows_of_request(config) - 1
+    drafting = Drafting(
+        NgramDrafter(most=most) if config.speculative_algorithm == NGRAM else None,
+        most=most,
+        passes=passes_of(config) if drafts_by_model(config) else 0,
+        topk=topk_of(config),
+        counts=config.device == "cpu",
+    )
+    return partial(SpeculativeDecode, drafting=drafting)
