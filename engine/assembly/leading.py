@@ -12,7 +12,6 @@ import torch
 from engine.assembly.memory import EngineMemory, MemorySizes, fitting_sizes
 from engine.config import EngineConfig
 from engine.device.device import Device, build_device
-from engine.device.lanes import build_lanes
 from engine.device.measure import own_steps, warm
 from engine.device.step_memory import EngineUse, LoadedRank, RankSeat, Recording
 from engine.executor.executor import Executor
@@ -22,6 +21,7 @@ from engine.loop.control import FixedKV, KVMemory
 from engine.lora.bank import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import ALONE
+from engine.pdmux.build import build_lanes
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
 from engine.ranks.links import future_map_of, stage_input
 from engine.ranks.rank_parts import check_same_kernels, kernels_here

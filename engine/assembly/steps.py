@@ -7,14 +7,14 @@ from functools import partial
 from engine.assembly.parts import EngineParts
 from engine.core.dp_agreement import Agreement
 from engine.core.dp_step import UpdateAgreement
-from engine.core.pdmux import Lane
+from engine.core.plan import Phase
 from engine.executor.device_stream import Launch
-from engine.flags.pdmux import lane_share
 from engine.flags.resolve import agreement_of
 from engine.loop.joint_strategy import JointStrategy
 from engine.loop.listeners import LoopListener, StepDurations
-from engine.loop.multiplexing import Multiplexing
 from engine.loop.pipeline import MakePipeline, Pipeline, StepStrategy
+from engine.pdmux.multiplexing import Multiplexing
+from engine.pdmux.phases import lane_share
 from engine.ranks.shared_board import SharedBoard
 
 
@@ -39,7 +39,7 @@ def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth:
     if parts.config.enable_pdmux:
         share = lane_share(parts.config, parts=parts.device.parts)
         strategy = lanes = Multiplexing(scheduler, share=share, give=parts.device.give)
-        listeners = (StepDurations(lanes.note, stages=1, lane=Lane.DECODE), lanes)
+        listeners = (StepDurations(lanes.note, stages=1, phase=Phase.DECODE), lanes)
         gauges = partial(_gauges, gauges, share.gauges)
 
     pipeline = partial(

@@ -24,7 +24,7 @@ from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory
 from engine.core.policy import Limits, Uniform
-from engine.core.scheduler import MakeDecodeStrategy, Scheduler
+from engine.core.scheduler import MakeDecodeStrategy, OneStream, Scheduler
 from engine.core.state import SchedulerState
 from engine.loop.heartbeat import IterationClock
 from engine.loop.loop import EngineLoop
@@ -32,6 +32,7 @@ from engine.loop.pipeline import L, MakePipeline, Pipeline, StepLauncher, StepSt
 from engine.loop.role import EngineRole
 from engine.loop.services import LoopServices, LoopSettings, Ports
 from engine.messages import ToFrontend, ToScheduler
+from engine.pdmux.phases import TwoStreams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class CoreConfig:
     """Sizes and rules of an engine's bookkeeping. `radix`, `eviction_policy`: as in RadixCache.
 
     `publishes`: events of the prefix cache. `backup_room`: for copies of retracted requests.
-    `uniform`: as in Scheduler.
+    `decode`: strategy of decode steps. `uniform`: as in Scheduler.
     """
 
     limits: Limits
@@ -77,7 +78,11 @@ def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tup
         ratio=NewTokenRatio(core.ratio),
         backup_room=core.backup_room,
     )
-    return Scheduler(state, uniform=core.uniform, step_budget=core.step_budget, decode=core.decode), events
+    streams = TwoStreams if core.limits.multiplexed else OneStream
+    scheduler = Scheduler(
+        state, uniform=core.uniform, step_budget=core.step_budget, decode=core.decode, streams=streams
+    )
+    return scheduler, events
 
 
 def _match_rule(states: StateSlots | None, windows: WindowPages | None) -> MatchRule:

@@ -1,10 +1,9 @@
-"""One token per running request, limited by rows and pages; a share of them with pipeline stages."""
+"""One token per running request, limited by rows, pages and, with stages, an even share."""
 
 from collections.abc import Callable, Sequence
 
 from engine.core.departures import Departures
-from engine.core.pdmux import Lane
-from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
+from engine.core.plan import Phase, Plan, PlanItem, SlotOpen, StepResult
 from engine.core.plan_items import open_slot, plan_item
 from engine.core.preemption import Preemption
 from engine.core.request import Request
@@ -51,11 +50,11 @@ class DecodePlanner:
         if planned:
             ready = [r for r in ready if r.rid not in planned]
         if self._state.limits.multiplexed:
-            ready = [r for r in ready if r.lane is not Lane.PREFILL or r.inflight == 0]
+            ready = [r for r in ready if r.phase is not Phase.PREFILL or r.inflight == 0]
         return ready
 
     def _with_memory(self, ready: list[Request], now_s: float) -> list[Request]:
-        """Choose those of `ready` with a row and a page for their next token, in the step's order."""
+        """Choose those of `ready` with a row and a page, in the order of the step."""
         ready = self._with_rows(ready, now_s)
         del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
         self._grow(ready)
@@ -66,7 +65,7 @@ class DecodePlanner:
         return ready
 
     def _opens(self, ready: list[Request]) -> list[SlotOpen]:
-        return [open_slot(r, self._table) for r in ready if r.slot is None or r.lane is Lane.PREFILL]
+        return [open_slot(r, self._table) for r in ready if r.slot is None or r.phase is Phase.PREFILL]
 
     # ---- results
 
@@ -79,7 +78,7 @@ class DecodePlanner:
         """Note the end of a step, before its rows are applied."""
 
     def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
-        """Return whether row `number` of a collected step counts; one that does not has no effect."""
+        """Return whether row `number` of a collected step counts; else it has no effect."""
         return True
 
     # ---- rows and pages

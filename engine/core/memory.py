@@ -11,8 +11,7 @@ from engine.core.mem_cache.memory_part import MemoryPart, P, part_of
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_cache import Match, RadixCache
 from engine.core.outputs import unseen_from
-from engine.core.pdmux import Lane
-from engine.core.plan import Plan
+from engine.core.plan import Phase, Plan
 from engine.core.request import Request
 from engine.messages import FinishReason
 
@@ -214,8 +213,8 @@ class Memory:
 
     # ---- plans
 
-    def asks_for_a_step(self, lane: Lane | None) -> bool:
-        return any(part.asks_for_a_step(lane) for part in self.parts)
+    def asks_for_a_step(self, phase: Phase | None) -> bool:
+        return any(part.asks_for_a_step(phase) for part in self.parts)
 
     def attach(self, plan: Plan) -> None:
         for part in self.parts:

@@ -4,8 +4,7 @@ import array
 import math
 from dataclasses import dataclass, field
 
-from engine.core.pdmux import Lane
-from engine.core.plan import ItemResult, PlanItem
+from engine.core.plan import ItemResult, Phase, PlanItem
 from engine.core.policy import ALL_IDS
 from engine.core.request import Request
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
@@ -24,7 +23,7 @@ class StepEffects:
     prefilled: list[tuple[Request, TokenOutput, ItemResult]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     failure: str = ""
-    lane: Lane | None = None
+    phase: Phase | None = None
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:

@@ -1,15 +1,25 @@
 """A planned step and its result, as plain data: no torch, no I/O. Executors see no request."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
 from engine.core.dp_step import AgreedStep
-from engine.core.pdmux import STREAMS, Lane
 from engine.images import ImageInput, RopePositions
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
+
+
+class Phase(Enum):
+    """Phase of a plan's steps, where these have a stream each."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+STREAMS = {Phase.DECODE: 0, Phase.PREFILL: 1}  # of an executor; steps without a phase run on the first
 
 
 @dataclass(slots=True, frozen=True)
@@ -158,7 +168,7 @@ class Plan:
     - sample_deferred: masks depend on tokens in flight, so sampling waits for these
     - agreed: with DP attention, the step of all ranks, set before launch
     - joins: with DP attention, only other ranks have items
-    - lane: with PD multiplexing, steps run in plan order per lane
+    - phase: if given, steps run in plan order per phase
     - states, snapshots: copies before and after the step, each in order
     - `rewinds`: rollbacks of states that no step has read since verification
     - encodes, forgets, lands: image features to compute, drop, copy from an encode worker
@@ -188,11 +198,11 @@ class Plan:
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
     joins: bool = False
-    lane: Lane | None = None
+    phase: Phase | None = None
 
     @property
     def stream(self) -> int:
-        return 0 if self.lane is None else STREAMS[self.lane]
+        return 0 if self.phase is None else STREAMS[self.phase]
 
     @property
     def skips_model(self) -> bool:

@@ -157,7 +157,7 @@ class Limits:
 
     - chunked_prefill_size: prompt tokens per step, a multiple of page_size, exceeded by last chunks
       up to `tail_tokens`; None for whole prompts, bounded by `max_prefill_tokens`
-    - mixed_chunk: decodes ride in prefill steps; multiplexed: two streams (engine/core/pdmux.py)
+    - mixed_chunk: decodes ride in prefill steps; multiplexed: two streams (engine/pdmux)
     - resume_elsewhere: the role chooses retracted requests' KV source
     - sibling_tokens: uncached prefix shared with an earlier prompt that defers one (cache-aware)
     - min_shared_tokens: shared computation for which a prompt waits a step

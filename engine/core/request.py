@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from engine.core.mem_cache.radix_node import TRUNK, Branch, Node
-from engine.core.pdmux import Lane
+from engine.core.plan import Phase
 from engine.images import ImageInput, key_ids
 from engine.messages import DraftCounts, FinishReason, GenerateRequest, LogprobOptions, Stage, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -293,7 +293,7 @@ class Request:
     windows: WindowRow = field(default_factory=WindowRow)
     recurrent: Recurrent = field(default_factory=Recurrent)
     slot: int | None = None
-    lane: Lane | None = None  # with PD multiplexing, the stream with its row
+    phase: Phase | None = None  # of the stream with its row, if there are two
     num_synced_pages: int = 0  # pages that the executor has
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)
     arriving: bool = False  # waits for its prefix from another worker

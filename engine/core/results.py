@@ -23,7 +23,7 @@ class Results:
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Process results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
-        effects, live = StepEffects(failure=result.failure, lane=plan.lane), self._state.stages.live
+        effects, live = StepEffects(failure=result.failure, phase=plan.phase), self._state.stages.live
         memory, step_ends = self._state.memory, self._state.step_ends
         self._state.micro_batches.on_collected(plan)
         self._state.backups.on_collected(plan)

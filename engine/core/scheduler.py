@@ -12,7 +12,7 @@ It owns the parts and their call order; they share `SchedulerState`.
 
 Planning ignores the depth: a second plan before the first result uses placeholders for tokens in
 flight (plan.py), or with pipeline stages decodes other requests (micro_batches.py). Steps must run
-in plan order, with PD multiplexing per lane (lanes.py).
+in plan order, those of a phase if plans have one.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,7 @@ from engine.core.estimates import StepBudget
 from engine.core.handoff import HandoffRequests
 from engine.core.mem_cache.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
-from engine.core.pdmux import Lane
-from engine.core.plan import Plan, StepResult
+from engine.core.plan import Phase, Plan, StepResult
 from engine.core.plan_items import GrammarMasks
 from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
@@ -47,9 +46,9 @@ class OneStream:
         self._prefill, self._decode, self._stages = prefill, decode, state.stages
         self._mixes = state.limits.mixed_chunk
 
-    def plan(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
+    def plan(self, now_s: float, *, admits: bool, phase: Phase | None) -> Items:
         """Plan what goes first for decodes, else prefill, else decode, or both of these."""
-        assert lane is None, "with PD multiplexing each plan has a lane, else none"
+        assert phase is None, "each plan has a phase in two streams, else none"
         items, opens = self._decode.plan_first()
         if items:
             return items, opens
@@ -63,20 +62,6 @@ class OneStream:
         """Note a plan that will be launched."""
 
 
-class TwoStreams(OneStream):
-    """Prompts in one stream, decodes in the other (PD multiplexing)."""
-
-    def plan(self, now_s: float, *, admits: bool, lane: Lane | None) -> Items:
-        assert lane is not None, "with PD multiplexing each plan has a lane"
-        return self._prefill.plan(now_s, admits=admits) if lane is Lane.PREFILL else self._decode.plan(set(), now_s)
-
-    def enter(self, plan: Plan) -> None:
-        for item in plan.items:
-            request = self._stages.live[item.rid]
-            assert request.lane in (None, plan.lane), f"{request.rid} has steps in two lanes"
-            request.lane = plan.lane
-
-
 class Scheduler:
     def __init__(
         self,
@@ -85,6 +70,7 @@ class Scheduler:
         uniform: Uniform = lambda: 0.0,
         step_budget: StepBudget | None = None,
         decode: MakeDecodeStrategy = DecodePlanner,
+        streams: type[OneStream] = OneStream,
     ) -> None:
         """Random numbers `uniform` are for policy "random"; no `step_budget` is no time limit."""
         self.limits = state.limits
@@ -101,7 +87,7 @@ class Scheduler:
         preemption = Preemption(state, self._departures)
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
         self.decode = decode(state, self._departures, preemption)
-        self._streams = (TwoStreams if state.limits.multiplexed else OneStream)(self._prefill, self.decode, state)
+        self._streams = streams(self._prefill, self.decode, state)
         self._masks = GrammarMasks(state.stages)
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures, self.decode)
@@ -110,18 +96,18 @@ class Scheduler:
 
     # ---- steps
 
-    def schedule(self, now_s: float = 0.0, *, admits: bool = True, lane: Lane | None = None) -> Plan | None:
+    def schedule(self, now_s: float = 0.0, *, admits: bool = True, phase: Phase | None = None) -> Plan | None:
         """Plan the next step, or return None if nothing can run before a collect.
 
-        `admits`: waiting prompts may enter. `lane`: with PD multiplexing, of the step.
+        `admits`: waiting prompts may enter. `phase`: of the step, with two streams.
         """
         counters, backups = self.counters, self.backups
         retractions = counters.retractions
-        items, opens = self._streams.plan(now_s, admits=admits, lane=lane)
+        items, opens = self._streams.plan(now_s, admits=admits, phase=phase)
         if not items and counters.retractions > retractions:  # their memory is free now
-            items, opens = self._streams.plan(now_s, admits=admits, lane=lane)
+            items, opens = self._streams.plan(now_s, admits=admits, phase=phase)
         self._ahead.plan(now_s)
-        if not items and not backups.asks_for_a_step and not self.memory.asks_for_a_step(lane):
+        if not items and not backups.asks_for_a_step and not self.memory.asks_for_a_step(phase):
             return None
         extend = any(item.extend for item in items)
         sample_deferred = self._masks.awaits_token(items)
@@ -135,9 +121,9 @@ class Scheduler:
             extend=extend,
             items=items,
             opens=opens,
-            closes=self.table.take_closed(lane),
+            closes=self.table.take_closed(phase),
             sample_deferred=sample_deferred,
-            lane=lane,
+            phase=phase,
         )
         self._streams.enter(plan)
         self._state.micro_batches.on_planned(plan)

@@ -9,7 +9,7 @@ add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
 from itertools import chain
 
 from engine.core.adapters import AdapterBudget
-from engine.core.pdmux import Lane
+from engine.core.plan import Phase
 from engine.core.policy import Limits
 from engine.core.request import Request
 
@@ -140,7 +140,7 @@ class RequestTable:
         assert num_slots >= 1
         self._rows: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._closed: dict[Lane | None, list[int]] = {}  # since the stream's last plan
+        self._closed: dict[Phase | None, list[int]] = {}  # since the stream's last plan
 
     @property
     def num_free(self) -> int:
@@ -151,17 +151,17 @@ class RequestTable:
         assert request.slot is None, f"{request.rid} has slot {request.slot} already"
         slot = self._free.pop()
         self._rows[slot] = request
-        request.slot, request.lane, request.num_synced_pages, request.windows.num_synced = slot, None, 0, 0
+        request.slot, request.phase, request.num_synced_pages, request.windows.num_synced = slot, None, 0, 0
         return slot
 
     def reopen(self, request: Request) -> int:
         """Move the row to another stream; no step may be in flight."""
         slot = request.slot
         assert slot is not None and request.inflight == 0, (
-            f"{request.rid}: its row changes lanes under a step in flight"
+            f"{request.rid}: its row changes streams under a step in flight"
         )
-        self._closed.setdefault(request.lane, []).append(slot)
-        request.lane, request.num_synced_pages, request.windows.num_synced = None, 0, 0
+        self._closed.setdefault(request.phase, []).append(slot)
+        request.phase, request.num_synced_pages, request.windows.num_synced = None, 0, 0
         return slot
 
     def close(self, request: Request) -> None:
@@ -171,10 +171,10 @@ class RequestTable:
         self._rows[slot] = None
         self._free.append(slot)
         request.slot = None
-        self._closed.setdefault(request.lane, []).append(slot)
+        self._closed.setdefault(request.phase, []).append(slot)
 
-    def take_closed(self, lane: Lane | None = None) -> list[int]:
-        return self._closed.pop(lane, [])
+    def take_closed(self, phase: Phase | None = None) -> list[int]:
+        return self._closed.pop(phase, [])
 
     def check(self) -> None:
         assert len(set(self._free)) == len(self._free)

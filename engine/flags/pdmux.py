@@ -1,7 +1,6 @@
 """Flags incompatible with --enable-pdmux."""
 
 from engine.config import EngineConfig
-from engine.core.pdmux import LaneShare
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
@@ -39,14 +38,14 @@ def check_pdmux(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def itl_objective_s(config: EngineConfig) -> float | None:
+    """Return the objective of decode's inter-token latency, if given."""
+    return config.pdmux_itl_s
+
+
 def check_pdmux_role(config: EngineConfig, mode: str) -> None:
     """Raises ConfigError for a prefill or decode worker."""
     if config.enable_pdmux and mode != "null":
         raise ConfigError(
             f"{FLAG}: not with --disaggregation-mode {mode}, whose workers decode or compute prompts, not both; leave one of them out"
         )
-
-
-def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
-    """Share of decode; `parts`: of the device."""
-    return LaneShare(parts=parts, itl_s=config.pdmux_itl_s, waits=config.device == "cpu")

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 
 from engine.core.outputs import StepEffects, joined
-from engine.core.pdmux import Lane
-from engine.core.plan import Plan
+from engine.core.plan import Phase, Plan
 from engine.core.request import MAX_CHUNKS, Request, stages, time_line
 from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
@@ -208,25 +207,25 @@ class Timekeeper(LoopListener):
 class StepDurations(LoopListener):
     """Reports plan and seconds per collected step, except failed steps and those that waited.
 
-    `stages`: of the pipeline. `lane`: with PD multiplexing.
+    `stages`: of the pipeline. `phase`: of the steps, if plans have one.
 
     With pipeline stages it is one stage's time: at most the interval between two ends, and an even
     part of launch to end. Either is exact for full, or empty, stages.
     """
 
-    def __init__(self, report: Callable[[Plan, float], None], *, stages: int, lane: Lane | None = None) -> None:
+    def __init__(self, report: Callable[[Plan, float], None], *, stages: int, phase: Phase | None = None) -> None:
         self._report = report
         self._stages = stages
-        self._lane = lane
+        self._phase = phase
         self._launched: deque[tuple[Plan, float]] = deque()
         self._ended_s = float("-inf")
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
-        if plan.lane is self._lane:
+        if plan.phase is self._phase:
             self._launched.append((plan, now_s))
 
     def on_step(self, effects: StepEffects, now_s: float) -> None:
-        if effects.lane is not self._lane:
+        if effects.phase is not self._phase:
             return
         plan, launched_s = self._launched.popleft()
         taken_s = min((now_s - launched_s) / self._stages, now_s - self._ended_s)
@@ -238,8 +237,8 @@ class StepDurations(LoopListener):
 def durations_of(scheduler: Scheduler) -> list[StepDurations]:
     """Return listeners for the scheduler's parts that learn from step times."""
     budget, limits = scheduler.step_budget, scheduler.limits
-    prompts = Lane.PREFILL if limits.multiplexed else None
-    durations = [] if budget is None else [StepDurations(budget.note, stages=limits.pp_size, lane=prompts)]
+    prompts = Phase.PREFILL if limits.multiplexed else None
+    durations = [] if budget is None else [StepDurations(budget.note, stages=limits.pp_size, phase=prompts)]
     return [*durations, *(StepDurations(note, stages=1) for note in scheduler.decode.learners)]
 
 

@@ -174,7 +174,7 @@ _OTHERWISE = {"items", "opens"} | {
     "masks",
     "sample_deferred",
     "joins",
-    "lane",
+    "phase",
 }  # in columns | not sent
 _WHOLE = tuple(field.name for field in fields(Plan) if field.name not in _OTHERWISE)  # equal names, or a TypeError
 

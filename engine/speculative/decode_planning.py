@@ -1,4 +1,4 @@
-"""Decode steps with drafts, which follow the known tokens of a request until the step verifies them.
+"""Decode steps with drafts, which follow known tokens until their step verifies them.
 
 Drafts follow known tokens, so where they pay, decodes do not overlap: two half batches would read
 the weights twice. The executor's drafter runs in a step before.
@@ -19,7 +19,7 @@ from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.scheduler import MakeDecodeStrategy
 from engine.core.state import SchedulerState
-from engine.flags.speculation import NGRAM, drafts_by_model, may_draft, passes_of, rows_of_request, topk_of
+from engine.flags.speculation import drafts_by_model, drafts_by_ngrams, may_draft, passes_of, rows_of_request, topk_of
 from engine.speculative.drafting import Drafting, DraftRequest, fitting
 from engine.speculative.drafts import NO_DRAFT, Draft, Drafts, count, draft_of, rows_of
 from engine.speculative.ngram import NgramDrafter
@@ -249,7 +249,7 @@ def decode_strategy(config: EngineConfig, *, decodes: bool) -> MakeDecodeStrateg
         return DecodePlanner
     most = rows_of_request(config) - 1
     drafting = Drafting(
-        NgramDrafter(most=most) if config.speculative_algorithm == NGRAM else None,
+        NgramDrafter(most=most) if drafts_by_ngrams(config) else None,
         most=most,
         passes=passes_of(config) if drafts_by_model(config) else 0,
         topk=topk_of(config),

@@ -13,8 +13,7 @@ from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
-from engine.core.pdmux import Lane
-from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.core.plan import ItemResult, Phase, Plan, PlanItem, StepResult
 from engine.core.policy import TAIL_SHARE, Limits
 from engine.core.request import Request
 from engine.images import ImageInput
@@ -129,8 +128,7 @@ class EngineInATest:
     ) -> None:
         multiplexed = bool(limits.get("multiplexed"))
         self.model = LanesModel(page_size=page_size) if multiplexed else HashModel(page_size=page_size)
-        self.model.window = window
-        self.model.image_room = image_room
+        self.model.window, self.model.image_room = window, image_room
         self.model.shadows = (max_running if shadows is None else shadows) if drafts else 0
         states = None
         if state_slots:
@@ -176,7 +174,7 @@ class EngineInATest:
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.plans: list[Plan] = []
         self._checked: object = None
-        self.lane: Lane | None = None  # of the next plan
+        self.phase: Phase | None = None  # of the next plan
         self.rng = random.Random(7)
 
     def add(self, rid: str, prompt: list[int], **asked: object) -> Request:
@@ -224,46 +222,46 @@ class EngineInATest:
         return plan is not None
 
     def _turn_of_lanes(self) -> bool:
-        """Plan for one lane or both, and collect a step of either; all of it, where nothing else is left to do."""
-        lanes = self.rng.sample(list(Lane), 2)
-        planned = [self._plan_for(lane) for lane in lanes[: self.rng.choice([1, 2, 2])]]
+        """Plan for one phase or both, and collect a step of either; all of it, where nothing else is left to do."""
+        lanes = self.rng.sample(list(Phase), 2)
+        planned = [self._plan_for(phase) for phase in lanes[: self.rng.choice([1, 2, 2])]]
         if not any(planned):
-            planned = [self._plan_for(lane) for lane in lanes]
+            planned = [self._plan_for(phase) for phase in lanes]
         if self.launched and (not any(planned) or self.rng.random() < 0.5):
             self.collect()
             return True
         self.check()
         return any(planned) or bool(self.launched)
 
-    def _plan_for(self, lane: Lane) -> bool:
-        self.lane = lane
-        if self._in_flight(lane) >= self.depth or (plan := self.next_plan()) is None:
+    def _plan_for(self, phase: Phase) -> bool:
+        self.phase = phase
+        if self._in_flight(phase) >= self.depth or (plan := self.next_plan()) is None:
             return False
-        while plan.sample_deferred and self._in_flight(lane):
-            self.collect(lane)
+        while plan.sample_deferred and self._in_flight(phase):
+            self.collect(phase)
         self.launch(plan)
         return True
 
-    def _in_flight(self, lane: Lane) -> int:
-        return sum(plan.lane is lane for plan, _ in self.launched)
+    def _in_flight(self, phase: Phase) -> int:
+        return sum(plan.phase is phase for plan, _ in self.launched)
 
     def turns(self, n: int) -> None:
         for _ in range(n):
             self.turn()
 
     def next_plan(self) -> Plan | None:
-        return self.scheduler.schedule(self.now_s, lane=self.lane)
+        return self.scheduler.schedule(self.now_s, phase=self.phase)
 
     def launch(self, plan: Plan) -> None:
         self.scheduler.fill_masks(plan)
         self.plans.append(plan)
         self.launched.append((plan, None if self.lag else self.model.run(plan)))
 
-    def collect(self, lane: Lane | None = None) -> None:
-        """Collect the oldest step, with lanes that of `lane`, or of one that is drawn."""
-        if self.lane is not None:
-            lane = lane or self.rng.choice([plan.lane for plan, _ in self.launched])
-        at = next(at for at, (plan, _) in enumerate(self.launched) if plan.lane is lane)
+    def collect(self, phase: Phase | None = None) -> None:
+        """Collect the oldest step, with lanes that of `phase`, or of one that is drawn."""
+        if self.phase is not None:
+            phase = phase or self.rng.choice([plan.phase for plan, _ in self.launched])
+        at = next(at for at, (plan, _) in enumerate(self.launched) if plan.phase is phase)
         plan, result = self.launched[at]
         del self.launched[at]
         self.on_step(self.scheduler.collect(plan, result or self.model.run(plan)))

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.core.pdmux import Lane
-from engine.core.plan import FeatureLand, ItemResult, Plan, PlanItem, StateCopy, StepResult
+from engine.core.plan import FeatureLand, ItemResult, Phase, Plan, PlanItem, StateCopy, StepResult
 from engine.images import ImageInput, key_ids
 from engine.messages import TokenLogprob
 
@@ -396,13 +395,13 @@ class LanesModel(HashModel):
 
     def __init__(self, *, page_size: int) -> None:
         super().__init__(page_size=page_size)
-        self._own: dict[Lane | None, dict[str, object]] = {
-            lane: {name: type(getattr(self, name))() for name in self.OWN} for lane in Lane
+        self._own: dict[Phase | None, dict[str, object]] = {
+            phase: {name: type(getattr(self, name))() for name in self.OWN} for phase in Phase
         }
 
     def run(self, plan: Plan) -> StepResult:
-        assert plan.lane is not None, "a plan without a lane"
-        vars(self).update(self._own[plan.lane])
+        assert plan.phase is not None, "a plan without a phase"
+        vars(self).update(self._own[plan.phase])
         return super().run(plan)
 
 

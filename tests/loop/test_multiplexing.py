@@ -1,4 +1,4 @@
-"""The loop of two lanes: it waits for no step, decodes go first where they are due, and each lane's steps are timed by themselves."""
+"""The loop of two lanes: it waits for no step, decodes go first where they are due, and each phase's steps are timed by themselves."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ import pytest
 
 from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.core.outputs import StepEffects
-from engine.core.pdmux import PACE, Lane, LaneShare
-from engine.core.plan import Plan, StepResult
+from engine.core.plan import Phase, Plan, StepResult
 from engine.loop.heartbeat import IterationClock
 from engine.loop.listeners import StepDurations
-from engine.loop.multiplexing import POLL_S, Multiplexing
 from engine.loop.pipeline import Pipeline
 from engine.loop.role import UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import GenerateRequest, TokenBatch, TokenOutput
+from engine.pdmux.multiplexing import POLL_S, Multiplexing
+from engine.pdmux.phases import PACE, LaneShare
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import HashModel, expected_tokens
@@ -83,7 +83,7 @@ class Rig(EngineInATest):
         self.move()
         self.end(1)
         self.add("b", list(range(40)))
-        assert [self.move().lane for _ in range(2)] == [Lane.DECODE, Lane.PREFILL]  # type: ignore[union-attr]
+        assert [self.move().phase for _ in range(2)] == [Phase.DECODE, Phase.PREFILL]  # type: ignore[union-attr]
         return self
 
 
@@ -106,7 +106,7 @@ def test_beside_a_prompt_the_next_decode_step_waits_until_it_is_due() -> None:
     assert rig.move(0.0) is None
     assert rig.strategy.shorten(1.0, 0.0) == DUE_S + POLL_S and rig.strategy.shorten(0.01, 0.0) == 0.01
     plan = rig.move(DUE_S)
-    assert plan is not None and plan.lane is Lane.DECODE
+    assert plan is not None and plan.phase is Phase.DECODE
     rig.end(4)
     rig.move(DUE_S)
     assert rig.strategy.shorten(1.0, DUE_S) == DUE_S + POLL_S
@@ -117,7 +117,7 @@ def test_without_a_prompt_in_flight_decode_steps_follow_at_once_and_nothing_shor
     rig.scheduler.abort("b")
     rig.end(2, 3)
     plan = rig.move(0.0)
-    assert plan is not None and plan.lane is Lane.DECODE and rig.strategy.shorten(1.0, 0.0) == 1.0
+    assert plan is not None and plan.phase is Phase.DECODE and rig.strategy.shorten(1.0, 0.0) == 1.0
 
 
 def test_a_request_that_comes_from_the_prefill_lane_has_its_next_token_in_time() -> None:
@@ -127,15 +127,15 @@ def test_a_request_that_comes_from_the_prefill_lane_has_its_next_token_in_time()
     rig.end(1)
     rig.add("b", [7])
     rig.add("c", list(range(60)))
-    lanes = [plan.lane for _ in range(4) if (plan := rig.move()) is not None]
-    assert lanes == [Lane.DECODE, Lane.DECODE, Lane.PREFILL, Lane.PREFILL]
+    lanes = [plan.phase for _ in range(4) if (plan := rig.move()) is not None]
+    assert lanes == [Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.PREFILL]
     for _ in range(3):
         rig.share.note(0.5 * DUE_S)
     rig.end(2, 3)
     assert rig.move(0.01) is None
     rig.end(4)
     plan = rig.move(0.01)
-    assert "b" in rig.tokens and plan is not None and plan.lane is Lane.PREFILL
+    assert "b" in rig.tokens and plan is not None and plan.phase is Phase.PREFILL
     assert rig.move(0.02) is None
     assert rig.strategy.shorten(1.0, 0.02) == pytest.approx(0.01 + 0.5 * DUE_S - 0.02 + POLL_S)
 
@@ -163,7 +163,7 @@ def test_a_decode_step_that_ends_as_a_prompt_is_launched_was_not_beside_it() -> 
     rig.add("b", list(range(40)))
     rig.executor.ended_steps.add(2)
     plan = rig.move()
-    assert plan is not None and plan.lane is Lane.PREFILL and rig.beside_prompts == [False, False]
+    assert plan is not None and plan.phase is Phase.PREFILL and rig.beside_prompts == [False, False]
     rig.end(3)
     assert rig.beside_prompts == [False, False, False]
     assert Rig().beside_a_prompt().strategy.beside_prompts
@@ -203,11 +203,11 @@ def test_deferred_sampling_waits_for_a_step_of_its_lane_alone() -> None:
 
 def test_steps_are_timed_by_lane() -> None:
     found: list[tuple[int, float]] = []
-    times = StepDurations(lambda plan, taken_s: found.append((plan.seq, taken_s)), stages=1, lane=Lane.DECODE)
-    for seq, lane in ((1, Lane.PREFILL), (2, Lane.DECODE), (3, Lane.DECODE)):
-        times.on_launch(Plan(seq=seq, extend=False, items=[], lane=lane), float(seq))
-    for lane, now_s in ((Lane.DECODE, 4.0), (Lane.PREFILL, 9.0), (Lane.DECODE, 10.0)):
-        times.on_step(StepEffects(lane=lane), now_s)
+    times = StepDurations(lambda plan, taken_s: found.append((plan.seq, taken_s)), stages=1, phase=Phase.DECODE)
+    for seq, phase in ((1, Phase.PREFILL), (2, Phase.DECODE), (3, Phase.DECODE)):
+        times.on_launch(Plan(seq=seq, extend=False, items=[], phase=phase), float(seq))
+    for phase, now_s in ((Phase.DECODE, 4.0), (Phase.PREFILL, 9.0), (Phase.DECODE, 10.0)):
+        times.on_step(StepEffects(phase=phase), now_s)
     assert found == [(2, 2.0), (3, 6.0)]
 
 

@@ -21,8 +21,7 @@ from engine.core.mem_cache.page_allocator import KVIdentity, RequestKeys
 from engine.core.mem_cache.radix_cache import Inserted, Match
 from engine.core.mem_cache.radix_node import Node, TreePart
 from engine.core.memory import Memory, match_limit
-from engine.core.pdmux import Lane
-from engine.core.plan import PageCopy, Plan
+from engine.core.plan import PageCopy, Phase, Plan
 from engine.core.request import LoadedAhead, Request
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -242,7 +241,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
 
     # ---- steps
 
-    def asks_for_a_step(self, lane: Lane | None) -> bool:
+    def asks_for_a_step(self, phase: Phase | None) -> bool:
         return bool(self._out or self._in)
 
     def attach(self, plan: Plan) -> None:

@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from engine.core.mem_cache.memory_part import Features, MemoryPart
 from engine.core.outputs import refusal
-from engine.core.pdmux import Lane
-from engine.core.plan import FeatureLand, FeatureRows, ItemImages, Plan, PlanItem
+from engine.core.plan import FeatureLand, FeatureRows, ItemImages, Phase, Plan, PlanItem
 from engine.core.request import Request
 from engine.images import ImageInput, rope_positions
 from engine.messages import FinishReason
@@ -206,12 +205,12 @@ class ImageCache(MemoryPart, Features):
 
     # ---- steps
 
-    def asks_for_a_step(self, lane: Lane | None) -> bool:
-        return lane is not Lane.DECODE and bool(self._forgets or self._lands)
+    def asks_for_a_step(self, phase: Phase | None) -> bool:
+        return phase is not Phase.DECODE and bool(self._forgets or self._lands)
 
     def attach(self, plan: Plan) -> None:
         """Add requested work to this plan, unless it only decodes."""
-        if plan.lane is Lane.DECODE:
+        if plan.phase is Phase.DECODE:
             return
         plan.encodes, self._encodes = self._encodes, []
         plan.forgets, self._forgets = self._forgets, []

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_cache import Inserted, Match
-from engine.core.pdmux import Lane
-from engine.core.plan import Plan
+from engine.core.plan import Phase, Plan
 from engine.core.request import Request
 from engine.messages import FinishReason
 
@@ -84,7 +83,7 @@ class MemoryPart:
 
     # ---- plans
 
-    def asks_for_a_step(self, lane: Lane | None) -> bool:
+    def asks_for_a_step(self, phase: Phase | None) -> bool:
         """Check for a required step without request tokens."""
         return False
 

@@ -13,8 +13,7 @@ from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
-from engine.core.pdmux import Lane
-from engine.core.plan import FeatureRows, ItemImages, ItemResult, Plan
+from engine.core.plan import FeatureRows, ItemImages, ItemResult, Phase, Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
@@ -78,7 +77,7 @@ class Driver(EngineInATest):
         self.branch_of: dict[int, Branch] = {}  # of each page's KV
         self.announced = Announced()
         self.overlapped = 0  # steps launched before the last was collected
-        self.beside = 0  # steps launched while the other lane had one
+        self.beside = 0  # steps launched while the other phase had one
         self.piped = 0  # steps with decodes, planned while all other stages had theirs
         self.encoded = 0  # images, each time
 
@@ -382,7 +381,7 @@ class Driver(EngineInATest):
         """Pipeline stages: each has its part of the decodes, no request is in two plans, chunks follow one another at once."""
         num = self.scheduler.limits.micro_batches
         if plan is None:
-            chunked = None if self.lane is Lane.DECODE else self.scheduler.stages.chunked
+            chunked = None if self.phase is Phase.DECODE else self.scheduler.stages.chunked
             assert chunked is None or chunked.images, "a chunk waits for the one before it"
         elif num > 1:
             sampling = {item.rid for launched, _ in self.launched for item in launched.items if item.sample}
@@ -417,7 +416,7 @@ class Driver(EngineInATest):
     def launch(self, plan: Plan) -> None:
         self._check_plan(plan)
         self.overlapped += bool(self.launched)
-        self.beside += any(launched.lane is not plan.lane for launched, _ in self.launched)
+        self.beside += any(launched.phase is not plan.phase for launched, _ in self.launched)
         super().launch(plan)
 
     def _check_plan(self, plan: Plan) -> None:

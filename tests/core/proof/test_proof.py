@@ -151,7 +151,7 @@ def test_steps_with_images(share: Share) -> None:
 
 @shares
 def test_steps_of_two_lanes(share: Share) -> None:
-    """Whichever lane is planned, run or collected next: a request changes lanes with all its KV, and no step sees that of another."""
+    """Whichever phase is planned, run or collected next: a request changes lanes with all its KV, and no step sees that of another."""
     seen = seen_in(stories_with_lanes(), examples=share.of(EXAMPLES))
     share.must_show(seen, {**OF_GROUPS, "beside": 2000, "cached_tokens": 200, "masks": 300, "updates": 5})
 

@@ -10,16 +10,14 @@ import pytest
 from disagg.config import DisaggConfig
 from disagg.processes.role_session import plan_session
 from engine.config import EngineConfig, ServerConfig
-from engine.core.pdmux import Lane
-from engine.core.plan import Plan
-from engine.executor.pdmux import PROMPT_NICENESS, CoreShare
-from engine.flags.pdmux import lane_share
+from engine.core.plan import STREAMS, Phase, Plan
 from engine.flags.resolve import depth, limits, resolve
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
-from engine.loop.multiplexing import STREAMS
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
+from engine.pdmux.core_share import PROMPT_NICENESS, CoreShare
+from engine.pdmux.phases import lane_share
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.three_requests import two_models
@@ -137,9 +135,9 @@ def test_where_torch_computes_a_prompt_step_leaves_the_decodes_their_threads() -
     share = CoreShare(4)
     share.give(3)
     with share.prompt_step():
-        assert [share.torch_for(lane) for lane in (Lane.PREFILL, Lane.DECODE)] == [1, 3]
+        assert [share.torch_for(phase) for phase in (Phase.PREFILL, Phase.DECODE)] == [1, 3]
     share.give(4)
-    assert [share.torch_for(lane) for lane in (Lane.PREFILL, Lane.DECODE)] == [1, 4]
+    assert [share.torch_for(phase) for phase in (Phase.PREFILL, Phase.DECODE)] == [1, 4]
 
 
 def test_prompts_wait_for_a_decode_step_that_leaves_no_thread() -> None:
@@ -173,29 +171,30 @@ def test_prompts_threads_let_others_go_first_and_the_process_keeps_its_niceness(
     with EngineInProcess(make_tiny_checkpoint(tmp_path / "model", "qwen3"), **FLAGS, **LANES) as engine:
         executor = engine.parts.executor
         found = {
-            lane: one.call(niceness) for lane, one in zip((Lane.DECODE, Lane.PREFILL), executor.streams, strict=True)
+            phase: one.call(niceness)
+            for phase, one in zip((Phase.DECODE, Phase.PREFILL), executor.streams, strict=True)
         }
-    assert found == {Lane.DECODE: own, Lane.PREFILL: min(19, own + PROMPT_NICENESS)} and niceness() == own
+    assert found == {Phase.DECODE: own, Phase.PREFILL: min(19, own + PROMPT_NICENESS)} and niceness() == own
 
 
 @pytest.mark.skipif(linear_kernel() is None, reason="no C kernel")
 def test_each_kernel_of_a_thread_asks_how_many_threads_make_it(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")
     with EngineInProcess(path, **FLAGS, **LANES) as engine:
-        executor, asked = engine.parts.executor, {lane: 0 for lane in Lane}
+        executor, asked = engine.parts.executor, {phase: 0 for phase in Phase}
 
-        def counted(lane: Lane) -> None:
+        def counted(phase: Phase) -> None:
             def count() -> int:
-                asked[lane] += 1
+                asked[phase] += 1
                 return 1
 
-            executor.streams[STREAMS[lane]].call(lambda: tape.let_count(count))
+            executor.streams[STREAMS[phase]].call(lambda: tape.let_count(count))
 
-        for lane in Lane:
-            counted(lane)
+        for phase in Phase:
+            counted(phase)
         engine.add("r", prompt_of(16, 1), max_new_tokens=4)
         engine.run()
-    assert asked[Lane.PREFILL] > 5 and asked[Lane.DECODE] > 0
+    assert asked[Phase.PREFILL] > 5 and asked[Phase.DECODE] > 0
 
 
 # ---- What --enable-pdmux changes, and what it refuses at start, each by the names of both flags.

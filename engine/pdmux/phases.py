@@ -1,10 +1,10 @@
 """PD multiplexing: prefill and decode steps run in two lanes of one device, concurrently.
 
-    prefill lane   | chunk 1 of A  | chunk 2 of A, B | chunk of E ...
-    decode lane    | C D | C D | C D | C D | C D | A B C D | A B C D ...
+    prefill phase   | chunk 1 of A  | chunk 2 of A, B | chunk of E ...
+    decode phase    | C D | C D | C D | C D | C D | A B C D | A B C D ...
 
-Steps run in plan order within a lane only. So a request changes to decode once nothing of it is in
-flight: it opens an executor row in the new lane and closes the old one (RequestTable). Lanes share
+Steps run in plan order within a phase only. So a request changes to decode once nothing of it is in
+flight: it opens an executor row in the new phase and closes the old one (RequestTable). Lanes share
 pages: only steps of the holder write them, and others read them after these are collected.
 
 Both phases over one KV pool: Semi-PD (arXiv:2504.19867), Bullet (arXiv:2504.19516), SGLang's
@@ -12,18 +12,12 @@ Both phases over one KV pool: Semi-PD (arXiv:2504.19867), Bullet (arXiv:2504.195
 """
 
 from collections import deque
-from enum import Enum
 
-
-class Lane(Enum):
-    """Lane of a plan's steps, if there are two."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-STREAMS = {Lane.DECODE: 0, Lane.PREFILL: 1}  # of an executor; steps without a lane run on the first
-
+from engine.config import EngineConfig
+from engine.core.decode_planning import Items
+from engine.core.plan import Phase, Plan
+from engine.core.scheduler import OneStream
+from engine.flags.pdmux import itl_objective_s
 
 PACE = 0.75  # of the objective: steps vary, and the loop takes time
 ROOMY = 0.5  # of the objective: below it with one part less, a part returns
@@ -96,3 +90,25 @@ class LaneShare:
 
     def gauges(self) -> dict[str, float]:
         return {"decode_share": self.decode_parts / self._parts}
+
+
+def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
+    """Share of decode; `parts`: of the device."""
+    return LaneShare(parts=parts, itl_s=itl_objective_s(config), waits=config.device == "cpu")
+
+
+# ---- plans
+
+
+class TwoStreams(OneStream):
+    """Prompts in one stream, decodes in the other (PD multiplexing)."""
+
+    def plan(self, now_s: float, *, admits: bool, phase: Phase | None) -> Items:
+        assert phase is not None, "each plan has a phase in two streams"
+        return self._prefill.plan(now_s, admits=admits) if phase is Phase.PREFILL else self._decode.plan(set(), now_s)
+
+    def enter(self, plan: Plan) -> None:
+        for item in plan.items:
+            request = self._stages.live[item.rid]
+            assert request.phase in (None, plan.phase), f"{request.rid} has steps in two phases"
+            request.phase = plan.phase

@@ -1,6 +1,6 @@
 """Prefill and decode streams of PD multiplexing: one executor each, over one model and KV pool.
 
-On a CPU they divide the threads (engine/executor/pdmux.py). On a GPU they are CUDA streams,
+On a CPU they divide the threads (engine/pdmux/core_share.py). On a GPU they are CUDA streams,
 decode's with the higher priority.
 """
 
@@ -12,13 +12,14 @@ from typing import Protocol
 import torch
 
 from engine.config import EngineConfig
-from engine.core.pdmux import Lane
+from engine.core.plan import Phase
 from engine.device.device import Device, nothing_to_give
 from engine.device.step_memory import Recording
-from engine.executor.executor import CudaLane, Executor, Stream, ThreadStream
-from engine.executor.pdmux import CoreShare, be_nice
+from engine.executor.executor import Executor, Stream, ThreadStream
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
+from engine.pdmux.core_share import CoreShare, be_nice
+from engine.pdmux.cuda_lane import CudaLane
 
 FIRST, NEXT = -1, 0  # priorities of streams
 
@@ -36,16 +37,16 @@ def build_lanes(build: Build, config: EngineConfig, records: Recording, *, atten
     give: Callable[[int], None] = nothing_to_give
     if config.device == "cuda":
         device = torch.device(config.device)
-        streams: dict[Lane, Stream] = {
-            Lane.DECODE: CudaLane(device, priority=FIRST),
-            Lane.PREFILL: CudaLane(device, priority=NEXT),
+        streams: dict[Phase, Stream] = {
+            Phase.DECODE: CudaLane(device, priority=FIRST),
+            Phase.PREFILL: CudaLane(device, priority=NEXT),
         }
     else:
         share = CoreShare(config.num_threads)
         parts, give = share.num_threads, share.give
-        streams = {Lane.DECODE: _decodes(config, share), Lane.PREFILL: _prompts(config, share)}
-    decode = build(records=replace(records, decodes=True, prefills=False), stream=streams[Lane.DECODE])
-    prefill = build(records=replace(records, decodes=False, prefills=True), stream=streams[Lane.PREFILL])
+        streams = {Phase.DECODE: _decodes(config, share), Phase.PREFILL: _prompts(config, share)}
+    decode = build(records=replace(records, decodes=True, prefills=False), stream=streams[Phase.DECODE])
+    prefill = build(records=replace(records, decodes=False, prefills=True), stream=streams[Phase.PREFILL])
     both = Executor([*decode.executor.streams, *prefill.executor.streams], attention=attention)
     return replace(decode, executor=both, parts=parts, give=give)
 
@@ -57,7 +58,7 @@ def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:
         max_delay_s=config.stream_delay_s,
         seed=config.random_seed or 0,
         begin=lambda: tape.let_count(share.for_decodes),
-        around=_around(config, share, Lane.DECODE, share.decode_step),
+        around=_around(config, share, Phase.DECODE, share.decode_step),
     )
 
 
@@ -73,21 +74,21 @@ def _prompts(config: EngineConfig, share: CoreShare) -> ThreadStream:
         max_delay_s=config.stream_delay_s,
         seed=(config.random_seed or 0) + 1,
         begin=begin,
-        around=_around(config, share, Lane.PREFILL, share.prompt_step),
+        around=_around(config, share, Phase.PREFILL, share.prompt_step),
     )
 
 
 def _around(
-    config: EngineConfig, share: CoreShare, lane: Lane, step: Callable[[], AbstractContextManager[None]]
+    config: EngineConfig, share: CoreShare, phase: Phase, step: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], AbstractContextManager[None]]:
-    """`step`, in which torch has the lane's threads where it multiplies itself."""
+    """`step`, in which torch has the phase's threads where it multiplies itself."""
     if config.dtype == "bfloat16" and linear_kernel() is not None:
         return step
 
     @contextmanager
     def with_threads() -> Iterator[None]:
         with step():
-            if (threads := share.torch_for(lane)) != torch.get_num_threads():
+            if (threads := share.torch_for(phase)) != torch.get_num_threads():
                 torch.set_num_threads(threads)
             yield
 

@@ -1,17 +1,17 @@
-"""PD multiplexing (engine/core/pdmux.py): an iteration plans for one lane, due decodes first.
+"""PD multiplexing (engine/pdmux/phases.py): an iteration plans for one phase, due decodes first.
 
-Each lane is a pipeline stream that is never waited for: the loop rests until a step ends or a
-decode step is due (engine/core/pdmux.py).
+Each phase is a pipeline stream that is never waited for: the loop rests until a step ends or a
+decode step is due (engine/pdmux/phases.py).
 """
 
 from collections.abc import Callable, Sequence
 
 from engine.core.outputs import StepEffects
-from engine.core.pdmux import STREAMS, Lane, LaneShare
-from engine.core.plan import Plan, StepResult
+from engine.core.plan import STREAMS, Phase, Plan, StepResult
 from engine.core.scheduler import Scheduler
 from engine.loop.listeners import LoopListener
 from engine.loop.pipeline import StepStrategy
+from engine.pdmux.phases import LaneShare
 
 POLL_S = 0.001  # the loop's rest ends at whole milliseconds: the next one, or it would turn in vain
 
@@ -25,33 +25,33 @@ class Multiplexing(StepStrategy, LoopListener):
         self._give = give
         self._now_s = 0.0  # of the turn
         self._in_flight = dict.fromkeys(STREAMS, 0)  # launched steps
-        self._moved_s = dict.fromkeys(STREAMS, 0.0)  # when a step of the lane was launched or collected last
+        self._moved_s = dict.fromkeys(STREAMS, 0.0)  # when a step of the phase was launched or collected last
         self._launched_s = float("-inf")  # the last decode step
-        self._joined_s: float | None = None  # since then, the first request came from the prefill lane
+        self._joined_s: float | None = None  # since then, the first request came from the prefill phase
         self._waits_until_s = float("inf")
         give(share.decode_parts)
 
     @property
     def beside_prompts(self) -> bool:
-        return self._in_flight[Lane.PREFILL] > 0
+        return self._in_flight[Phase.PREFILL] > 0
 
     def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
-        """Plan for a lane with room: due decodes, else prompts."""
+        """Plan for a phase with room: due decodes, else prompts."""
         self._now_s, self._waits_until_s = now_s, float("inf")
         due_s = self._share.due_s(self._launched_s, self._joined_s) if self.beside_prompts else now_s
         if now_s < due_s:
             self._waits_until_s = due_s
-        elif plan := self._plan(Lane.DECODE, full, paused=paused):
+        elif plan := self._plan(Phase.DECODE, full, paused=paused):
             self._launched_s, self._joined_s = now_s, None
             return plan
-        return self._plan(Lane.PREFILL, full, paused=paused)
+        return self._plan(Phase.PREFILL, full, paused=paused)
 
-    def _plan(self, lane: Lane, full: Sequence[bool], *, paused: bool) -> Plan | None:
-        if paused or full[STREAMS[lane]]:
+    def _plan(self, phase: Phase, full: Sequence[bool], *, paused: bool) -> Plan | None:
+        if paused or full[STREAMS[phase]]:
             return None
-        plan = self.scheduler.schedule(self._now_s, lane=lane)
+        plan = self.scheduler.schedule(self._now_s, phase=phase)
         if plan is not None:
-            self._moved_s[lane] = self._now_s
+            self._moved_s[phase] = self._now_s
         return plan
 
     def may_launch(self, plan: Plan) -> bool:
@@ -62,18 +62,18 @@ class Multiplexing(StepStrategy, LoopListener):
         effects = super().collect(plan, result)
         self._count(plan, -1)
         goes_on = any(output.finish is None for output in effects.outputs)
-        if plan.lane is Lane.PREFILL and self._joined_s is None and goes_on:
+        if plan.phase is Phase.PREFILL and self._joined_s is None and goes_on:
             self._joined_s = self._now_s
         return effects
 
     def _count(self, plan: Plan, change: int) -> None:
-        assert plan.lane is not None, "with PD multiplexing each plan has a lane"
-        self._in_flight[plan.lane] += change
-        self._moved_s[plan.lane] = self._now_s
+        assert plan.phase is not None, "with PD multiplexing each plan has a phase"
+        self._in_flight[plan.phase] += change
+        self._moved_s[plan.phase] = self._now_s
 
     def since_s(self, now_s: float) -> float:
-        """Return when a busy lane stopped, though the other goes on."""
-        return min((self._moved_s[lane] for lane, num in self._in_flight.items() if num), default=now_s)
+        """Return when a busy phase stopped, though the other goes on."""
+        return min((self._moved_s[phase] for phase, num in self._in_flight.items() if num), default=now_s)
 
     def shorten(self, wait_s: float, now_s: float) -> float:
         return min(wait_s, max(0.0, self._waits_until_s - now_s) + POLL_S)

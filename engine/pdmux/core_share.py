@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from engine.core.pdmux import Lane
+from engine.core.plan import Phase
 
 PROMPT_NICENESS = 2  # more than the process: the loop's thread, decodes and frontends win on a shared core
 
@@ -50,9 +50,9 @@ class CoreShare:
         finally:
             self._prompts = False
 
-    def torch_for(self, lane: Lane) -> int:
+    def torch_for(self, phase: Phase) -> int:
         """Threads of a whole step by torch, which cannot change them."""
-        if lane is Lane.DECODE:
+        if phase is Phase.DECODE:
             return self.for_decodes()
         return max(1, self.num_threads - self._of_decodes)
 
