@@ -18,7 +18,7 @@ class DecodePlanner:
     This one decodes a token per request; engine/speculative/decode_planning.py more.
     """
 
-    verifies = False  # rows may follow samples of their own step
+    verifies = False  # True: rows may follow samples of their own step
 
     def __init__(self, state: SchedulerState, departures: Departures, preemption: Preemption) -> None:
         self._state = state
