@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def start_in_thread(work: Callable[[], T], *, name: str, when_done: Callable[[], None]) -> Future[T]:
+def start_in_thread(work: Callable[[], T], *, name: str, when_done: Callable[[], object]) -> Future[T]:
     """`when_done` is called in the thread, after the future is set."""
     future: Future[T] = Future()
     future.add_done_callback(lambda _: when_done())

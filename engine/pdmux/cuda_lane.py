@@ -23,7 +23,7 @@ class _CudaLaneTask(Generic[T]):
         return self._future.result()
 
     def done(self) -> bool:
-        return self._enqueued.done() and self._enqueued.result().query()
+        return self._enqueued.done() and bool(self._enqueued.result().query())  # type: ignore[no-untyped-call]
 
     def add_done_callback(self, call: Callable[[Any], object]) -> None:
         start_in_thread(lambda: self._enqueued.result().synchronize(), name="step end", when_done=lambda: call(self))
@@ -34,7 +34,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device, *, priority: int) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=priority)
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)  # as in CudaStream
         self._thread = ThreadStream(num_threads=1, around=self._on_stream)
 
@@ -43,7 +43,7 @@ class CudaLane:
 
         def enqueue() -> torch.cuda.Event:
             run_into(future, work)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
             return event
 

@@ -112,6 +112,7 @@ class FeatureDraftPass(DraftPass):
 
     def _follow(self, batch: Batch, hidden: Tensor) -> None:
         items, features = batch.items, _drafter(batch.model).features(hidden)
+        assert features is not None, "its pool has tails"
         starts = first_rows(items)
         self._write(batch, self._before(items, starts, features))
         self._features = features

@@ -104,7 +104,9 @@ class _Paths:
 
     def only(self, chosen: list[int], at: Tensor) -> "_Paths":
         """Paths of items `chosen`; `at`: `chosen` on the device."""
-        hidden = None if self.hidden is None else self.hidden.unflatten(0, (-1, self.width))[at].flatten(0, 1)
+        hidden = self.hidden
+        if hidden is not None:
+            hidden = hidden.reshape(-1, self.width, *hidden.shape[1:])[at].flatten(0, 1)
         slots, starts, turns, ids, scores, places = (
             x[at] for x in (self.slots, self.starts, self.turns, self.ids, self.scores, self.places)
         )
