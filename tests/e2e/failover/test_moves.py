@@ -12,7 +12,8 @@ import pytest
 
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, tandem
-from tests.e2e.failover.test_failover import BODIES, KV, SLOW, busy, filled_in, shown, streams
+from tests.e2e.failover.test_failover import BODIES, DELAY_S, KV, SLOW, busy, filled_in, shown, streams
+from tests.e2e.settings import settings
 
 # Hidden states of all tokens are shown at every event: prefill computes them again.
 MOVING = {name: (path, body) for name, (path, body) in BODIES.items() if not body.get("return_hidden_states")}
@@ -45,7 +46,8 @@ def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fl
                 tp or "1",
             )
             flags += ("--disaggregation-bootstrap-port", "0", "--disaggregation-kv-checksum", "--drain-timeout", "60")
-            worker = tandem(temp / name, "serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV, *flags)
+            serve = ("serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV, *flags)
+            worker = tandem(temp / name, *serve, env=settings(stream_delay_s=DELAY_S))
             started = worker.__enter__()
             stack.push(worker)
             return started

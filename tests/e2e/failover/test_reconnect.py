@@ -16,7 +16,8 @@ import pytest
 
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, several, tandem
-from tests.e2e.failover.test_failover import BODIES, KV, SLOW, shown
+from tests.e2e.failover.test_failover import BODIES, DELAY_S, KV, SLOW, shown
+from tests.e2e.settings import settings
 from tools.family import family
 
 WINDOW_S = 3.0
@@ -37,7 +38,7 @@ def cluster(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     keys.write_text("one\ntwo\n")
     keys.chmod(0o600)
     serve = ("serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV)
-    with several(folder, {"a": serve, "b": serve}) as workers:
+    with several(folder, {"a": serve, "b": serve}, settings(stream_delay_s=DELAY_S)) as workers:
         urls = [worker.url for worker in workers.values()]
         flags = (
             "router",
