@@ -15,8 +15,7 @@ from deploy.commands import serve
 from deploy.flags import Config, config_from
 from engine.config import EngineConfig
 from service.process.child_process import HTTP_SERVER_VARIABLE
-
-VARIABLE = "TANDEM_TEST_SETTINGS"
+from tests.e2e.ranks.leaders import SETTINGS_VARIABLE
 
 
 def settings(**values: float) -> dict[str, str]:
@@ -25,15 +24,15 @@ def settings(**values: float) -> dict[str, str]:
         import pytest  # not in a fork server
 
         pytest.skip("no fork server gives workers their settings here")
-    return {VARIABLE: json.dumps(values)}
+    return {SETTINGS_VARIABLE: json.dumps(values)}
 
 
 def with_settings(args: argparse.Namespace, config_class: type[Config], **by_hand: Any) -> Config:
-    """As `config_from`, with what `VARIABLE` holds."""
+    """As `config_from`, with what `SETTINGS_VARIABLE` holds."""
     config = config_from(args, config_class, **by_hand)
-    if config_class is not EngineConfig or VARIABLE not in os.environ:
+    if config_class is not EngineConfig or SETTINGS_VARIABLE not in os.environ:
         return config
-    return dataclasses.replace(config, **json.loads(os.environ[VARIABLE]))  # type: ignore[type-var]
+    return dataclasses.replace(config, **json.loads(os.environ[SETTINGS_VARIABLE]))  # type: ignore[type-var]
 
 
 vars(serve)["config_from"] = with_settings

@@ -12,6 +12,7 @@ from service.process.child_process import HTTP_SERVER_VARIABLE, POLL_S, ChildPro
 from service.process.start import die_with_parent
 
 TANDEM = (sys.executable, "-m", "deploy")
+SETTINGS_VARIABLE = "TANDEM_TEST_SETTINGS"  # of tests/e2e/settings.py
 ANEW = {HTTP_SERVER_VARIABLE: ""}  # the environment of a command that is to start as users start it
 
 
@@ -42,7 +43,11 @@ def start_process(command: Sequence[str], log: Path, env: Mapping[str, str] | No
     """In a process group of its own, its output added to `log`; it ends with this process, should the test run be killed."""
     whole_env = {**os.environ, **(env or {})}
     with log.open("ab") as out:
-        return _fork(command, whole_env, out.fileno()) or _start_anew(command, whole_env, out.fileno())
+        leader = _fork(command, whole_env, out.fileno())
+        assert leader or SETTINGS_VARIABLE not in whole_env, (
+            "not in the environment of the fork server, which reads settings"
+        )
+        return leader or _start_anew(command, whole_env, out.fileno())
 
 
 def _fork(command: Sequence[str], env: Mapping[str, str], output: int) -> ForkedLeader | None:
