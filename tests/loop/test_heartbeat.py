@@ -61,7 +61,7 @@ def test_the_loop_tells_its_step_and_its_end_by_an_error() -> None:
 
     rig.turn_clock.loaded()
     rig.engine.model.run = compute  # type: ignore[method-assign]
-    rig.inbox.append(GenerateRequest(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams(max_new_tokens=1)))
+    rig.ports.inbox.append(GenerateRequest(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams(max_new_tokens=1)))
     with pytest.raises(RuntimeError, match="the kernel failed"):
         rig.loop.run()
     assert seen == [StepReply("", busy_s=30.0, step=StepInfo(seq=1, kind="prefill", num_reqs=1, num_tokens=3))]
