@@ -1,11 +1,7 @@
-"""KV events from an engine's cache to the router's prefix index: the schema, what the router makes of it, real sockets."""
+"""KV events from an engine's cache to the router's prefix index: the schema, what the router makes of it."""
 
-import asyncio
 import itertools
-import queue
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import msgspec
@@ -19,15 +15,9 @@ from engine.core.mem_cache.radix_cache import RadixCache
 from engine.core.mem_cache.radix_node import TRUNK, Branch
 from engine.flags.kv_events_config import KVEventsConfig, parse_kv_events_config
 from engine.images import key_ids
-from engine.loop.kv_events import ZmqPublisher
-from router.choice.kv_feed import KVEventFeed, _Turns
-from router.choice.kv_view import NamedBlocks, TokenBlocks, WorkerCacheView
-from router.choice.policies import make_chooser
+from router.choice.kv_view import WorkerCacheView
 from router.choice.prefix_index import PrefixIndex, chain
-from router.config import RouterConfig
 from router.pool.reports import EventSource, parse_event_source
-from router.pool.worker import Role, Worker
-from router.pool.workers import WorkerTable
 from service.flags import ConfigError
 from service.kv_events import (
     BLOCK_TOKENS,
@@ -50,9 +40,8 @@ from service.kv_events import (
     token_bytes,
     token_seed,
 )
-from service.process.start import allow_many_files
 from tests.core.mem_cache.images import image
-from tests.router.dummies import depths, until
+from tests.router.dummies import depths
 
 STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
 PROMPT = list(range(4 * BLOCK_TOKENS))
@@ -291,163 +280,9 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
             index.check()
 
 
-def publisher(
-    *, replay: bool = True, secret: bytes | None = None, events: CacheEvents | None = None, **settings: Any
-) -> ZmqPublisher:
-    replay_endpoint = "tcp://127.0.0.1:*" if replay else None
-    config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint=replay_endpoint, **settings)
-    return ZmqPublisher(config, secret=secret, events=events)
-
-
-@asynccontextmanager
-async def feed(*, secret: bytes | None = None) -> AsyncIterator[tuple[KVEventFeed, PrefixIndex, Worker]]:
-    config = RouterConfig(pd_disaggregation=True, policy="cache_aware")
-    chooser = make_chooser(config, draw=random.Random(0).randrange)
-    index = chooser.cache_of(Role.PREFILL)
-    assert index is not None
-    events = KVEventFeed(chooser=chooser, secret=secret)
-    try:
-        yield events, index, WorkerTable().add("http://127.0.0.1:1", role=Role.PREFILL)
-    finally:
-        await events.close()
-
-
-def info_of(source: ZmqPublisher) -> dict[str, object]:
-    return {"kv_events_config": source.describe()}
-
-
-async def publish_until(source: ZmqPublisher, reached: Callable[[], object]) -> None:
-    """Subscribing takes a moment that nobody announces: publish empty batches until something arrives."""
-    await until(lambda: source.publish([]) or reached())
-
-
-@pytest.mark.parametrize("secret", [None, b"only this cluster knows it"])
-async def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret: bytes | None) -> None:
-    source = publisher(secret=secret)
-    try:
-        source.publish([stored(PROMPT)])
-        async with feed(secret=secret) as (events, index, worker):
-            events.on_info(worker, info_of(source))
-            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-            told = events.view_of(worker)
-            await publish_until(source, lambda: told is not None and told._last_live > 0)
-            source.publish([BlockRemoved([hash((0, 4 * BLOCK_TOKENS))])])
-            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})
-            events.on_gone(worker)
-            assert depths(index, keys_of(PROMPT)) == {} and events.view_of(worker) is None
-            source.close()
-            source = publisher(secret=secret)
-            source.publish([stored(PROMPT[: 2 * BLOCK_TOKENS])])
-            events.on_info(worker, info_of(source))
-            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 2})
-    finally:
-        source.close()
-
-
-@pytest.mark.parametrize(("page_size", "blocks"), [(16, NamedBlocks), (48, TokenBlocks)])
-async def test_a_worker_says_whether_the_router_knows_its_names(page_size: int, blocks: type) -> None:
-    told = CacheEvents(page_size=page_size)
-    allocator = PageAllocator(num_pages=64, page_size=page_size)
-    cache = RadixCache(allocator, parts=[told])
-    cache.insert(PROMPT[: 3 * BLOCK_TOKENS], allocator.allocate(3 * BLOCK_TOKENS // page_size))
-    with closing(publisher(events=told)) as source:
-        source.turn()
-        async with feed() as (events, index, worker):
-            events.on_info(worker, info_of(source))
-            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})
-            view = events.view_of(worker)
-            assert view is not None and type(view._blocks) is blocks
-
-
-async def test_without_replay_a_gap_drops_what_was_known() -> None:
-    with closing(publisher(replay=False)) as source:
-        async with feed() as (events, index, worker):
-            events.on_info(worker, info_of(source))
-            told = events.view_of(worker)
-            assert told is not None
-            await publish_until(source, lambda: told._last_live >= 0)
-            source.publish([stored(PROMPT)])
-            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-            gaps = told.num_gaps
-            source._next += 3  # batches that the queue had no room for
-            source.publish([])
-            await until(lambda: told.num_gaps == gaps + 1)
-            assert depths(index, keys_of(PROMPT)) == {} and not told.whole
-
-
-async def test_strangers_learn_nothing_and_junk_on_the_replay_socket_changes_nothing() -> None:
-    with closing(publisher(secret=b"only this cluster knows it")) as source:
-        source.publish([stored(PROMPT)])
-        async with feed(secret=b"another secret altogether") as (stranger, nothing, at):
-            stranger.on_info(at, info_of(source))
-            async with feed(secret=b"only this cluster knows it") as (events, index, worker):
-                events.on_info(worker, info_of(source))
-                await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-            assert len(nothing) == 0 and stranger.view_of(at) is not None
-        async with feed() as (outsider, _, at):
-            outsider.on_info(at, info_of(source))
-            assert outsider.view_of(at) is None
-
-
-async def test_more_workers_are_followed_than_zmq_has_sockets_by_default() -> None:
-    allow_many_files()
-    with closing(publisher()) as source:
-        source.publish([stored(PROMPT)])
-        async with feed() as (events, _, _):
-            table = WorkerTable()
-            workers = [table.add(f"http://127.0.0.1:{number}", role=Role.PREFILL) for number in range(1, 1101)]
-            for worker in workers:
-                events.on_info(worker, info_of(source))
-            views = [view for worker in workers if (view := events.view_of(worker)) is not None]
-            await until(lambda: all(view.num_tokens for view in views))
-            assert len(views) == 1100
-
-
-async def test_a_flood_of_events_leaves_the_event_loop_time_for_others() -> None:
-    """Each reader has its turn, and other callbacks come in between."""
-    turns, reads = _Turns(), dict.fromkeys(range(50), 0)
-
-    class Endless:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def read_one(self) -> bool:
-            reads[self.number] += 1
-            return not over
-
-    over, others = False, 0
-    for number in reads:
-        turns.add(Endless(number))  # type: ignore[arg-type]
-    while min(reads.values()) < 100 or others < 3:  # a turn without an end would never let this go on
-        await asyncio.sleep(0)
-        others += 1
-    over = True
-    assert max(reads.values()) - min(reads.values()) <= 1
-    await until(lambda: not turns._ready)
-
-
 def test_a_batch_is_read_alike_by_its_types_and_leniently() -> None:
     batch = KVEventBatch(1.0, [stored(PROMPT), BlockRemoved([1, b"2"]), AllBlocksCleared()])
     assert decode_events(encode_batch(batch)) == _decode_leniently(encode_batch(batch)) == batch.events
-
-
-def test_a_full_queue_drops_batches_and_their_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    source = publisher(max_queue_size=1)
-    source._queue.put_nowait = _full  # type: ignore[method-assign]
-    source.publish([])
-    source.close()
-    assert source._next == 1 and "dropped" in caplog.text
-
-
-def _full(item: object) -> None:
-    raise queue.Full
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with closing(publisher()) as source:
-        taken = msgspec.json.decode(source.describe())["endpoint"]
-        with pytest.raises(ConfigError, match="--kv-events-config: cannot listen at "):
-            ZmqPublisher(KVEventsConfig(endpoint=taken))
 
 
 @pytest.mark.parametrize(("named", "text_blocks"), [(True, 2), (False, 2), (False, 0)])
