@@ -17,7 +17,8 @@ from engine.executor.warm_up import LOGPROBS, WarmUp, by_executor, warm_up
 from engine.kernels.triton.elementwise import TritonElementwise
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
-from tests.attention.triton.test_specialization import Anew, recorder
+from tests.attention.triton.day_of_steps import Anew
+from tests.attention.triton.test_specialization import recorder
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
