@@ -12,15 +12,10 @@ from deploy.commands import router as router_command
 from deploy.commands import serve as serve_command
 from deploy.flags import config_from
 from disagg.config import DisaggConfig
-from disagg.processes.exposure import check_nodes_exposure
-from disagg.processes.rendezvous import check_same, flags_of
 from engine.config import EngineConfig, ServerConfig
-from engine.flags.nodes import address_of
-from engine.flags.rank_rules import check_ranks
 from engine.frontend.routes import ROUTES
 from engine.frontend.routes import need_of as worker_need_of
 from engine.metric_names import QUEUES
-from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from router.compose.routes import need_of as router_need_of
 from router.config import RouterConfig, check_config, label_query
 from router.http.health_api import PROBES
@@ -456,42 +451,3 @@ def test_prometheus_scrapes_every_service(overlay: str) -> None:
         assert endpoint["path"] in WORKER_GETS and worker_need_of(endpoint["path"]) is Access.NONE
     named(overlay, "ConfigMap", "tandem-dashboard")
     assert named(overlay, "PrometheusRule", "tandem")["spec"] == yaml.safe_load(RULES.read_text())
-
-
-def test_groups_have_one_leader_that_prefills_and_workers_that_decode() -> None:
-    (groups,) = of_kind("multi-node", "LeaderWorkerSet")
-    template = groups["spec"]["leaderWorkerTemplate"]
-    assert template["size"] >= 2 and template["restartPolicy"] == "None"
-    assert [p.component for p in pods("multi-node") if p.owner is groups] == ["prefill", "decode"]
-    assert [d["metadata"]["name"] for d in of_kind("multi-node", "Deployment")] == ["tandem-router"]
-    same = one("nvidia-nixl", "decode").spec
-    assert template["workerTemplate"]["spec"] == same
-
-
-def test_a_worker_of_several_pods_is_a_group_of_nodes() -> None:
-    """The flags of its pods are those of one group, as the worker itself compares them."""
-    for owner in of_kind("ranks", "LeaderWorkerSet"):
-        leader, follower = [found for found in pods("ranks") if found.owner is owner]
-        assert owner["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
-        assert (leader.serves, follower.serves, follower.role) == (True, False, leader.component)
-        (first, server, disagg), (last, _, other) = (worker_configs("ranks", found) for found in (leader, follower))
-        check_ranks(first, load_model_config(WIDE_MODEL_PATH))
-        check_ranks(last, load_model_config(WIDE_MODEL_PATH))
-        assert (first.node_rank, last.node_rank) == (0, first.nnodes - 1) and first.num_ranks % first.nnodes == 0
-        check_same(first, disagg, flags_of(last, other), node=last.node_rank)
-        check_nodes_exposure(server, first, disagg)
-        assert address_of(first)[1] == leader.ports()["ranks"]
-        for one_way in ((leader, follower), (follower, leader)):
-            assert reaches("ranks", *one_way, "ranks" if one_way[1] is leader else None)
-        others = [found for found in pods("ranks") if found.component != "router" and found.owner is not owner]
-        assert all(reaches("ranks", found, follower, None) for found in others)  # their transfer engines
-        assert not reaches("ranks", one("ranks", "router"), follower, None)
-    assert [d["metadata"]["name"] for d in of_kind("ranks", "Deployment")] == ["tandem-router"]
-
-
-def test_a_pod_without_http_is_ready_when_its_file_says_so() -> None:
-    for found in (one("ranks", f"{role}-rank") for role in ("prefill", "decode")):
-        ready_file = worker_configs("ranks", found)[1].ready_file
-        for probe in ("startupProbe", "readinessProbe"):
-            assert found.container[probe]["exec"]["command"] == ["test", "-f", ready_file]
-        assert "livenessProbe" not in found.container and not found.ports()
