@@ -241,55 +241,13 @@ def make_tensors(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    hidden, size, dim = config["hidden_size"], config["intermediate_size"], config.get("head_dim", 0)
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    hidden, family, num_layers = config["hidden_size"], config["model_type"], config["num_hidden_layers"]
     shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [config["vocab_size"], hidden]
-    family = config["model_type"]
-    num_layers = config["num_hidden_layers"]
     nextn_layers = config.get("num_nextn_predict_layers", 0) + config.get("mtp_num_hidden_layers", 0)
     for i in range(num_layers + nextn_layers):
-        attention = {"q_proj": [q, hidden], "k_proj": [kv, hidden], "v_proj": [kv, hidden], "o_proj": [hidden, q]}
-        if family == "phi3":
-            attention = {"qkv_proj": [q + 2 * kv, hidden], "o_proj": [hidden, q]}
-        if "kv_lora_rank" in config:
-            attention = _latent_attention(config)
-        mlp = {"gate_proj": [size, hidden], "up_proj": [size, hidden], "down_proj": [hidden, size]}
-        if family in ("phi3", "glm", "glm4"):
-            mlp = {"gate_up_proj": [2 * size, hidden], "down_proj": [hidden, size]}
-        if family in HYBRIDS:
-            attention["q_proj"] = [2 * q, hidden]
-        layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
-        sparse = family in MIXTURES and i >= config.get("first_k_dense_replace", 0)
-        layer |= _experts(config) if sparse else {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
-        layer |= {f"{name}_layernorm.weight": [hidden] for name in NORMS.get(family, ("input", "post_attention"))}
-        if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
-            biased = (
-                tuple(attention)
-                if family in ("llama", "qwen3", "smollm3", "granite", "gpt_oss", "olmo")
-                else ("q_proj", "k_proj", "v_proj")
-            )
-            layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
-        if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", *HYBRIDS):
-            layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
-        if "kv_lora_rank" in config:
-            layer["self_attn.kv_a_layernorm.weight"] = [config["kv_lora_rank"]]
-            if "index_topk" in config:
-                layer |= {f"self_attn.indexer.k_norm.{name}": [config["index_head_dim"]] for name in ("weight", "bias")}
-            if config["q_lora_rank"]:
-                layer["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
-        if family in ("olmo2", "olmo3", "minimax_m2"):
-            layer |= {"self_attn.q_norm.weight": [q], "self_attn.k_norm.weight": [kv]}
-        if family in HYBRIDS and i < num_layers and (i + 1) % config["full_attention_interval"]:
-            layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
-            layer |= _delta(config)
-        if family == "phi":
-            layer = _phi_layer(layer)
-        if family == "falcon_h1":
-            layer = _falcon_layer(config, layer)
-        if family == "granitemoehybrid":
-            layer = _granite_layer(config, i, layer)
+        layer = _layer(config, i)
         if family in HYBRIDS and i >= num_layers:
             shapes |= _mtp(config, layer)
             continue
@@ -309,6 +267,70 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         shapes |= {f"model.final_layernorm.{name}": [hidden] for name in ("weight", "bias")}
         shapes["lm_head.bias"] = [config["vocab_size"]]
     return shapes
+
+
+def _layer(config: dict[str, Any], index: int) -> dict[str, list[int]]:
+    """Of one layer, of those behind the model's too, which predict the token after the next."""
+    hidden, family, attention = config["hidden_size"], config["model_type"], _attention(config)
+    layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
+    sparse = family in MIXTURES and index >= config.get("first_k_dense_replace", 0)
+    layer |= _experts(config) if sparse else {f"mlp.{name}.weight": shape for name, shape in _mlp(config).items()}
+    layer |= {f"{name}_layernorm.weight": [hidden] for name in NORMS.get(family, ("input", "post_attention"))}
+    if family in ("qwen2", "glm", "glm4") or config.get("attention_bias"):
+        biased = (
+            tuple(attention)
+            if family in ("llama", "qwen3", "smollm3", "granite", "gpt_oss", "olmo")
+            else ("q_proj", "k_proj", "v_proj")
+        )
+        layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
+    layer |= _norms_of_heads(config)
+    if family in HYBRIDS and index < config["num_hidden_layers"] and (index + 1) % config["full_attention_interval"]:
+        layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
+        layer |= _delta(config)
+    if family == "phi":
+        return _phi_layer(layer)
+    if family == "falcon_h1":
+        return _falcon_layer(config, layer)
+    if family == "granitemoehybrid":
+        return _granite_layer(config, index, layer)
+    return layer
+
+
+def _attention(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Matrices of one layer."""
+    if "kv_lora_rank" in config:
+        return _latent_attention(config)
+    hidden, dim, family = config["hidden_size"], config.get("head_dim", 0), config["model_type"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    if family == "phi3":
+        return {"qkv_proj": [q + 2 * kv, hidden], "o_proj": [hidden, q]}
+    gated = 2 * q if family in HYBRIDS else q
+    return {"q_proj": [gated, hidden], "k_proj": [kv, hidden], "v_proj": [kv, hidden], "o_proj": [hidden, q]}
+
+
+def _mlp(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Matrices of one dense layer."""
+    hidden, size = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"] in ("phi3", "glm", "glm4"):
+        return {"gate_up_proj": [2 * size, hidden], "down_proj": [hidden, size]}
+    return {"gate_proj": [size, hidden], "up_proj": [size, hidden], "down_proj": [hidden, size]}
+
+
+def _norms_of_heads(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Norms inside the attention of one layer."""
+    family, dim, norms = config["model_type"], config.get("head_dim", 0), dict[str, list[int]]()
+    if family in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", *HYBRIDS):
+        norms |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
+    if "kv_lora_rank" in config:
+        norms["self_attn.kv_a_layernorm.weight"] = [config["kv_lora_rank"]]
+        if "index_topk" in config:
+            norms |= {f"self_attn.indexer.k_norm.{name}": [config["index_head_dim"]] for name in ("weight", "bias")}
+        if config["q_lora_rank"]:
+            norms["self_attn.q_a_layernorm.weight"] = [config["q_lora_rank"]]
+    if family in ("olmo2", "olmo3", "minimax_m2"):
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        norms |= {"self_attn.q_norm.weight": [heads * dim], "self_attn.k_norm.weight": [kv_heads * dim]}
+    return norms
 
 
 def _mtp(config: dict[str, Any], layer: dict[str, list[int]]) -> dict[str, list[int]]:
