@@ -125,73 +125,107 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     of_ranks = random.Random(f"{seed}/ranks")
     has_ranks = of_ranks.random() < 0.4
     stages = random.Random(f"{seed}/depth of pipelines").choice([(1, 1)] * 4 + [(2, 1), (1, 2), (2, 2)])
-    if (has_ranks or stages != (1, 1)) and random.Random(f"{seed}/rank fault").random() < 0.5:
-        drawn += (RANK_FAULT,)
-    if random.Random(f"{seed}/moves").random() < 0.5:
-        drawn += (MOVE_FAULT,)
     returns = random.Random(f"{seed}/returns")
     with_returns = seed >= FIRST_WITH_RETURNS and returns.random() < 0.7
-    if with_returns:
-        drawn += (RETURN_FAULT,)
+    drawn += _faults_of_parts(seed, followers=has_ranks or stages != (1, 1), returns=with_returns)
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5
     wide = 1 if draw.random() < 0.8 else 4
     low_s = draw.choice([0.0001, 0.001, 0.005])
-    options = _with_groups(
-        seed,
-        Options(
-            seed=seed,
-            num_prefill=num_prefill,
-            num_decode=num_nodes - num_prefill,
-            faults=chosen,
-            fault_every_s=draw.choice([0.2, 0.5, 1.0]),
-            length_s=draw.choice([4.0, 8.0, 12.0]),
-            num_requests=draw.choice([20, 40, 60]),
-            burst=draw.choice([2, 10, 20]),
-            page_size=page_size,
-            pages=(draw.randint(60, 120) * (1 if tight else 4) // page_size, draw.randint(48, 90) * wide // page_size),
-            chunk=draw.choice([1, 2, 8]) * page_size,
-            depth=(draw.randint(1, 2), draw.randint(1, 2)),
-            max_running=draw.choice([2, 6, 8]),
-            rows=draw.choice([2, 6, 16]),
-            resume=draw.choice(["recompute", "host", "prefill", "prefill"]),
-            backup_pages=draw.choice([8, 1000]),
-            shared_bootstrap=draw.random() < 0.5,
-            fixed_control_port=draw.random() < 0.5,
-            same_host=draw.random() < 0.5,
-            secret=draw.random() < 0.5,
-            policy=draw.choice(["least_load", "round_robin", "random"]),
-            retry_max=draw.choice([0, 1, 3]),
-            delay_s=(low_s, low_s * draw.choice([1.5, 5.0, 20.0])),
-            clock_s=draw.choice([0.0005, 0.002]),
-            engine=replace(_engine(draw, faulty=bool(chosen)), flip_rate=flip_rate if chosen and checksum else 0.0),
-            transfer_retries=draw.choice([0, 1, 1]),
-            max_queued=later.choice([4, 100, 100]),
-            max_concurrent=later.choice([6, 10_000, 10_000, 10_000]),
-            early_rejection=later.random() < 0.5,
-            deadlines=later.random() < 0.5,
-            drain_timeout_s=later.choice([0.1, 0.5, 3.0]),
-            checksum=checksum,
-            priorities=later.random() < 0.4,
-            embeddings=later.random() < 0.4,
-            prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
-            layers=later.choice([1, 1, 2, 4]),
-            num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
-            stages=stages,
-            host_memory=random.Random(f"{seed}/rows").random() < 0.6,
-            ranks=of_ranks.choice([(1, 2), (2, 1), (2, 2)]) if has_ranks else (1, 1),
-            kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
-            must_poll=has_ranks and of_ranks.random() < 0.5,
-            host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
-            heartbeats=seed >= FIRST_WITH_HEARTBEATS and random.Random(f"{seed}/heartbeats").random() < 0.7,
-            prefix_fetch=num_prefill > 1 and _fetches(seed),
-            num_routers=returns.choice([1, 2, 2]) if with_returns else 1,
-            resume_window_s=returns.choice([0.5, 3.0]) if with_returns else 0.0,
-            most_kept_bytes=returns.choice([2000, MAX_KEPT_BYTES, MAX_KEPT_BYTES]),
-        ),
+    options = Options(
+        seed=seed,
+        num_prefill=num_prefill,
+        num_decode=num_nodes - num_prefill,
+        faults=chosen,
+        fault_every_s=draw.choice([0.2, 0.5, 1.0]),
+        length_s=draw.choice([4.0, 8.0, 12.0]),
+        num_requests=draw.choice([20, 40, 60]),
+        burst=draw.choice([2, 10, 20]),
+        page_size=page_size,
+        pages=(draw.randint(60, 120) * (1 if tight else 4) // page_size, draw.randint(48, 90) * wide // page_size),
+        chunk=draw.choice([1, 2, 8]) * page_size,
+        depth=(draw.randint(1, 2), draw.randint(1, 2)),
+        max_running=draw.choice([2, 6, 8]),
+        rows=draw.choice([2, 6, 16]),
+        resume=draw.choice(["recompute", "host", "prefill", "prefill"]),
+        backup_pages=draw.choice([8, 1000]),
+        shared_bootstrap=draw.random() < 0.5,
+        fixed_control_port=draw.random() < 0.5,
+        same_host=draw.random() < 0.5,
+        secret=draw.random() < 0.5,
+        policy=draw.choice(["least_load", "round_robin", "random"]),
+        retry_max=draw.choice([0, 1, 3]),
+        delay_s=(low_s, low_s * draw.choice([1.5, 5.0, 20.0])),
+        clock_s=draw.choice([0.0005, 0.002]),
+        engine=replace(_engine(draw, faulty=bool(chosen)), flip_rate=flip_rate if chosen and checksum else 0.0),
+        transfer_retries=draw.choice([0, 1, 1]),
+        checksum=checksum,
+        stages=stages,
     )
-    return _with_encoders(seed, _with_images(seed, options), strikes=faults is None)
+    options = _with_options_of_own_streams(seed, _with_later_limits(options, later))
+    options = _with_returns(options, returns, resumes=with_returns)
+    if has_ranks or stages[0] > 1:
+        options = replace(options, host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]))
+    if has_ranks:
+        options = _with_ranks(options, of_ranks)
+    options = _with_images(seed, _with_groups(seed, options))
+    return _with_encoders(seed, options, strikes=faults is None)
+
+
+def _faults_of_parts(seed: int, *, followers: bool, returns: bool) -> tuple[str, ...]:
+    """Kinds that strike what only some clusters have. `followers`: beside leaders; `returns`: of clients to their streams."""
+    drawn: tuple[str, ...] = ()
+    if followers and random.Random(f"{seed}/rank fault").random() < 0.5:
+        drawn += (RANK_FAULT,)
+    if random.Random(f"{seed}/moves").random() < 0.5:
+        drawn += (MOVE_FAULT,)
+    return (*drawn, RETURN_FAULT) if returns else drawn
+
+
+def _with_later_limits(options: Options, later: random.Random) -> Options:
+    """How many a cluster takes, for how long, and what else came after the first options."""
+    return replace(
+        options,
+        max_queued=later.choice([4, 100, 100]),
+        max_concurrent=later.choice([6, 10_000, 10_000, 10_000]),
+        early_rejection=later.random() < 0.5,
+        deadlines=later.random() < 0.5,
+        drain_timeout_s=later.choice([0.1, 0.5, 3.0]),
+        priorities=later.random() < 0.4,
+        embeddings=later.random() < 0.4,
+        prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
+        layers=later.choice([1, 1, 2, 4]),
+    )
+
+
+def _with_options_of_own_streams(seed: int, options: Options) -> Options:
+    return replace(
+        options,
+        num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
+        host_memory=random.Random(f"{seed}/rows").random() < 0.6,
+        heartbeats=seed >= FIRST_WITH_HEARTBEATS and random.Random(f"{seed}/heartbeats").random() < 0.7,
+        prefix_fetch=options.num_prefill > 1 and _fetches(seed),
+    )
+
+
+def _with_returns(options: Options, draw: random.Random, *, resumes: bool) -> Options:
+    """`resumes`: clients come again for their streams, to any of the routers."""
+    return replace(
+        options,
+        num_routers=draw.choice([1, 2, 2]) if resumes else 1,
+        resume_window_s=draw.choice([0.5, 3.0]) if resumes else 0.0,
+        most_kept_bytes=draw.choice([2000, MAX_KEPT_BYTES, MAX_KEPT_BYTES]),
+    )
+
+
+def _with_ranks(options: Options, draw: random.Random) -> Options:
+    return replace(
+        options,
+        ranks=draw.choice([(1, 2), (2, 1), (2, 2)]),
+        kv_units=draw.choice([1, 2, 2]),
+        must_poll=draw.random() < 0.5,
+    )
 
 
 def _fetches(seed: int) -> bool:
