@@ -9,31 +9,28 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from engine.assembly.follower import Connect, build_follower
 from engine.config import EngineConfig
 from engine.device.step_memory import UNIFIED, EngineUse, LocalMachine, MakeCapture, MemoryGauge
-from engine.flags.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
+from engine.flags.nodes import ENGINE, PLAN, leader_of, node_of, wires
 from engine.flags.resolve import resolve
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import load_model_config
-from engine.parallel.process_groups import RankGroups
 from engine.parallel.region import SharedRegion, late_ranks
 from engine.ranks.follower import Follower
 from engine.ranks.followers import Followers
 from engine.ranks.group import Group
-from engine.ranks.links import Joint, links_of, place_of, region_plan
+from engine.ranks.links import Joint, links_of, region_plan
 from engine.ranks.messages import follower_end, leader_end
 from engine.ranks.rank_parts import RankPools
-from service.process.message_stream import socket_pair
 from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.ranks.sockets_of_ranks import ends_of, gloo_groups, pair_of, tcp_pair
 
 START_S = 60.0
 END_S = 20.0
@@ -107,7 +104,7 @@ class _Group:
         plan = region_plan(config, self._model)
         self._regions = [SharedRegion.create(plan, ends_with=self._ends_with) for _ in range(config.nnodes)]
         self._connected = {wire: tcp_pair() for wire in wires(config, transfers=serve is not None)}
-        self._groups = partial(gloo_groups, dist.HashStore(), config) if by_groups else lambda rank: None
+        self._groups = gloo_groups(config, timeout_s=START_S) if by_groups else lambda rank: None
         self._errors: list[BaseException] = []
 
     @contextmanager
@@ -115,11 +112,11 @@ class _Group:
         members, threads = {}, []
         transfers: dict[int, socket.socket] = {}
         for rank in sorted(set(range(self._config.num_ranks)) - {leader_of(self._config)}):
-            own, theirs = pair_of(PLAN, self._connected, rank) or socket_pair()
+            own, theirs = pair_of(PLAN, self._connected, rank)
             members[rank] = (leader_end(own), _Thread(rank))
             engines = None
             if self._serve is not None:
-                transfers[rank], engines = pair_of(ENGINE, self._connected, rank) or socket_pair()
+                transfers[rank], engines = pair_of(ENGINE, self._connected, rank)
             threads.append(
                 threading.Thread(target=self._follow, args=(rank, theirs.detach(), engines), name=f"rank {rank}")
             )
@@ -179,43 +176,6 @@ class _Group:
     def _abort(self) -> None:
         for region in self._regions:
             region.abort()
-
-
-def gloo_groups(store: dist.Store, config: EngineConfig, rank: int) -> RankGroups:
-    """The groups that `process_groups.joined` makes, of threads."""
-    place = place_of(rank, config)
-
-    def group(name: str, index: int, size: int) -> dist.ProcessGroup | None:
-        if size == 1:
-            return None
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), index, size, timedelta(seconds=START_S))  # type: ignore[return-value]
-
-    before, after = f"{rank - place.tp_size} to {rank}", f"{rank} to {rank + place.tp_size}"
-    return RankGroups(
-        stage=group(f"stage {place.pp_rank}", place.tp_rank, place.tp_size),
-        memory=None,
-        before=None if place.is_first_stage else group(before, 1, 2),
-        after=None if place.is_last_stage else group(after, 0, 2),
-    )
-
-
-Pairs = dict[Wire, tuple[socket.socket, socket.socket]]
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        there = socket.create_connection(server.getsockname())
-        return server.accept()[0], there
-
-
-def ends_of(connected: Pairs, rank: int) -> dict[str, socket.socket]:
-    mine = ((wire, pair) for wire, pair in connected.items() if not wire.is_the_leaders)
-    return {wire.end_of(rank): pair[wire.second == rank] for wire, pair in mine if rank in (wire.first, wire.second)}
-
-
-def pair_of(kind: str, connected: Pairs, rank: int) -> tuple[socket.socket, socket.socket] | None:
-    """The leader's end and that of a follower on another node than node 0."""
-    return next((pair for wire, pair in connected.items() if (wire.kind, wire.second) == (kind, rank)), None)
 
 
 @dataclass
