@@ -12,7 +12,7 @@ from tools.simulation.network import Network
 from tools.simulation.notices import Notices
 from tools.simulation.options import SECRET, Options
 from tools.simulation.rest import leftovers
-from tools.simulation.router import Router
+from tools.simulation.routers.router import Router
 from tools.simulation.surroundings import Surroundings
 from tools.simulation.workers.encoder import Encoder
 from tools.simulation.workers.worker import BOOTSTRAP_PORT, Worker

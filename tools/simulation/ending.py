@@ -10,7 +10,7 @@ from typing import Protocol
 from engine.frontend.server import HTTP_CLOSE_S, STATE_TIMEOUT_S, drain
 from engine.messages import Shutdown
 from router.server import SHUTDOWN_TIMEOUT_S
-from tools.simulation.router import Router
+from tools.simulation.routers.router import Router
 from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Process, Violation
 from transfer_backends.control_thread import CLOSE_S
