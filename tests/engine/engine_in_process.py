@@ -13,14 +13,10 @@ from engine.config import EngineConfig
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
 from engine.core.request import Grammar
-from engine.device.step_memory import EngineUse, LocalMachine, MemoryGauge
-from engine.executor.graphs import Capture
-from engine.kv.host_memory import HERE, HostMemory
+from engine.device.step_memory import THIS_MACHINE, EngineUse, LocalMachine
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_files.model_config import load_model_config
-from engine.models.decoder import DenseDecoder
-from engine.models.load import load_model
 from engine.ranks.group import Group
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import new_request
@@ -36,11 +32,8 @@ class EngineInProcess:
         model_path: str,
         *,
         depth: int | None = None,
-        capture: Callable[[], Capture] | None = None,
+        machine: LocalMachine = THIS_MACHINE,
         use: EngineUse | None = None,
-        load: Callable[..., DenseDecoder] = load_model,
-        gauge: MemoryGauge | None = None,
-        host: HostMemory = HERE,
         group: Group | None = None,
         wakeup: Callable[[], None] = lambda: None,
         **flags: object,
@@ -52,7 +45,7 @@ class EngineInProcess:
             config,
             self.model,
             use=use or EngineUse(),
-            machine=LocalMachine(capture=capture, gauge=gauge, host=host, load=load),
+            machine=machine,
             group=group,
             wakeup=self._on_wakeup,
         )

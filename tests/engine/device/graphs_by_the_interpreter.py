@@ -14,7 +14,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
-from engine.device.step_memory import EngineUse
+from engine.device.step_memory import EngineUse, LocalMachine
 from engine.executor.graphs import DecodeGraphs, PrefillGraphs, T
 from engine.executor.step_part import SampledForward
 from engine.kernels.triton import sample
@@ -96,7 +96,7 @@ def check(folder: str, other: str) -> None:
         depth=2,
         stream="threaded",
         attention_backend="triton",
-        capture=lambda: capture,
+        machine=LocalMachine(capture=lambda: capture),
         use=EngineUse(prefills=False),
         **flags,
     )
@@ -128,7 +128,7 @@ def check_prompts(folder: str) -> None:
     engine = EngineInProcess(
         folder,
         attention_backend="triton",
-        capture=lambda: capture,
+        machine=LocalMachine(capture=lambda: capture),
         use=EngineUse(decodes=False),
         **flags,
     )
@@ -152,7 +152,12 @@ def check_loads(folder: str) -> None:
     flags = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 64, "enable_hierarchical_cache": True}
     capture, prompt = CountingCapture(), list(range(20, 45))
     with EngineInProcess(
-        folder, attention_backend="triton", capture=lambda: capture, use=EngineUse(decodes=False), page_size=8, **flags
+        folder,
+        attention_backend="triton",
+        machine=LocalMachine(capture=lambda: capture),
+        use=EngineUse(decodes=False),
+        page_size=8,
+        **flags,
     ) as engine:
         copy_late(engine)
         for rid, asked in (("first", prompt), ("other", list(range(60, 120))), ("again", prompt)):
@@ -178,7 +183,9 @@ def check_drafter(folder: str, *, topk: int = 1) -> None:
     own |= {"speculative_eagle_topk": topk}
     with (
         EngineInProcess(folder, attention_backend="torch", **flags) as plain,
-        EngineInProcess(folder, attention_backend="triton", capture=lambda: capture, **flags, **own) as engine,
+        EngineInProcess(
+            folder, attention_backend="triton", machine=LocalMachine(capture=lambda: capture), **flags, **own
+        ) as engine,
     ):
         always(engine.parts.scheduler)
         assert ask(engine) == ask(plain)
@@ -203,7 +210,9 @@ def check_images(folder: Path) -> None:
     capture = CountingCapture()
     with (
         EngineInProcess(path, attention_backend="torch", **flags) as plain,
-        EngineInProcess(path, attention_backend="triton", capture=lambda: capture, **flags) as engine,
+        EngineInProcess(
+            path, attention_backend="triton", machine=LocalMachine(capture=lambda: capture), **flags
+        ) as engine,
     ):
         right = ask(plain)
         assert ask(engine) == right and right["sees"] != right["reads"], right

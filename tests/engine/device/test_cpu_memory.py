@@ -22,7 +22,7 @@ from engine.device.memory_plan import (
     with_running_requests,
     with_state_slots,
 )
-from engine.device.step_memory import EngineUse
+from engine.device.step_memory import EngineUse, LocalMachine
 from engine.flags.resolve import resolve, state_slots
 from engine.kv.host_memory import HostMemory
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
@@ -136,7 +136,7 @@ def test_an_engine_runs_with_the_states_that_fit(
     caplog.set_level(logging.INFO)
     flags: dict[str, Any] = {"max_running_requests": 32, "num_threads": 1, "max_total_tokens": 1024}
     if tp_size == 1:
-        engine = EngineInProcess(path, host=host, **flags)
+        engine = EngineInProcess(path, machine=LocalMachine(host=host), **flags)
         run(engine)
         engine.close()
     else:
@@ -241,7 +241,9 @@ def test_a_small_machine_serves_with_fewer_requests(tmp_path: Path, caplog: pyte
     path = make_tiny_checkpoint(tmp_path, "llama")
     host = with_free(tmp_path, MIB)
     caplog.set_level(logging.INFO)
-    with EngineInProcess(path, host=host, max_total_tokens=None, context_length=512, num_threads=1) as engine:
+    with EngineInProcess(
+        path, machine=LocalMachine(host=host), max_total_tokens=None, context_length=512, num_threads=1
+    ) as engine:
         most = engine.parts.config.max_running_requests
         assert most is not None and 1 <= most < 64 and engine.parts.scheduler.limits.max_running_requests == most
         for i in range(32):

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.device.memory_plan import MeasuredMemory, kv_pages
-from engine.device.step_memory import await_share
+from engine.device.step_memory import LocalMachine, await_share
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.load import load_model
@@ -159,7 +159,12 @@ def start(checkpoint: str, gauge: StandIn, load: Callable[..., Any] = load_model
     flags = {"mem_fraction_static": 0.8, "max_total_tokens": None, "chunked_prefill_size": 64, **flags}
     flags |= {"disable_cuda_graph": True}
     return EngineInProcess(
-        checkpoint, gauge=gauge, load=load, dtype="float32", max_running_requests=4, context_length=512, **flags
+        checkpoint,
+        machine=LocalMachine(gauge=gauge, load=load),
+        dtype="float32",
+        max_running_requests=4,
+        context_length=512,
+        **flags,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device.step_memory import LocalMachine
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -61,7 +62,7 @@ def test_a_prefill_step_ends_its_prompt_alone(
     checkpoint: str, expected: dict[str, list[int]], way: dict[str, object], chunk: int
 ) -> None:
     failure = OneFailure("forward", above=10)
-    with EngineInProcess(checkpoint, load=failure.load, **FLAGS, **way) as engine:  # type: ignore[arg-type]
+    with EngineInProcess(checkpoint, machine=LocalMachine(load=failure.load), **FLAGS, **way) as engine:  # type: ignore[arg-type]
         engine.add("decodes", [20, 30, 40], max_new_tokens=20)
         engine.turn()
         engine.add("fails", PROMPT, max_new_tokens=5)
@@ -81,7 +82,7 @@ def test_a_decode_step_ends_what_it_holds(
 ) -> None:
     """In its sampling, too, and with a mask or a step in flight behind it."""
     failure = OneFailure("logits", above=1)
-    with EngineInProcess(checkpoint, load=failure.load, **FLAGS, **way) as engine:  # type: ignore[arg-type]
+    with EngineInProcess(checkpoint, machine=LocalMachine(load=failure.load), **FLAGS, **way) as engine:  # type: ignore[arg-type]
         for i in range(3):
             engine.add(f"r{i}", [20 + i, 30, 40], max_new_tokens=20, temperature=1.0, seed=i)
         for _ in range(5):

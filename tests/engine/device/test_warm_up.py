@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.triton_backend import TritonBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.device.step_memory import LocalMachine
 from engine.executor.graphs import DecodeGraphs
 from engine.executor.warm_up import LOGPROBS, WarmUp, by_executor, warm_up
 from engine.kernels.triton.elementwise import TritonElementwise
@@ -108,7 +109,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[str]]]:
 def test_no_later_step_launches_anything_new(checkpoint: str, kernels: dict[str, set[str]], graphs: bool) -> None:
     flags: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": CHUNK, "max_running_requests": ROWS}
     rng = random.Random(graphs)
-    with EngineInProcess(checkpoint, capture=Anew if graphs else None, **flags) as engine:
+    with EngineInProcess(checkpoint, machine=LocalMachine(capture=Anew if graphs else None), **flags) as engine:
         executor = engine.parts.device.executor
         assert (engine.recorded(DecodeGraphs) is not None) == graphs
         warm_up(by_executor(executor), STEPS, progress=False)

@@ -30,7 +30,7 @@ from engine.ranks.links import Joint, links_of, region_plan
 from engine.ranks.messages import follower_end, leader_end
 from engine.ranks.rank_parts import RankPools
 from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.ranks.sockets_of_ranks import ends_of, gloo_groups, pair_of, tcp_pair
+from tests.engine.ranks.rank_sockets import ends_of, gloo_groups, pair_of, tcp_pair
 
 START_S = 60.0
 END_S = 20.0
@@ -76,10 +76,8 @@ def ranks(
         return LocalMachine(capture=capture, gauge=gauge and gauge(), host=host)
 
     group = _Group(config, machine=machine, serve=serve, joint=joint, by_groups=by_groups)
-    seams: dict[str, Any] = {"capture": capture, "gauge": gauge and gauge()} if capture or gauge else {}
-    seams |= {} if host is HERE else {"host": host}
-    seams |= {} if use is None else {"use": use}
-    with group.started() as leader, make(model_path, group=leader, **seams, **flags) as engine:
+    given: dict[str, Any] = {"machine": machine(), **({} if use is None else {"use": use})}
+    with group.started() as leader, make(model_path, group=leader, **given, **flags) as engine:
         yield Ranks(engine, group.pools, group.followers)
 
 
