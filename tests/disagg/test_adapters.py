@@ -7,7 +7,7 @@ from tests.disagg.two_roles import Cluster
 
 
 def test_decode_skips_requests_without_a_place() -> None:
-    cluster = Cluster(pages=(200, 200), depth=2, rows=8, places=1)
+    cluster = Cluster(pages=(200, 200), depth=2, rows=8, both={"max_loras_per_batch": 1})
     rng = random.Random(3)
     cluster.submit("a", [9, 9, 1], 1, new=100, adapter=1)
     while "a" not in cluster.decode.tokens:

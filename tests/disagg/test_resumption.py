@@ -176,7 +176,7 @@ def test_work_of_peers_ends_at_any_moment_and_decode_computes_itself(seed: int) 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("moves", [0, 2, 4, 6, 9, 14])
 def test_a_deadline_ends_a_request_in_any_stage_with_its_own_reason(side: str, moves: int) -> None:
-    cluster = Cluster(pages=(99, 99), page_size=4, chunk=4, depth=2)
+    cluster = Cluster(pages=(99, 99), page_size=4, depth=2, both={"chunk": 4})
     rng, late = random.Random(moves), FinishReason(kind="abort", message="too late", status=504)
     cluster.submit("r", list(range(12)), 1, new=30)
     for _ in range(moves):

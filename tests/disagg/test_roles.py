@@ -47,7 +47,7 @@ def test_retracted_requests_come_before_new_ones(depth: int, backup_pages: int) 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     """The cached ones whole, the others by layers, each once and in order; the metadata row when all is computed."""
-    cluster = Cluster(pages=(60, 60), depth=depth, layerwise=True)
+    cluster = Cluster(pages=(60, 60), depth=depth, handover={"layerwise": True})
     sent: list[Sent] = []
     for room, length in ((1, 12), (2, 30)):
         cluster.submit(f"r{room}", list(range(length)), room, new=3)
@@ -68,7 +68,8 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
 def test_pages_from_the_host_leave_by_layers(depth: int) -> None:
     """They come back behind the compute: when their step begins they are not there yet. What was on the device is."""
     host = HostCache(num_pages=100, identity=identity())
-    cluster = Cluster(pages=(16, 60), chunk=16, depth=depth, layerwise=True, prefill={"host": host})
+    handover, prefill = {"layerwise": True}, {"host": host}
+    cluster = Cluster(pages=(16, 60), depth=depth, handover=handover, both={"chunk": 16}, prefill=prefill)
     prompt, rng = list(range(40)), random.Random(depth)
     for room, length in ((1, 40), (2, 16), (3, 40)):
         if room == 2:
@@ -98,7 +99,7 @@ def test_a_role_waits_for_outside_only_while_it_has_requests() -> None:
 
 def test_few_pages_leave_with_the_last_chunk() -> None:
     """Chunks of two pages; fewer than three bytes, a page being one, do not leave beside the next chunk."""
-    cluster = Cluster(pages=(60, 60), min_bytes=3)
+    cluster = Cluster(pages=(60, 60), handover={"min_bytes": 3})
     sent: list[Sent] = []
     cluster.submit("r", list(range(30)), 1, new=3)
     record(cluster, "r", sent)

@@ -167,12 +167,12 @@ class _Play(Play):
         self.cluster = Cluster(
             pages=(story.capacity[0] // size, story.capacity[1] // size),
             page_size=size,
-            chunk=max(story.chunk_pages * size, GRID if any(story.state_slots) else 0),
             depth=story.depth,
             rows=story.rows,
-            places=story.places,
-            layerwise=story.layerwise,
+            handover={"layerwise": story.layerwise},
             both={
+                "chunk": max(story.chunk_pages * size, GRID if any(story.state_slots) else 0),
+                "max_loras_per_batch": story.places,
                 "max_running": 8,
                 "lag": story.lag,
                 "mixed_chunk": story.mixed,

@@ -131,33 +131,29 @@ class Engines(ABC):
 
 
 class Cluster(Engines):
-    """`weights`: a number for those of prefill and of decode. `places`: adapters in a batch of either engine; `both`: what else both are given; `prefill`, `decode`: one alone."""
+    """`weights`: a number for those of prefill and of decode. `handover`: what the prefill role is given. `both`: what both engines are given; `prefill`, `decode`: one alone."""
 
     def __init__(
         self,
         *,
         pages: tuple[int, int],
         page_size: int = 4,
-        chunk: int = 8,
         depth: int = 1,
         rows: int = 3,
-        places: int = 0,
-        layerwise: bool = False,
         weights: tuple[int, int] = (1, 1),
-        min_bytes: int = 0,
+        handover: Mapping[str, Any] = MappingProxyType({}),
         both: Mapping[str, object] = MappingProxyType({}),
         prefill: Mapping[str, object] = MappingProxyType({}),
         **decode: object,
     ) -> None:
-        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4, "max_loras_per_batch": places}
-        make |= both
+        make = {"page_size": page_size, "chunk": 8, "depth": depth, "max_running": 4, **both}
         self.prefill = RoleEngine(num_pages=pages[0], **{**make, **prefill})  # type: ignore[arg-type]
         self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
         rows_p, rows_d = (MetadataBuffers(rows, weights=partial(int, number)) for number in weights)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
         prefill_wire: Any = self.wire
         self.prefill.role = assembly_of(self.prefill, rows_p).prefill(
-            prefill_wire, prefill_wire, bounds=BOUNDS, layerwise=layerwise, min_bytes=min_bytes
+            prefill_wire, prefill_wire, bounds=BOUNDS, **handover
         )
         self.decode.role = assembly_of(self.decode, rows_d).decode(self.wire, prealloc_timeout_s=NEVER_S)
 
