@@ -4,23 +4,14 @@ import random
 from collections import deque
 from typing import Any
 
-from engine.assembly.worker import CoreConfig, build_core
-from engine.core.decode_planning import DecodePlanner
-from engine.core.estimates import RatioRule, StepBudget
-from engine.core.mem_cache.backups import CopySize
-from engine.core.mem_cache.host_cache import HostCache
-from engine.core.mem_cache.image_cache import ImageCache
-from engine.core.mem_cache.state_slots import StateSlots
-from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
 from engine.core.plan import ItemResult, Phase, Plan, PlanItem, StepResult
-from engine.core.policy import TAIL_SHARE, Limits
 from engine.core.request import Request
 from engine.images import ImageInput
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
-from tests.core.guesses import strategy
-from tests.core.hash_model import HashModel, LanesModel, next_token, prefix_hash
+from tests.core.engine_setup import EngineSetup
+from tests.core.hash_model import next_token, prefix_hash
 from tests.core.named_stops import stops_of
 
 
@@ -67,104 +58,16 @@ def plan_item(num_tokens: int = 1, *, start: int = 0, extend: bool, sample: bool
     return PlanItem("r", 0, [1] * num_tokens, start, 0, [], sample, 0, extend)
 
 
-def window_pages(
-    limits: Limits, num_pages: int, window: int, *, more: int, steps: int, rows: int
-) -> WindowPages | None:
-    """A pool in which any request fits alone, and `more` pages."""
-    if not window:
-        return None
-    size, chunk = limits.page_size, limits.chunked_prefill_size
-    step_tokens = None if chunk is None else chunk + chunk // TAIL_SHARE
-    least = -(-(window - 1 + max(steps, rows)) // size) + 2 + -(-(step_tokens or 0) * steps // size)
-    return WindowPages(
-        num_pages=num_pages if chunk is None else min(num_pages, least + more),
-        page_size=size,
-        window=window,
-        steps=steps,
-        step_tokens=step_tokens,
-        rows=rows,
-    )
-
-
 class EngineInATest:
-    """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once. `drafts`: as in tests/core/guesses.py.
-
-    `shadows`: of how many requests with states a step may verify drafts; None: of all. `window`: of some layers, whose pool has `more_window_pages` than the least.
-
-    `image_room`: tokens of images whose features there is room for; 0: the model sees none.
-
-    `clip`: the most tokens by which a request is expected to grow (0: none grows, so memory runs out).
+    """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once. `given`: fields of `EngineSetup`, and limits.
 
     `multiplexed`: prompts and decodes in two lanes, each of this depth; which goes on is drawn.
     """
 
-    def __init__(
-        self,
-        *,
-        num_pages: int = 64,
-        page_size: int = 4,
-        max_running: int = 8,
-        chunk: int | None = 16,
-        depth: int = 1,
-        lag: bool = False,
-        radix: bool = True,
-        max_queued: int = 1000,
-        conservativeness: float = 1.0,
-        clip: int = 4096,
-        backup_pages: int = 0,
-        host: HostCache | None = None,
-        step_budget: StepBudget | None = None,
-        state_slots: int = 0,
-        grid: int = 8,
-        snapshots: bool = True,
-        peers_write: bool = False,
-        window: int = 0,
-        more_window_pages: int = 0,
-        drafts: str = "",
-        most_drafts: int = 0,
-        shadows: int | None = None,
-        image_room: int = 0,
-        **limits: object,
-    ) -> None:
-        multiplexed = bool(limits.get("multiplexed"))
-        self.model = LanesModel(page_size=page_size) if multiplexed else HashModel(page_size=page_size)
-        self.model.window, self.model.image_room = window, image_room
-        self.model.shadows = (max_running if shadows is None else shadows) if drafts else 0
-        states = None
-        if state_slots:
-            states = StateSlots(
-                num_slots=state_slots,
-                grid=grid,
-                every=grid,
-                keeps_snapshots=snapshots and radix,
-                peers_write=peers_write or backup_pages > 0,
-                num_shadows=self.model.shadows,
-            )
-        bounds = Limits(
-            grid=grid if state_slots else None,
-            page_size=page_size,
-            max_running_requests=max_running,
-            max_queued_requests=max_queued,
-            chunked_prefill_size=chunk,
-            **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
-        )
-        steps = depth + bounds.pp_size + bounds.pp_async_batch_depth
-        windows = window_pages(bounds, num_pages, window, more=more_window_pages, steps=steps, rows=1 + most_drafts)
-        images = ImageCache(max_bytes=image_room, token_bytes=1) if image_room else None
-        core = CoreConfig(
-            limits=bounds,
-            num_pages=num_pages,
-            radix=radix,
-            publishes=True,
-            ratio=RatioRule(conservativeness=conservativeness, clip_tokens=clip),
-            backup_room=CopySize(backup_pages, backup_pages, backup_pages),
-            step_budget=step_budget,
-            decode=strategy(drafts, most=most_drafts, model=self.model) if drafts else DecodePlanner,
-            uniform=random.Random(5).random,
-        )
-        self.scheduler, events = build_core(core, [host, states, windows, images])
-        assert events is not None
-        self.events = events
+    def __init__(self, *, depth: int = 1, lag: bool = False, **given: Any) -> None:
+        setup = EngineSetup.of(depth=depth, **given)
+        self.model = setup.model()
+        self.scheduler, self.events = setup.build(self.model)
         self.now_s = 0.0
         self.depth = depth
         self.lag = lag
