@@ -57,17 +57,7 @@ class Study:
 
 def study_of(config: PlanConfig) -> Study:
     """Build the study. Raises ConfigError."""
-    path = Path(config.model_path)
-    model = load_model_config(str(path.parent if path.name == "config.json" else path))
-    if model.experts is not None:
-        raise ConfigError(
-            f"--model-path {config.model_path}: the cost model knows dense models; a mixture of experts reads other weights in "
-            "each step"
-        )
-    if model.recurrent is not None:
-        raise ConfigError(
-            f"--model-path {config.model_path}: the cost model knows memory that grows with a request, not recurrent states"
-        )
+    model = _model(config)
     profile = profile_of(config)
     layouts = _layouts(
         config.layouts, num_workers=config.num_workers, tps=config.tp_size or ((profile.tp_size,) if profile else (1,))
@@ -107,17 +97,7 @@ def study_of(config: PlanConfig) -> Study:
             itl_s=config.slo_itl_s,
             share=config.slo_percent / 100,
         ),
-        costs=ClusterCosts(
-            control_s=config.control_latency_s,
-            latency_s=hardware.latency_s,
-            outside_s=hardware.outside_s,
-            cores=config.host_cores,
-            worker_cores=config.worker_cores,
-            host_request_s=config.host_request_time_s,
-            host_token_s=config.host_token_time_s,
-            policy=config.policy,
-            wanted=Slo(config.slo_ttft_s, config.slo_tpot_s),
-        ),
+        costs=_costs(config, hardware),
         requests=requests,
         history=history,
         num_pages={
@@ -133,6 +113,36 @@ def study_of(config: PlanConfig) -> Study:
             for tp in tps
         },
         layouts=layouts,
+    )
+
+
+def _model(config: PlanConfig) -> ModelConfig:
+    """Load what the cost model knows. Raises ConfigError."""
+    path = Path(config.model_path)
+    model = load_model_config(str(path.parent if path.name == "config.json" else path))
+    if model.experts is not None:
+        raise ConfigError(
+            f"--model-path {config.model_path}: the cost model knows dense models; a mixture of experts reads other weights in "
+            "each step"
+        )
+    if model.recurrent is not None:
+        raise ConfigError(
+            f"--model-path {config.model_path}: the cost model knows memory that grows with a request, not recurrent states"
+        )
+    return model
+
+
+def _costs(config: PlanConfig, hardware: Hardware) -> ClusterCosts:
+    return ClusterCosts(
+        control_s=config.control_latency_s,
+        latency_s=hardware.latency_s,
+        outside_s=hardware.outside_s,
+        cores=config.host_cores,
+        worker_cores=config.worker_cores,
+        host_request_s=config.host_request_time_s,
+        host_token_s=config.host_token_time_s,
+        policy=config.policy,
+        wanted=Slo(config.slo_ttft_s, config.slo_tpot_s),
     )
 
 
