@@ -11,7 +11,8 @@ from typing import Any
 from disagg.assembly import RoleAssembly
 from disagg.config import DisaggConfig
 from disagg.metadata import MetadataBuffers
-from engine.assembly.worker import Clock, CoreConfig, VirtualPorts, WorkerWire, assemble_worker, build_core, computing
+from engine.assembly.core import CoreConfig, build_core
+from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.config import EngineConfig
 from engine.core.decode_planning import DecodePlanner
 from engine.core.request import Request

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from engine.assembly.core import build_core
 from engine.assembly.leader import core_config
 from engine.assembly.parts import WorkerParts
-from engine.assembly.worker import build_core
 from engine.config import EngineConfig
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.device.device import make_stream

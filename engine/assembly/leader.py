@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
+from engine.assembly.core import CoreConfig, build_core
 from engine.assembly.leading import adapter_store, agreed_sizes, kv_memory, serving_device
 from engine.assembly.loading import load_rank, resolved, weight_updater
 from engine.assembly.memory import build_engine_memory, has_host_tier
 from engine.assembly.parts import EngineParts
-from engine.assembly.worker import CoreConfig, build_core
 from engine.config import EngineConfig
 from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.core.mem_cache.state_slots import grid_of

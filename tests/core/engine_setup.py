@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.assembly.worker import CoreConfig, build_core
+from engine.assembly.core import CoreConfig, build_core
 from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import RatioRule, StepBudget
 from engine.core.mem_cache.backups import CopySize

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from disagg.metadata import ROW
-from engine.assembly.worker import CoreConfig, build_core
+from engine.assembly.core import CoreConfig, build_core
 from engine.core.estimates import RatioRule
 from engine.core.mem_cache.backups import CopySize
 from engine.core.mem_cache.host_cache import HostCache

@@ -8,7 +8,7 @@ from disagg.assembly import source_of
 from disagg.features.feature_serving import EncodeRole
 from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
-from engine.assembly.worker import CoreConfig, build_core
+from engine.assembly.core import CoreConfig, build_core
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.radix_node import TRUNK
 from engine.core.policy import Limits
