@@ -1,61 +1,26 @@
 """Memory needed by steps: measured by running the largest ones before the KV pool exists."""
 
 import gc
-import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from engine.config import EngineConfig
 from engine.core.dp_step import Row, agree
 from engine.core.plan import Plan
-from engine.device.device import build_device
-from engine.device.forward_parts import context_pages
 from engine.device.graphs import logits_bytes, num_graphs
-from engine.device.kv_memory import held_by, kept_specs
+from engine.device.largest_steps import LargestSteps, largest_image, steps_of, warm
 from engine.device.memory_plan import MeasuredMemory, unmeasured
-from engine.device.step_memory import EngineUse, LoadedRank, MemoryGauge, RankSeat, Recording, StepMemory
+from engine.device.step_memory import MemoryGauge
 from engine.executor.model_runner import DeviceOutOfMemory
-from engine.executor.warm_up import WarmUp, by_executor, warm_up
-from engine.flags.images import blank_image, max_image_tokens, token_flops
+from engine.executor.warm_up import WarmUp
+from engine.flags.images import blank_image, token_flops
 from engine.flags.resolve import FIRST_FLOPS, PROFILE_S, largest_prompt_step, profiled_tokens
 from engine.images import ImageInput
-from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import ModelConfig
-from engine.model_files.vision_config import VisionConfig
-from engine.models.decoder import DenseDecoder
-from engine.parallel.layout import Place
 from service.flags import ConfigError
 
 GRAPH_BYTES = 32 << 20  # per graph, an estimate: they share one memory pool
-
-log = logging.getLogger(__name__)
-
-
-RunStep = Callable[[Plan], None]
-StepsOver = Callable[[KVPool], AbstractContextManager[RunStep]]  # what runs steps over a pool, while the block lasts
-
-
-@dataclass(frozen=True, slots=True)
-class LargestSteps:
-    """The largest steps of a rank at `place`, which runs them by `steps_over`.
-
-    Ranks measure at the same time: their steps need one another.
-    """
-
-    rank: LoadedRank
-    use: EngineUse
-    place: Place
-    steps_over: StepsOver
-
-    def scratch(self) -> KVPool:
-        config = self.rank.config
-        units = len(held_by(config, self.rank.model_config, self.place).units)
-        specs, size = kept_specs(config, self.rank.model.cache_specs()), config.page_size
-        return KVPool(specs, num_pages=1, page_size=size, device=config.device, units=units)
 
 
 def measured(trial: LargestSteps) -> MeasuredMemory | None:
@@ -120,7 +85,7 @@ def measure_on_cpu(trial: LargestSteps) -> MeasuredMemory:
     assert config.context_length is not None, "resolved"
     tokens = profiled_tokens(config, model_config)
     steps = replace(
-        _steps(config, model_config, positions=config.context_length, decodes=trial.use.decodes),
+        steps_of(config, model_config, positions=config.context_length, decodes=trial.use.decodes),
         prompt_tokens=tokens,
         image=_profiled_image(config, model_config),
     )
@@ -153,18 +118,13 @@ def _profiled_image(config: EngineConfig, model: ModelConfig) -> ImageInput | No
         return None
     assert config.num_threads is not None, "resolved"
     tokens = int(PROFILE_S * FIRST_FLOPS["cpu"] * config.num_threads / token_flops(model.vision))
-    return blank_image(model.vision, min(_largest_image(config, model.vision), max(1, tokens)))
-
-
-def _largest_image(config: EngineConfig, vision: VisionConfig) -> int:
-    assert config.context_length is not None, "resolved"
-    return min(config.context_length, max_image_tokens(vision))
+    return blank_image(model.vision, min(largest_image(config, model.vision), max(1, tokens)))
 
 
 def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: EngineConfig) -> int:
     """Extrapolate the peak of the largest image by tokens from the `peak` of `steps.image`."""
     assert steps.image is not None and model.vision is not None
-    return peak * max(1, _largest_image(config, model.vision) // steps.image.num_tokens)
+    return peak * max(1, largest_image(config, model.vision) // steps.image.num_tokens)
 
 
 def _agreed(plan: Plan, config: EngineConfig) -> Plan:
@@ -173,48 +133,3 @@ def _agreed(plan: Plan, config: EngineConfig) -> Plan:
         rows = Row(step=plan.seq, idle=False, tokens=sum(item.q_len for item in plan.items), extend=True)
         plan.agreed = agree([rows] * config.dp_size)
     return plan
-
-
-@contextmanager
-def own_steps(
-    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, seat: RankSeat, pool: KVPool
-) -> Iterator[RunStep]:
-    """The steps of a rank that samples, none of them recorded."""
-    device = build_device(
-        replace(config, enable_lora=False, max_mamba_cache_size=2),
-        model_config,
-        model,
-        StepMemory(pool=pool, max_pages=context_pages(config)),
-        records=Recording(),
-        seat=seat,
-    )
-    try:
-        yield by_executor(device.executor)
-    finally:
-        device.executor.close()
-
-
-def warm(rank: LoadedRank, run: RunStep, *, positions: int, decodes: bool) -> None:
-    """Run every kind of step. `positions`: maximum of a request. Raises DeviceOutOfMemory."""
-    steps = _steps(rank.config, rank.model_config, positions=positions, decodes=decodes)
-    begun_s = time.monotonic()
-    warm_up(run, steps, progress=rank.machine.progress)
-    log.info("warm-up: every kind of step has run, in %.1f s", time.monotonic() - begun_s)
-
-
-def _steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, decodes: bool) -> WarmUp:
-    """The steps that an engine may be given."""
-    assert config.max_running_requests is not None, "resolved"
-    vision = model_config.vision
-    return WarmUp(
-        prompt_tokens=largest_prompt_step(config),
-        rows=config.max_running_requests,
-        positions=positions,
-        page_size=config.page_size,
-        vocab_size=model_config.vocab_size,
-        decodes=decodes,
-        mixed=bool(config.enable_mixed_chunk),
-        drafts=model_config.drafter is not None,
-        image=None if vision is None else blank_image(vision, _largest_image(config, vision)),
-        encoders=config.attention_tp_size if config.mm_enable_dp_encoder else 1,
-    )
