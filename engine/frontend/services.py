@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from aiohttp import web
 
-from engine.frontend.bootstraps import BootstrapFields, build_bootstraps
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
@@ -20,16 +18,11 @@ from engine.frontend.metrics.worker import Metrics
 from engine.frontend.served_model import ServedModel
 from engine.frontend.spec import FrontendSpec
 from engine.frontend.texts import Texts
-from engine.messages import Bootstrap
-from engine.sampling_params import SamplingParams
 from engine.stamps import Stamps
-from service.http.errors import ApiError
-from service.http.guard import UNITS_S, seconds_of
 from service.http.reconnect import StreamLogs
 from service.responses.store import LocalBook
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
-from service.security.secret import VOUCHER_HEADER
 from service.telemetry.records import Tracer
 from service.waiter import Pauses
 
@@ -85,21 +78,6 @@ class Services:
         self.texts.close()
         self.tracer.close()
 
-    def bootstraps_of(
-        self, request: web.BaseRequest, fields: BootstrapFields, *, num_prompts: int, n: int
-    ) -> list[Bootstrap | None]:
-        """Raises ApiError(400)."""
-        bootstraps = build_bootstraps(
-            fields,
-            mode=self.spec.mode,
-            num_prompts=num_prompts,
-            n=n,
-            default_port=self.spec.default_bootstrap_port,
-            mint_room=self.mint_room,
-        )
-        self.spec.bootstrap_allowlist.check(bootstraps, voucher=request.headers.get(VOUCHER_HEADER, ""))
-        return bootstraps
-
     def mint_room(self) -> int:
         """A room for fake transfers, never 0."""
         return self.prng.randrange(1, 2**63)
@@ -108,32 +86,10 @@ class Services:
         """Unique among workers, and unguessable, because clients abort by it."""
         return prefix + secrets.token_hex(16)
 
-    def samples_of(self, params: SamplingParams) -> list[SamplingParams]:
-        """n samples with consecutive seeds."""
-        first = self.prng.getrandbits(62) if params.seed is None else params.seed
-        return [msgspec.structs.replace(params, n=1, seed=_int64(first + j)) for j in range(params.n)]
-
-
-def request_timeout_s(headers: Mapping[str, str]) -> float | None:
-    """Raises ApiError(400) for a bad header."""
-    for name in UNITS_S:
-        text = headers.get(name)
-        if text is None:
-            continue
-        value_s = seconds_of(text, name)
-        if value_s is None:
-            raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
-        return value_s
-    return None
-
 
 def context_length_of(model: ServedModel, leaders: Leaders) -> int:
     kv = leaders.kv_tokens
     return model.context_length if kv is None else min(model.context_length, kv)
-
-
-def _int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
 
 
 SERVICES: web.RequestKey[Services] = web.RequestKey("services", Services)

@@ -147,6 +147,19 @@ def seconds_of(text: str, name: str) -> float | None:
     return value_s if 0.0 < value_s < math.inf else None
 
 
+def request_timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Raises ApiError(400) for a bad header."""
+    for name in UNITS_S:
+        text = headers.get(name)
+        if text is None:
+            continue
+        value_s = seconds_of(text, name)
+        if value_s is None:
+            raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
+        return value_s
+    return None
+
+
 # ---- the DP rank in a client's header, as in vLLM and SGLang
 
 RANK_HEADER = "x-data-parallel-rank"

@@ -15,11 +15,11 @@ from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.generation import Generation
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
-from engine.frontend.services import request_timeout_s
 from engine.messages import GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.text.sample import TextOutput
 from service.http import heartbeats
 from service.http.errors import ApiError, decode_body
+from service.http.guard import request_timeout_s
 from service.http.reconnect import RETAINED_PATH
 from service.http.resume import FRAMES_HEADER, MOVE_OUT, RESUME_HEADER
 from service.process.stop_signals import StopSignals

@@ -33,7 +33,7 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
 from engine.frontend.apis.shared.routes import ApiRoute, token_route
-from engine.frontend.apis.shared.samples import start
+from engine.frontend.apis.shared.samples import bootstraps_of, samples_of, start
 from engine.frontend.apis.shared.stream import Framing, answer
 from engine.frontend.images.placeholders import MediaSource
 from engine.frontend.services import SERVICES, Services
@@ -165,7 +165,7 @@ def _requests(
     n: int,
 ) -> tuple[list[GenerateRequest], list[str]]:
     s = request[SERVICES]
-    bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
+    bootstraps = bootstraps_of(s, request, body, num_prompts=len(prompts), n=n)
     rids = _rids(s, body.rid, len(prompts))
     logprobs = logprob_options(body, prompts, vocab_size=s.model.vocab_size)
     hidden_states = [
@@ -178,7 +178,7 @@ def _requests(
     loras = [check_lora_path(s, name) for name in each("lora_path", body.lora_path, len(prompts))]
     requests: list[GenerateRequest] = []
     for i, ids in enumerate(prompts):
-        for j, sampling in enumerate(s.samples_of(params[i])):
+        for j, sampling in enumerate(samples_of(s, params[i])):
             requests.append(
                 GenerateRequest(
                     rid=rids[i] if n == 1 else f"{rids[i]}-{j}",

@@ -21,14 +21,14 @@ from engine.frontend.apis.shared.fields import (
     routed_rank,
     too_long,
 )
-from engine.frontend.services import SERVICES, Services, request_timeout_s
+from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import TooManyTokens
 from service.http.bodies import MAX_VALUES
 from service.http.errors import ApiError, bad_field
-from service.http.guard import owner_in
+from service.http.guard import owner_in, request_timeout_s
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
 TURN_PROMPTS = 64  # sent at once, so that other requests get in between

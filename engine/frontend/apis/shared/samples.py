@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.shared.constraints import (
@@ -29,16 +30,18 @@ from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
+from engine.frontend.bootstraps import BootstrapFields, build_bootstraps
 from engine.frontend.client.generation import Generation
-from engine.frontend.services import SERVICES, Services, request_timeout_s
+from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
-from engine.messages import GenerateRequest, LogprobOptions
+from engine.messages import Bootstrap, GenerateRequest, LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
 from engine.text.sample import TextOutput
-from service.http.guard import owner_in
+from service.http.guard import owner_in, request_timeout_s
 from service.http.image_encoders import ENCODERS_HEADER
 from service.http.prefix_source import PREFIX_HEADER
+from service.security.secret import VOUCHER_HEADER
 
 # ---- Token usage of a request. Pure.
 
@@ -220,7 +223,8 @@ def _samplings(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[Sam
     return [
         sampling
         for i, ids in enumerate(plan.prompts)
-        for sampling in s.samples_of(
+        for sampling in samples_of(
+            s,
             fit_to_context(
                 plan.sampling,
                 num_prompt_tokens=len(ids),
@@ -228,7 +232,7 @@ def _samplings(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[Sam
                 context_length=s.context_length,
                 field=format.field,
                 cut=format.cut,
-            )
+            ),
         )
     ]
 
@@ -243,7 +247,7 @@ def _requests(
     samplings: Sequence[SamplingParams],
 ) -> list[GenerateRequest]:
     n = plan.sampling.n
-    bootstraps = s.bootstraps_of(request, body, num_prompts=len(plan.prompts), n=n)
+    bootstraps = bootstraps_of(s, request, body, num_prompts=len(plan.prompts), n=n)
     namespaces = namespaces_of(body, len(plan.prompts))
     hidden_states = check_hidden_states(s, body.return_hidden_states)
     interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
@@ -265,3 +269,29 @@ def _requests(
         )
         for i, sampling in enumerate(samplings)
     ]
+
+
+def samples_of(s: Services, params: SamplingParams) -> list[SamplingParams]:
+    """n samples with consecutive seeds."""
+    first = s.prng.getrandbits(62) if params.seed is None else params.seed
+    return [msgspec.structs.replace(params, n=1, seed=_int64(first + j)) for j in range(params.n)]
+
+
+def _int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def bootstraps_of(
+    s: Services, request: web.BaseRequest, fields: BootstrapFields, *, num_prompts: int, n: int
+) -> list[Bootstrap | None]:
+    """Raises ApiError(400)."""
+    bootstraps = build_bootstraps(
+        fields,
+        mode=s.spec.mode,
+        num_prompts=num_prompts,
+        n=n,
+        default_port=s.spec.default_bootstrap_port,
+        mint_room=s.mint_room,
+    )
+    s.spec.bootstrap_allowlist.check(bootstraps, voucher=request.headers.get(VOUCHER_HEADER, ""))
+    return bootstraps
