@@ -71,3 +71,12 @@ def write_ready_file(name: str | None, value: dict[str, Any]) -> None:
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         draft.write_text(json.dumps(value))
         draft.replace(path)
+
+
+def clear_ready_file(name: str | None) -> None:
+    """Remove an earlier ready file. Raises ConfigError."""
+    if name:
+        path = Path(name)
+        if not path.parent.is_dir():
+            raise ConfigError(f"--ready-file: {path.parent} is no directory; create it first")
+        path.unlink(missing_ok=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands import up
 from deploy.flags import config_from
 from deploy.launcher.mps import CONTROL, PIPE, mps_for
 from deploy.launcher.plan import ProcessSpec, chosen_gpus, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.roles import ClusterConfig, RoleFlags
+from deploy.launcher.up_flags import build_parser, gpus_for
 from engine.device.gpus import VISIBLE, parse_listing, visible_gpus
 from service.flags import ConfigError
 from tests.e2e.cluster import wait_until
@@ -126,9 +126,9 @@ def test_a_listing_names_uuids_and_the_parts_of_a_cut_gpu() -> None:
     assert parse_listing(LISTING) == ["GPU-5c8b0a", "MIG-aa", "MIG-bb"]
 
 
-def gpus_for(*argv: str, torch: str | None = "2.13.0+cpu") -> list[str]:
-    args = up.build_parser().parse_strict(argv)
-    return up.gpus_for(config_from(args, ClusterConfig), args, torch=torch)
+def gpus_of(*argv: str, torch: str | None = "2.13.0+cpu") -> list[str]:
+    args = build_parser().parse_strict(argv)
+    return gpus_for(config_from(args, ClusterConfig), args, torch=torch)
 
 
 def test_nvidia_smi_counts_where_engines_run_on_gpus_and_is_not_asked_where_they_do_not(
@@ -139,14 +139,14 @@ def test_nvidia_smi_counts_where_engines_run_on_gpus_and_is_not_asked_where_they
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv(VISIBLE, raising=False)
-    assert gpus_for() == gpus_for(torch=None) == gpus_for("--device=cpu", torch="2.13.0+cu130") == []
+    assert gpus_of() == gpus_of(torch=None) == gpus_of("--device=cpu", torch="2.13.0+cu130") == []
     assert not asked.exists()
-    assert gpus_for(torch="2.13.0") == gpus_for("--device=cuda") == ["GPU-5c8b0a", "MIG-aa", "MIG-bb"]
-    assert gpus_for("--device=cuda", "--gpu-ids", "2", "0") == ["MIG-bb", "GPU-5c8b0a"]
+    assert gpus_of(torch="2.13.0") == gpus_of("--device=cuda") == ["GPU-5c8b0a", "MIG-aa", "MIG-bb"]
+    assert gpus_of("--device=cuda", "--gpu-ids", "2", "0") == ["MIG-bb", "GPU-5c8b0a"]
     monkeypatch.setenv(VISIBLE, "4,6")
-    assert gpus_for("--device=cuda", "--gpu-ids", "1") == ["6"]
+    assert gpus_of("--device=cuda", "--gpu-ids", "1") == ["6"]
     with pytest.raises(ConfigError, match="--gpu-ids: the engines run on CPUs"):
-        gpus_for("--gpu-ids", "0")
+        gpus_of("--gpu-ids", "0")
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str = "pass") -> None:

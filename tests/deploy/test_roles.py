@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 
-from deploy.commands.up import build_parser, flags_by_role
 from deploy.flags import config_from
 from deploy.launcher.plan import num_ports, plan_cluster
 from deploy.launcher.roles import OF_ENCODERS, ClusterConfig, RoleFlags, values_by_role
+from deploy.launcher.up_flags import build_parser, flags_by_role
 from engine.config import EngineConfig
 from engine.model_files.model_config import WIDE_MODEL_PATH, ModelConfig
 from engine.parallel.layout import check_layout, common_units

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from deploy.commands.up import build_parser, set_local_model
 from deploy.flags import given_argv
+from deploy.launcher.up_flags import build_parser, set_local_model
 from engine.config import EngineConfig
 from engine.flags.model_source import with_local_model
 from engine.model_files import hub as source
