@@ -14,7 +14,7 @@ from disagg.config import RankSpec, SchedulerSpec, read_secret
 from disagg.processes.children import Children
 from disagg.processes.rank_start import how_ended, start_rank
 from disagg.processes.rendezvous import Control, Met, NodeBye, joined
-from disagg.processes.role_session import ANY_ADDRESS, SessionPlan
+from disagg.processes.session_plan import ANY_ADDRESS, SessionPlan
 from engine.flags.nodes import named, ranks_of
 from engine.parallel.region_plan import new_memory
 from service.flags import ConfigError

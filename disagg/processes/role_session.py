@@ -1,125 +1,27 @@
-"""Session of a worker in one role: checks, processes, end."""
+"""Session of a worker in one role: its processes, from their start to their end."""
 
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
-from disagg.config import DisaggConfig, OtherFrontendSpec, SchedulerSpec, read_secret
+from disagg.config import OtherFrontendSpec, SchedulerSpec, read_secret
 from disagg.processes.children import Children
-from disagg.processes.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
 from disagg.processes.joint_memory import JointMemory
 from disagg.processes.rank_start import gpus_of_ranks, visible_here
-from engine.config import EngineConfig, ServerConfig
-from engine.flags.encoder import check_one_process, vision_of
+from disagg.processes.session_plan import BOOTSTRAP_PORT_FLAG, SessionPlan
 from engine.flags.local_defaults import shares_cores
 from engine.flags.nodes import leader_of
-from engine.flags.pdmux import check_pdmux_role
-from engine.flags.rank_rules import check_ranks
-from engine.flags.tokenizer import check_tokenizer_flags
-from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.dp_policy import Rule, rule_of
-from engine.frontend.role_switch import RoleSwitchState
 from engine.ipc import IpcPaths
-from engine.lora.peft_config import named_paths
-from engine.model_files.model_config import load_model_config
-from engine.text.tokenizer import load_tokenizer
-from service.flags import ConfigError
-from service.http.listening import ListeningPort, require_free
+from service.http.listening import ListeningPort
 
-BOOTSTRAP_PORT_FLAG = "--disaggregation-bootstrap-port"
-ANY_ADDRESS = ("0.0.0.0", "::", "")
 PROGRESS_ENV = "TANDEM_PROGRESS"  # `tandem up` sets it to show a bar from our log
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionPlan:
-    """Checked flags of a session; `control_host`: peers' address for this worker."""
-
-    engine: EngineConfig
-    server: ServerConfig
-    disagg: DisaggConfig
-    control_host: str
-    bootstrap_allowlist: BootstrapAllowlist
-
-    @property
-    def role(self) -> str:
-        return self.disagg.disaggregation_mode
-
-    @property
-    def has_bootstrap_server(self) -> bool:
-        return self.role == "prefill" and self.disagg.disaggregation_bootstrap_server is None
-
-
-def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
-    """Raises ConfigError."""
-    if server.tokenizer_worker_num > 1 and server.enable_early_rejection:
-        raise ConfigError(
-            "--enable-early-rejection: needs --tokenizer-worker-num 1, which sees the queue of all requests"
-        )
-    rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
-    check_pdmux_role(engine, disagg.disaggregation_mode)
-    check_tokenizer_flags(engine)
-    gpus_of_ranks(engine, visible_here)
-    model = load_model_config(engine.model_path)
-    if disagg.disaggregation_mode == "encode":
-        check_one_process(engine)
-        vision_of(model, engine.model_path)
-    check_ranks(engine, model)
-    control_host = _control_host(server, disagg) if engine.node_rank == 0 else ""  # others': disagg/processes/node.py
-    if engine.node_rank == 0:
-        check_exposure(server, disagg, control_host=control_host)
-        check_events_exposure(server, engine, disagg)
-    check_nodes_exposure(server, engine, disagg)
-    bootstrap_allowlist = make_allowlist(server, disagg, control_host=control_host)
-    return SessionPlan(
-        engine=engine, server=server, disagg=disagg, control_host=control_host, bootstrap_allowlist=bootstrap_allowlist
-    )
-
-
-def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
-    """Plan the next session with current weights and adapters. Raises ConfigError."""
-    if plan.engine.nnodes > 1:
-        raise ConfigError(
-            f"--nnodes {plan.engine.nnodes}: a worker on several machines keeps its role; start another one"
-        )
-    if to.model_path != plan.engine.model_path and not plan.engine.skip_tokenizer_init:
-        load_tokenizer(to.model_path)  # loading new weights did not check it
-    engine = replace(
-        plan.engine,
-        model_path=to.model_path,
-        served_model_name=to.served_name,
-        weight_version=to.weight_version,
-        enable_lora=plan.engine.enable_lora or bool(plan.engine.lora_paths),
-        lora_paths=tuple(f"{name}={path}" for name, path in to.adapters.items()),
-    )
-    _check_adapters(engine, to)
-    disagg = replace(plan.disagg, disaggregation_mode=to.role)
-    return plan_session(engine=engine, server=plan.server, disagg=disagg)
-
-
-def _check_adapters(engine: EngineConfig, to: RoleSwitchState) -> None:
-    """Raises ConfigError for an adapter that no flag can load."""
-    if named_paths(engine.lora_paths) != to.adapters:
-        raise ConfigError("an adapter's name has a '=' in it, so it cannot be loaded again; unload it")
-    for name, path in to.adapters.items():
-        if not Path(path).is_dir():
-            raise ConfigError(
-                f"the adapter {name!r} cannot be loaded again: {path} is no directory any more; unload it"
-            )
-
-
-def check_next_session(plan: SessionPlan, to: RoleSwitchState) -> None:
-    """Raises ConfigError as `next_session`, or if its bootstrap port is taken."""
-    following = next_session(plan, to)
-    if following.has_bootstrap_server and not plan.has_bootstrap_server:
-        require_free(following.server.host, following.disagg.disaggregation_bootstrap_port, flag=BOOTSTRAP_PORT_FLAG)
 
 
 @dataclass(kw_only=True)
@@ -208,15 +110,6 @@ def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
         descriptors=port.descriptors,
         takes_hangup=True,
     )
-
-
-def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
-    host = disagg.disaggregation_control_host or server.host
-    if disagg.has_peers and host in ANY_ADDRESS:
-        raise ConfigError(
-            f"--host {server.host}: peers need one address of this worker; name it with --disaggregation-control-host"
-        )
-    return host
 
 
 def _registers_rooms(plan: SessionPlan) -> bool:

@@ -24,7 +24,7 @@ from disagg.processes.rendezvous import (
     gathered,
     joined,
 )
-from disagg.processes.role_session import SessionPlan
+from disagg.processes.session_plan import SessionPlan
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.nodes import wires, wires_at
 from engine.frontend.bootstraps import BootstrapAllowlist

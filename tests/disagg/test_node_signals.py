@@ -11,7 +11,7 @@ from disagg.config import DisaggConfig
 from disagg.processes.children import Children
 from disagg.processes.node import leaving_node_0_time, watch_node_0
 from disagg.processes.rendezvous import Control, NodeBye
-from disagg.processes.role_session import SessionPlan
+from disagg.processes.session_plan import SessionPlan
 from disagg.processes.worker import undone_in_order
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist

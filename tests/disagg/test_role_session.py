@@ -8,7 +8,7 @@ import pytest
 
 from disagg.config import DisaggConfig
 from disagg.processes.rank_start import gpus_of_ranks
-from disagg.processes.role_session import SessionPlan, next_session, plan_session
+from disagg.processes.session_plan import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.tokenizer import grammar_backend
 from engine.frontend.role_switch import RoleSwitchState

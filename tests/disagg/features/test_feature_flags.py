@@ -7,7 +7,7 @@ import pytest
 
 from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.processes.exposure import make_allowlist
-from disagg.processes.role_session import plan_session
+from disagg.processes.session_plan import plan_session
 from disagg.processes.transfer_machine import check_feature_fetch, check_flags
 from engine.assembly.encoder import build_encoder
 from engine.config import EngineConfig, ServerConfig

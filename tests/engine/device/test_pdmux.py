@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.processes.role_session import plan_session
+from disagg.processes.session_plan import plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.core.plan import STREAMS, Phase, Plan
 from engine.flags.resolve import depth, limits, resolve
