@@ -13,8 +13,8 @@ import torch
 from disagg.config import RankSpec, SchedulerSpec, read_secret
 from disagg.processes.children import OPERATING_ERROR, Children
 from disagg.processes.joint_memory import joint_plan
-from disagg.processes.rank_start import how_ended, start_rank
-from disagg.processes.rendezvous import Met, NodeBye, gathered
+from disagg.processes.rank_start import RankProcess, start_rank
+from disagg.processes.rendezvous import Met, NodeBye, RemoteRank, gathered
 from engine.config import EngineConfig
 from engine.flags.nodes import leader_of, node_of, ranks_of
 from engine.flags.rank_rules import check_device
@@ -26,7 +26,6 @@ from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.ranks.messages import leader_end
-from service.process.child_process import ChildProcess
 from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
 
 OWN_GPU = torch.device("cuda", 0)  # each rank can use only one
@@ -148,13 +147,13 @@ class _Start:
                 store=self.store,
             )
             process = start_rank(self.children, spec)
-        self.members[rank] = (leader_end(own, sees=self.sees), _RankProcess(process, spec.name))
+        self.members[rank] = (leader_end(own, sees=self.sees), RankProcess(process, spec.name))
         self.pids[self.first + rank] = process.pid
 
     def _take(self, rank: int, met: Met) -> None:
         """Take a follower on another machine."""
         node = node_of(rank, self.config)
-        member = _RemoteRank(rank, self.config.num_ranks, node, met.controls[node].peer)
+        member = RemoteRank(rank, self.config.num_ranks, node, met.controls[node].peer)
         self.members[rank] = (leader_end(met.plan_of(rank), sees=self.sees), member)
         if self._has_transfers:
             self.transfers[rank] = met.engine_of(rank)
@@ -182,34 +181,6 @@ def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
 def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
     """Return ranks with hanging hosts; all if a GPU hangs, as waiting sums look alike."""
     return followers.silent(within_s=SILENT_S) or list(range(config.num_ranks))
-
-
-@dataclass
-class _RankProcess:
-    process: ChildProcess
-    rank: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.rank} (pid {self.process.pid})"
-
-    def ended(self) -> str:
-        return how_ended(self.process)
-
-
-@dataclass
-class _RemoteRank:
-    rank: int
-    of: int
-    node: int
-    address: str
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} of {self.of} (node {self.node}, {self.address})"
-
-    def ended(self) -> str:
-        return f"is gone: its process has ended, or its machine; the log of node {self.node} may say why"
 
 
 def _send_bye(met: Met) -> None:

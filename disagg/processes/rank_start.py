@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -42,6 +43,21 @@ def how_ended(process: ChildProcess) -> str:
     if status is None:
         return "closed its socket"
     return f"ended: {signal.Signals(-status).name}" if status < 0 else f"ended: status {status}"
+
+
+@dataclass
+class RankProcess:
+    """A follower on this machine, as its leader names it."""
+
+    process: ChildProcess
+    rank: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.rank} (pid {self.process.pid})"
+
+    def ended(self) -> str:
+        return how_ended(self.process)
 
 
 # ---- GPUs of a worker, one per rank.

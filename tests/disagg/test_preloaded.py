@@ -11,7 +11,7 @@ from deploy.launcher.fork_servers import ONE_THREAD
 from disagg.processes.children import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSES = ("disagg/processes/scheduler_process.py", "disagg/processes/rank_process.py")
+PROCESSES = tuple(f"disagg/processes/{name}.py" for name in ("scheduler_process", "rank_process", "rank_run"))
 CODE = """
 import importlib, json, os, sys
 for name in json.loads(sys.argv[1]):
