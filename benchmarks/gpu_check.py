@@ -43,11 +43,11 @@ class Part:
 
 PARTS = {
     "numerics": Part("attention:numerics", 90, is_timed=False),
-    "identity": Part("checks:identity", 90, is_timed=False),
-    "host_tier": Part("checks:host_tier", 60, is_timed=False),
+    "identity": Part("tokens:identity", 90, is_timed=False),
+    "host_tier": Part("host_tier:host_tier", 60, is_timed=False),
     "ranks": Part("ranks:measure", 90, is_timed=False),
-    "sanitizer": Part("checks:sanitizer", 90, is_timed=False),
-    "families": Part("checks:families", 90, is_timed=False),
+    "sanitizer": Part("sanitizer:sanitizer", 90, is_timed=False),
+    "families": Part("tokens:families", 90, is_timed=False),
     "limits": Part("rates:limits", 20),
     "decode_attention": Part("attention:decode_bandwidth", 40),
     "extend_attention": Part("attention:extend_rate", 40),
@@ -62,7 +62,7 @@ PARTS = {
     "transfer": Part("transfer:measure", 40),
     "transfer_mooncake": Part("transfer:measure_mooncake", 24),
     "restart": Part("transfer:restart", 60),
-    "cluster": Part("checks:cluster", 90),
+    "cluster": Part("whole_cluster:cluster", 90),
 }
 
 
