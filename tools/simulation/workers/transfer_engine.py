@@ -2,7 +2,7 @@
 
 A post is many copies that land one by one, each reading its source at that moment. DONE: all have landed. FAILED: some
 may still land later, until a fence holds, the connection is cut and has settled, or either process is gone. A write that
-lands in a page that decode has not given to a transfer, or reads one that prefill gave up, ends the run.
+lands in a page that decode gave to no transfer, to two, or freed, or reads one that prefill gave up, ends the run.
 """
 
 import random

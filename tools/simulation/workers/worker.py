@@ -584,14 +584,18 @@ class Worker:
     # ---- memory, for the views of its ranks
 
     def write_allowed(self, kind: str, idx: int) -> bool:
-        return self.exposed[kind][idx] > 0
+        return self.exposed[kind][idx] == 1 and self._owner_of(kind, idx) in ("held", "quarantined")
 
     def read_allowed(self, kind: str, idx: int) -> bool:
+        return self._owner_of(kind, idx) in ("held", "cached")
+
+    def _owner_of(self, kind: str, idx: int) -> str:
+        """Where a page, slot or metadata row stands: a state of the allocator."""
         if kind == "aux":
-            return idx not in self.metadata._free
+            return "free" if idx in self.metadata._free else "held"
         memory = self.scheduler.memory
         group: Any = {"kv": memory, "state": memory.part(StateSlots), "window": memory.part(WindowPages)}[kind]
-        return group.allocator.state_of(idx) in ("held", "cached")
+        return str(group.allocator.state_of(idx))
 
     def copy_row(self, other: Any, src: int, dst: int) -> None:
         self.metadata._rows[dst] = np.array(other.metadata._rows[src])
