@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.mutants.__main__ import find
-from tools.simulation import scenario
+from tools.simulation import report, scenario
 from tools.simulation.__main__ import FIXED_SEEDS
 from tools.simulation.options import FAULTS, options_of
 from tools.simulation.promises import PROMISES, Promise, calm, play
@@ -136,3 +136,11 @@ def test_past_failures_stay_mended(path: Path) -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str) -> None:
     assert find("cluster", name)
+
+
+def test_a_soak_writes_its_page(played: Callable[[int], Outcome], tmp_path: Path) -> None:
+    total = report.Total()
+    total.add(played(HASHED_SEEDS[0]))
+    report.write(total, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "| seeds run | 1 (" in page and "{{" not in page

@@ -70,8 +70,9 @@ def write(total: Total, path: Path) -> None:
 | longest time from the last fault to full rest (virtual) | {total.longest_rest_s:.1f} s |
 | failed | {len(total.failed)} |"""
     seen = "\n".join(f"| {what} | {count} |" for what, count in sorted(total.seen.items()))
-    bugs = [bug for table in ("cluster", "encoders") for bug in bugs_of(table).values()]
-    planted = "\n".join(f"- {bug.name}: {bug.what}" for bug in bugs)
+    planted = "\n".join(
+        f"- {bug.name}: {bug.what}" for table in ("cluster", "encoders") for bug in bugs_of(table).values()
+    )
     path.write_text(
         template.replace("{{figures}}", figures)
         .replace("{{faults}}", faults)
