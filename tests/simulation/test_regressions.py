@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import pytest
 
 from router.client.credentials import Credentials
 from router.config import RouterConfig
@@ -13,7 +14,11 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
 from tests.transfer.cores import CONFIG, decode_core
-from transfer_backends.contract import LookupFailed, Route, TargetPages
+from tools.simulation.network import Network
+from tools.simulation.options import options_of
+from tools.simulation.workers.transfer_engine import KV_BASE, Peer, SimEngine, make_caps
+from tools.simulation.world import Process, World
+from transfer_backends.contract import EngineError, LookupFailed, OpState, Pieces, Region, Route, TargetPages
 from transfer_backends.decode.lookup import LookUp
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.rooms import KVPoll
@@ -69,3 +74,39 @@ async def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port
 
 async def _healthy(worker: object) -> tuple[Check, str]:
     return Check.OK, ""
+
+
+@pytest.mark.parametrize("pages_before", range(5))
+def test_the_engine_of_a_killed_rank_does_not_say_that_its_writes_have_landed(pages_before: int) -> None:
+    """It said DONE of a write whose last pages had died with the rank: the target kept them as a prefix."""
+    world, landed = World(324355532), set[int]()
+    source, target = (Process(world, node=name, life=1, skew_s=0.0) for name in ("source", "target"))
+    region = Region(KV_BASE, 8, 16, None)
+    memory: dict[str, Any] = {"region": lambda kind: region, "polled_s": 0.0, "ends_s": None}
+    memory |= dict.fromkeys(("read_allowed", "write_allowed"), lambda kind, page: True)
+    memory["copy_from"] = lambda other, kind, src, dst, part: landed.add(dst)
+    mine: Any = SimpleNamespace(process=source, **memory)
+    engine = SimEngine(
+        world=world,
+        network=Network(world, (0.0, 0.0)),
+        memory=mine,
+        caps=make_caps(world.rng("caps"), 0.5, host_memory=True, must_poll=False),
+        behaviour=options_of(324355532, nodes=8).engine,
+        directory={},
+        on_progress=lambda: None,
+    )
+    engine.faulty = False
+    peer, page = Peer(SimpleNamespace(process=target, **memory)), Pieces.one(KV_BASE, KV_BASE, 16)
+    before = engine.post(peer, page)
+    world.run_until(10.0)
+    landed.clear()
+    op = engine.post(peer, Pieces.one(KV_BASE, KV_BASE, 4 * 16))
+    world.run_until(20.0, lambda: len(landed) >= pages_before)
+    source.kill()
+    world.run_until(20.0)
+    assert (engine.poll(before), engine.poll(op)) == (OpState.DONE, OpState.FAILED)
+    for ask in (engine.probe, engine.fence, lambda peer: engine.post(peer, page)):
+        with pytest.raises(EngineError, match=r"^source\.1: its transfer engine is lost$"):
+            ask(peer)
+    with pytest.raises(EngineError, match=r"is lost$"):
+        engine.connect("target", b"")

@@ -154,6 +154,7 @@ class SimEngine:
         return descriptor_of(self._name)
 
     def connect(self, incarnation: str, descriptor: bytes) -> Peer:
+        self._check_alive()
         target = self._directory.get(bytes(descriptor))
         if target is None:
             raise EngineError("not a descriptor of this engine")
@@ -172,6 +173,7 @@ class SimEngine:
         peer.lingering = []
 
     def post(self, peer: Peer, pieces: Pieces) -> Op:
+        self._check_alive()
         if peer.closed:
             raise EngineError("the connection is closed")
         op = Op(peer, posted_s=self._world.now_s)
@@ -198,6 +200,9 @@ class SimEngine:
         return self._signal(peer, "fence", fails=fails, delay_s=self._draw.uniform(0, self._behaviour.fence_s))
 
     def poll(self, op: Op) -> OpState:
+        """A dead process never says that its writes have landed."""
+        if op.state is OpState.PENDING and not self._process.alive:
+            op.state = OpState.FAILED
         return op.state
 
     def progress(self, *, eager: bool = False) -> None:
@@ -208,6 +213,11 @@ class SimEngine:
 
     # ---- inside
 
+    def _check_alive(self) -> None:
+        """A living leader asks the engine of a rank that has died, as engines/remote.py."""
+        if not self._process.alive:
+            raise EngineError(f"{self._name}: its transfer engine is lost")
+
     def _hit(self, kind: str, rate: float) -> bool:
         hit = self.faulty and self._draw.random() < rate
         self._world.injected[kind] += hit
@@ -217,6 +227,7 @@ class SimEngine:
         self._world.after(delay_s, f"{self._process.name} {label}", act, *args)
 
     def _signal(self, peer: Peer, label: str, *, fails: bool, delay_s: float = 0.0) -> Op:
+        self._check_alive()
         op = Op(peer, will_fail=fails, posted_s=self._world.now_s)
         peer.ops.append(op)
         delay_s += self._draw.uniform(*self._behaviour.copy_s)
@@ -346,5 +357,5 @@ class SimEngine:
         self._end(op, OpState.FAILED)
 
     def _end(self, op: Op, state: OpState) -> None:
-        op.state = state
+        op.state = state if self._process.alive else OpState.FAILED
         self._on_progress()
