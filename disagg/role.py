@@ -7,7 +7,7 @@ there is no other order.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from disagg.incoming import IncomingTransfer, Receivers, check_quarantine
+from disagg.incoming import Incoming, IncomingTransfer, Receivers, check_quarantine
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import Outgoing, Senders
 from engine.core.outputs import StepEffects
@@ -78,6 +78,23 @@ class SendingPart(PeerPart):
 
     def waits_for_outside(self) -> bool:
         return bool(self._outgoing.handovers)
+
+
+class ReceivingPart(PeerPart):
+    """A part whose transfers arrive through an `Incoming`, into the role's memory and rows."""
+
+    incoming: Incoming[Any]
+
+    @property
+    def num_rows(self) -> int:
+        return self.incoming.num_rows
+
+    @property
+    def quarantined(self) -> Sequence[IncomingTransfer]:
+        return self.incoming.quarantined
+
+    def waits_for_outside(self) -> bool:
+        return bool(self.incoming.transfers)
 
 
 class PartedRole(UnifiedRole):

@@ -24,7 +24,7 @@ from disagg.incoming import (
     TransferStage,
 )
 from disagg.metadata import FirstToken, MetadataBuffers
-from disagg.role import PeerPart
+from disagg.role import ReceivingPart
 from engine.core.memory import match_limit
 from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.request import Request
@@ -148,7 +148,7 @@ class PrefixFetch(RequestTransfer):
     given_s: float | None = None
 
 
-class PrefixFetches(RequestTarget[PrefixFetch], PeerPart):
+class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
     """Owns carriers until their memory is the tree's, free, or quarantined."""
 
     def __init__(
@@ -321,17 +321,6 @@ class PrefixFetches(RequestTarget[PrefixFetch], PeerPart):
         self._scheduler.held.drop(fetch.request)
 
     # ---- reports
-
-    @property
-    def num_rows(self) -> int:
-        return self.incoming.num_rows
-
-    @property
-    def quarantined(self) -> Sequence[PrefixFetch]:
-        return self.incoming.quarantined
-
-    def waits_for_outside(self) -> bool:
-        return bool(self.incoming.transfers)
 
     def queues(self) -> dict[str, int]:
         return {"fetching": len(self.incoming.transfers), "quarantined": len(self.quarantined)}

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from disagg.features.recompute import fits, packed
 from disagg.incoming import Receivers, RequestTarget, RequestTransfer, TransferFailure, TransferStage
 from disagg.metadata import FirstToken, MetadataBuffers
-from disagg.role import PeerPart
+from disagg.role import ReceivingPart
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
@@ -25,7 +25,7 @@ from transfer_backends.rooms import RoomInUse
 log = logging.getLogger(__name__)
 
 
-class Resumption(RequestTarget[RequestTransfer], PeerPart):
+class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
     """Owner of requests until they run, wait for this engine, or end."""
 
     def __init__(
@@ -128,17 +128,6 @@ class Resumption(RequestTarget[RequestTransfer], PeerPart):
         self._scheduler.held.resume_here(request)
 
     # ---- reports
-
-    @property
-    def num_rows(self) -> int:
-        return self.incoming.num_rows
-
-    @property
-    def quarantined(self) -> Sequence[RequestTransfer]:
-        return self.incoming.quarantined
-
-    def waits_for_outside(self) -> bool:
-        return bool(self.incoming.transfers)
 
     def queues(self) -> dict[str, int]:
         """Without those that wait for memory: they count as retracted."""
