@@ -65,6 +65,6 @@ class PrefixCluster(Cluster):
     def wires(self) -> Sequence[Wire]:
         return self.wire, self.prefix_wire
 
-    def told(self, name: str) -> float:
+    def counter(self, name: str) -> float:
         """A counter of the engine that asks."""
         return self.prefill.role.counters().get(name, 0)

@@ -94,7 +94,7 @@ def test_what_is_fetched(name: str) -> None:
     cluster.ask("a", PROMPT, 2, known=case.known)
     cluster.run(random.Random(2))
     assert_right(cluster, prompts)
-    assert cluster.told("prefix_fetched_tokens") == case.fetched and cluster.told(f"prefix_{case.end}") == 1
+    assert cluster.counter("prefix_fetched_tokens") == case.fetched and cluster.counter(f"prefix_{case.end}") == 1
     assert computed(cluster) == len(PROMPT) - case.fetched
     assert cluster.source.role.counters()["prefixes_refused"] == case.refused
 
@@ -108,7 +108,7 @@ def test_a_prefix_that_the_other_worker_has_is_not_computed(seed: int, depth: in
     cluster.run(random.Random(seed))
     assert_right(cluster, {"a": PROMPT})
     assert computed(cluster) == len(PROMPT) - PREFIX
-    assert cluster.told("prefix_fetched_tokens") == PREFIX
+    assert cluster.counter("prefix_fetched_tokens") == PREFIX
     assert cluster.source.role.counters()["prefixes_sent"] == 1
 
 
@@ -121,7 +121,7 @@ def test_two_with_one_prefix_wait_for_one_fetch() -> None:
     cluster.submit("c", prompts["c"], 3, new=4)  # its router believes that the prefix is here
     cluster.run(random.Random(4))
     assert_right(cluster, prompts)
-    assert cluster.told("prefix_fetches") == 1 and computed(cluster) == 3 * (len(PROMPT) - PREFIX)
+    assert cluster.counter("prefix_fetches") == 1 and computed(cluster) == 3 * (len(PROMPT) - PREFIX)
 
 
 def test_others_compute_while_one_waits() -> None:
@@ -167,7 +167,7 @@ def test_a_late_fetch_is_given_up_and_its_late_writes_harm_no_request(events: in
         cluster.wire.step(rng)
     cluster.run(rng)
     assert_right(cluster, prompts)
-    assert cluster.told("prefix_fetches_late") + cluster.told("prefix_fetched") == 1
+    assert cluster.counter("prefix_fetches_late") + cluster.counter("prefix_fetched") == 1
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -187,7 +187,7 @@ def test_a_client_that_leaves_ends_the_fetch_for_it_alone(seed: int) -> None:
     cluster.assert_all_back()
     assert {rid: cluster.decode.tokens[rid] for rid in others} == {r: expected_tokens(p, 4) for r, p in others.items()}
     if others:
-        assert cluster.told("prefix_fetched") == 1
+        assert cluster.counter("prefix_fetched") == 1
 
 
 def test_a_source_that_dies_is_no_fault_of_the_request() -> None:
@@ -227,7 +227,7 @@ def test_what_leaves_is_locked_until_nothing_reads_it() -> None:
     assert cache.num_cached(PROMPT) == len(PROMPT) // 4 and cache.num_cached(other) < len(other) // 4
     cluster.run(rng)
     assert_right(cluster, {"a": PROMPT})
-    assert cluster.told("prefix_fetched_tokens") == PREFIX
+    assert cluster.counter("prefix_fetched_tokens") == PREFIX
 
 
 def test_namespaces_do_not_mix() -> None:
@@ -237,7 +237,7 @@ def test_namespaces_do_not_mix() -> None:
     cluster.ask("b", PROMPT, 2, known=PREFIX, namespace=("theirs",))
     cluster.run(random.Random(9))
     assert_right(cluster, {"a": PROMPT, "b": PROMPT})
-    assert cluster.told("prefix_fetched") == cluster.told("prefix_fetches_refused") == 1
+    assert cluster.counter("prefix_fetched") == cluster.counter("prefix_fetches_refused") == 1
 
 
 def test_both_sides_bound_their_number() -> None:
@@ -247,7 +247,7 @@ def test_both_sides_bound_their_number() -> None:
         cluster.warm(prompt)
     for i, (rid, prompt) in enumerate(prompts.items()):
         cluster.ask(rid, prompt, 1 + i, known=PREFIX)
-    assert cluster.prefill.role.queues()["fetching"] == MAX_FETCHES and cluster.told("prefix_fetches_forgone") == 2
+    assert cluster.prefill.role.queues()["fetching"] == MAX_FETCHES and cluster.counter("prefix_fetches_forgone") == 2
     rng = random.Random(11)
     for _ in range(200):  # all of them arrive before the source looks
         cluster.prefill.turn()
@@ -258,8 +258,8 @@ def test_both_sides_bound_their_number() -> None:
     assert told["prefixes_refused"] == MAX_FETCHES - MAX_SERVED
     cluster.run(rng)
     assert_right(cluster, prompts)
-    assert cluster.told("prefix_fetched") == MAX_SERVED
-    assert cluster.told("prefix_fetches_refused") == MAX_FETCHES - MAX_SERVED
+    assert cluster.counter("prefix_fetched") == MAX_SERVED
+    assert cluster.counter("prefix_fetches_refused") == MAX_FETCHES - MAX_SERVED
 
 
 def test_pages_that_still_come_from_the_host_are_not_sent() -> None:
@@ -280,10 +280,10 @@ def test_pages_that_still_come_from_the_host_are_not_sent() -> None:
         cluster.prefill.turn()
         cluster.source.role.poll(0.0)
         cluster.prefix_wire.step(random.Random(0))
-    assert cluster.source.role.queues()["sending"] and not cluster.told("prefix_fetched")
+    assert cluster.source.role.queues()["sending"] and not cluster.counter("prefix_fetched")
     cluster.run(random.Random(13))
     assert_right(cluster, {"a": PROMPT})
-    assert cluster.told("prefix_fetched_tokens") == PREFIX
+    assert cluster.counter("prefix_fetched_tokens") == PREFIX
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -306,7 +306,7 @@ def test_a_host_tier_and_prefixes_of_others_go_together(seed: int, policy: str) 
             cluster.step(rng)
     cluster.run(rng)
     assert_right(cluster, prompts)
-    assert cluster.told("prefix_fetched") > 0
+    assert cluster.counter("prefix_fetched") > 0
 
 
 def copy_request(prompt: list[int], room: int, *, known: int, rid: str = "copy") -> Request:
@@ -345,7 +345,7 @@ def test_a_copy_that_cannot_be_had_is_refused() -> None:
     cluster.run(random.Random(15))
     (answer,) = cluster.prefill.outputs["copy"]
     assert answer.finish is not None and answer.finish.status == 409 and "did not come" in answer.finish.message
-    assert cluster.told("prefix_fetches_refused") == 1
+    assert cluster.counter("prefix_fetches_refused") == 1
     cluster.assert_all_back()
 
 

@@ -135,7 +135,7 @@ class EncodeCluster(Engines):
         counts = self.fetches._allocator.counts()
         assert counts["free"] == self.fetches._allocator.num_pages, counts
 
-    def told(self, name: str) -> float:
+    def counter(self, name: str) -> float:
         """A counter of the engine that fetches."""
         return self.fetches._counters[name]
 

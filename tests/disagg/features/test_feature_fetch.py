@@ -47,7 +47,7 @@ def test_who_encodes_an_image(name: str) -> None:
     cluster.run()
     assert cluster.engine.tokens == {rid: right(*images) for rid, images in asked.items()}
     assert cluster.encoded() == encoded
-    assert {counter: cluster.told(counter) for counter in counted} == counted
+    assert {name: cluster.counter(name) for name in counted} == counted
     assert cluster.encoder.role.counters()["features_refused"] == ("pages" in given)
     cluster.assert_all_back()
 
@@ -72,11 +72,11 @@ def test_what_is_here_is_not_fetched() -> None:
     cluster.run()
     cluster.ask("again", image(1, at=5), length=24)
     cluster.run()
-    assert cluster.told("feature_fetches") == 1
+    assert cluster.counter("feature_fetches") == 1
     cluster.ask("other", TWO)
     cluster.ask("cached", ONE, length=20, new=5)
     cluster.run()
-    assert cluster.told("feature_fetches") == 2
+    assert cluster.counter("feature_fetches") == 2
     assert cluster.engine.tokens["cached"] == right(ONE, new=5)
     cluster.assert_all_back()
 
@@ -92,12 +92,12 @@ def test_an_encoder_that_cannot_be_reached_costs_others_nothing() -> None:
     cluster.ask("b", TWO)
     cluster.run()
     assert cluster.engine.tokens == {"a": right(ONE), "b": right(TWO)}
-    assert (cluster.told("feature_fetches_refused"), cluster.told("feature_fetches_forgone")) == (1, 1)
+    assert (cluster.counter("feature_fetches_refused"), cluster.counter("feature_fetches_forgone")) == (1, 1)
     cluster.ask("elsewhere", image(3, at=2), sources=[FeatureSource("127.0.0.1:2", "other")])
     cluster.engine.now_s = AVOIDED_S
     cluster.ask("later", image(4, at=2))
     cluster.run()
-    assert cluster.told("features_fetched") == 2 and avoided(cluster) == []
+    assert cluster.counter("features_fetched") == 2 and avoided(cluster) == []
     cluster.assert_all_back()
 
 
@@ -123,7 +123,7 @@ def test_an_encoder_that_is_late_costs_a_prompt_its_time_alone() -> None:
     assert cluster.engine.role.queues()["quarantined_features"] == 1
     assert cluster.fetches._allocator.counts()["quarantined"] == 2
     cluster.ask("b", TWO)
-    assert cluster.told("feature_fetches_late") == cluster.told("feature_fetches_forgone") == 1
+    assert cluster.counter("feature_fetches_late") == cluster.counter("feature_fetches_forgone") == 1
     cluster.run()
     cluster.assert_all_back()
 
@@ -133,7 +133,7 @@ def test_a_client_that_leaves_takes_its_fetch_along() -> None:
     cluster.ask("a", ONE)
     cluster.ask("b", ONE, TWO)
     cluster.engine.abort("b")
-    assert (cluster.told("feature_fetches"), cluster.told("feature_fetches_aborted")) == (2, 1)
+    assert (cluster.counter("feature_fetches"), cluster.counter("feature_fetches_aborted")) == (2, 1)
     cluster.run()
     assert cluster.engine.tokens["a"] == right(ONE)
     cluster.assert_all_back()
@@ -196,7 +196,7 @@ def test_weights_that_change_take_no_features_along() -> None:
     cluster = EncodeCluster()
     cluster.ask("a", ONE)
     rng = random.Random(1)
-    while not cluster.told("features_fetched"):
+    while not cluster.counter("features_fetched"):
         cluster.wire.step(rng)
         cluster.encoder.turn()
         cluster.engine.role.poll(0.0)

@@ -53,7 +53,7 @@ def assert_unharmed(cluster: EncodeCluster) -> None:
     """The next prompt is served."""
     cluster.ask("good", GOOD)
     cluster.run()
-    assert cluster.told("features_fetched") == 1
+    assert cluster.counter("features_fetched") == 1
     cluster.assert_all_back()
 
 
@@ -155,7 +155,7 @@ def test_work_that_ends_is_ended_for_peers() -> None:
         cluster.step(random.Random(1))
     cluster.encoder.role.end_peers_work("all requests were aborted")
     cluster.run()
-    assert cluster.told("feature_fetches_refused") == 1 and cluster.encoded()[1] == 1
+    assert cluster.counter("feature_fetches_refused") == 1 and cluster.encoded()[1] == 1
     cluster.assert_all_back()
 
 

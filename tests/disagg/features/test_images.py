@@ -135,7 +135,7 @@ def test_prefixes_of_other_workers_end_before_the_first_image() -> None:
     cluster.ask("a", prompt_of(*shown, length=70), 1, known=68, images=shown)
     cluster.run(random.Random(1))
     assert cluster.decode.tokens == {"a": expected_tokens(read_of(*shown, length=70), 4)}
-    assert cluster.told("prefix_fetched_tokens") == 40
+    assert cluster.counter("prefix_fetched_tokens") == 40
     cluster.assert_all_back()
 
 

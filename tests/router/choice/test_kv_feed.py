@@ -58,7 +58,7 @@ def info_of(source: ZmqPublisher) -> dict[str, object]:
 
 
 async def publish_until(source: ZmqPublisher, reached: Callable[[], object]) -> None:
-    """Subscribing takes a moment that nobody announces: publish empty batches until something arrives."""
+    """Nothing announces that a subscription is there: publish empty batches until one arrives."""
     await until(lambda: source.publish([]) or reached())
 
 
@@ -70,8 +70,8 @@ async def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret:
         async with feed(secret=secret) as (events, index, worker):
             events.on_info(worker, info_of(source))
             await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-            told = events.view_of(worker)
-            await publish_until(source, lambda: told is not None and told._last_live > 0)
+            view = events.view_of(worker)
+            await publish_until(source, lambda: view is not None and view._last_live > 0)
             source.publish([BlockRemoved([hash((0, 4 * BLOCK_TOKENS))])])
             await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})
             events.on_gone(worker)
@@ -87,11 +87,11 @@ async def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret:
 
 @pytest.mark.parametrize(("page_size", "blocks"), [(16, NamedBlocks), (48, TokenBlocks)])
 async def test_a_worker_says_whether_the_router_knows_its_names(page_size: int, blocks: type) -> None:
-    told = CacheEvents(page_size=page_size)
+    recorded = CacheEvents(page_size=page_size)
     allocator = PageAllocator(num_pages=64, page_size=page_size)
-    cache = RadixCache(allocator, parts=[told])
+    cache = RadixCache(allocator, parts=[recorded])
     cache.insert(PROMPT[: 3 * BLOCK_TOKENS], allocator.allocate(3 * BLOCK_TOKENS // page_size))
-    with closing(publisher(events=told)) as source:
+    with closing(publisher(events=recorded)) as source:
         source.turn()
         async with feed() as (events, index, worker):
             events.on_info(worker, info_of(source))
@@ -104,16 +104,16 @@ async def test_without_replay_a_gap_drops_what_was_known() -> None:
     with closing(publisher(replay=False)) as source:
         async with feed() as (events, index, worker):
             events.on_info(worker, info_of(source))
-            told = events.view_of(worker)
-            assert told is not None
-            await publish_until(source, lambda: told._last_live >= 0)
+            view = events.view_of(worker)
+            assert view is not None
+            await publish_until(source, lambda: view._last_live >= 0)
             source.publish([stored(PROMPT)])
             await until(lambda: depths(index, keys_of(PROMPT)) == {0: 4})
-            gaps = told.num_gaps
+            gaps = view.num_gaps
             source._next += 3  # batches that the queue had no room for
             source.publish([])
-            await until(lambda: told.num_gaps == gaps + 1)
-            assert depths(index, keys_of(PROMPT)) == {} and not told.whole
+            await until(lambda: view.num_gaps == gaps + 1)
+            assert depths(index, keys_of(PROMPT)) == {} and not view.whole
 
 
 async def test_strangers_learn_nothing_and_junk_on_the_replay_socket_changes_nothing() -> None:
