@@ -16,12 +16,13 @@ import pytest
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.e2e.client import session, text_of
 from tests.e2e.cluster import POLL_S, SETTLE_S, Started, several, tandem
-from tests.e2e.failover.test_failover import KV, SLOW, Fleet, busy, events_of, failovers, kill
+from tests.e2e.failover.test_failover import DELAY_S, KV, SLOW, Fleet, busy, events_of, failovers, kill
+from tests.e2e.settings import settings
 from tests.e2e.workload import recall_prompt
 from tests.models.recall_drafters import build
 from tools.recall.oracle import continuation
 
-NEW, FAULT_AFTER = 150, 4  # tokens; events, of up to five tokens each
+NEW, FAULT_AFTER = 400, 4  # tokens; events, of up to five tokens each: far more than half of a stream follows
 RNG = random.Random(9)
 PROMPTS = [recall_prompt(RNG, 40 + i) for i in range(2)]
 RIGHT = [continuation(prompt, NEW, ignore_eos=True) for prompt in PROMPTS]
@@ -37,7 +38,9 @@ def pairs(tmp_path: Path) -> Iterator[Fleet]:
     drafter = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", build("EAGLE", tmp_path / "eagle"))
     flags = ("serve", "--port", "0", "--model-path", WIDE_MODEL_PATH, *SLOW, *KV, *drafter, "--disaggregation-mode")
     prefill, decode = (*flags, "prefill", "--disaggregation-bootstrap-port", "0"), (*flags, "decode")
-    with several(tmp_path, {"p0": prefill, "p1": prefill, "d0": decode, "d1": decode}) as workers:
+    with several(
+        tmp_path, {"p0": prefill, "p1": prefill, "d0": decode, "d1": decode}, settings(stream_delay_s=DELAY_S)
+    ) as workers:
         route = ["--pd-disaggregation"]
         for name, worker in workers.items():
             route += ["--prefill" if name.startswith("p") else "--decode", worker.url]
