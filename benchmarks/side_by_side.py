@@ -111,9 +111,10 @@ def _cluster_round(clusters: dict[str, Cluster], number: int) -> dict[str, Sampl
         shape = {"concurrency": 1, "input_len": length, "output_len": 32 if length == min(PROMPT_LENS) else 4}
         summaries = load(**urls, prompt="ids", rounds=2, num_requests=REQUESTS, seed=1000 + number, **shape)
         for name, summary in zip(names, summaries, strict=True):
-            assert summary.ttft_s is not None and summary.itl_s is not None
+            assert summary.ttft_s is not None
             samples[name][f"TTFT p50, {length} tokens, ms"] = 1000 * summary.ttft_s.p50
-            if length == min(PROMPT_LENS):
+            if length == min(PROMPT_LENS):  # four tokens of a longer one may come in one event
+                assert summary.itl_s is not None
                 samples[name]["ITL p50, ms"] = 1000 * summary.itl_s.p50
     found = load_records(**urls, prompt="ids", rounds=2, seed=2000 + number, **BUSY)
     for name, measured in zip(names, found, strict=True):
