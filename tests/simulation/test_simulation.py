@@ -15,7 +15,7 @@ from tools.mutants.__main__ import find
 from tools.simulation import report, scenario
 from tools.simulation.__main__ import FIXED_SEEDS
 from tools.simulation.options import FAULTS, options_of
-from tools.simulation.promises import PROMISES, Promise, calm, play
+from tools.simulation.promises import PROMISES, TOO_FEW_FAULTS, Promise, calm, play
 from tools.simulation.run import Outcome, run
 
 # `make slow-tests` plays all fixed seeds, `make test` of the first forty those with which the special ones inject all that
@@ -99,6 +99,15 @@ def test_a_damaged_page_fails_one_request_with_checksums_and_is_read_without_the
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
 def test_what_is_promised_has_happened(promise: Promise) -> None:
     _must_hold(play(promise))
+
+
+def test_too_few_faults_say_nothing_of_the_product() -> None:
+    """A planted bug shifts the history, and so the faults: that alone must not count as found."""
+    options = calm(options_of(1, nodes=2, faults=("client disconnect",)))
+    promise = Promise(name="n", options=options, least={"client disconnect": 2, "moves": 1})
+    assert TOO_FEW_FAULTS in promise.breach(Outcome(options, injected={"client disconnect": 1}))
+    assert TOO_FEW_FAULTS in promise.breach(Outcome(options))
+    assert TOO_FEW_FAULTS not in promise.breach(Outcome(options, injected={"client disconnect": 2})) != ""
 
 
 def test_answers_of_decode_workers_that_die_or_drain_go_on_elsewhere() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tools.mutants.planting import ROOT, finders_of
 from tools.simulation.__main__ import encoder_outcomes, first_failure, fixed_outcomes
+from tools.simulation.promises import TOO_FEW_FAULTS
 from tools.soak_core import drive_round
 
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
@@ -20,7 +21,8 @@ def look(table: str) -> str:
         return _look_by_tests(paths)
     if table == "core":
         return _look_by_stories()
-    return first_failure(encoder_outcomes() if table == "encoders" else fixed_outcomes())
+    outcomes = encoder_outcomes() if table == "encoders" else fixed_outcomes()
+    return first_failure(outcome for outcome in outcomes if TOO_FEW_FAULTS not in outcome.problem)
 
 
 def _look_by_tests(paths: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tools.progress import progress
@@ -86,7 +86,7 @@ def encoder_outcomes() -> Iterator[Outcome]:
     yield from map(run, map(options_of, ENCODER_SEEDS))
 
 
-def first_failure(outcomes: Iterator[Outcome]) -> str:
+def first_failure(outcomes: Iterable[Outcome]) -> str:
     """Return what is wrong in the first that fails; "": nothing in any."""
     return next((f"seed {found.options.seed}: {found.problem}" for found in outcomes if not found.ok), "")
 

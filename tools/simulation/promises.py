@@ -15,6 +15,8 @@ from tools.simulation.options import Options, options_of
 from tools.simulation.run import Outcome, run
 from tools.simulation.workers.transfer_engine import EngineBehaviour
 
+TOO_FEW_FAULTS = "too few faults are injected"  # a breach by the run itself: it says nothing of the product
+
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
@@ -34,7 +36,8 @@ class Promise:
             return f"requests end as {outcome.outcomes}"
         for what, count in self.least.items():
             if found.get(what, 0) < count:
-                return f"{what}: {found.get(what, 0)}, and at least {count} are promised"
+                why = f"{TOO_FEW_FAULTS}: " if what in self.options.faults else ""
+                return f"{why}{what}: {found.get(what, 0)}, and at least {count} are promised"
         for what in self.never:
             if found.get(what, 0):
                 return f"{what}: {found[what]}, and none is promised"
