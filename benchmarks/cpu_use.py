@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-SCHEDULER = ".scheduler_process"  # of its command line; the package before it differs between the trees of side_by_side.py
+SCHEDULER = ".scheduler_process"  # of its command line, in any tree that is measured
 
 
 @dataclass(slots=True)
