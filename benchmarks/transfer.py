@@ -27,7 +27,7 @@ from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 AUX_BYTES = 4096
 PAGE_SIZE = 16

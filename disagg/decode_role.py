@@ -28,7 +28,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
 from transfer_backends.contract import Route
-from transfer_backends.rooms import RoomInUse
+from transfer_backends.sides import RoomInUse
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from engine.messages import FinishReason, TokenOutput
 from service.telemetry.context import about
 from transfer_backends.contract import Route, Tail, TargetPages, Work
 from transfer_backends.ports import KVReceiver
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 
 class TransferStage(Enum):

@@ -23,7 +23,7 @@ from engine.messages import FinishReason, TokenOutput
 from service.telemetry.context import about
 from transfer_backends.contract import ABORTED_BY_DECODE, Gate, PeerPath, RecomputeRequest, SourcePages, Tail
 from transfer_backends.ports import KVSender
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 # ---- record of a hand-over
 

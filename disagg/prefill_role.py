@@ -13,7 +13,7 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput, TransferPath
-from transfer_backends.rooms import RoomInUse
+from transfer_backends.sides import RoomInUse
 
 
 class Directory(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from disagg.metadata import MetadataBuffers
 from planner.executor import Host, Threads, Timeline
 from transfer_backends.contract import PeerPath, RecomputeRequest, Route, SourcePages, TargetPages
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

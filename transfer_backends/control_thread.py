@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from transfer_backends.contract import Clock
 from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused, Port
-from transfer_backends.peers import Effects, Link, PeerTable, Send
-from transfer_backends.rooms import PeerProtocolError, RoomTable
+from transfer_backends.sides import Effects, Link, PeerProtocolError, PeerTable, RoomTable, Send
 from transfer_backends.wire import MalformedFrame, Message, decode, encode
 
 TICK_S = 0.02

@@ -1,7 +1,7 @@
 """Transfer that succeeds without a peer (SGLang's `bootstrap_host 2.2.2.2`), for health checks."""
 
 from transfer_backends.contract import SourcePages, TargetPages
-from transfer_backends.rooms import FINAL, IllegalTransition, KVPoll
+from transfer_backends.sides import FINAL, IllegalTransition, KVPoll
 
 
 class FakeTransfer:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from transfer_backends.contract import Caps, OpState, Pieces, Progress, Region, Route, SourcePages, TargetPages
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 
 class Engine(Protocol):

@@ -27,7 +27,7 @@ from engine.core.request import Request
 from engine.images import ImageInput
 from engine.messages import FeatureSource, FinishReason, TokenOutput
 from transfer_backends.contract import Route, Work
-from transfer_backends.rooms import RoomInUse
+from transfer_backends.sides import RoomInUse
 
 log = logging.getLogger(__name__)
 

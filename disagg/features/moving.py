@@ -16,7 +16,7 @@ from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, KVSource, TokenOutput
-from transfer_backends.rooms import RoomInUse
+from transfer_backends.sides import RoomInUse
 
 
 class Moves(SendingPart):

@@ -31,7 +31,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, GenerateRequest, PrefixSource, TokenOutput
 from transfer_backends.contract import Route, Work
-from transfer_backends.rooms import RoomInUse
+from transfer_backends.sides import RoomInUse
 
 ASSUMED_BYTES_A_S = 1e9  # before the first fetch: TCP on a good network, or a copy inside a small machine
 ASSUMED_LATENCY_S = 0.01

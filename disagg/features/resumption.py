@@ -20,7 +20,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
 from transfer_backends.contract import Work
-from transfer_backends.rooms import RoomInUse
+from transfer_backends.sides import RoomInUse
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from engine.core.memory import Detached
 from engine.core.plan import ItemResult
 from tests.core.hash_model import HashModel
 from tests.disagg.wire_in_a_test import Receiver, Room, Side, Wire
-from transfer_backends.rooms import FINAL, KVPoll
+from transfer_backends.sides import FINAL, KVPoll
 
 PAGES = 3
 ROWS = MetadataBuffers(1)

@@ -11,7 +11,7 @@ from bootstrap_server.registry import BootstrapConfig
 from disagg.registration import GAP_S, MAX_SERVERS, Outages, RouteFinder
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import LookupFailed
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 
 @pytest.mark.parametrize("ends", ["answer", "gap"])

@@ -28,7 +28,7 @@ from tests.core.mem_cache.tiers_in_a_test import identity
 from tests.disagg.prefix_roles import PrefixCluster
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import RecomputeRequest, Work
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 PROMPT = [i * 7 % 50 for i in range(70)]
 PREFIX = (len(PROMPT) - 1) // 4 * 4  # whole pages

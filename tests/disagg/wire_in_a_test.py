@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
 from transfer_backends.contract import PeerPath, RecomputeRequest, Route, SourcePages, TargetPages
-from transfer_backends.rooms import KVPoll, RoomKey
+from transfer_backends.sides import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
 

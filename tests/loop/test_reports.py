@@ -6,7 +6,7 @@ from engine.frontend.metrics.worker import Metrics
 from engine.metric_names import COUNTERS, LEVELS, check_exported, sums
 from tests.loop.test_deadlines import NotedRole, Rig
 from transfer_backends.control_thread import FAULTS
-from transfer_backends.peers import COUNTERS as OF_TRANSFERS
+from transfer_backends.sides import COUNTERS as OF_TRANSFERS
 
 
 @pytest.mark.parametrize("what", ["counters", "queues"])

@@ -22,7 +22,7 @@ from transfer_backends.contract import RankMemory, Region, SourcePages, Transfer
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.liveness import ProcessMark, host_id
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import FINAL, KVPoll
+from transfer_backends.sides import FINAL, KVPoll
 from transfer_backends.wire import (
     Message,
     Refused,

@@ -21,7 +21,7 @@ from tools.simulation.world import Process, World
 from transfer_backends.contract import EngineError, LookupFailed, OpState, Pieces, Region, Route, TargetPages
 from transfer_backends.decode.lookup import LookUp
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import Registered
 
 

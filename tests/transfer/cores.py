@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from transfer_backends.contract import Caps, Gate, KVArgs, Region, Route, TargetPages, TransferConfig
-from transfer_backends.decode.core import DecodeCore
+from transfer_backends.decode.manager import DecodeCore
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.inbox import Chunk, Post
 from transfer_backends.prefill.paths import ConnectPeer
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import Register, Registered, layout_of
 
 CAPS = Caps(

@@ -15,7 +15,7 @@ from transfer_backends.contract import LookupFailed, Route, SourcePages, TargetP
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 ROOT = Path(__file__).resolve().parents[2]
 

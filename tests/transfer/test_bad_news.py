@@ -15,7 +15,7 @@ from transfer_backends.contract import Route, SourcePages, TargetPages, Transfer
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 HOUR = 3600.0
 CLOCKS = ("bootstrap_timeout", "waiting_timeout", "transfer_timeout", "handshake_timeout", "heartbeat_interval")

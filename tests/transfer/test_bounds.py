@@ -8,7 +8,7 @@ import pytest
 from tests.transfer.cores import decode_core, prefill_core, registration
 from transfer_backends.contract import RecomputeRequest, Route, Work
 from transfer_backends.prefill.inbox import MAX_REASON_CHARS, Inbox, Offer
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import Refused
 
 

@@ -18,8 +18,8 @@ from tests.transfer.rig import Pair, succeed, until
 from transfer_backends.contract import RecomputeRequest, Route, SourcePages, TargetPages, Work
 from transfer_backends.control_thread import TICK_S
 from transfer_backends.liveness import Liveness, liveness, own_mark
-from transfer_backends.prefill.driver import IDLE_S
-from transfer_backends.rooms import IllegalTransition, KVPoll, RoomInUse
+from transfer_backends.prefill.manager import IDLE_S
+from transfer_backends.sides import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.wire import Ping, encode
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}

@@ -4,7 +4,7 @@ import pytest
 
 from transfer_backends.contract import TransferConfig
 from transfer_backends.control_thread import TICK_S
-from transfer_backends.peers import Heartbeat
+from transfer_backends.sides import Heartbeat
 
 TICKS = range(int(TransferConfig.heartbeat_interval_s / TICK_S) + 1)
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from transfer_backends.rooms import FINAL, TRANSITIONS, IllegalTransition, KVPoll, Room, RoomInUse, RoomTable
+from transfer_backends.sides import FINAL, TRANSITIONS, IllegalTransition, KVPoll, Room, RoomInUse, RoomTable
 
 FORWARD = [KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success]
 

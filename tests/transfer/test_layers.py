@@ -9,7 +9,7 @@ from tests.transfer.cores import ARGS, CONFIG, KEY, PAGES, SRC, JoinedCores
 from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress
 from transfer_backends.prefill.inbox import Chunk, Post, num_groups, num_open
 from transfer_backends.prefill.paths import FencePeer
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 LAYERS = replace(ARGS, groups=(LayerGroup(2, 256), LayerGroup(3, 512), LayerGroup(7, 1024)))
 STEP = 5

@@ -8,7 +8,7 @@ from transfer_backends.contract import Route
 from transfer_backends.decode.lookup import Connect, LookUp
 from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.liveness import Liveness
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import Recompute, Registered, Status, pack_ids
 
 NAMED = Route("a:9", "a", shared=True)

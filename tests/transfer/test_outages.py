@@ -18,9 +18,8 @@ from tests.transfer.cores import (
 )
 from transfer_backends.contract import Pieces, TargetPages
 from transfer_backends.liveness import Liveness
-from transfer_backends.peers import Send
 from transfer_backends.prefill.inbox import Chunk
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll, Send
 from transfer_backends.wire import Abort, Drained, Pong, TransferInfo, pack_ids
 
 

@@ -5,7 +5,7 @@ from tests.transfer.rig import ChildWorker, until
 from transfer_backends.contract import Route, TargetPages
 from transfer_backends.decode.lookup import EAGER_S
 from transfer_backends.prefill.paths import POLL_REQUEST_EVERY_S
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import PollRequest, Registered
 
 NUM_PAGES, PAGE_BYTES = 1024, 32768

@@ -9,8 +9,7 @@ from tests.transfer.cores import KEY, connected_decode_core, decode_core, prefil
 from tests.transfer.rig import until
 from transfer_backends.contract import Route
 from transfer_backends.control_thread import REST_S, TICK_S, ControlThread
-from transfer_backends.peers import Effects
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import Effects, KVPoll
 
 PING_S = 0.5
 

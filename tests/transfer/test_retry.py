@@ -9,7 +9,7 @@ import pytest
 from tests.transfer.rig import Pair, succeed, until
 from tests.transfer.ways import SlowEngine
 from transfer_backends.contract import Pieces, SourcePages
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 SRC, DST = [9, 4, 17, 30], [5, 6, 20, 3]
 NUM_POSTS = len(SRC) + 1  # of one piece each, and the metadata row

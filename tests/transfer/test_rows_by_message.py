@@ -8,7 +8,7 @@ from transfer_backends.contract import Route, TargetPages, Work
 from transfer_backends.liveness import Liveness
 from transfer_backends.prefill.inbox import Post
 from transfer_backends.prefill.paths import FencePeer
-from transfer_backends.rooms import KVPoll, PeerProtocolError
+from transfer_backends.sides import KVPoll, PeerProtocolError
 from transfer_backends.wire import MAX_ROW_BYTES, MalformedFrame, Registered, Status, decode, encode
 
 ROW = bytes(range(ARGS.aux.item_bytes))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transfer_backends.peers import MAX_A_TICK_S, RunningTime
+from transfer_backends.sides import MAX_A_TICK_S, RunningTime
 
 
 def test_ticks_add_up_and_a_jump_counts_for_one_tick() -> None:

@@ -6,7 +6,7 @@ from tests.transfer.cores import SRC, JoinedCores
 from tests.transfer.rig import succeed, until
 from transfer_backends.contract import EngineError, Pieces, SourcePages
 from transfer_backends.engines.registry import FakeEngine
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import Status
 
 

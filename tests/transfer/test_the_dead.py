@@ -24,7 +24,7 @@ from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark, liveness, of_worker
 from transfer_backends.ports import Lookup
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import Abort, Refused, Registered, TransferInfo
 
 FOLLOWER = ProcessMark("host", 2, 1, 7)

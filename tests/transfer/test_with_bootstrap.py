@@ -14,7 +14,7 @@ from transfer_backends.contract import RecomputeRequest, SourcePages, TargetPage
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 SECRET = b"shared by all"
 CONFIG = TransferConfig(handshake_timeout_s=5.0, secret=SECRET)

@@ -22,7 +22,7 @@ from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import ProcessMark, host_id
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import (
     Drained,
     Ping,

@@ -16,14 +16,14 @@ from hypothesis import note
 from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
 from transfer_backends.contract import Caps, KVArgs, RankMemory, Region, Route, TargetPages, TransferConfig
-from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import Connect
+from transfer_backends.decode.manager import DecodeCore
 from transfer_backends.liveness import Liveness, ProcessMark
 from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.inbox import Chunk
 from transfer_backends.prefill.paths import ConnectPeer, FencePeer
 from transfer_backends.prefill.rooms import PrefillRoom
-from transfer_backends.rooms import IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
+from transfer_backends.sides import IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
 from transfer_backends.wire import MalformedFrame, Register, decode, encode, layout_of
 
 NUM_PAGES, NUM_ROWS, PAGE_BYTES, ROW_BYTES = 32, 8, 1024, 64

@@ -15,7 +15,7 @@ from tools.simulation.network import RESET_S
 from tools.simulation.options import Options
 from tools.simulation.workers.worker import CONTROL_TURN_S, Worker
 from tools.simulation.world import Violation, World
-from transfer_backends.rooms import KVPoll, RoomKey
+from transfer_backends.sides import KVPoll, RoomKey
 
 LOOP_S = 0.05  # a loop's longest rest while it waits for another process
 SPIKE = 10.0  # network.py: a delay is now and then this many times as long

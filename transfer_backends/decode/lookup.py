@@ -12,8 +12,7 @@ from typing import TypeVar
 from transfer_backends.contract import LookupFailed, Route
 from transfer_backends.decode.rooms import DecodeRoom, DecodeRooms, LookUpLine, PrefillPeer
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.peers import Link, PeerTable
-from transfer_backends.rooms import KVPoll, RoomKey
+from transfer_backends.sides import KVPoll, Link, PeerTable, RoomKey
 from transfer_backends.wire import Register
 
 # ---- Connections to prefill workers. Pure.

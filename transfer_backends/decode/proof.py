@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from transfer_backends.decode.lookup import Connections
 from transfer_backends.decode.rooms import PrefillPeer
 from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark, are_apart
-from transfer_backends.peers import PeerTable, RunningTime
+from transfer_backends.sides import PeerTable, RunningTime
 
 MAX_DEAD = 256
 DEAD_S = 60.0  # longer than a worker's lease at the bootstrap server

@@ -15,9 +15,18 @@ import numpy as np
 
 from transfer_backends.contract import KVArgs, Route, TargetPages
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.peers import Peer, PeerTable, RetryTimer
-from transfer_backends.rooms import IllegalTransition, KVPoll, Room, RoomKey, RoomTable
-from transfer_backends.wire import Abort, Recompute, TransferInfo, clip, pack_ids
+from transfer_backends.sides import (
+    IllegalTransition,
+    KVPoll,
+    Peer,
+    PeerProtocolError,
+    PeerTable,
+    RetryTimer,
+    Room,
+    RoomKey,
+    RoomTable,
+)
+from transfer_backends.wire import Abort, Drained, Recompute, Status, TransferInfo, clip, pack_ids
 
 # ---- State of one transfer on decode, and its prefill worker. Pure.
 
@@ -293,3 +302,70 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             assert key in self._rooms and self._rooms[key].closed, f"room {key}: a pending abort, and it is not closed"
         for room in self:
             assert not (room.exposed and room.state is KVPoll.Success), f"room {room.key}: Success with exposed pages"
+
+
+# ---- messages of prefill workers about rooms
+
+
+class Statuses:
+    """Handlers; each raises `PeerProtocolError`, changing nothing.
+
+    Reports of an earlier write try are counted and dropped: they end neither transfer nor exposure.
+    """
+
+    def __init__(self, rooms: DecodeRooms, counters: dict[str, int]) -> None:
+        self._rooms = rooms
+        self._counters = counters
+
+    def on_status(self, peer: PrefillPeer, message: Status, now_s: float) -> None:
+        room = self._addressed(peer, message)
+        if room is None:
+            return
+        to = KVPoll(message.state)
+        if message.row and to is not KVPoll.Success:
+            raise PeerProtocolError(f"room {room.key}: a metadata row with {to.name}")
+        if room.final:
+            self._on_late(room, to)
+        elif to is KVPoll.Failed:
+            self._rooms.fail(room, message.reason or "prefill failed", now_s, report=False)
+        elif room.num_pages is None or to not in (KVPoll.Transferring, KVPoll.Success):
+            raise PeerProtocolError(f"room {room.key}: {to.name} in {room.state.name}")
+        else:
+            self._advance(room, message, now_s)
+
+    def on_drained(self, peer: PrefillPeer, message: Drained, now_s: float) -> None:
+        room = self._addressed(peer, message)
+        if room is None:
+            return
+        if not room.final:
+            raise PeerProtocolError(f"room {room.key}: Drained in {room.state.name}")
+        self._rooms.expose(room, False)
+
+    def _addressed(self, peer: PrefillPeer, message: Status | Drained) -> DecodeRoom | None:
+        room = self._rooms.get((message.room, message.attempt))
+        if room is None or room.peer is not peer or message.retry < room.write_try:
+            self._counters["late_messages"] += 1
+            return None
+        if message.retry > room.write_try and room.num_pages is None:
+            raise PeerProtocolError(f"room {room.key}: try {message.retry} before it had pages to write")
+        self._counters["retried"] += message.retry - room.write_try
+        room.write_try = message.retry
+        return room
+
+    def _on_late(self, room: DecodeRoom, to: KVPoll) -> None:
+        self._counters["late_messages"] += 1
+        if to is KVPoll.Success:
+            self._rooms.expose(room, False)
+
+    def _advance(self, room: DecodeRoom, message: Status, now_s: float) -> None:
+        room.progress_at_s = now_s
+        if room.state is KVPoll.WaitingForInput:
+            self._rooms.move(room, KVPoll.Transferring)
+        if message.state != KVPoll.Success:
+            return
+        self._rooms.expose(room, False)
+        misfit = self._rooms.misfit(room, num_pages=message.num_pages, row=message.row)
+        if misfit is None:
+            self._rooms.succeed(room, message.row, num_pages=message.num_pages)
+        else:
+            self._rooms.fail(room, misfit, now_s, report=False)

@@ -23,8 +23,6 @@ from zlib import crc32
 
 from transfer_backends.contract import KVArgs, Pieces, Region
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.peers import Link, Peer, PeerTable, RetryTimer, RunningTime, Send
-from transfer_backends.rooms import RoomKey
 from transfer_backends.shards import (
     LEADERS,
     Pair,
@@ -37,6 +35,7 @@ from transfer_backends.shards import (
     plan_side_shards,
     side_misfit,
 )
+from transfer_backends.sides import Link, Peer, PeerTable, RetryTimer, RoomKey, RunningTime, Send
 from transfer_backends.wire import (
     Drained,
     Origin,

@@ -11,11 +11,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from transfer_backends.contract import NOTHING_YET, Caps, KVArgs, Progress
-from transfer_backends.peers import PeerTable
 from transfer_backends.prefill.inbox import Chunk, Inbox, Offer, Post, num_groups, num_open, plan_ops
 from transfer_backends.prefill.paths import DecodePeer, Path, Paths
-from transfer_backends.rooms import IllegalTransition, KVPoll, Room, RoomKey, RoomTable
 from transfer_backends.shards import I64
+from transfer_backends.sides import IllegalTransition, KVPoll, PeerTable, Room, RoomKey, RoomTable
 from transfer_backends.wire import Status, clip
 
 # ---- State of one transfer on prefill. Pure.

@@ -15,7 +15,7 @@ from tests.disagg.features.feature_roles import PAGE, SEEN, EncodeCluster
 from tests.disagg.two_roles import part_of
 from transfer_backends.contract import TargetPages, Work
 from transfer_backends.ports import KVReceiver
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 GOOD = image(1, at=0)
 

@@ -33,7 +33,7 @@ from transfer_backends.contract import (
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.ports import KVSender
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 
 NUM_PAGES, PAGE_BYTES = 1024, 32768
 CONFIG = {"heartbeat_interval_s": 0.2, "heartbeat_max_failures": 3, "handshake_timeout_s": 5.0}

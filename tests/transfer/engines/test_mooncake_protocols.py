@@ -20,9 +20,9 @@ from transfer_backends.contract import BackendUnavailable, Caps, KVArgs, OpState
 from transfer_backends.engines.mooncake_protocols import FORCED_BY, Machine, choose, of_gpu, settings
 from transfer_backends.engines.rdma_devices import named_devices, ucx_settings
 from transfer_backends.engines.registry import FakeEngine
-from transfer_backends.prefill.driver import Connected, EngineDriver
+from transfer_backends.prefill.manager import Connected, EngineDriver
 from transfer_backends.prefill.trials import Trials
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.wire import layout_conflict, layout_of
 
 GPU = Machine(has_hca=True, on_gpu=True, built_in=lambda name: True, has_fabric=lambda: True)

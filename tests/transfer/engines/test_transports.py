@@ -15,7 +15,7 @@ from transfer_backends.engines import registry
 from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.paths import ConnectPeer
 from transfer_backends.prefill.trials import MAX_REPORTED, Trials, delivered
-from transfer_backends.rooms import KVPoll
+from transfer_backends.sides import KVPoll
 from transfer_backends.transports import (
     Evidence,
     RdmaFacts,

@@ -4,9 +4,9 @@ import pytest
 
 from tests.transfer.cores import KEY, PAGES, JoinedCores, connected_decode_core
 from transfer_backends.contract import TargetPages
-from transfer_backends.decode.core import DecodeCore
+from transfer_backends.decode.manager import DecodeCore
 from transfer_backends.prefill.paths import FencePeer
-from transfer_backends.rooms import KVPoll, PeerProtocolError
+from transfer_backends.sides import KVPoll, PeerProtocolError
 from transfer_backends.wire import Abort, Drained, Status
 
 

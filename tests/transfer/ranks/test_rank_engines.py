@@ -11,11 +11,11 @@ from tests.transfer.engines.hand_engine import HandEngine, driven
 from tests.transfer.ranks.rank_memory import Model, Side, args_of
 from transfer_backends.contract import EngineError, OpState
 from transfer_backends.engines.rank_engines import RankEngines, combine
-from transfer_backends.prefill.driver import EngineDriver
+from transfer_backends.prefill.manager import EngineDriver
 from transfer_backends.prefill.paths import PathState
 from transfer_backends.prefill.trials import Trials
-from transfer_backends.rooms import KVPoll
 from transfer_backends.shards import pack_descriptors
+from transfer_backends.sides import KVPoll
 
 TWO = args_of(Model(heads=2, layers=2), Side(2), 2, num_pages=64)
 WINDOW = replace(CAPS, max_inflight=64)

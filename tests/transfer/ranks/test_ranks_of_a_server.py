@@ -2,8 +2,8 @@
 
 from tests.transfer.cores import CONFIG, decode_core
 from transfer_backends.contract import LookupFailed, Route
-from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup import LookUp
+from transfer_backends.decode.manager import DecodeCore
 from transfer_backends.liveness import Liveness
 
 NUM_RANKS = 3

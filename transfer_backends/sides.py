@@ -1,20 +1,126 @@
-"""Workers of the other side: names, connections, heartbeats. Pure.
-
-A peer is one incarnation of a process; its link is its current connection.
-
-    CONNECTING --registered--> LIVE --link closed--> LOST --new link--> CONNECTING or LIVE
-"""
+"""What both sides of transfers have: rooms and their states, peers and their links. Pure."""
 
 import math
 from collections import deque
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from transfer_backends.contract import TransferConfig
 from transfer_backends.wire import Message, Ping, Pong
 
-# ---- Timers of transfers: retries, heartbeats, running time. Pure.
+# ---- state of a transfer
+
+RoomKey = tuple[int, int]  # (bootstrap_room, room_attempt)
+
+
+class KVPoll(IntEnum):
+    """State of a transfer: KVPoll and its transitions.
+
+    Names and values are SGLang's (`disaggregation/base/conn.py`); ranks agree on the minimum.
+
+        Bootstrapping --> WaitingForInput --> Transferring --> Success
+              |                 |                  |
+              +-----------------+------------------+---------> Failed
+    """
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
+
+
+FINAL = frozenset({KVPoll.Failed, KVPoll.Success})
+
+TRANSITIONS: dict[KVPoll, frozenset[KVPoll]] = {
+    KVPoll.Bootstrapping: frozenset({KVPoll.WaitingForInput, KVPoll.Failed}),
+    KVPoll.WaitingForInput: frozenset({KVPoll.Transferring, KVPoll.Failed}),
+    KVPoll.Transferring: frozenset({KVPoll.Success, KVPoll.Failed}),
+    KVPoll.Success: frozenset(),
+    KVPoll.Failed: frozenset(),
+}
+
+
+class IllegalTransition(Exception):
+    """A move that is not in the table. Nothing changed."""
+
+
+class PeerProtocolError(Exception):
+    """A peer sent a message that is not allowed now. Counted and dropped."""
+
+
+class RoomInUse(ValueError):
+    """The room serves another transfer."""
+
+
+# ---- rooms
+
+
+@dataclass(eq=False)
+class Room:
+    """Transfer of either side; `reason` of its failure."""
+
+    key: RoomKey
+    _: KW_ONLY
+    state: KVPoll = KVPoll.Bootstrapping
+    reason: str | None = None
+    progress_at_s: float = 0.0
+
+    @property
+    def final(self) -> bool:
+        return self.state in FINAL
+
+
+R = TypeVar("R", bound=Room)
+
+
+class RoomTable(Generic[R]):
+    def __init__(self) -> None:
+        self.num_moves = 0  # only grows; shows that a visible state changed
+        self._rooms: dict[RoomKey, R] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._rooms.values()))
+
+    def __getitem__(self, key: RoomKey) -> R:
+        return self._rooms[key]
+
+    def get(self, key: RoomKey) -> R | None:
+        return self._rooms.get(key)
+
+    def add(self, room: R) -> None:
+        """Raises `RoomInUse`, and ValueError for an invalid number."""
+        number, attempt = room.key
+        if not 0 < number < 2**63 or attempt < 0:
+            raise ValueError(f"bootstrap_room must be between 1 and 2**63-1 and attempt at least 0, got {room.key}")
+        if room.key in self._rooms:
+            raise RoomInUse(f"bootstrap_room {number} (attempt {attempt}) is in use on this worker")
+        self._rooms[room.key] = room
+        self.touch()
+
+    def move(self, room: R, to: KVPoll) -> None:
+        """Raises `IllegalTransition`."""
+        if to not in TRANSITIONS[room.state]:
+            raise IllegalTransition(f"room {room.key}: {room.state.name} -> {to.name}")
+        room.state = to
+        self.touch()
+
+    def touch(self) -> None:
+        """Count a visible change."""
+        self.num_moves += 1
+
+    def forget(self, room: R) -> None:
+        if not room.final:
+            raise IllegalTransition(f"room {room.key}: forgotten in {room.state.name}")
+        del self._rooms[room.key]
+
+
+# ---- timers: retries, heartbeats, running time
 
 MAX_A_TICK_S = 0.1  # counted between ticks, which are more frequent while anything waits
 
@@ -88,7 +194,11 @@ class RunningTime:
         return self._counted_s + min(max(0.0, now_s - self._ticked_s), MAX_A_TICK_S)
 
 
-# ---- peers
+# ---- peers, the workers of the other side
+#
+# A peer is one incarnation of a process; its link is its current connection.
+#
+#     CONNECTING --registered--> LIVE --link closed--> LOST --new link--> CONNECTING or LIVE
 
 Link = Hashable
 NUM_LINK_CHECKS = 3  # pings on every link after one closed: a send to the closed one fails
