@@ -15,17 +15,15 @@ from prometheus_client.registry import Collector
 
 from bootstrap_server.protocol import MAX_BODY_BYTES, MAX_BUT, Registration, RegistrationReply, RoomBatch
 from bootstrap_server.registry import BootstrapConfig, Registry
-from service.http.api_shapes import OPENAI, json_response
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of, make_guard
 from service.http.listening import ListeningPort, open_port
-from service.http.routes import Handler, Routes
+from service.http.routes import OPENAI, Handler, Routes, json_response
 from service.http.server import RequestLimits, serving
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
-from service.security.keys import Access, KeyGate, KeyRing
-from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
+from service.security.keys import AUTH_HEADER, CHALLENGE_HEADER, Access, Call, KeyGate, KeyRing, Verdict, Verifier
 
 # ---- Signatures of calls and answers, except for `OPEN_PATHS`.
 

@@ -24,7 +24,7 @@ from bootstrap_server.protocol import (
     RouteReply,
 )
 from service.http.errors import JSON_ERRORS
-from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from service.security.keys import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
 LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout

@@ -7,7 +7,7 @@
     POST   /rooms           RoomBatch -> {}               rooms of a worker (shared servers only)
     GET    /health          -> {}
     any error: 4xx or 503 with ErrorReply
-    With a cluster secret all but /health is signed, both ways (service/security/secret.py).
+    With a cluster secret all but /health is signed, both ways (service/security/keys.py).
 
 Inside a prefill worker, rooms map to DP ranks: `room mod dp_size`, as SGLang's `/register_dp_rank`.
 On a *shared* server workers register rooms (batched, for `room_ttl_s`), and decode retries a 404

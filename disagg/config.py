@@ -10,7 +10,7 @@ from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.spec import FrontendSpec
 from engine.parallel.region_plan import RegionPlan
 from service.flags import FlagSet, flag, values_by_name
-from service.security.secret import read_secret_file, router_secret
+from service.security.keys import read_secret_file, router_secret
 
 
 @dataclass(frozen=True, kw_only=True)

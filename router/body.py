@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from service.flags import untagged
-from service.http.bodies import check_fields
-from service.http.errors import JSON_ERRORS, MAX_DEPTH, ApiError, decode_or_none, deeper_than
+from service.http.errors import JSON_ERRORS, MAX_DEPTH, ApiError, check_fields, decode_or_none, deeper_than
 from service.responses.items import inner_text
 
 BYTES_PER_TOKEN = 4  # of text; an estimate for load balancing

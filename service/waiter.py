@@ -1,9 +1,11 @@
-"""Waits that callbacks end, common pauses, the event loop's time."""
+"""Waits that callbacks end, common pauses, work in threads, the event loop's time."""
 
 import asyncio
+import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -118,3 +120,27 @@ def _share() -> None:
 
 
 BODIES = Aside("bodies", inline=128 << 10, huge=1 << 20)  # for request bodies of all servers in the process
+
+
+# ---- threads: work with its outcome in a future, usable cores. Never torch
+
+
+def start_in_thread(work: Callable[[], T], *, name: str, when_done: Callable[[], object]) -> Future[T]:
+    """`when_done` is called in the thread, after the future is set."""
+    future: Future[T] = Future()
+    future.add_done_callback(lambda _: when_done())
+    # a daemon, so that an ending process does not wait for a disk
+    threading.Thread(target=run_into, args=(future, work), name=name, daemon=True).start()
+    return future
+
+
+def run_into(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def usable_cores() -> int:
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(value) if value.isdigit() and int(value) > 0 else len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What both sides of transfers have: rooms and their states, peers and their links. Pure."""
+"""State of one side of transfers: rooms with their states, peers with their links. Pure."""
 
 import math
 from collections import deque

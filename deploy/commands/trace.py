@@ -15,8 +15,8 @@ import msgspec
 
 from deploy.flags import Parser, add_flags, config_from
 from service.flags import ConfigError, FlagSet, flag
+from service.telemetry.context import Record, Records, TracesQuery, query_error
 from service.telemetry.exporters import trace_file
-from service.telemetry.records import Record, Records, TracesQuery, query_error
 
 TIMEOUT_S = 30.0
 SHOWN = 20  # requests listed on the terminal

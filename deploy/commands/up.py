@@ -20,11 +20,10 @@ from deploy.launcher.roles import ClusterConfig
 from deploy.launcher.supervisor import Supervisor
 from deploy.launcher.up_flags import build_parser, flags_by_role, gpus_for, model_path_of, router_args, set_local_model
 from engine.config import MEM_FRACTION_OF, ServerConfig
-from engine.threads import usable_cores
 from service.http.listening import require_free, url_of
 from service.process.files import clear_ready_file, write_ready_file
-from service.security.keys import KeyRing
-from service.security.secret import ROUTER_SECRET
+from service.security.keys import ROUTER_SECRET, KeyRing
+from service.waiter import usable_cores
 from transfer_backends.engines.wheels import installed_torch
 
 INFO_TIMEOUT_S = 5.0

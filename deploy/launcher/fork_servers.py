@@ -13,10 +13,10 @@ from deploy.launcher.plan import ProcessSpec
 from disagg.processes.children import PRELOADED, openmp_env
 from engine.device.gpus import VISIBLE
 from engine.flags.local_defaults import default_threads
-from engine.threads import usable_cores
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE, digest_of, new_socket
 from service.process.start import ROOM_BYTES, die_with_parent
 from service.process.stop_signals import TO_GROUPS
+from service.waiter import usable_cores
 
 BACKLOG = 256
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts threads at import, which a fork would lose

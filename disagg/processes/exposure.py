@@ -9,7 +9,7 @@ from engine.flags.nodes import address_of
 from engine.frontend.bootstraps import BootstrapAllowlist
 from service.flags import ConfigError
 from service.security.browser import AllowedAddresses, is_loopback, require_secret
-from service.security.secret import router_secret
+from service.security.keys import router_secret
 
 log = logging.getLogger(__name__)
 

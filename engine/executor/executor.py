@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from engine.core.plan import Plan, StepResult
-from engine.threads import run_into, start_in_thread
+from service.waiter import run_into, start_in_thread
 
 if TYPE_CHECKING:
     from engine.executor.device_stream import DeviceStream, Launch

@@ -12,8 +12,8 @@ import torch
 
 from engine.kv.kv_pool import fingerprint, weights_number
 from engine.model_files.model_config import ModelConfig, load_model_config
-from engine.threads import start_in_thread
 from service.flags import ConfigError
+from service.waiter import start_in_thread
 
 M = TypeVar("M")  # model type
 

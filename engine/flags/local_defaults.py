@@ -12,8 +12,8 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.gguf.file import open_gguf
 from engine.model_files.model_config import load_model_config
-from engine.threads import usable_cores
 from service.flags import ConfigError
+from service.waiter import usable_cores
 
 # A thread needs a few ms of weights to read between two of a step's hundreds of barriers.
 BYTES_A_THREAD = 64 << 20

@@ -15,8 +15,8 @@ from engine.flags.kv_events_config import check_ports
 from engine.flags.nodes import check_nodes
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import check_layout
-from engine.threads import usable_cores
 from service.flags import ConfigError
+from service.waiter import usable_cores
 
 log = logging.getLogger(__name__)
 

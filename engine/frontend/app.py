@@ -9,11 +9,10 @@ from aiohttp import web
 
 from engine.frontend.routes import OPENAPI_PATH, ROUTES, make_document, need_of
 from engine.frontend.services import SERVICES, Services
-from service.http.api_shapes import REQUEST_ID
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
 from service.http.home import CHAT, SHARED, Home, Pages
-from service.http.routes import Handler, Routes
+from service.http.routes import REQUEST_ID, Handler, Routes
 from service.telemetry.context import about
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
 from engine.frontend.client.engine_client import ClientLimits, EngineClient
+from engine.frontend.client.generation import Traces
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.tracing import Traces
 from engine.frontend.metrics.worker import Metrics
-from engine.frontend.served_model import ServedModel, load_served_model
+from engine.frontend.served_model import ServedModel, Texts, load_served_model
 from engine.frontend.services import Services, context_length_of
 from engine.frontend.spec import FrontendSlot, FrontendSpec
-from engine.frontend.texts import Texts
 from engine.ipc import MAIN_FRONTEND
 from engine.lora.peft_config import named_paths
 from engine.text.sample import open_text
@@ -22,8 +21,8 @@ from service.http.reconnect import StreamLogs
 from service.responses.store import LocalBook, ResponseStore
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
+from service.telemetry.context import Tracer
 from service.telemetry.exporters import open_exporter
-from service.telemetry.records import Tracer
 
 if TYPE_CHECKING:
     from engine.frontend.images.loader import ImageLoader

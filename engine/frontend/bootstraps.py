@@ -6,7 +6,7 @@ from typing import Any, dataclass_transform
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from service.http.errors import bad_field
 from service.security.browser import AllowedAddresses
-from service.security.secret import is_vouched
+from service.security.keys import is_vouched
 
 Host = str | list[str | None] | None
 Port = int | list[int | None] | None

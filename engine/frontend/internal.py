@@ -26,12 +26,11 @@ from engine.frontend.client.other_frontends import (
 )
 from engine.frontend.errors import not_ready
 from engine.frontend.services import Services
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of
 from service.http.reconnect import RETAINED_PATH, RetainedQuestion, RetainedRest
-from service.http.routes import Handler
-from service.telemetry.records import Records, TracesQuery
+from service.http.routes import Handler, json_response
+from service.telemetry.context import Records, TracesQuery
 
 # ---- Forwards requests to the main frontend, which applies keys, metrics and logs.
 

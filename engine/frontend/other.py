@@ -10,8 +10,7 @@ from aiohttp import web
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
 from engine.frontend.assembly import make_services
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.scheduler_link import SchedulerLink, open_sockets
-from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.scheduler_link import SchedulerLink, SharedRequests, open_sockets
 from engine.frontend.internal import forwarding_to, make_internal_handle
 from engine.frontend.routes import ROUTES
 from engine.frontend.services import Services

@@ -17,9 +17,8 @@ from engine.frontend.apis.responses import create
 from engine.frontend.apis.shared import retained
 from engine.frontend.apis.shared.routes import SCHEMAS, ApiRoute, token_route
 from service.http import openapi
-from service.http.api_shapes import EVENTS_TYPE
 from service.http.home import CHAT, HOME, SHARED
-from service.http.routes import INVOCATIONS, UNSERVED, InvocationBody, invoked_path, refuse
+from service.http.routes import EVENTS_TYPE, INVOCATIONS, UNSERVED, InvocationBody, invoked_path, refuse
 from service.security.keys import Access
 from service.waiter import BODIES
 

@@ -15,15 +15,14 @@ from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
 from engine.frontend.errors import IgnoredFields
 from engine.frontend.metrics.worker import Metrics
-from engine.frontend.served_model import ServedModel
+from engine.frontend.served_model import ServedModel, Texts
 from engine.frontend.spec import FrontendSpec
-from engine.frontend.texts import Texts
 from engine.stamps import Stamps
 from service.http.reconnect import StreamLogs
 from service.responses.store import LocalBook
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
-from service.telemetry.records import Tracer
+from service.telemetry.context import Tracer
 from service.waiter import Pauses
 
 if TYPE_CHECKING:

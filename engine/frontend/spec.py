@@ -8,7 +8,7 @@ from typing import Any
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.other_frontends import NO_OTHERS, OtherFrontends
-from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.scheduler_link import SharedRequests
 from engine.frontend.role_switch import RoleSwitch
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamps

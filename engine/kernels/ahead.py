@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.kernels.build import CSRC, TEAM, load_library
 from engine.kernels.sample import SOURCE as SAMPLE
-from engine.threads import usable_cores
+from service.waiter import usable_cores
 
 FLAGS = {source.path.name: source.flags for source in (SAMPLE, TEAM)}
 

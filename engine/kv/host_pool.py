@@ -14,8 +14,8 @@ from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.kv.page_copies import Arrival, CudaRows, DirectCopies, PageCopies, StagedCopies, word_cuts
 from engine.kv.side_stream import CudaSideStream
 from engine.kv.state_pool import StatePool
-from engine.threads import usable_cores
 from service.flags import ConfigError
+from service.waiter import usable_cores
 
 # ---- pinned host memory
 

@@ -18,7 +18,7 @@ from engine.kv.cache_spec import KVShard
 from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import STATE, StatePool
 from engine.kv.step_batch import upload
-from engine.threads import start_in_thread
+from service.waiter import start_in_thread
 
 GOLDEN = 0x9E3779B97F4A7C15
 MUL_1 = 0xBF58476D1CE4E5B9

@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.core.plan import PlanItem, SlotOpen
 from engine.layers.linear import Delta, LinearSite, SiteShape
 from engine.lora.weights import AdapterWeights, SiteWeights, read_adapter
-from engine.threads import start_in_thread
 from service.flags import ConfigError
+from service.waiter import start_in_thread
 
 # ---- Rows of a step by adapter, as tiles for grouped kernels. Pure.
 

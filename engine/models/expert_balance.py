@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import Placement, balanced, imbalance
-from engine.threads import start_in_thread
+from service.waiter import start_in_thread
 
 log = logging.getLogger(__name__)
 

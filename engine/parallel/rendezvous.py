@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 
-from service.security.secret import derive
+from service.security.keys import derive
 
 NONCE_BYTES = 32
 PROOF_S = 5.0

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from engine.executor.executor import StreamTask, ThreadStream
-from engine.threads import run_into, start_in_thread
+from service.waiter import run_into, start_in_thread
 
 T = TypeVar("T")
 

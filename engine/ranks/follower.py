@@ -10,9 +10,9 @@ from engine.core.plan import Plan
 from engine.executor.forward import logit_calls
 from engine.executor.model_runner import RunningModel
 from engine.ranks.messages import Apply, Channel, Done, Prepare, Step, ToFollower, plan_of
-from engine.threads import start_in_thread
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed
+from service.waiter import start_in_thread
 
 if TYPE_CHECKING:
     from engine.executor.forward import FutureMap

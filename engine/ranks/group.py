@@ -25,8 +25,8 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.ranks.followers import Followers, GroupEnded
 from engine.ranks.links import Joint, RankLinks, place_of
-from engine.threads import start_in_thread
 from service.flags import ConfigError
+from service.waiter import start_in_thread
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from router.client.upstream import Upstream
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
 from service.http.guard import RANK_HEADER
-from service.security.secret import VOUCHER_HEADER, vouch
+from service.security.keys import VOUCHER_HEADER, vouch
 from service.waiter import Waiter
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's

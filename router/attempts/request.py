@@ -19,9 +19,9 @@ from router.attempts.upstream_call import CallFailed, FailedWorkers
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
 from router.pool.worker import Lease, Role, Way, Worker
-from service.http.api_shapes import open_stream
 from service.http.errors import ApiError
 from service.http.guard import UNITS_S, seconds_of
+from service.http.routes import open_stream
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt

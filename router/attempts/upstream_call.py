@@ -10,8 +10,8 @@ from router.client.upstream import HttpReply, UpstreamError
 from router.pool.breaker import Event
 from router.pool.reports import reports_draining, reports_request_failed
 from router.pool.worker import Pool, Role, Worker
-from service.http.api_shapes import STREAM_TYPES
 from service.http.resume import FRAMES_TYPE
+from service.http.routes import STREAM_TYPES
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.client.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
-from service.http.api_shapes import STREAM_TYPES
 from service.http.resume import FRAMES_TYPE
+from service.http.routes import STREAM_TYPES
 from service.waiter import Waiter, end_tasks
 
 MAX_HEAD_BYTES = 64 << 10  # of a response

@@ -12,8 +12,8 @@ from router.choice.policies import make_chooser
 from router.compose.exposure import check_exposure, check_secret, make_credentials, named_workers, ways_of
 from router.config import RouterConfig
 from router.fleet import PeerProcesses, ProcessSlot
+from router.history.metrics import RouterMetrics, of_feed
 from router.history.recorder import Recorder
-from router.metrics import RouterMetrics, of_feed
 from router.parts.admission import Admission
 from router.parts.encoders import Encoders
 from router.parts.prefix import PrefixHeaders, PrefixSources
@@ -21,9 +21,9 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.requests.dispatch import LiveRequests
 from router.requests.responses import of_store, store_of
-from service.security.secret import router_secret
+from service.security.keys import router_secret
+from service.telemetry.context import Tracer
 from service.telemetry.exporters import open_exporter
-from service.telemetry.records import Tracer
 
 
 class RouterCore:

@@ -12,9 +12,8 @@ from router.attempts.upstream_call import (
     circuit_started,
 )
 from router.history.forecast import Forecast
-from router.history.recorder import Recorder
-from router.history.trace import RequestTraces
-from router.metrics import RouterMetrics
+from router.history.metrics import RouterMetrics
+from router.history.recorder import Recorder, RequestTraces
 from router.pool.health import HealthMonitor
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from router.pool.workers import WorkerTable, WorkerTableError
 from service.flags import ConfigError
 from service.http.server import RequestLimits
 from service.security.browser import BrowserRule, require_secret
-from service.security.keys import KeyGate, KeyRing, open_gate
-from service.security.secret import read_secret_file
+from service.security.keys import KeyGate, KeyRing, open_gate, read_secret_file
 
 HEADER_TIMEOUT_S = 10.0  # for a client to send the head of a request: anyone may connect
 BODY_TIMEOUT_S = 60.0  # for the body: 64 MiB at 9 Mbit/s

@@ -13,7 +13,7 @@ from router.compose.events import make_events
 from router.compose.exposure import ways_of
 from router.config import RouterConfig
 from router.fleet import ProcessSlot
-from router.history.trace import RequestTraces
+from router.history.recorder import RequestTraces
 from router.http.worker_calls import WorkerCalls
 from router.parts.failover import MoveOrders
 from router.parts.prefix import PrefixCopies, Replication

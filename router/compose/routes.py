@@ -8,12 +8,12 @@ from aiohttp import web
 from router.body import PUTS, Api
 from router.compose.exposure import browser_rule
 from router.compose.router import Router
+from router.history.metrics import counted
 from router.http.dashboard import Dashboard
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER, AnyWorkerApi, FanOutApi, LoadsApi
 from router.http.health_api import HealthApi
 from router.http.traces_api import TRACES, TracesApi
 from router.http.workers_api import WorkersApi
-from router.metrics import counted
 from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
 from service.http.guard import make_guard

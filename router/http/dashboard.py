@@ -14,8 +14,8 @@ from router.history.recorder import DashboardRequest, DashboardSnapshot, Recorde
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import LiveRequests
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, decode_or_none
+from service.http.routes import json_response
 
 # ---- The dashboard's JSON document. Pure.
 

@@ -18,11 +18,10 @@ from router.pool.worker import Worker
 from router.pool.workers import join_models
 from router.requests.dispatch import LiveRequests
 from service.flags import untagged
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, decode_or_none, object_of
 from service.http.guard import caller_header, has_admin_key, key_refusal
 from service.http.openapi import loads_answer
-from service.http.routes import segment
+from service.http.routes import json_response, segment
 from service.security.keys import Access, KeyGate, authorization_of
 from service.waiter import BODIES
 

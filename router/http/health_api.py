@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from router.fleet import SUMMED_GAUGES, PeerProcesses
+from router.history.metrics import RouterMetrics
 from router.http.worker_calls import WorkerCalls
-from router.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import missing_roles
 from router.requests.answer import no_worker
 from router.requests.dispatch import LiveRequests
 from service.flags import installed_version
-from service.http.api_shapes import json_response
 from service.http.errors import DRAINING, ApiError
+from service.http.routes import json_response
 from service.telemetry.expositions import merge_expositions
 
 PROBES = ("/liveness", "/health", "/readiness", "/ping")

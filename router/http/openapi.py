@@ -7,9 +7,8 @@ from typing import Any
 
 from router.body import ALONE, BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, PUTS, Api
 from router.http.fan_out import ASKED, DESCRIBED, LISTS, LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
-from service.http.api_shapes import EVENTS_TYPE, LINES_TYPE, shape_of
 from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
-from service.http.routes import INVOCATIONS
+from service.http.routes import EVENTS_TYPE, INVOCATIONS, LINES_TYPE, shape_of
 
 _OVERWRITTEN = (*BOOTSTRAP_FIELDS, HISTORY_FIELD)
 _URL = {"url": TEXT}

@@ -10,15 +10,14 @@ from aiohttp import web
 
 from router.client.session import call_worker
 from router.fleet import PeerProcesses
-from router.history.recorder import DashboardRequest, DashboardSnapshot
-from router.history.trace import MAX_ID_CHARS
+from router.history.recorder import MAX_ID_CHARS, DashboardRequest, DashboardSnapshot
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
 from service.http.guard import CALLER
+from service.http.routes import json_response
 from service.security.keys import Access, Caller, authorization_of
-from service.telemetry.records import Record, Records, Tracer, TracesQuery, last_ids, query_error
+from service.telemetry.context import Record, Records, Tracer, TracesQuery, last_ids, query_error
 
 TRACES = "/traces"
 ROOM_ATTRIBUTE = "tandem.bootstrap_room"

@@ -15,8 +15,8 @@ from router.pool.reports import VLLM, lack_of, lacks_route, vllm_call
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, serves
 from router.requests.answer import no_route, no_worker
-from service.http.api_shapes import json_response
 from service.http.guard import CALLER_HEADER
+from service.http.routes import json_response
 from service.security.keys import authorization_of
 
 

@@ -19,8 +19,8 @@ from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.roles.switch import Switch
 from service.flags import ConfigError
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
+from service.http.routes import json_response
 from service.security.keys import authorization_of
 
 # ---- Descriptions of workers.

@@ -32,7 +32,7 @@ from router.body import BadBody, ParsedBody, named_priority
 from router.choice.policies import Placement, Policy, RoutingHints
 from router.config import AdmissionFlags
 from router.history.forecast import STALE_S, Forecast, LineFit
-from router.metrics import by_worker
+from router.history.metrics import by_worker
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Pool, Role, Worker
 from service.http.errors import ApiError

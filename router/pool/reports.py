@@ -132,7 +132,7 @@ def why_draining(body: bytes) -> str:
 
 
 def parse_error(body: bytes) -> str | None:
-    """Return an error's message (service/http/api_shapes.py)."""
+    """Return an error's message (service/http/routes.py)."""
     answer = object_of(body)
     message = _error(answer).get("message", answer.get("error"))
     return message if isinstance(message, str) else None

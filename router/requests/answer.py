@@ -17,10 +17,9 @@ from router.pool.reports import lack_of, lacks_route, parse_error
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, serves
 from router.requests.merge import Merger
-from service.http.api_shapes import EVENTS_TYPE, LINES_TYPE
 from service.http.errors import DRAINING, ApiError
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
-from service.http.routes import errors_of
+from service.http.routes import EVENTS_TYPE, LINES_TYPE, errors_of
 from service.http.server import DirectWrites
 
 MAX_EVENT_BYTES = 16 << 20  # longer events are passed on in pieces

@@ -25,10 +25,9 @@ from router.pool.workers import UnknownModel
 from router.requests.answer import HANDED_BACK, ClientAnswer, draining, failure_response, no_worker
 from router.requests.merge import Merger
 from router.requests.picking import Picker
-from service.http.api_shapes import REQUEST_ID
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE, caller_header, rank_in
-from service.http.routes import invoked_path
+from service.http.routes import REQUEST_ID, invoked_path
 from service.process.stop_signals import wait_while
 from service.security.keys import authorization_of
 from service.waiter import BODIES

@@ -18,8 +18,8 @@ from router.body import HISTORY_FIELD, Api, ParsedBody, with_fields, write_body
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.pool.worker import Worker
-from service.http.api_shapes import json_response
 from service.http.errors import bad_field, decode_body, decode_or_none
+from service.http.routes import json_response
 from service.responses import api
 from service.responses.api import PATH, StoredHandler, caller_of, named_response
 from service.responses.items import REFERENCE, Conversation, StoreFields, not_found, open_conversation, to_store

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from router.config import AutoRolesFlags
 from router.fleet import PeerProcesses
-from router.metrics import RouterMetrics
+from router.history.metrics import RouterMetrics
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Gauge, Move, Standing

@@ -9,9 +9,18 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from service.http.api_shapes import EXTRA_HEADERS, REQUEST_ID, REQUEST_ID_HEADER, STREAMING, ApiShape
 from service.http.errors import INTERNAL_ERROR, ApiError
-from service.http.routes import Handler, HttpRoute, Routes, errors_of
+from service.http.routes import (
+    EXTRA_HEADERS,
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    STREAMING,
+    ApiShape,
+    Handler,
+    HttpRoute,
+    Routes,
+    errors_of,
+)
 from service.security.browser import BrowserRule
 from service.security.keys import Access, Caller, KeyGate, authorization_of, owner_of
 from service.telemetry.context import CURRENT, OPERATIONS, TraceContext, request_id_of

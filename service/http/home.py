@@ -9,8 +9,8 @@ from pathlib import Path
 from aiohttp import web
 
 from service.flags import installed_version
-from service.http.api_shapes import json_response
 from service.http.guard import CALLER
+from service.http.routes import json_response
 from service.security.keys import Access
 
 # ---- Static files of pages, public; their data needs a key.

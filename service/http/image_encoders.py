@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from service.http.errors import decode_or_none
-from service.security.secret import is_signed, sign
+from service.security.keys import is_signed, sign
 
 ENCODERS_HEADER = "X-Tandem-Image-Encoders"
 PURPOSE = "image encoders"

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from service.http.api_shapes import SSE_HEADERS, CoalescedResponse, open_stream, shape_of
+from service.http.routes import SSE_HEADERS, CoalescedResponse, open_stream, shape_of
 
 # Set by a router that writes them itself: a worker's first byte is then output.
 NO_BEATS_HEADER = "x-tandem-no-keep-alive"

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from service.flags import installed_version
-from service.http.api_shapes import EVENTS_TYPE
+from service.http.routes import EVENTS_TYPE
 
 TEXT = {"type": "string"}
 # The schema of a stream describes each event, as before OpenAPI 3.2.

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from service.http.errors import decode_or_none
-from service.security.secret import is_signed, sign
+from service.security.keys import is_signed, sign
 
 PREFIX_HEADER = "X-Tandem-Prefix-Source"
 PURPOSE = "prefix source"

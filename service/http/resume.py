@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from service.security import secret as secrets
+from service.security import keys as secrets
 
 FRAMES_HEADER = "X-Tandem-Frames"
 FRAMES_TYPE = "application/x-tandem-frames"

@@ -16,11 +16,9 @@ from typing import Any, cast
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from service.http.api_shapes import OPENAI
-from service.http.bodies import USUAL_TIMES, check_bounds, coding_of, inflate
-from service.http.errors import INTERNAL_ERROR, ApiError
+from service.http.errors import INTERNAL_ERROR, USUAL_TIMES, ApiError, check_bounds, coding_of, inflate
 from service.http.listening import BACKLOG, ListeningPort
-from service.http.routes import Handler, plain_path
+from service.http.routes import OPENAI, Handler, plain_path
 from service.waiter import BODIES, Waiter
 
 # Between two requests; also the deadline of a head that started before the last response.

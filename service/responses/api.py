@@ -5,8 +5,8 @@ from typing import Any
 
 from aiohttp import web
 
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field
+from service.http.routes import json_response
 from service.responses.items import input_items, not_found
 from service.responses.store import ResponseBook, StoredResponse
 from service.security.keys import authorization_of, owner_of

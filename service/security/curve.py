@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from service.security.secret import derive
+from service.security.keys import derive
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _PREFILL, _DECODE = "control plane, prefill", "control plane, decode"

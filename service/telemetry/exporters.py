@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from service.flags import ConfigError
-from service.telemetry.context import TraceParent
-from service.telemetry.records import Exporter, Record, Span
+from service.telemetry.context import Exporter, Record, Span, TraceParent
 
 # ---- OpenTelemetry
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bootstrap_server.client import LONGEST_PAUSE_S, MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
-from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from service.security.keys import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
 from tests.transfer.rig import until
 

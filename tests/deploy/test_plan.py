@@ -14,7 +14,7 @@ from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster
 from deploy.launcher.roles import ClusterConfig, RoleFlags
 from service.flags import ConfigError
 from service.http.listening import require_free
-from service.security.secret import ROUTER_SECRET, router_secret
+from service.security.keys import ROUTER_SECRET, router_secret
 
 FREE = (1, 11, 2, 12, 3, 13)
 

@@ -11,7 +11,7 @@ from disagg.processes.transfer_machine import check_flags, check_prefix_fetch
 from engine.config import EngineConfig, ServerConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
-from service.security.secret import ROUTER_SECRET
+from service.security.keys import ROUTER_SECRET
 from tests.e2e.models.group_models import SOME_WINDOWS
 from tests.e2e.two_engines import disaggregated
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

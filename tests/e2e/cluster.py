@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from service.security.secret import ROUTER_SECRET
+from service.security.keys import ROUTER_SECRET
 from tests.e2e.ranks.leaders import Leader, start_process
 from tools.family import children, family
 

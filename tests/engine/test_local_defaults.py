@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.flags.local_defaults import BYTES_A_THREAD, default_threads, with_random_seed, with_threads
-from engine.threads import usable_cores
+from service.waiter import usable_cores
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 

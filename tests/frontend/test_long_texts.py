@@ -11,12 +11,12 @@ import pytest
 from engine.frontend.apis.openai.completions import READER
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.prefill_only import TURN_PROMPTS, turns_of
-from engine.frontend.texts import GROUP_CHARS, INLINE_CHARS, MAX_TEXT_BYTES, Texts
+from engine.frontend.served_model import GROUP_CHARS, INLINE_CHARS, MAX_TEXT_BYTES, Texts
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from service.http.bodies import MAX_FIELDS, MAX_VALUES
+from service.http.errors import MAX_FIELDS, MAX_VALUES
 from tests.frontend.conftest import CONTEXT, Worker, wait_for
 
 CHARS = CONTEXT * len("<s>")  # that can fit, by the longest token
@@ -131,7 +131,7 @@ def test_a_query_that_is_too_long_is_refused_at_the_first_of_its_items(worker: W
 
 def test_a_request_has_a_bound_of_tokens(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.frontend.apis.shared.prefill_only.MAX_VALUES", 2000)
-    monkeypatch.setattr("engine.frontend.texts.MAX_VALUES", 2000)
+    monkeypatch.setattr("engine.frontend.served_model.MAX_VALUES", 2000)
     scores = [{"query": query, "items": [query[:1]] * 20, "label_token_ids": [1]} for query in ("a" * 100, [1] * 100)]
     for path, body in (*(("/v1/score", score) for score in scores), ("/tokenize", {"prompt": ["a" * 100] * 20})):
         assert "at most 2000 tokens" in worker.error(path, body)["message"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.frontend.client.dp_policy import RankLoad
-from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.scheduler_link import SharedRequests
 
 OTHER = """
 import sys
-from engine.frontend.client.shared_requests import SharedRequests
+from engine.frontend.client.scheduler_link import SharedRequests
 shared = SharedRequests(sys.argv[1], row=1, num_rows=2)
 for line in sys.stdin:
     act, name = line.split()

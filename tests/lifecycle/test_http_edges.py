@@ -10,8 +10,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from service.http.api_shapes import json_response
 from service.http.listening import open_port
+from service.http.routes import json_response
 from service.http.server import RequestLimits, make_runner, serving
 
 

@@ -24,7 +24,7 @@ from service.http import heartbeats
 from service.http.guard import CALLER_HEADER
 from service.http.resume import MOVE_OUT, RESUME_FIELD
 from service.http.server import RequestLimits
-from service.security.secret import ROUTER_SECRET
+from service.security.keys import ROUTER_SECRET
 
 DEADLINE_S = 60.0
 MEETS_S = 2.0

@@ -13,7 +13,7 @@ from router.attempts.request import Events, RequestRefused, Slo
 from router.choice.policies import LeastLoad, Placement, RoutingHints
 from router.config import AdmissionFlags, RouterConfig
 from router.history.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
-from router.metrics import RouterMetrics
+from router.history.metrics import RouterMetrics
 from router.parts.admission import Admission, AdmissionQueue, TicketStatus, look_in_time, objectives_of
 from router.pool.breaker import Event
 from router.pool.shared_load import SharedLoad

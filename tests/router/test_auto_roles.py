@@ -12,7 +12,7 @@ from aiohttp import web
 
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
-from router.metrics import RouterMetrics
+from router.history.metrics import RouterMetrics
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.auto import PATH, AutoRoles

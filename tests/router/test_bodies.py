@@ -17,7 +17,7 @@ from router.parts import images, reconnect
 from router.requests import dispatch, responses
 from router.requests.answer import StreamSplitter
 from router.requests.merge import Merger
-from service.http.bodies import MAX_FIELDS, MAX_PARTS
+from service.http.errors import MAX_FIELDS, MAX_PARTS
 from tests.router.dummies import Cluster, cluster
 
 

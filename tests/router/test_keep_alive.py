@@ -11,8 +11,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from service.http.api_shapes import COMMENT, PING, shape_of
 from service.http.keep_alive import NO_BEATS_HEADER
+from service.http.routes import COMMENT, PING, shape_of
 from tests.router.behaviours import hang, later, pauses
 from tests.router.dummies import CHAT, STREAM, Cluster, DummyWorker, always, answer_ok, cluster, until
 

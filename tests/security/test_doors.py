@@ -16,8 +16,7 @@ from router.compose.routes import need_of
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.routes import UNSERVED
-from service.security.keys import Access, bearer
-from service.security.secret import VOUCHER_HEADER, is_vouched
+from service.security.keys import VOUCHER_HEADER, Access, bearer, is_vouched
 from tests.frontend.conftest import start_worker
 from tests.hostile.table import GENERATION
 from tests.router.dummies import cluster, key_file

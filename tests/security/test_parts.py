@@ -17,15 +17,20 @@ from router.parts.admission import MAX_CLIENTS, RateLimiter, client_of, make_lim
 from service.flags import ConfigError
 from service.http.errors import ApiError, deeper_than
 from service.security.browser import AllowedAddresses, is_loopback, require_secret
-from service.security.keys import Access, KeyGate, KeyRing, authorization_of, bearer, open_gate
-from service.security.secret import (
+from service.security.keys import (
     PERIOD_S,
+    Access,
     Call,
+    KeyGate,
+    KeyRing,
     Signer,
     Verdict,
     Verifier,
+    authorization_of,
+    bearer,
     derive,
     is_vouched,
+    open_gate,
     read_secret_file,
     vouch,
 )

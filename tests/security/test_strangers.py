@@ -10,9 +10,8 @@ import pytest
 
 from engine.frontend.routes import ADMIN_PATHS
 from engine.text.chat_template import ChatTemplate, TemplateRefused
-from service.security import keys, secret
-from service.security.keys import Access, KeyRing
-from service.security.secret import Call, Signer, Verdict, Verifier, is_vouched, vouch
+from service.security import keys
+from service.security.keys import Access, Call, KeyRing, Signer, Verdict, Verifier, is_vouched, vouch
 from tests.frontend.conftest import Worker, start_worker
 from tests.hostile import means, table
 from tests.hostile.doors import ask
@@ -136,7 +135,7 @@ def test_every_comparison_of_a_secret_goes_through_compare_digest(monkeypatch: p
     pass_on = vouch(SECRET, host="h", port=1, rooms=[1])
     assert ring.holder("Bearer k") and is_vouched(pass_on, SECRET, host="h", port=1, rooms=[1])
     assert signer.is_answer(proof, "n", status=200, body=b"")
-    for module in (keys, secret, secret):
+    for module in (keys, keys, keys):
         monkeypatch.setattr(module.hmac, "compare_digest", lambda a, b: False)
     assert ring.holder("Bearer k") is None and not is_vouched(pass_on, SECRET, host="h", port=1, rooms=[1])
     assert server.verify(header, call, 0.0)[0] is not Verdict.GOOD

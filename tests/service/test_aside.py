@@ -8,8 +8,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from service.http.api_shapes import json_rows
 from service.http.errors import ApiError
+from service.http.routes import json_rows
 from service.waiter import BODIES, SWITCH_S, Aside
 
 

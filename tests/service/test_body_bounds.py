@@ -10,12 +10,20 @@ import httpx2 as httpx
 import pytest
 from aiohttp import web
 
-from service.http import bodies, server
-from service.http.api_shapes import json_response
-from service.http.bodies import ALWAYS_BYTES, MAX_PARTS, MAX_TIMES, MAX_VALUES, check_bounds, coding_of, inflate
-from service.http.errors import ApiError
+from service.http import errors, server
+from service.http.errors import (
+    ALWAYS_BYTES,
+    MAX_PARTS,
+    MAX_TIMES,
+    MAX_VALUES,
+    ApiError,
+    check_bounds,
+    coding_of,
+    inflate,
+)
 from service.http.guard import answer_of
 from service.http.listening import open_port
+from service.http.routes import json_response
 from service.http.server import RequestLimits, serving
 from service.waiter import BODIES
 
@@ -110,10 +118,10 @@ def test_pieces_stay_short_where_all_is_backslashes(run: int, monkeypatch: pytes
         seen.append(piece)
         return marks(piece)
 
-    marks = bodies._marks
-    monkeypatch.setattr(bodies, "_marks", noted)
-    monkeypatch.setattr(bodies, "_JSON_PIECE_BYTES", 8)
-    monkeypatch.setattr(bodies, "MAX_PARTS", 3)
+    marks = errors._marks
+    monkeypatch.setattr(errors, "_marks", noted)
+    monkeypatch.setattr(errors, "_JSON_PIECE_BYTES", 8)
+    monkeypatch.setattr(errors, "MAX_PARTS", 3)
     check_bounds(b'{"a":"' + b"\\" * run + (b'"' if run % 2 else b"") + b'[[[["}')
     assert max(map(len, seen)) <= 9
 

@@ -3,7 +3,7 @@
 import pytest
 
 from service.http.image_encoders import MAX_ENCODERS, MAX_IMAGES, PURPOSE, ImageEncoder, read_header, write_header
-from service.security.secret import sign
+from service.security.keys import sign
 
 SECRET = b"a secret of the cluster"
 ONE, TWO = ImageEncoder("10.0.0.1:5000", "e1"), ImageEncoder("[::1]:5001", "e2")

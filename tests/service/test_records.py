@@ -8,9 +8,22 @@ from typing import Any
 import pytest
 
 from service.flags import ConfigError
-from service.telemetry.context import CURRENT, JsonFormatter, TraceContext, TraceParent, about, parse_traceparent
+from service.telemetry.context import (
+    CURRENT,
+    JsonFormatter,
+    Record,
+    Ring,
+    Span,
+    TraceContext,
+    TraceParent,
+    Tracer,
+    TracesQuery,
+    about,
+    last_ids,
+    parse_traceparent,
+    query_error,
+)
 from service.telemetry.exporters import clock_shift_s, endpoint_of, lanes_of, trace_file
-from service.telemetry.records import Record, Ring, Span, Tracer, TracesQuery, last_ids, query_error
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -23,7 +23,7 @@ import httpx2 as httpx
 import psutil
 
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
-from service.security.secret import ROUTER_SECRET
+from service.security.keys import ROUTER_SECRET
 from tests.e2e.client import left_over
 from tests.e2e.cluster import SECRET, end_tree, wait_until
 from tests.e2e.ranks.leaders import Leader, start_process

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
-from service.security.secret import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from service.security.keys import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.transfer.rig import until
 from tools.fuzz.footprint import SETTLE_S
 from tools.fuzz.source import Source, mangled, told

@@ -12,8 +12,8 @@ import msgspec
 from bootstrap_server.client import BootstrapError, Registrar, _read, _refusal
 from bootstrap_server.protocol import Registration, RegistrationReply, RoomBatch, RouteReply
 from bootstrap_server.registry import Registry
-from service.http.api_shapes import OPENAI
 from service.http.errors import ApiError
+from service.http.routes import OPENAI
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager

@@ -7,10 +7,10 @@ import msgspec
 
 from engine.frontend.apis.shared.retained import head_of, keep_of, log_of
 from engine.frontend.client.generation import Generation
-from service.http.api_shapes import REQUEST_ID_HEADER
 from service.http.errors import ApiError, decode_body
 from service.http.reconnect import KEEP_HEADER, MAX_KEPT_BYTES, RetainedQuestion, StreamLog, StreamLogs
 from service.http.resume import Begun, Resume
+from service.http.routes import REQUEST_ID_HEADER
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.http.api_shapes import DONE, REQUEST_ID_HEADER
 from service.http.reconnect import LAST_EVENT_HEADER
+from service.http.routes import DONE, REQUEST_ID_HEADER
 from tools.simulation.options import Options
 
 MOST_RETURNS = 8  # of one stream

@@ -13,11 +13,16 @@ import msgspec
 from engine.config import MAX_RUNNING_OF
 from engine.frontend.client.dp_policy import RankPolicy, Rule
 from engine.frontend.client.forecast import PrefillForecast
-from engine.frontend.client.generation import Generation, Sample, SampleObserver
+from engine.frontend.client.generation import NO_TRACES, Generation, Sample, SampleObserver, SampleTrace, Traces
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD
-from engine.frontend.client.shared_requests import LiveNames, Name, RankLoads, SharedRequests
-from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
+from engine.frontend.client.scheduler_link import (
+    CALL_TIMEOUT_S,
+    ENGINE_DEAD,
+    LiveNames,
+    Name,
+    RankLoads,
+    SharedRequests,
+)
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
     AbortRequest,

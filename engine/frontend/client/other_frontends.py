@@ -11,7 +11,7 @@ from engine.messages import ControlReply, ToFrontend
 from service.http.errors import ApiError
 from service.http.listening import UnixPeers
 from service.http.reconnect import RETAINED_PATH, RetainedQuestion
-from service.telemetry.records import Record, Records, TracesQuery, last_ids
+from service.telemetry.context import Record, Records, TracesQuery, last_ids
 from service.waiter import end_tasks
 
 READY, METRICS, TRACES = "/ready", "/metrics", "/traces"

@@ -15,7 +15,7 @@ from engine.device.feature_pool import PAGE_TOKENS
 from engine.flags.encoder import STEP_TOKENS, encoder_config
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
-from service.security.secret import ROUTER_SECRET
+from service.security.keys import ROUTER_SECRET
 from tests.models.tiny_seeing import make_seeing_checkpoint
 
 

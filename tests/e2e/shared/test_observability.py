@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.commands.trace import fetch
 from engine.metric_names import GAUGES
-from service.telemetry.records import TracesQuery
+from service.telemetry.context import TracesQuery
 from tests.e2e.client import generate, session, text_of
 from tests.e2e.cluster import Cluster, wait_until
 from tests.packages import ROOT

@@ -12,7 +12,7 @@ import pytest
 
 from router.attempts.upstream_call import MOVED, CallFailed
 from router.config import RouterConfig
-from router.metrics import RouterMetrics
+from router.history.metrics import RouterMetrics
 from router.parts.admission import _NAMES, Admission, TicketStatus
 from router.pool.worker import PAIR, UNIFIED, Role, Way
 from router.pool.workers import UnknownModel, WorkerTable

@@ -23,7 +23,7 @@ from router.pool.reports import PrefixHolder, parse_prefix_holder
 from router.pool.worker import Role
 from service.http.prefix_source import PREFIX_HEADER, PURPOSE, PrefixSourceHeader, read_header, write_header
 from service.kv_events import BLOCK_TOKENS
-from service.security.secret import sign
+from service.security.keys import sign
 from tests.router.attempts import Launched, make_request
 
 SECRET = b"only this cluster knows it"

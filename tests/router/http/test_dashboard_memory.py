@@ -14,16 +14,16 @@ from router.history.recorder import (
     MIN_S,
     DashboardSnapshot,
     Recorder,
+    RequestTraces,
     add,
     bucket_of,
     middle_of,
     quantile,
 )
-from router.history.trace import RequestTraces
 from router.http.dashboard import SHOWN_REQUESTS, SHOWN_SECONDS, draw, merge, pick_records
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable
-from service.telemetry.records import Tracer, TracesQuery
+from service.telemetry.context import Tracer, TracesQuery
 from tests.router.attempts import Launched, ScriptedReply, make_request
 
 

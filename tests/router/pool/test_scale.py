@@ -14,8 +14,8 @@ import pytest
 from benchmarks import scale_balance, scale_fleet
 from router.client.credentials import Credentials
 from router.config import RouterConfig
+from router.history.metrics import RouterMetrics
 from router.http.workers_api import SLICE, describe, describe_all
-from router.metrics import RouterMetrics
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
 from router.pool.worker import LoadReport
 from service.process.start import allow_many_files

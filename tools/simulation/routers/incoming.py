@@ -7,7 +7,7 @@ import aiohttp
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
-from service.http.api_shapes import REQUEST_ID_HEADER
+from service.http.routes import REQUEST_ID_HEADER
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
 

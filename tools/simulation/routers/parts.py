@@ -9,9 +9,8 @@ from router.client.credentials import Credentials
 from router.compose.dispatcher import Owners, make_dispatcher
 from router.compose.events import make_events
 from router.config import RouterConfig
-from router.history.recorder import Recorder
-from router.history.trace import RequestTraces
-from router.metrics import RouterMetrics
+from router.history.metrics import RouterMetrics
+from router.history.recorder import Recorder, RequestTraces
 from router.parts.admission import Admission
 from router.parts.encoders import Encoders
 from router.parts.failover import MoveOrders
@@ -19,7 +18,7 @@ from router.pool.health import HealthMonitor
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import LiveRequests
 from service.security.keys import open_gate
-from service.telemetry.records import Tracer
+from service.telemetry.context import Tracer
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.network import Network
 from tools.simulation.options import SECRET, Options

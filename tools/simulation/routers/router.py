@@ -8,12 +8,11 @@ from aiohttp import web
 
 from router.body import Api
 from router.compose.routes import need_of
-from router.metrics import counted
+from router.history.metrics import counted
 from router.pool.breaker import Health
 from router.pool.worker import Role
-from service.http.api_shapes import REQUEST_ID_HEADER
 from service.http.guard import make_guard
-from service.http.routes import Routes
+from service.http.routes import REQUEST_ID_HEADER, Routes
 from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
 from tools.simulation.aio import VirtualLoop

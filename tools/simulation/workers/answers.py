@@ -10,10 +10,10 @@ from engine.frontend.apis.shared.resumable import Frames, WholeFrames
 from engine.frontend.client.generation import Generation, add
 from engine.messages import GenerateRequest, TokenOutput
 from engine.text.sample import TextOutput
-from service.http.api_shapes import DONE, OPENAI
 from service.http.errors import ApiError
 from service.http.reconnect import StreamLog
 from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, Begun, failed_frame
+from service.http.routes import DONE, OPENAI
 from tools.simulation.http import Reply, Request
 from tools.simulation.world import Violation
 

@@ -28,10 +28,10 @@ from engine.messages import (
     UnloadAdapter,
     UpdateWeights,
 )
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.guard import key_refusal, may_end_any, owner_in
 from service.http.resume import MOVE_OUT, Name
+from service.http.routes import json_response
 from service.security.keys import Access
 
 MODES = ("abort", "retract", "in_place", "block")

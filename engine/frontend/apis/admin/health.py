@@ -15,9 +15,9 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamped
-from service.http.api_shapes import json_response, open_stream
 from service.http.errors import DRAINING, ApiError, bad_field
 from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, PATH, TYPE, first_line, live_line, wait_s
+from service.http.routes import json_response, open_stream
 from service.security.keys import Access
 
 # ---- Heartbeat streams for routers (service/http/heartbeats.py).

@@ -14,12 +14,12 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
 from service.flags import installed_version
-from service.http.api_shapes import json_response
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.openapi import loads_answer
+from service.http.routes import json_response
 from service.security.keys import Access
+from service.telemetry.context import Records, TracesQuery, query_error
 from service.telemetry.expositions import merge_expositions
-from service.telemetry.records import Records, TracesQuery, query_error
 
 SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over a worker's frontends
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -142,7 +142,7 @@ async def check(request: web.BaseRequest) -> web.Response:
 
 
 async def traces(request: web.BaseRequest) -> web.Response:
-    """Recent requests for `tandem trace` (service/telemetry/records.py)."""
+    """Recent requests for `tandem trace` (service/telemetry/context.py)."""
     query = decode_body(await request.read(), TracesQuery)
     if (wrong := query_error(query)) is not None:
         raise ApiError(400, wrong, field=wrong.partition(":")[0])

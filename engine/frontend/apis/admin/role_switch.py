@@ -10,8 +10,8 @@ from engine.frontend.errors import not_ready
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
 from service.flags import ConfigError
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field, decode_body
+from service.http.routes import json_response
 
 ROLES = ("prefill", "decode")
 FIXED = "this worker keeps its role; only one that was started with --disaggregation-mode prefill or decode can change"

@@ -14,8 +14,8 @@ from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
-from service.http.api_shapes import json_response
 from service.http.errors import bad_field, decode_body
+from service.http.routes import json_response
 from service.waiter import BODIES
 
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")

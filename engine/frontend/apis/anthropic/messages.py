@@ -25,8 +25,8 @@ from engine.text.parts import (
     joined,
 )
 from engine.text.sample import TextOutput
-from service.http.api_shapes import EVENTS_TYPE, json_response, typed_event
 from service.http.errors import object_of
+from service.http.routes import EVENTS_TYPE, json_response, typed_event
 
 # ---- an answer as a message
 

@@ -41,8 +41,8 @@ from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
-from service.http.api_shapes import DONE, EVENTS_TYPE
 from service.http.errors import bad_field
+from service.http.routes import DONE, EVENTS_TYPE
 from service.waiter import BODIES
 
 _CUMULATIVE = Framing(done=DONE, repeats=True)

@@ -31,8 +31,8 @@ from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
-from service.http.api_shapes import json_response, json_rows
 from service.http.errors import bad_field
+from service.http.routes import json_response, json_rows
 
 
 class ScoreBody(PrefillOnlyBody, kw_only=True):

@@ -40,8 +40,8 @@ from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.parts import AnswerReaders, WholeAnswer
 from service.flags import untagged
-from service.http.api_shapes import LINES_HEADERS, LINES_TYPE, json_response, line
 from service.http.errors import bad_field, decode_body
+from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line
 
 # ---- GET /api/tags, /api/ps, /api/version and POST /api/show.
 

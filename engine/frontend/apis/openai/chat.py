@@ -27,7 +27,7 @@ from engine.text.parts import (
 )
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
-from service.http.api_shapes import EVENTS_TYPE
+from service.http.routes import EVENTS_TYPE
 
 # ---- Optional fields of a choice: token ids (vLLM, SGLang), last hidden state (SGLang). Pure.
 

@@ -42,8 +42,8 @@ from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 from engine.text.incremental import Span, places_of
 from engine.text.sample import TextOutput
-from service.http.api_shapes import EVENTS_TYPE, json_response
 from service.http.errors import bad_field
+from service.http.routes import EVENTS_TYPE, json_response
 
 # ---- Body of /v1/completions, and its checks. Pure.
 

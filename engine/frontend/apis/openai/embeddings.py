@@ -20,8 +20,8 @@ from engine.frontend.apis.shared.prefill_only import (
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
-from service.http.api_shapes import json_response, json_rows
 from service.http.errors import bad_field
+from service.http.routes import json_response, json_rows
 
 
 class EmbeddingBody(PrefillOnlyBody, kw_only=True):

@@ -27,8 +27,8 @@ from engine.frontend.apis.shared.prefill_only import (
 )
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
-from service.http.api_shapes import json_response
 from service.http.errors import ApiError, bad_field
+from service.http.routes import json_response
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _YES_NO = ("yes", "no")

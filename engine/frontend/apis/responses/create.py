@@ -18,10 +18,9 @@ from engine.frontend.apis.shared.routes import ApiRoute
 from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
-from service.http.api_shapes import EVENTS_TYPE, typed_event
 from service.http.errors import bad_field, decode_body
 from service.http.guard import owner_in
-from service.http.routes import Handler
+from service.http.routes import EVENTS_TYPE, Handler, typed_event
 from service.responses import api
 from service.responses.api import StoredHandler, caller_of, named_response
 from service.responses.items import (

@@ -19,9 +19,8 @@ from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.errors import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
-from service.http.api_shapes import EXTRA_HEADERS
-from service.http.bodies import MAX_FIELDS, check_fields
-from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
+from service.http.errors import MAX_FIELDS, ApiError, bad_field, check_fields, decode_body, decode_or_none
+from service.http.routes import EXTRA_HEADERS
 from service.waiter import BODIES
 
 T = TypeVar("T", bound=msgspec.Struct)

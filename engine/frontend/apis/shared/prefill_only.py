@@ -26,8 +26,7 @@ from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import TooManyTokens
-from service.http.bodies import MAX_VALUES
-from service.http.errors import ApiError, bad_field
+from service.http.errors import MAX_VALUES, ApiError, bad_field
 from service.http.guard import owner_in, request_timeout_s
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)

@@ -14,7 +14,6 @@ from engine.frontend.client.generation import Generation, add
 from engine.frontend.services import SERVICES, Services
 from engine.messages import FinishReason, GenerateRequest, KVSource, TokenLogprob, TokenOutput
 from engine.text.sample import TextOutput
-from service.http.api_shapes import json_response, open_stream
 from service.http.errors import ApiError, bad_field, decode_or_none
 from service.http.reconnect import StreamLog
 from service.http.resume import (
@@ -37,7 +36,7 @@ from service.http.resume import (
     unit_of,
     whole_frame,
 )
-from service.http.routes import errors_of
+from service.http.routes import errors_of, json_response, open_stream
 
 NOT_SIGNED = "only a router with the worker's --cluster-secret-file may do this"
 UNKNOWN_WORDS = "is not what a router of this version writes; upgrade routers and workers together"

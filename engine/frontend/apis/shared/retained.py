@@ -11,10 +11,10 @@ from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resu
 from engine.frontend.apis.shared.routes import ApiRoute
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
-from service.http.api_shapes import REQUEST_ID, json_response
 from service.http.errors import ApiError, decode_body, decode_or_none
 from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedQuestion, StreamLog
 from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
+from service.http.routes import REQUEST_ID, json_response
 
 
 @contextmanager

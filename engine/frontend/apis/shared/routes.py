@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from service.http import openapi
-from service.http.api_shapes import shape_of
-from service.http.routes import Handler
+from service.http.routes import Handler, shape_of
 from service.security.keys import Access
 
 SCHEMAS = "#/components/schemas/{name}"

@@ -41,7 +41,7 @@ from engine.text.sample import TextOutput
 from service.http.guard import owner_in, request_timeout_s
 from service.http.image_encoders import ENCODERS_HEADER
 from service.http.prefix_source import PREFIX_HEADER
-from service.security.secret import VOUCHER_HEADER
+from service.security.keys import VOUCHER_HEADER
 
 # ---- Token usage of a request. Pure.
 

@@ -12,12 +12,11 @@ from engine.frontend.apis.shared.retained import retained
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
-from service.http.api_shapes import DONE, SSE_HEADERS, CoalescedResponse, event, json_response
 from service.http.errors import ApiError
 from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
 from service.http.reconnect import KEEP_HEADER
 from service.http.resume import Begun
-from service.http.routes import errors_of
+from service.http.routes import DONE, SSE_HEADERS, CoalescedResponse, errors_of, event, json_response
 from service.http.server import DirectWrites
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI uses this
@@ -36,7 +35,7 @@ class Framing:
     """How an API frames its stream.
 
     `encode`: a chunk; `done`: the end; `number_from`: numbers chunks; `repeats`: chunks show a
-    sample from the start. Errors: service/http/api_shapes.py.
+    sample from the start. Errors: service/http/routes.py.
     """
 
     headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
