@@ -1,40 +1,11 @@
-"""Parts of an answer: reasoning, text, tool calls."""
+"""Readers of answers with reasoning and tool calls."""
 
 import json
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from typing import Protocol
 
-import msgspec
-
 from engine.text.json_value import JsonValue
-from engine.text.sample import TextOutput
-
-
-class ReasoningText(msgspec.Struct, frozen=True):
-    text: str
-
-
-class PlainText(msgspec.Struct, frozen=True):
-    text: str
-
-
-class CallBegins(msgspec.Struct, frozen=True):
-    """The `index`-th call. `id`: if the format has one."""
-
-    index: int
-    name: str
-    id: str = ""
-
-
-class Arguments(msgspec.Struct, frozen=True):
-    """More of the arguments' JSON."""
-
-    index: int
-    text: str
-
-
-Part = ReasoningText | PlainText | CallBegins | Arguments
+from engine.text.sample import Arguments, CallBegins, Part, PlainAnswers, PlainText, ReasoningText, TextOutput
 
 
 class PartReader(Protocol):
@@ -83,35 +54,6 @@ def without_reasoning(part: Part) -> Part | None:
 def first_call(part: Part) -> Part | None:
     """Drop calls after the first."""
     return None if isinstance(part, CallBegins | Arguments) and part.index > 0 else part
-
-
-@dataclass(slots=True)
-class ToolCall:
-    name: str
-    id: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class WholeAnswer:
-    reasoning: str = ""
-    text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-
-
-def joined(parts: Iterable[Part]) -> WholeAnswer:
-    whole = WholeAnswer()
-    for part in parts:
-        match part:
-            case ReasoningText(text):
-                whole.reasoning += text
-            case PlainText(text):
-                whole.text += text
-            case CallBegins(_, name, id):
-                whole.calls.append(ToolCall(name, id))
-            case Arguments(index, text):
-                whole.calls[index].arguments += text
-    return whole
 
 
 def overlap(text: str, marker: str) -> int:
@@ -173,21 +115,17 @@ def _input_in(written: str) -> str:
 MintId = Callable[[str, int], str]  # of function name and index of the call
 
 
-class AnswerReaders:
-    """Reads the samples. `make`: a sample's reader, None for plain text. `mint_id`: of calls without id."""
+class AnswerReaders(PlainAnswers):
+    """Reads the samples. `make`: a sample's reader. `mint_id`: of calls without id."""
 
-    def __init__(self, make: Callable[[], PartReader] | None = None, mint_id: MintId = lambda name, index: "") -> None:
+    is_plain = False
+
+    def __init__(self, make: Callable[[], PartReader], mint_id: MintId) -> None:
         self._make = make
         self._mint_id = mint_id
         self._readers: dict[int, PartReader] = {}
 
-    @property
-    def is_plain(self) -> bool:
-        return self._make is None
-
     def read(self, index: int, output: TextOutput) -> list[Part]:
-        if self._make is None:
-            return [PlainText(output.text)] if output.text else []
         reader = self._readers.get(index) or self._readers.setdefault(index, self._make())
         parts = reader.feed(output.text)
         parts = parts if output.tokens.finish is None else parts + reader.end()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.text.json_value import JsonValue
-from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText, ReasoningText, split_at
+from engine.text.parts import PartReader, split_at
+from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""Text of one sample: `TokenOutput` to `TextOutput`.
+"""Text of one sample: `TokenOutput` to `TextOutput`, and the parts of an answer.
 
 It runs in the frontend: a process of its own costs more (docs/reports/benchmarks.md).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -106,3 +107,73 @@ def _no_texts(lp: TokenLogprob) -> tuple[str, list[str]]:
 def open_text(tokenizer: Tokenizer | None) -> Callable[[GenerateRequest], SampleText | SampleIds]:
     """Make readers of samples' outputs."""
     return (lambda request: SampleIds()) if tokenizer is None else partial(SampleText, tokenizer)
+
+
+# ---- parts of an answer: reasoning, text, tool calls
+
+
+class ReasoningText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class PlainText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class CallBegins(msgspec.Struct, frozen=True):
+    """The `index`-th call. `id`: if the format has one."""
+
+    index: int
+    name: str
+    id: str = ""
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """More of the arguments' JSON."""
+
+    index: int
+    text: str
+
+
+Part = ReasoningText | PlainText | CallBegins | Arguments
+
+
+@dataclass(slots=True)
+class ToolCall:
+    name: str
+    id: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    reasoning: str = ""
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+def joined(parts: Iterable[Part]) -> WholeAnswer:
+    whole = WholeAnswer()
+    for part in parts:
+        match part:
+            case ReasoningText(text):
+                whole.reasoning += text
+            case PlainText(text):
+                whole.text += text
+            case CallBegins(_, name, id):
+                whole.calls.append(ToolCall(name, id))
+            case Arguments(index, text):
+                whole.calls[index].arguments += text
+    return whole
+
+
+class PlainAnswers:
+    """Reads the samples of a request whose answers are plain text."""
+
+    is_plain = True
+
+    def read(self, index: int, output: TextOutput) -> list[Part]:
+        return [PlainText(output.text)] if output.text else []
+
+    def has_called(self, index: int) -> bool:
+        return False

@@ -15,7 +15,8 @@ from enum import Enum
 from typing import Protocol
 
 from engine.text.json_call import HeadedCall, JsonCall, PythonCall
-from engine.text.parts import Arguments, CallBegins, Part, PlainText, split_at
+from engine.text.parts import split_at
+from engine.text.sample import Arguments, CallBegins, Part, PlainText
 from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
 
 # ---- formats of tool calls

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable, Iterator
 
-from engine.text.parts import PartReader, WholeAnswer, joined
+from engine.text.parts import PartReader
+from engine.text.sample import WholeAnswer, joined
 
 
 def read(reader: PartReader, chunks: list[str]) -> WholeAnswer:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.parts import PlainReader, ReasoningText, ToolCall, WholeAnswer
+from engine.text.parts import PlainReader
 from engine.text.reasoning import (
     HARMONY,
     REASONING_FORMATS,
@@ -15,6 +15,7 @@ from engine.text.reasoning import (
     ReasoningTokens,
     opening_of,
 )
+from engine.text.sample import ReasoningText, ToolCall, WholeAnswer
 from engine.text.tool_calls import QWEN25, ToolCalls
 from tests.text.chunks import read, same_of_all_splits, splits
 

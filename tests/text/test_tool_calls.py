@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.parts import Arguments, CallBegins, ShownParts, ToolCall, first_call, joined
+from engine.text.parts import ShownParts, first_call
+from engine.text.sample import Arguments, CallBegins, ToolCall, joined
 from engine.text.tagged_call import ArgumentTypes, value_of
 from engine.text.tool_calls import (
     ARRAY,

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from engine.frontend.apis.chat.reading import GPT_OSS, Reading
 from engine.text import tool_calls
-from engine.text.parts import PartReader, PlainReader, WholeAnswer, joined
+from engine.text.parts import PartReader, PlainReader
 from engine.text.reasoning import ENDS, HEADS, MESSAGE, REASONING_FORMATS, Opening, ReasoningFormat
+from engine.text.sample import WholeAnswer, joined
 from engine.text.tool_calls import ARRAY, CALL_FORMATS, CallFormat
 from tools.fuzz.source import Source
 

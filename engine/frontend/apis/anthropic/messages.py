@@ -14,17 +14,17 @@ from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES
-from engine.text.parts import (
-    AnswerReaders,
+from engine.text.sample import (
     Arguments,
     CallBegins,
     Part,
+    PlainAnswers,
     PlainText,
     ReasoningText,
+    TextOutput,
     ToolCall,
     joined,
 )
-from engine.text.sample import TextOutput
 from service.http.errors import object_of
 from service.http.routes import EVENTS_TYPE, json_response, typed_event
 
@@ -41,7 +41,7 @@ class MessageView:
     then message_delta, message_stop. `fills_context`: the token limit is the context's.
     """
 
-    def __init__(self, answers: AnswerReaders, head: Head, *, fills_context: bool, shows_thinking: bool) -> None:
+    def __init__(self, answers: PlainAnswers, head: Head, *, fills_context: bool, shows_thinking: bool) -> None:
         self._answers = answers
         self._fills_context = fills_context
         self._shows_thinking = shows_thinking

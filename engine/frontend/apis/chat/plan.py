@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.chat.body import ChatBody, RetainedMessage, check_chat, sources_of, template_messages
-from engine.frontend.apis.chat.calls import CallIds, as_taken, call_ids
+from engine.frontend.apis.chat.calls import as_taken, call_ids
 from engine.frontend.apis.chat.reading import AS_TEXT, Reading, chat_constraint, checked_reading, opened
 from engine.frontend.apis.chat.tools import template_tools
 from engine.frontend.apis.shared.constraints import Constraint
@@ -20,26 +20,23 @@ from engine.frontend.services import Services
 from engine.messages import LogprobOptions
 from engine.text.chat_template import ChatTemplate, TemplateRefused, render_continued
 from engine.text.parts import AnswerReaders, PartReader
+from engine.text.sample import PlainAnswers
 from service.http.errors import bad_field
 
 PAGE_CHARS = 1024
+MakeAnswers = Callable[[Callable[[str], str], str], PlainAnswers]  # of what makes unique ids, and the prefix of calls
 TOGGLES = ("enable_thinking", "thinking")  # template variables that toggle reasoning
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan(SamplesPlan):
-    """Samples of one prompt. `reader`: None for plain text. `call_ids`: None without calls."""
+    """Samples of one prompt. `answers` makes what reads them."""
 
-    reader: Callable[[], PartReader] | None
-    call_ids: CallIds | None
+    answers: MakeAnswers
 
     @property
     def input_ids(self) -> list[int]:
         return self.prompts[0]
-
-    def answers(self, mint: Callable[[str], str], prefix: str) -> AnswerReaders:
-        """Readers of the samples. `mint`: makes unique ids, with `prefix` for calls."""
-        return AnswerReaders(self.reader, (self.call_ids or CallIds()).minted_by(mint, prefix))
 
 
 async def plan_chat(
@@ -77,9 +74,8 @@ async def plan_chat(
         constraint=constraint,
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         model=model,
-        reader=answer.reader,
         count_reasoning=answer.count_reasoning,
-        call_ids=None if reading is None else _call_ids(s, body),
+        answers=_plain if answer.reader is None else _readers(s, body, answer.reader),
     )
 
 
@@ -87,8 +83,13 @@ def _constraint(body: ChatBody, reading: Reading) -> Constraint | None:
     return chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
 
 
-def _call_ids(s: Services, body: ChatBody) -> CallIds:
-    return call_ids(s.spec.engine.tool_call_parser, s.model.tool_template, messages=body.messages)
+def _plain(mint: Callable[[str], str], prefix: str) -> PlainAnswers:
+    return PlainAnswers()
+
+
+def _readers(s: Services, body: ChatBody, reader: Callable[[], PartReader]) -> MakeAnswers:
+    ids = call_ids(s.spec.engine.tool_call_parser, s.model.tool_template, messages=body.messages)
+    return lambda mint, prefix: AnswerReaders(reader, ids.minted_by(mint, prefix))
 
 
 async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_special_tokens: bool, fits: bool) -> Prompt:

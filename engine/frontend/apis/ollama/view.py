@@ -6,18 +6,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.frontend.apis.shared.samples import Head
-from engine.text.parts import (
-    AnswerReaders,
+from engine.text.sample import (
     Arguments,
     CallBegins,
     Part,
+    PlainAnswers,
     PlainText,
     ReasoningText,
+    TextOutput,
     ToolCall,
     WholeAnswer,
     joined,
 )
-from engine.text.sample import TextOutput
 from service.http.errors import object_of
 
 Show = Callable[[WholeAnswer], dict[str, Any]]
@@ -26,7 +26,7 @@ Show = Callable[[WholeAnswer], dict[str, Any]]
 class OllamaView:
     """`model`: as requested; `start_ns`: arrival. `show`: renders text, reasoning and calls."""
 
-    def __init__(self, answers: AnswerReaders, head: Head, *, model: str, start_ns: int, show: Show) -> None:
+    def __init__(self, answers: PlainAnswers, head: Head, *, model: str, start_ns: int, show: Show) -> None:
         self._answers = answers
         self._usage = head.usage
         self._model = model

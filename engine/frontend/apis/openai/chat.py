@@ -15,17 +15,17 @@ from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.services import SERVICES
-from engine.text.parts import (
-    AnswerReaders,
+from engine.text.sample import (
     Arguments,
     CallBegins,
     Part,
+    PlainAnswers,
     PlainText,
     ReasoningText,
+    TextOutput,
     ToolCall,
     joined,
 )
-from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
 from service.http.routes import EVENTS_TYPE
 
@@ -162,7 +162,7 @@ class ChatView(OpenAIView):
         head: Head,
         *,
         tokenizer: Tokenizer,
-        answers: AnswerReaders,
+        answers: PlainAnswers,
         **more: Any,
     ) -> None:
         super().__init__(body, head, **more)

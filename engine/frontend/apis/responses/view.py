@@ -15,8 +15,7 @@ from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.shared.samples import Counts, Head
 from engine.messages import FinishReason
 from engine.text.incremental import Span
-from engine.text.parts import AnswerReaders, Arguments, CallBegins, Part, PlainText, ReasoningText
-from engine.text.sample import TextOutput
+from engine.text.sample import Arguments, CallBegins, Part, PlainAnswers, PlainText, ReasoningText, TextOutput
 from engine.text.tokenizer import Tokenizer
 from service.responses.items import item_id
 
@@ -172,7 +171,7 @@ class ResponseView:
         head: Head,
         *,
         tokenizer: Tokenizer,
-        answers: AnswerReaders,
+        answers: PlainAnswers,
         on_done: Callable[[dict[str, Any]], None],
     ) -> None:
         self._tokenizer = tokenizer
