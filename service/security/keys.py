@@ -361,6 +361,10 @@ def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
+def authorization_header(authorization: str) -> dict[str, str]:
+    return {"Authorization": authorization} if authorization else {}
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
