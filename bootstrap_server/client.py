@@ -69,7 +69,8 @@ class Registrar:
     """Registers `worker`, its lease and, on a shared server, its rooms, retrying forever.
 
     A restarted server gets the rooms of the last `REMEMBER_S`. `is_own`: the server ends with the
-    worker, so only the lease needs renewal.
+    worker, so only the lease needs renewal. `on_room` takes each room; it is empty where the
+    server finds the worker without (not `takes_rooms`).
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Registrar:
         secret: bytes | None = None,
         timeout_s: float = 3.0,
         is_own: bool = False,
+        takes_rooms: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registered = threading.Event()
@@ -91,6 +93,7 @@ class Registrar:
         self._longest_pause_s = math.inf if is_own else LONGEST_PAUSE_S
         self._clock = clock
         self._shared = False
+        self.on_room: tuple[Callable[[int], None], ...] = (self.add_room,) if takes_rooms else ()
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
         self._server_id = ""
         self._known: OrderedDict[int, float] = OrderedDict()  # room -> time sent, oldest first

@@ -3,7 +3,7 @@
 Stages: disagg/outgoing.py. Failed, aborted and late requests are answered at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from disagg.outgoing import HandoverStage, PrefillHandover, PromptHandovers, Senders
@@ -19,7 +19,9 @@ from transfer_backends.sides import RoomInUse
 class Directory(Protocol):
     """Directory of rooms' workers for decode (the bootstrap server, by its registrar)."""
 
-    def add_room(self, room: int) -> None: ...
+    @property
+    def on_room(self) -> Sequence[Callable[[int], None]]:
+        """Receivers of each room: none where it finds the worker without."""
 
     def close(self) -> None: ...
 
@@ -60,7 +62,8 @@ class PrefillRole(PeerRole):
         except (RoomInUse, ValueError) as error:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if not fake:
-            self._directory.add_room(room)
+            for add_room in self._directory.on_room:
+                add_room(room)
         request.times.bootstraps = True
         self._prompts.open(PrefillHandover(request, room, moves_bytes=not fake, sender=sender))
         self._scheduler.prefetch(request)

@@ -38,7 +38,7 @@ def registrar_of(
         dp_size=dp_size,
         dp_rank=dp_rank,
     )
-    return Registrar(server, worker, secret=secret, is_own=is_own)
+    return Registrar(server, worker, secret=secret, is_own=is_own, takes_rooms=not is_own or dp_size > 1)
 
 
 @dataclass(slots=True)
