@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from engine.core.mem_cache.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
-from engine.core.mem_cache.radix_node import EVICTION_POLICIES
+from engine.core.mem_cache.radix_cache import EVICTION_POLICIES
 from engine.core.policy import POLICIES
 from engine.text.reasoning import REASONING_FORMATS
 from engine.text.tool_calls import CALL_FORMATS

@@ -15,7 +15,7 @@ from benchmarks.gpu.target import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, S
 from engine.assembly.parts import EngineParts
 from engine.core.plan import Plan
 from engine.executor.model_runner import ModelRunner
-from engine.executor.sample_pass import StepOutput
+from engine.executor.passes import StepOutput
 from engine.layers.linear import SiteShape
 from engine.lora.weights import AdapterWeights, SiteWeights
 from engine.models.decoder import DenseDecoder

@@ -10,8 +10,7 @@ from engine.core.mem_cache.cache_events import PrefixEvents, events_of_tree
 from engine.core.mem_cache.match_rules import ByState, ByWindow
 from engine.core.mem_cache.memory_part import MemoryPart, part_of
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import MatchRule, RadixCache, by_pages
-from engine.core.mem_cache.radix_node import TreePart
+from engine.core.mem_cache.radix_cache import MatchRule, RadixCache, TreePart, by_pages
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory

@@ -8,7 +8,7 @@ from engine.assembly.parts import EngineParts
 from engine.core.dp_agreement import Agreement
 from engine.core.dp_step import UpdateAgreement
 from engine.core.plan import Phase
-from engine.executor.device_stream import Launch
+from engine.executor.executor import Launch
 from engine.flags.resolve import agreement_of
 from engine.loop.joint_strategy import JointStrategy
 from engine.loop.listeners import LoopListener, StepDurations

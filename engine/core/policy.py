@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine.core.mem_cache.radix_cache import Match
-from engine.core.mem_cache.radix_node import Branch, Node
+from engine.core.mem_cache.radix_cache import Branch, Match, Node
 from engine.core.request import Request
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from engine.core.mem_cache.radix_node import TRUNK, Branch, Node
+from engine.core.mem_cache.radix_cache import TRUNK, Branch, Node
 from engine.core.plan import Phase
 from engine.images import ImageInput, key_ids
 from engine.messages import DraftCounts, FinishReason, GenerateRequest, LogprobOptions, Stage, TokenLogprob

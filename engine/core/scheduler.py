@@ -11,20 +11,19 @@
 It owns the parts and their call order; they share `SchedulerState`.
 
 Planning ignores the depth: a second plan before the first result uses placeholders for tokens in
-flight (plan.py), or with pipeline stages decodes other requests (micro_batches.py). Steps must run
+flight (plan.py), or with pipeline stages decodes other requests (state.py). Steps must run
 in plan order, those of a phase if plans have one.
 """
 
 from collections.abc import Callable
 
-from engine.core.decode_planning import DecodePlanner, Items
+from engine.core.decode_planning import DecodePlanner, GrammarMasks, Items
 from engine.core.departures import Departures
 from engine.core.estimates import StepBudget
 from engine.core.handoff import HandoffRequests
 from engine.core.mem_cache.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
 from engine.core.plan import Phase, Plan, StepResult
-from engine.core.plan_items import GrammarMasks
 from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner

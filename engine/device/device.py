@@ -12,13 +12,12 @@ from engine.device.forward_parts import build_forward
 from engine.device.graphs import make_graphs
 from engine.device.host_copies import make_copies
 from engine.device.step_memory import RankSeat, Recording, StepMemory, memory_for_graphs
-from engine.executor.device_stream import DeviceStream
-from engine.executor.executor import CudaStream, Executor, InlineStream, Stream, ThreadStream
-from engine.executor.forward import FutureMap
+from engine.executor.executor import CudaStream, DeviceStream, Executor, InlineStream, Stream, ThreadStream
 from engine.executor.graphs import SampledEnd
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
-from engine.executor.sample_pass import SamplePass
+from engine.executor.passes import SamplePass
+from engine.executor.step_part import FutureMap
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.state_pool import StatePool
 from engine.lora.bank import AdapterBank, LoraStore

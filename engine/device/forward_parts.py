@@ -16,12 +16,11 @@ from engine.config import EngineConfig
 from engine.device.feature_parts import make_adapters, make_parts, make_states
 from engine.device.step_memory import Recording, StepMemory
 from engine.executor.decode_tapes import DecodeTapes
-from engine.executor.forward import StepInputs
-from engine.executor.forward_pass import ForwardPass
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
+from engine.executor.passes import ForwardPass
 from engine.executor.states import States
-from engine.executor.step_part import PagedPool, RecordedSteps, StepPart
+from engine.executor.step_part import PagedPool, RecordedSteps, StepInputs, StepPart
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.step_batch import PageTable, WindowedPageTable

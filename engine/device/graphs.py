@@ -7,7 +7,6 @@ from engine.attention.backend import CapturableBackend
 from engine.config import EngineConfig
 from engine.device.forward_parts import ForwardParts
 from engine.device.step_memory import Recording
-from engine.executor.forward import StepInputs
 from engine.executor.graphs import (
     CudaCapture,
     DecodeGraphs,
@@ -18,7 +17,7 @@ from engine.executor.graphs import (
     RecordedTrees,
     graph_sizes,
 )
-from engine.executor.step_part import RecordedSteps
+from engine.executor.step_part import RecordedSteps, StepInputs
 from engine.flags.speculation import passes_of, topk_of
 from engine.models.decoder import DenseDecoder
 from engine.speculative.draft_rows import tree_rows

@@ -11,8 +11,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.mem_cache.backups import NOTHING, CopySize
-from engine.executor.forward import FutureMap, StepInputs
 from engine.executor.graphs import Capture
+from engine.executor.step_part import FutureMap, StepInputs
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import AllocateBytes, KVPool, zeroed_bytes

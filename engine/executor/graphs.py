@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
-from engine.executor.forward import FutureMap, StepInputs
-from engine.executor.step_part import Batch, Forward, SampledForward
+from engine.executor.step_part import Batch, Forward, FutureMap, SampledForward, StepInputs
 from engine.kernels.triton.extend_plan import MAX_WHOLE
 from engine.kv.step_batch import DeviceExtend, DeviceStep, PageTable, TreePaths, upload_into
 from engine.lora.bank import AdapterBank

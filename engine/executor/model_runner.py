@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 
 from engine.core.plan import Plan
-from engine.executor.forward_pass import ForwardPass
-from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
+from engine.executor.passes import ForwardPass, SamplePass, StepOutput, nothing_sampled
 from engine.executor.states import States
 from engine.executor.step_part import Forward, TokenDrafter
 from engine.kv.host_pool import HostPool

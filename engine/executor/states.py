@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRollback
-from engine.executor.forward import first_rows, runs_of
-from engine.executor.step_part import Batch, StepPart, StepRows
+from engine.executor.step_part import Batch, StepPart, StepRows, first_rows, runs_of
 from engine.kv.state_pool import StatePool, StateTable
 from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder

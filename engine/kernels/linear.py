@@ -10,7 +10,7 @@ import torch
 from engine.kernels import tape
 from engine.kernels.build import CSource, Kind, fields
 from engine.kernels.integer_layout import fits, group_steps, packed_bytes, packed_parts, step_bytes
-from engine.kernels.packed_memory import PackedMemory
+from engine.kernels.tape import PackedMemory
 from engine.quant.integers import Integers, Weight
 
 PANEL = 32  # outputs per panel, and inputs per step

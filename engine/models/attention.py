@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from engine.kernels.paged_attention import Softmax
-from engine.layers.linear import LinearSite, sigmoid_mul
-from engine.layers.norm import Normed, WholeNorm
+from engine.layers.linear import LinearSite, Normed, WholeNorm, sigmoid_mul
 from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut

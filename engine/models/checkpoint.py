@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
-from engine.kernels.packed_memory import Staging
+from engine.kernels.tape import Staging
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights

@@ -12,8 +12,7 @@ import torch
 
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
-from engine.layers.linear import Embedding, Linear, LinearSite, SiteShape
-from engine.layers.norm import NoNorm, Normed
+from engine.layers.linear import Embedding, Linear, LinearSite, NoNorm, Normed, SiteShape
 from engine.layers.recurrence import StepStates
 from engine.layers.rope import LayerRopes, Turn
 from engine.models.attention import Attend

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.cache_spec import CacheSpec
-from engine.layers.linear import Linear
-from engine.layers.norm import NoNorm, add
+from engine.layers.linear import Linear, NoNorm, add
 from engine.layers.rope import LayerRopes
 from engine.model_files.drafter_config import EAGLE3, DrafterConfig
 from engine.model_files.head_config import family_of

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.experts import BiasedExperts, ExpertRouter, Experts
-from engine.layers.linear import LinearSite, kernel_on, silu_mul, summed, sums_matrix
-from engine.layers.norm import Normed
+from engine.layers.linear import LinearSite, Normed, kernel_on, silu_mul, summed, sums_matrix
 from engine.model_files.experts_config import ClampedGate, ExpertNames, ExpertsConfig
 from engine.models.part import ModelPart, in_one
 from engine.parallel.collectives import tree_sum

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.experts import BiasedExperts, Experts
-from engine.layers.linear import LinearSite
-from engine.layers.norm import Normed
+from engine.layers.linear import LinearSite, Normed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.expert_mlp import SharedExpert, load_experts, load_router, no_loads, weighed
 from engine.models.part import ModelPart

@@ -4,8 +4,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from engine.layers.linear import GATES, LinearSite, sums_matrix
-from engine.layers.norm import NoNorm, Normed, Scaled, add
+from engine.layers.linear import GATES, LinearSite, NoNorm, Normed, Scaled, add, sums_matrix
 from engine.layers.rope import Turn
 from engine.model_files.head_config import family_of
 from engine.model_files.recurrent_config import MambaConfig

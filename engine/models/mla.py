@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.latents import HeadProducts, NewLatents, TokenChooser
-from engine.layers.linear import Linear, LinearSite
-from engine.layers.norm import Normed, RMSNorm
+from engine.layers.linear import Linear, LinearSite, Normed, RMSNorm
 from engine.layers.rope import Turn, apply_rope, head_order
 from engine.model_files.latent_config import IndexConfig, LatentConfig
 from engine.models.attention import Attend

@@ -7,8 +7,7 @@ from itertools import accumulate
 import torch
 
 from engine.kv.cache_spec import CacheSpec
-from engine.layers.linear import Linear, RowLinear, SiteShape
-from engine.layers.norm import LayerNorm, Norm, rms_norm
+from engine.layers.linear import LayerNorm, Linear, Norm, RowLinear, SiteShape, rms_norm
 from engine.layers.rope import head_order
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig

@@ -10,8 +10,7 @@ from engine.kernels import tape
 from engine.kernels.recurrent import DeltaWeights, MambaWeights
 from engine.kv.cache_spec import StateShard
 from engine.kv.state_pool import StateSpec
-from engine.layers.linear import Linear, LinearSite
-from engine.layers.norm import NoNorm, Normed, add
+from engine.layers.linear import Linear, LinearSite, NoNorm, Normed, add
 from engine.layers.recurrence import GatedDelta, LayerStates, Mamba, ShortConv, StepStates
 from engine.layers.rope import Turn
 from engine.model_files.recurrent_config import DeltaConfig, MambaConfig

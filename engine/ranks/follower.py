@@ -7,19 +7,18 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from engine.core.plan import Plan
-from engine.executor.forward import logit_calls
 from engine.executor.model_runner import RunningModel
+from engine.executor.step_part import logit_calls
 from engine.ranks.messages import Apply, Channel, Done, Prepare, Step, ToFollower, plan_of
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed
 from service.waiter import start_in_thread
 
 if TYPE_CHECKING:
-    from engine.executor.forward import FutureMap
-    from engine.executor.forward_pass import ForwardPass
     from engine.executor.model_runner import Copies
+    from engine.executor.passes import ForwardPass
     from engine.executor.states import States
-    from engine.executor.step_part import TokenDrafter
+    from engine.executor.step_part import FutureMap, TokenDrafter
     from engine.kv.page_copies import Arrival
     from engine.models.decoder import DenseDecoder
     from engine.parallel.stage_link import HiddenStates

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.device.graphs import max_recorded_rows
-from engine.executor.forward import PROMPT_LOGPROB_ROWS, FutureMap
+from engine.executor.step_part import PROMPT_LOGPROB_ROWS, FutureMap
 from engine.flags.expert_flags import expert_plan
 from engine.flags.model_source import dummy_paths
 from engine.flags.nodes import SUM

@@ -15,9 +15,7 @@ from torch import Tensor
 from engine.core.plan import SlotOpen
 from engine.kernels.sample import SampledRows, sample_kernel
 from engine.kv.step_batch import upload
-from engine.sampler.penalties import Penalties, PenaltyRows
-from engine.sampler.sampling import row_max, sample_keys, sample_tokens
-from engine.sampler.token_mask import TokenMask
+from engine.sampler.sampling import Penalties, PenaltyRows, TokenMask, row_max, sample_keys, sample_tokens
 from engine.sampling_params import SamplingParams
 
 

@@ -11,7 +11,7 @@ from engine.kernels.triton.sample import RowMasks
 from engine.kv.page_checksum import signed
 from engine.kv.step_batch import upload, upload_into
 from engine.sampler.sampler import end_ids, log_min_p_of, seed_of, top_k_of
-from engine.sampler.token_mask import TokenMask
+from engine.sampler.sampling import TokenMask
 
 
 class TritonSampler:

@@ -9,12 +9,11 @@ from functools import partial
 from itertools import chain, islice
 
 from engine.config import EngineConfig
-from engine.core.decode_planning import DecodePlanner, Items, decode_row
+from engine.core.decode_planning import DecodePlanner, Items, decode_row, open_slot
 from engine.core.departures import Departures
 from engine.core.mem_cache.image_cache import with_images
 from engine.core.outputs import note_launch
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
-from engine.core.plan_items import open_slot
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.scheduler import MakeDecodeStrategy

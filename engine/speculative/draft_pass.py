@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
-from engine.executor.forward import first_rows, runs_of
-from engine.executor.step_part import Batch, ReadDrafts, StepPart
+from engine.executor.step_part import Batch, ReadDrafts, StepPart, first_rows, runs_of
 from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftEntries, DraftModel

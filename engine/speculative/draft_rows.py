@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
-from engine.executor.forward import first_rows, runs_of
-from engine.executor.step_part import StepPart, StepRows
+from engine.executor.step_part import StepPart, StepRows, first_rows, runs_of
 from engine.kv.step_batch import PageTable, TreePaths, upload
 from engine.parallel.collectives import Collectives
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.core.mem_cache.radix_node import TRUNK, Branch, Node
+from engine.core.mem_cache.radix_cache import TRUNK, Branch, Node
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory

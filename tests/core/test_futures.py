@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.request import Request
-from engine.core.stages import check_no_future, check_reads
+from engine.core.state import check_no_future, check_reads
 from tests.core.engine_in_a_test import EngineInATest, request_of
 
 

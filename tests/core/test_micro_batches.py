@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.core.micro_batches import MicroBatches
 from engine.core.plan import Plan
+from engine.core.state import MicroBatches
 from tests.core.engine_in_a_test import EngineInATest, plan_item
 from tests.core.hash_model import expected_tokens
 

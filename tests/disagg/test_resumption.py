@@ -5,7 +5,7 @@ import random
 import pytest
 
 from disagg.features.recompute import Bounds, Recomputes, why_not
-from engine.core.mem_cache.radix_node import Branch
+from engine.core.mem_cache.radix_cache import Branch
 from engine.messages import FinishReason
 from tests.core.hash_model import VOCAB, expected_tokens
 from tests.disagg.two_roles import Cluster, assert_no_output_twice, crowded, part_of, run_retracted_first

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.mem_cache.radix_node import Node
+from engine.core.mem_cache.radix_cache import Node
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.device.step_memory import EngineUse
 from engine.kernels.recurrent import delta_kernel

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.plan import Plan
-from engine.executor.device_stream import Launch
-from engine.executor.sample_pass import StepOutput
+from engine.executor.executor import Launch
+from engine.executor.passes import StepOutput
 from engine.executor.step_part import Forward
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.queue import Compiler

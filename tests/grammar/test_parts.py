@@ -9,7 +9,7 @@ import torch
 
 from engine.grammar.queue import Compiler
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
-from engine.sampler.token_mask import token_mask, unpacked_on_device
+from engine.sampler.sampling import token_mask, unpacked_on_device
 from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.core.engine_in_a_test import EngineInATest

@@ -9,7 +9,7 @@ from tools.house.register import FILE
 REGISTER = """
 [feature.lora]
 flag = ""
-rooms = ["engine/executor/sample_pass.py"]
+rooms = ["engine/executor/passes.py"]
 words = ["adapters?"]
 hardware = [{ what = "CPU" }]
 gain = "none on record"
@@ -28,9 +28,9 @@ NAMING = "from a import AdapterBank\n\nx = AdapterBank(adapter)\nranks = 1\n"
 
 
 def test_a_line_of_the_base_path_that_names_a_feature_is_counted(tmp_path: Path) -> None:
-    files = dict.fromkeys(("engine/core/memory.py", "engine/core/other.py", "engine/executor/sample_pass.py"), NAMING)
+    files = dict.fromkeys(("engine/core/memory.py", "engine/core/other.py", "engine/executor/passes.py"), NAMING)
     found = lines_naming_features(plant(tmp_path, {**files, FILE: REGISTER}))
-    assert found == {"engine/core/memory.py": 2, "engine/executor/sample_pass.py": 0, "all base path": 2}
+    assert found == {"engine/core/memory.py": 2, "engine/executor/passes.py": 0, "all base path": 2}
 
 
 def test_a_base_path_without_features_counts_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.kernels import build, packed_memory, paged_attention
+from engine.kernels import build, paged_attention, tape
 from engine.kernels.build import CSource, Kind, flags_of
 from engine.kernels.elementwise import SOURCE as ELEMENTWISE
 from engine.kernels.elementwise import Elementwise, elementwise
@@ -76,8 +76,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
-    monkeypatch.setattr(packed_memory, "RUN_BYTES", 1 << 20)  # all of it is carried to the guest
-    monkeypatch.setattr(packed_memory, "HUGE_BYTES", 4096)
+    monkeypatch.setattr(tape, "RUN_BYTES", 1 << 20)  # all of it is carried to the guest
+    monkeypatch.setattr(tape, "HUGE_BYTES", 4096)
     with watched(monkeypatch) as memory:
         yield memory
 

@@ -4,8 +4,8 @@ import mmap
 
 import torch
 
-from engine.kernels import packed_memory
-from engine.kernels.packed_memory import HUGE_BYTES, LINE_BYTES, RUN_BYTES, PackedMemory, Staging
+from engine.kernels import tape
+from engine.kernels.tape import HUGE_BYTES, LINE_BYTES, RUN_BYTES, PackedMemory, Staging
 
 SIZES = [1, 64, 1000, HUGE_BYTES - 1, HUGE_BYTES, 3 * HUGE_BYTES + 7, RUN_BYTES // 2, RUN_BYTES, RUN_BYTES + 1]
 
@@ -69,7 +69,7 @@ def test_a_tensor_that_stays_keeps_its_memory_and_so_does_a_view_of_it() -> None
 
 
 def test_what_is_kept_for_later_is_bounded_and_ends_with_the_checkpoint(monkeypatch) -> None:
-    monkeypatch.setattr(packed_memory, "MAX_FREE_BYTES", 3 * HUGE_BYTES)
+    monkeypatch.setattr(tape, "MAX_FREE_BYTES", 3 * HUGE_BYTES)
     own = Staging()
     for size in (2, 3, 1):
         own.empty((size * HUGE_BYTES,), dtype=torch.uint8, device=CPU)

@@ -9,8 +9,7 @@ from torch.nn import functional
 from engine.kernels.elementwise import elementwise
 from engine.layers import linear
 from engine.layers.experts import _product_by_expert, grouped_product
-from engine.layers.linear import Linear, gelu_mul, sigmoid_mul, silu_mul
-from engine.layers.norm import OffsetNorm, RMSNorm, Scaled
+from engine.layers.linear import Linear, OffsetNorm, RMSNorm, Scaled, gelu_mul, sigmoid_mul, silu_mul
 from engine.layers.rope import NormedRope, apply_rope
 
 TOKENS, HEADS, DIM = 5, 3, 64

@@ -20,7 +20,7 @@ from engine.core.plan import (
     StateCopy,
     StateRollback,
 )
-from engine.executor.forward import logit_calls
+from engine.executor.step_part import logit_calls
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.ranks.messages import Step, ToFollower, plan_of, step_of

@@ -18,8 +18,7 @@ from engine.grammar.token_rules import rules_of
 from engine.kernels.triton import noise, sample
 from engine.sampler.logprobs import log_norms
 from engine.sampler.sampler import NOT_SAMPLED, Sampler
-from engine.sampler.sampling import noise_of
-from engine.sampler.token_mask import TokenMask, token_mask
+from engine.sampler.sampling import TokenMask, noise_of, token_mask
 from engine.sampler.triton_sampler import TritonSampler
 from engine.sampling_params import SamplingParams
 from tests.sampler.sampler_cases import slot_open

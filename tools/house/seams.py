@@ -8,9 +8,9 @@ from tools.house.tree import AREAS, Function, Module, Rule, Tree
 # The files that every step of a plain request goes through: no name of a feature, few branches on None.
 BASE_PATH = (
     *(f"engine/core/{name}.py" for name in ("scheduler", "memory", "state", "results", "departures")),
-    *(f"engine/core/{name}.py" for name in ("prefill_planning", "decode_planning", "prefill_adder")),
+    *(f"engine/core/{name}.py" for name in ("prefill_planning", "decode_planning")),
     "engine/loop/loop.py",
-    *(f"engine/executor/{name}.py" for name in ("forward_pass", "sample_pass")),
+    "engine/executor/passes.py",
     *(f"engine/models/{name}.py" for name in ("decoder", "layer", "part")),
     *("disagg/role.py", "disagg/decode_role.py", "disagg/prefill_role.py"),
     *("router/requests/dispatch.py", "router/attempts/pair_attempt.py"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.mem_cache.image_cache import ImageCache
-from engine.core.mem_cache.radix_node import TRUNK
+from engine.core.mem_cache.radix_cache import TRUNK
 from tools.simulation.workers.encoder import Encoder
 from tools.simulation.workers.executor import adapter_of
 from tools.simulation.workers.features import Arrivals

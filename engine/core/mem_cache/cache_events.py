@@ -8,7 +8,7 @@ has. So readers match text before the first image only.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.core.mem_cache.radix_node import TRUNK, Branch, Node, TreePart
+from engine.core.mem_cache.radix_cache import TRUNK, Branch, Node, TreePart
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.images import FIRST_KEY_ID

@@ -15,11 +15,10 @@ After SGLang's HiCache.
 from collections.abc import Sequence
 from itertools import chain
 
-from engine.core.mem_cache.disk_tier import DiskIndex, DiskTier, HostPages
+from engine.core.mem_cache.disk_tier import DiskIndex, DiskTier, HostPages, RequestKeys
 from engine.core.mem_cache.memory_part import LowerTier, MemoryPart
-from engine.core.mem_cache.page_allocator import KVIdentity, RequestKeys
-from engine.core.mem_cache.radix_cache import Inserted, Match
-from engine.core.mem_cache.radix_node import Node, TreePart
+from engine.core.mem_cache.page_allocator import KVIdentity
+from engine.core.mem_cache.radix_cache import Inserted, Match, Node, TreePart
 from engine.core.memory import Memory, match_limit
 from engine.core.plan import PageCopy, Phase, Plan
 from engine.core.request import LoadedAhead, Request

@@ -5,8 +5,7 @@ Each tree has one rule (radix_cache.MatchRule).
 
 from collections.abc import Callable, Sequence
 
-from engine.core.mem_cache.radix_cache import Match, RadixCache
-from engine.core.mem_cache.radix_node import Branch, Node
+from engine.core.mem_cache.radix_cache import Branch, Match, Node, RadixCache
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 

@@ -1,7 +1,7 @@
 """Parts of request memory: hooks called by Memory, the tree and the scheduler.
 
 Parts run in the order of engine/assembly/memory.py: host tier, recurrent states, window pages, image features.
-They rely on nothing else of each other. Parts that follow tree nodes are TreeParts (radix_node.py),
+They rely on nothing else of each other. Parts that follow tree nodes are TreeParts (radix_cache.py),
 too.
 
 Planning finds a part by class (`Memory.of`); the classes here are the defaults.

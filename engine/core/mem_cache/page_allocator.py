@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from engine.core.request import Request
 from engine.images import KEY_BYTES
 
 FREE, HELD, CACHED, QUARANTINED = range(4)
@@ -164,32 +163,3 @@ def _packed(tokens: Sequence[int]) -> bytes:
         return array("q", tokens).tobytes()
     except OverflowError:
         return b"".join([token.to_bytes(KEY_BYTES + 1, "little", signed=True) for token in tokens])
-
-
-class RequestKeys:
-    """Cached page keys of requests.
-
-    `run_id` separates processes: files outlive one, adapter numbers do not.
-
-      seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)
-      key[i] = H(key[i-1], tokens of page i)
-
-    Equal keys mean equal KV, across processes. SHA-256 prevents deliberate collisions, which would
-    read another client's KV.
-    """
-
-    def __init__(self, identity: KVIdentity, *, run_id: str) -> None:
-        self.identity = identity
-        self._run_id = run_id
-
-    def of(self, request: Request, num_pages: int) -> list[bytes]:
-        adapter = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
-        seed = self.identity.seed(adapter, request.message.namespace)
-        size, known = self.identity.page_size, request.lower_tiers
-        if known.seed != seed:
-            known.keys, known.seed = [], seed
-        keys = known.keys
-        if len(keys) < num_pages:
-            tokens = request.key_tokens(len(keys) * size, num_pages * size)
-            keys += next_keys(keys[-1] if keys else seed, tokens, size)
-        return keys[:num_pages]

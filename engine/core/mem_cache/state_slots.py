@@ -23,8 +23,7 @@ from math import lcm
 
 from engine.core.mem_cache.memory_part import MemoryPart, StepEnds
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import Match
-from engine.core.mem_cache.radix_node import Node, TreePart
+from engine.core.mem_cache.radix_cache import Match, Node, TreePart
 from engine.core.memory import Memory
 from engine.core.plan import Plan, StateCopy, StateRollback
 from engine.core.request import Request

@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 
 from engine.core.mem_cache.memory_part import MemoryPart, Windows
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import Inserted, Match
-from engine.core.mem_cache.radix_node import Node, TreePart
+from engine.core.mem_cache.radix_cache import Inserted, Match, Node, TreePart
 from engine.core.outputs import refusal
 from engine.core.request import Request
 from engine.messages import FinishReason

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.linear import Linear
-from engine.layers.norm import LayerNorm, Norm, RMSNorm
+from engine.layers.linear import LayerNorm, Linear, Norm, RMSNorm
 from engine.layers.rope import Turn
 from engine.model_files.tower_config import TowerConfig
 from engine.models.checkpoint import Checkpoint

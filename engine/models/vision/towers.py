@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
-from engine.layers.norm import add
+from engine.layers.linear import Linear, add
 from engine.model_files.tower_config import CHANNELS, ClipTower, ImageProcessing, LearnedTower, TowerConfig, WindowTower
 from engine.model_files.vision_config import CLIP, PROJECTOR, VISUAL, VisionConfig
 from engine.models.part import ModelPart

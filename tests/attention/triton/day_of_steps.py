@@ -7,10 +7,10 @@ import torch
 
 from engine.attention.triton_backend import TritonBackend
 from engine.core.plan import Plan, PlanItem
-from engine.executor.forward import FutureMap
-from engine.executor.forward_pass import ForwardPass
 from engine.executor.graphs import DecodeGraphs, GraphRecorder, PrefillGraphs, SampledEnd, Work
 from engine.executor.layer_marks import LayerMarks
+from engine.executor.passes import ForwardPass
+from engine.executor.step_part import FutureMap
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_copies import Arrival
 from engine.kv.step_batch import PageTable

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.page_allocator import next_keys
-from engine.core.mem_cache.radix_node import TRUNK
+from engine.core.mem_cache.radix_cache import TRUNK
 from engine.core.plan import Plan
 from engine.images import ImageInput, key_ids
 from service.kv_events import BlockStored

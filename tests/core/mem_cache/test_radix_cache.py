@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import RadixCache
-from engine.core.mem_cache.radix_node import EVICTION_POLICIES, TRUNK, Branch
+from engine.core.mem_cache.radix_cache import EVICTION_POLICIES, TRUNK, Branch, RadixCache
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.core.mem_cache.image_cache import ImageCache
-from engine.core.mem_cache.radix_node import TRUNK, Branch, Node
+from engine.core.mem_cache.radix_cache import TRUNK, Branch, Node
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Detached

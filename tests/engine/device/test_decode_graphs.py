@@ -14,8 +14,8 @@ from benchmarks.gpu.engine import EagerCapture
 from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
 from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
-from engine.executor.forward import FutureMap
 from engine.executor.graphs import MAX_REQUESTS, GraphRecorder, PrefillGraphs, graph_sizes
+from engine.executor.step_part import FutureMap
 from engine.flags.resolve import resolve
 from engine.kernels.triton.extend_plan import MAX_WHOLE
 from engine.kv.cache_spec import CacheSpec

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from engine.core.mem_cache.cache_events import CacheEvents
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import RadixCache
-from engine.core.mem_cache.radix_node import TRUNK, Branch
+from engine.core.mem_cache.radix_cache import TRUNK, Branch, RadixCache
 from engine.flags.kv_events_config import KVEventsConfig, parse_kv_events_config
 from engine.images import key_ids
 from router.choice.kv_view import WorkerCacheView

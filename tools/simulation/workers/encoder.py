@@ -10,7 +10,7 @@ from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
 from engine.assembly.core import CoreConfig, build_core
 from engine.core.mem_cache.image_cache import ImageCache
-from engine.core.mem_cache.radix_node import TRUNK
+from engine.core.mem_cache.radix_cache import TRUNK
 from engine.core.policy import Limits
 from engine.core.scheduler import Scheduler
 from tests.core.hash_model import VOCAB

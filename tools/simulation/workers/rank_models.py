@@ -120,7 +120,7 @@ class SimCopies:
 
 
 class SimForward:
-    """In place of engine/executor/forward_pass.py. `partials`: by step, of each item."""
+    """In place of engine/executor/passes.py. `partials`: by step, of each item."""
 
     def __init__(self, model: RankModel, tokens: "FollowedTokens") -> None:
         self._model = model
