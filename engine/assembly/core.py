@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
-from engine.core.mem_cache.backups import NOTHING, CopySize
+from engine.core.mem_cache.backups import NOTHING, Backups, CopySize
 from engine.core.mem_cache.cache_events import PrefixEvents, events_of_tree
 from engine.core.mem_cache.match_rules import ByState, ByWindow
-from engine.core.mem_cache.memory_part import MemoryPart, part_of
+from engine.core.mem_cache.memory_part import MemoryPart, Windows, part_of
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_cache import MatchRule, RadixCache, TreePart, by_pages
 from engine.core.mem_cache.state_slots import StateSlots
@@ -46,6 +46,9 @@ def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tup
     `parts`: of memory, in the order of engine/core/mem_cache/memory_part.py; None is none.
     """
     present = [part for part in parts if part is not None]
+    if core.backup_room != NOTHING:
+        copied = part_of(Windows, present) or Windows()
+        present.append(Backups(room=core.backup_room, page_size=core.limits.page_size, windows=copied))
     states, windows = part_of(StateSlots, present), part_of(WindowPages, present)
     allocator = PageAllocator(num_pages=core.num_pages, page_size=core.limits.page_size)
     events = events_of_tree(allocator.page_size, states=states, windows=windows) if core.publishes else None
@@ -61,7 +64,6 @@ def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tup
         limits=core.limits,
         memory=Memory(allocator, tree, present, rank=core.limits.priorities.rank),
         ratio=NewTokenRatio(core.ratio),
-        backup_room=core.backup_room,
     )
     streams = TwoStreams if core.limits.multiplexed else OneStream
     scheduler = Scheduler(

@@ -3,12 +3,12 @@
 A decode step is limited by rows, pages and, with pipeline stages, an even share.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from engine.core.departures import Departures
 from engine.core.mem_cache.image_cache import with_images
 from engine.core.outputs import input_logprob_part, note_launch
-from engine.core.plan import Phase, Plan, PlanItem, SlotOpen, StepResult
+from engine.core.plan import ItemResult, Phase, Plan, PlanItem, SlotOpen
 from engine.core.preemption import Preemption
 from engine.core.request import Grammar, Request
 from engine.core.state import RequestTable, SchedulerState, Stages, check_reads
@@ -117,6 +117,7 @@ class DecodePlanner:
         self._preemption = preemption
         self._priorities = state.limits.priorities
         self._num_planned = 0
+        self.learners: list[Callable[[Plan, float], None]] = []  # from collected steps and their seconds
 
     # ---- plans
 
@@ -156,16 +157,19 @@ class DecodePlanner:
 
     # ---- results
 
-    @property
-    def learners(self) -> Sequence[Callable[[Plan, float], None]]:
-        """Receivers of each collected step and its seconds."""
-        return ()
+    def note(self, plan: Plan, taken_s: float) -> None:
+        """Pass on the seconds of a collected step."""
+        for learn in self.learners:
+            learn(plan, taken_s)
 
-    def on_collected(self, plan: Plan, result: StepResult) -> None:
-        """Note the end of a step, before its rows are applied."""
+    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
+        """Note a collected row of a request with parts, before the row is applied."""
 
     def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
-        """Return whether row `number` of a collected step counts; else it has no effect."""
+        """Return whether row `number` of a collected step counts; else it has no effect.
+
+        It is asked for requests with parts; rows of others count.
+        """
         return True
 
     # ---- rows and pages

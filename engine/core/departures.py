@@ -48,7 +48,7 @@ class Departures:
         self.settle()
 
     def retract_all(self) -> int:
-        self._state.backups.forget_all(self._stages.live.values())
+        self._state.backups.forget_copies()
         victims = self._stages.take_computing()
         self._stages.draining += victims
         self.settle(copy=False)
@@ -71,7 +71,6 @@ class Departures:
                 # A recompute request to prefill has no adapter: such requests resume here.
                 self._requeue(request, elsewhere=copy and self._state.limits.resume_elsewhere and not request.adapter)
             else:
-                backups.drop(request)
                 self._give_back(request)
                 del self._stages.live[request.rid]
 

@@ -26,13 +26,13 @@ class Results:
         effects, live = StepEffects(failure=result.failure, phase=plan.phase), self._state.stages.live
         memory, step_ends = self._state.memory, self._state.step_ends
         self._state.micro_batches.on_collected(plan)
-        self._state.backups.on_collected(plan)
         memory.on_collected(plan, failed=bool(result.failure))
-        self._decode.on_collected(plan, result)
         for i, (item, item_result) in enumerate(zip(plan.items, result.items, strict=True)):
             request = live[item.rid]
             request.inflight -= 1
             request.pending -= item.sample
+            if request.parts:
+                self._decode.on_row(request, item, item_result)
             if plan.skips_model:
                 continue
             goes_on = request.finish is None
@@ -40,7 +40,7 @@ class Results:
                 self._lose(request, effects, goes_on=goes_on)
                 step_ends.keep(request, item.kv_len, memory)
                 continue
-            if not self._decode.accepts(request, item, i):
+            if request.parts and not self._decode.accepts(request, item, i):
                 continue
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len

@@ -100,13 +100,13 @@ class Scheduler:
 
         `admits`: waiting prompts may enter. `phase`: of the step, with two streams.
         """
-        counters, backups = self.counters, self.backups
+        counters = self.counters
         retractions = counters.retractions
         items, opens = self._streams.plan(now_s, admits=admits, phase=phase)
         if not items and counters.retractions > retractions:  # their memory is free now
             items, opens = self._streams.plan(now_s, admits=admits, phase=phase)
         self._ahead.plan(now_s)
-        if not items and not backups.asks_for_a_step and not self.memory.asks_for_a_step(phase):
+        if not items and not self.memory.asks_for_a_step(phase):
             return None
         extend = any(item.extend for item in items)
         sample_deferred = self._masks.awaits_token(items)
@@ -126,7 +126,6 @@ class Scheduler:
         )
         self._streams.enter(plan)
         self._state.micro_batches.on_planned(plan)
-        backups.attach(plan)
         self.memory.attach(plan)
         return plan
 
@@ -195,7 +194,7 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Forget all prefixes and copies of retracted KV; needs `holds_no_kv`, no running step."""
-        self.backups.forget_all(self.stages.live.values())
+        self.backups.forget_copies()
         self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False
 
@@ -241,7 +240,6 @@ class Scheduler:
         return {
             **self.memory.checks(self.stages.all),
             "request table": self._state.table.check,
-            "backups": lambda: self.backups.check(list(self.stages.live.values())),
             "stages": self.stages.check,
             "scheduler": self._state.check,
         }

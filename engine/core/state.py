@@ -12,8 +12,7 @@ from itertools import chain
 
 from engine.core.adapters import AdapterBudget
 from engine.core.estimates import NewTokenRatio, OutputLengthEstimator
-from engine.core.mem_cache.backups import NOTHING, Backups, CopySize
-from engine.core.mem_cache.memory_part import Features, LowerTier, StepEnds, Windows
+from engine.core.mem_cache.memory_part import Features, LowerTier, RetractedKV, StepEnds
 from engine.core.memory import Memory
 from engine.core.outputs import refusal
 from engine.core.plan import Phase, Plan, PlanItem
@@ -287,16 +286,9 @@ class Counters:
 
 
 class SchedulerState:
-    """`backup_room`: for host copies of retracted KV."""
+    """Each piece with its owner."""
 
-    def __init__(
-        self,
-        *,
-        limits: Limits,
-        memory: Memory,
-        ratio: NewTokenRatio | None = None,
-        backup_room: CopySize = NOTHING,
-    ) -> None:
+    def __init__(self, *, limits: Limits, memory: Memory, ratio: NewTokenRatio | None = None) -> None:
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
@@ -304,7 +296,7 @@ class SchedulerState:
         self.stages = Stages()
         self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)
-        self.backups = Backups(room=backup_room, page_size=limits.page_size, windows=memory.of(Windows))
+        self.backups = memory.of(RetractedKV)
         self.step_ends = memory.of(StepEnds)
         self.features = memory.of(Features)
         self.lower_tier = memory.of(LowerTier)

@@ -254,7 +254,7 @@ def durations_of(scheduler: Scheduler) -> list[StepDurations]:
     budget, limits = scheduler.step_budget, scheduler.limits
     prompts = Phase.PREFILL if limits.multiplexed else None
     durations = [] if budget is None else [StepDurations(budget.note, stages=limits.pp_size, phase=prompts)]
-    return [*durations, *(StepDurations(note, stages=1) for note in scheduler.decode.learners)]
+    return [*durations, StepDurations(scheduler.decode.note, stages=1)] if scheduler.decode.verifies else durations
 
 
 def _is_own(plan: Plan) -> bool:

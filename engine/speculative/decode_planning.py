@@ -4,7 +4,7 @@ Drafts follow known tokens, so where they pay, decodes do not overlap: two half 
 the weights twice. The executor's drafter runs in a step before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, islice
 
@@ -13,7 +13,7 @@ from engine.core.decode_planning import DecodePlanner, Items, decode_row, open_s
 from engine.core.departures import Departures
 from engine.core.mem_cache.image_cache import with_images
 from engine.core.outputs import note_launch
-from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.core.plan import ItemResult, PlanItem
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.scheduler import MakeDecodeStrategy
@@ -37,6 +37,8 @@ class SpeculativeDecode(DecodePlanner):
         self._counters = state.counters
         self._step_ends = state.step_ends
         self._awaits_tokens = False  # before drafting: drafts follow known tokens
+        if drafting.for_all:
+            self.learners.append(drafting.note)
 
     # ---- plans
 
@@ -77,7 +79,10 @@ class SpeculativeDecode(DecodePlanner):
     def plan(self, planned: set[str], now_s: float) -> Items:
         """Plan a token per running request, and its drafts; nothing where these await tokens."""
         ready, drafts = self._ready(planned), dict[str, Draft]()
-        if able := self.drafting.able(ready):
+        able = self.drafting.able(ready)
+        if not self.drafting.for_all:
+            self._learn_while_able(able)
+        if able:
             if self._awaits_tokens or any(map(_in_flight, able)):
                 return [], []
             overlaps = any(r.pending for r in ready)
@@ -101,6 +106,13 @@ class SpeculativeDecode(DecodePlanner):
             return [decode_row(r) for r in ready], opens
         return self._rows(ready, drafts), opens
 
+    def _learn_while_able(self, able: Sequence[Request]) -> None:
+        """Measure steps from the first request with drafts to the end of the last: others pay nothing."""
+        if able:
+            self.learners[:] = [self.drafting.note]
+        elif self.learners and not any(r.parts for r in chain(self._stages.running, self._stages.draining)):
+            self.learners.clear()
+
     def _is_verifying(self) -> bool:
         return any(r.of(Drafts).rows for r in chain(self._stages.running, self._stages.draining))
 
@@ -112,17 +124,11 @@ class SpeculativeDecode(DecodePlanner):
 
     # ---- results
 
-    @property
-    def learners(self) -> Sequence[Callable[[Plan, float], None]]:
-        return (self.drafting.note,)
-
-    def on_collected(self, plan: Plan, result: StepResult) -> None:
-        live = self._stages.live
-        for item, item_result in zip(plan.items, result.items, strict=True):
-            if item.to_draft:
-                take_drafts(live[item.rid], item, item_result)
-            elif item.draft:
-                live[item.rid].of(Drafts).rows -= 1
+    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
+        if item.to_draft:
+            take_drafts(request, item, result)
+        elif item.draft:
+            request.of(Drafts).rows -= 1
 
     def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
         drafts = request.of(Drafts)

@@ -273,9 +273,13 @@ class Drafting:
         self._most = most
         self._counts = counts
 
+    @property
+    def for_all(self) -> bool:
+        """True if any request may have drafts, False if only grammars give them."""
+        return self._drafter is not None or self.passes > 0
+
     def able(self, requests: Sequence[Request]) -> Sequence[Request]:
-        drafts_for_all = self._drafter is not None or self.passes
-        return requests if drafts_for_all else [r for r in requests if r.grammar is not None]
+        return requests if self.for_all else [r for r in requests if r.grammar is not None]
 
     def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftRequest:
         """Return drafter passes for requests without drafts, for the most tokens per second."""

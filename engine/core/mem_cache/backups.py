@@ -7,11 +7,11 @@ Copies run in plan order. One in flight counts as a step, since a transfer peer 
 page without waiting for our stream. They include the last window and the recurrent state.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.core.mem_cache.memory_part import Windows
-from engine.core.plan import PageLoad, PageSave, Plan
+from engine.core.mem_cache.memory_part import MemoryPart, RetractedKV, Windows
+from engine.core.plan import PageLoad, PageSave, Phase, Plan
 from engine.core.request import Request
 
 
@@ -33,31 +33,31 @@ class CopySize:
 NOTHING = CopySize()
 
 
-class Backups:
+class Backups(MemoryPart, RetractedKV):
     """Copies within `room`; other KV is recomputed. `windows`: of layers with their own pool."""
+
+    name = "backups"
 
     def __init__(self, *, room: CopySize, page_size: int, windows: Windows) -> None:
         self._room = room
         self._page_size = page_size
         self._windows = windows
-        self._copies: dict[int, CopySize] = {}  # by request serial, from their start
+        self._copies: dict[Request, CopySize] = {}  # from their start
         self._saves: list[PageSave] = []
         self._loads: list[PageLoad] = []
         self._drops: list[int] = []
-        self._copying: dict[int, Request] = {}  # copies requested or in flight
-        self.saved_tokens = 0
-        self.restored_tokens = 0
+        self._copying: dict[int, Request] = {}  # by key, copies requested or in flight
 
     def begin(self, request: Request) -> bool:
         """Copy a retracted request's KV out; False: no KV, or no room."""
         count = -(-request.computed_len // self._page_size)
-        if request.serial in self._copies or count == 0:
+        if request in self._copies or count == 0:
             return False
         window = self._windows.window_of(request, request.computed_len)
         copy = CopySize(count, len(window), int(request.recurrent.slot > 0))
         if not (self._held + copy).fits(self._room):
             return False
-        self._copies[request.serial] = copy
+        self._copies[request] = copy
         self._saves.append(PageSave(request.serial, request.pages[:count], window, request.recurrent.slot))
         request.saved_len = request.computed_len
         self._copying[request.serial] = request
@@ -69,7 +69,7 @@ class Backups:
         """Fill a readmitted request's memory, except cached pages."""
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
-        count, window = self._copies.pop(request.serial).pages, self._windows.window_of(request, request.saved_len)
+        count, window = self._copies.pop(request).pages, self._windows.window_of(request, request.saved_len)
         self._loads.append(PageLoad(request.serial, start, request.pages[start:count], window, request.recurrent.slot))
         request.launched_len = request.computed_len = request.saved_len
         request.saved_len = 0
@@ -77,34 +77,37 @@ class Backups:
         request.inflight += 1
         self.restored_tokens += request.launched_len
 
-    def drop(self, request: Request) -> None:
-        """Drop the copy of a finished request."""
-        if self._copies.pop(request.serial, None) is not None:
-            self._drops.append(request.serial)
-            request.saved_len = 0
+    def free(self, request: Request) -> None:
+        """Drop the copy of a request that has ended."""
+        if request.finish is not None and request in self._copies:
+            self._drop(request)
 
-    def forget_all(self, requests: Iterable[Request]) -> None:
-        """Drop all copies, requested ones too; no step is in flight."""
+    def _drop(self, request: Request) -> None:
+        del self._copies[request]
+        self._drops.append(request.serial)
+        request.saved_len = 0
+
+    def forget_copies(self) -> None:
         for save in self._saves:
-            self._copying.pop(save.key).inflight -= 1
-            del self._copies[save.key]
+            request = self._copying.pop(save.key)
+            request.inflight -= 1
+            request.saved_len = 0
+            del self._copies[request]
         self._saves.clear()
         assert not self._copying, "copies forgotten while one is in flight"
-        for request in requests:
-            self.drop(request)
-            request.saved_len = 0
+        for request in list(self._copies):
+            self._drop(request)
 
     def attach(self, plan: Plan) -> None:
         plan.saves, self._saves = self._saves, []
         plan.loads, self._loads = self._loads, []
         plan.drops, self._drops = self._drops, []
 
-    def on_collected(self, plan: Plan) -> None:
+    def on_collected(self, plan: Plan, *, failed: bool) -> None:
         for key in [*(save.key for save in plan.saves), *(load.key for load in plan.loads)]:
             self._copying.pop(key).inflight -= 1
 
-    @property
-    def asks_for_a_step(self) -> bool:
+    def asks_for_a_step(self, phase: Phase | None) -> bool:
         return bool(self._saves or self._loads or self._drops)
 
     @property
@@ -115,7 +118,7 @@ class Backups:
     def _held(self) -> CopySize:
         return sum(self._copies.values(), NOTHING)
 
-    def check(self, live: list[Request]) -> None:
-        assert set(self._copies) <= {r.serial for r in live}, "a copy of an ended request is kept"
+    def check(self, requests: Sequence[Request]) -> None:
+        assert set(self._copies) <= set(requests), "a copy of an ended request is kept"
         fits = self._held.fits(self._room)
         assert fits, "copies take more than their room"

@@ -1,6 +1,6 @@
 """Parts of request memory: hooks called by Memory, the tree and the scheduler.
 
-Parts run in the order of engine/assembly/memory.py: host tier, recurrent states, window pages, image features.
+Parts run in the order of engine/assembly/memory.py: host tier, recurrent states, window pages, image features, backups.
 They rely on nothing else of each other. Parts that follow tree nodes are TreeParts (radix_cache.py),
 too.
 
@@ -146,6 +146,32 @@ class Windows:
     def window_of(self, request: Request, num_tokens: int) -> list[int]:
         """Return pages read by the query after `num_tokens` tokens."""
         return []
+
+
+class RetractedKV:
+    """KV of retracted requests that is kept elsewhere; none by default: they are recomputed.
+
+    `saved_tokens`, `restored_tokens`: since start.
+    """
+
+    saved_tokens = 0
+    restored_tokens = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in copies."""
+        return 0
+
+    def begin(self, request: Request) -> bool:
+        """Copy a retracted request's KV out; False: no KV, or no room."""
+        return False
+
+    def restore(self, request: Request) -> None:
+        """Fill a readmitted request's memory, except cached pages."""
+        raise AssertionError(f"{request.rid}: nothing of it is kept")
+
+    def forget_copies(self) -> None:
+        """Drop all copies, requested ones too; no step is in flight."""
 
 
 class Features:
