@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.core.adapters import AdapterPrefill
 from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
 from engine.core.mem_cache.backups import NOTHING, Backups, CopySize
@@ -15,6 +16,7 @@ from engine.core.mem_cache.state_slots import StateSlots
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory
 from engine.core.policy import Limits, Uniform
+from engine.core.prefill_planning import PrefillPlanner
 from engine.core.scheduler import MakeDecodeStrategy, OneStream, Scheduler
 from engine.core.state import SchedulerState
 from engine.pdmux.phases import TwoStreams
@@ -67,7 +69,12 @@ def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tup
     )
     streams = TwoStreams if core.limits.multiplexed else OneStream
     scheduler = Scheduler(
-        state, uniform=core.uniform, step_budget=core.step_budget, decode=core.decode, streams=streams
+        state,
+        uniform=core.uniform,
+        step_budget=core.step_budget,
+        decode=core.decode,
+        prefill=AdapterPrefill if core.limits.max_loras_per_batch else PrefillPlanner,
+        streams=streams,
     )
     return scheduler, events
 

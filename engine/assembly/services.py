@@ -31,6 +31,7 @@ def loop_services(
 ) -> LoopServices:
     """Load the flags' adapters, and start what compiles grammars. Raises ConfigError."""
     compiles, profiler = parts.compiles, TorchProfiler(parts.executor.call, name=name)
+    adapters = _adapters(parts, ports)
     return LoopServices(
         weights=parts.weights,
         kv=parts.kv,
@@ -38,7 +39,7 @@ def loop_services(
         profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),
         grammars=grammar_queue(parts.config, parts.model, tokenizer, wakeup=ports.call_attention),
         stops=no_stops if tokenizer is None else partial(stops_of, tokenizer),
-        adapters=_adapters(parts, ports),
+        adapters=adapters,
         disk=parts.disk,
         events=events,
         gauges=steps.gauges,
@@ -46,7 +47,7 @@ def loop_services(
         name=name,
         late_compiles=lambda: 0 if compiles is None else compiles.num_late,
         updates=steps.updates,
-        listeners=steps.listeners,
+        listeners=steps.listeners if parts.adapters is None else (*steps.listeners, adapters),
     )
 
 

@@ -11,9 +11,12 @@ model.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from engine.core.policy import Limits
+from engine.core.prefill_planning import PrefillAdder, PrefillPlanner
 from engine.core.request import Request
+from engine.core.state import Stages
 
 
 class AdapterState(Enum):
@@ -181,3 +184,32 @@ def _ends_soonest(running: list[Request]) -> int:
         own = request.num_tokens - request.launched_len + request.samples_left
         left[request.adapter] = max(own, left.get(request.adapter, 0))
     return min(left, key=lambda adapter: (left[adapter], adapter))
+
+
+def budget_of(stages: Stages, limits: Limits, now_s: float) -> AdapterBudget:
+    waiting = chain(stages.waiting.values(), (r for r in stages.held if not r.pages and r.finish is None))
+    return AdapterBudget(limits, growing=stages.growing(), waiting=waiting, now_s=now_s)
+
+
+class AdapterPrefill(PrefillPlanner):
+    """Choice of prompts whose adapters have a place in the step."""
+
+    _adapters: AdapterBudget  # of the step that is planned
+
+    def in_order(self, now_s: float) -> list[Request]:
+        self._adapters = budget_of(self._stages, self._limits, now_s)
+        return super().in_order(now_s)
+
+    def _adder(self, now_s: float) -> PrefillAdder:
+        self._adapters = budget_of(self._stages, self._limits, now_s)
+        return super()._adder(now_s)
+
+    def _waiting(self) -> Iterable[Request]:
+        return (r for r in super()._waiting() if self._adapters.has_place(r))
+
+    def _waits(self, request: Request, now_s: float) -> bool:
+        return super()._waits(request, now_s) or not self._adapters.has_place(request)
+
+    def _note_admitted(self, request: Request) -> None:
+        super()._note_admitted(request)
+        self._adapters.take(request)

@@ -12,6 +12,7 @@ They compute nothing. Memory stays until `release`, after `quarantine` if a peer
 
 from collections.abc import Sequence
 
+from engine.core.adapters import budget_of
 from engine.core.departures import Departures
 from engine.core.estimates import DecodeReserve
 from engine.core.memory import Detached
@@ -57,7 +58,7 @@ class HandoffRequests:
     def adapter_has_place(self, request: Request, now_s: float) -> bool:
         if not request.adapter:
             return True
-        return self._stages.adapter_budget(self._state.limits, now_s=now_s).has_place(request)
+        return budget_of(self._stages, self._state.limits, now_s).has_place(request)
 
     def reserve(self, request: Request, *, may_preempt: bool = False) -> bool:
         """Take pages for known tokens, unless others will need them.

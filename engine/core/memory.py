@@ -43,6 +43,10 @@ class Memory:
     def part(self, kind: type[P]) -> P | None:
         return part_of(kind, self.parts)
 
+    def having(self, kind: type[P]) -> tuple[P, ...]:
+        """Parts of `kind`, which planning asks: none or one."""
+        return tuple(part for part in self.parts if isinstance(part, kind))
+
     def of(self, kind: type[P]) -> P:
         return self.part(kind) or kind()
 

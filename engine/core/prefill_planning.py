@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import chain, islice
 
-from engine.core.adapters import AdapterBudget
 from engine.core.decode_planning import open_slot, plan_item
 from engine.core.estimates import StepBudget
 from engine.core.mem_cache.radix_cache import Branch
@@ -115,7 +114,8 @@ class PrefillAdder:
         end = total if total - start <= left + tail else self._whole(start + int(left))
         if end > most:
             end = self._whole(most)
-        end = self._step_ends.cut(request, start, end)
+        for ends in self._step_ends:
+            end = ends.cut(request, start, end)
         assert end > start
         if request.images:
             tokens = self._features.use(request, start, end)
@@ -244,7 +244,7 @@ class PrefillPlanner:
         stages = self._stages
         if not self.prefillable or (stages.chunked is None and not admits):
             return items, opens
-        adder, adapters = self._adder(), stages.adapter_budget(self._limits, now_s=now_s)
+        adder = self._adder(now_s)
         computing = chain(stages.running, stages.held)
         shared = SharedWork(self._memory, computing, min_tokens=self._limits.min_shared_tokens)
         if stages.chunked is not None:
@@ -253,19 +253,16 @@ class PrefillPlanner:
                 return items, opens
             items.append(self._extend(chunked, adder))
             shared.add(chunked)
-        for request in self._in_order(adapters, now_s):
+        for request in self._in_order(now_s):
             if stages.chunked is not None or not admits or adder.exhausted or shared.exhausted:
                 break
-            arriving = request.arriving or request.vision.num_arriving > 0
-            waits = arriving or self._state.lower_tier.awaits(request, now_s) or not adapters.has_place(request)
-            if waits or shared.passes_over(request):
+            if self._waits(request, now_s) or shared.passes_over(request):
                 continue
             result = self._admit(request, adder, now_s)
             if result is AddResult.NO_TOKEN:
                 self._note_full()
             if result is not AddResult.CONTINUE:
                 break
-            adapters.take(request)
             del stages.waiting[request.rid]
             self._note_admitted(request)
             opens.append(open_slot(request, self._table))
@@ -275,9 +272,9 @@ class PrefillPlanner:
 
     def in_order(self, now_s: float) -> list[Request]:
         """Waiting requests in the order of the next step."""
-        return list(self._in_order(self._stages.adapter_budget(self._limits, now_s=now_s), now_s))
+        return list(self._in_order(now_s))
 
-    def _adder(self) -> PrefillAdder:
+    def _adder(self, now_s: float) -> PrefillAdder:
         riders = self._num_riders() if self._limits.mixed_chunk else 0
         return PrefillAdder(
             self._state,
@@ -290,13 +287,22 @@ class PrefillPlanner:
         batches, running = self._state.micro_batches, self._stages.running
         return batches.share(len(batches.ready(running)), num_running=len(running))
 
-    def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
-        may_run = (r for r in self._stages.waiting.values() if adapters.has_place(r))
+    def _waiting(self) -> Iterable[Request]:
+        """Waiting requests by arrival."""
+        return self._stages.waiting.values()
+
+    def _waits(self, request: Request, now_s: float) -> bool:
+        """Check if what a waiting request needs is on its way, or in use by others."""
+        tiers = self._state.lower_tiers
+        arriving = request.arriving or request.vision.num_arriving > 0
+        return arriving or (len(tiers) > 0 and any(tier.awaits(request, now_s) for tier in tiers))
+
+    def _in_order(self, now_s: float) -> Iterable[Request]:
         if self._policy == "fcfs" and not self._priorities.enabled:
-            return list(islice(may_run, self._limits.max_running_requests))
+            return list(islice(self._waiting(), self._limits.max_running_requests))
         return order(
             self._policy,
-            may_run,
+            self._waiting(),
             match_prefix=self._memory.match_prefix,
             shared_tokens=self._limits.sibling_tokens,
             uniform=self._uniform,

@@ -17,6 +17,7 @@ class Results:
         self._state = state
         self._departures = departures
         self._decode = decode
+        self._step_ends = state.step_ends
         self._vocab_size = state.limits.vocab_size
         self._share = 1 / state.limits.micro_batches
 
@@ -24,7 +25,7 @@ class Results:
         """Process results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects, live = StepEffects(failure=result.failure, phase=plan.phase), self._state.stages.live
-        memory, step_ends = self._state.memory, self._state.step_ends
+        memory, step_ends = self._state.memory, self._step_ends
         self._state.micro_batches.on_collected(plan)
         memory.on_collected(plan, failed=bool(result.failure))
         for i, (item, item_result) in enumerate(zip(plan.items, result.items, strict=True)):
@@ -38,13 +39,15 @@ class Results:
             goes_on = request.finish is None
             if result.failure:
                 self._lose(request, effects, goes_on=goes_on)
-                step_ends.keep(request, item.kv_len, memory)
+                for ends in step_ends:
+                    ends.keep(request, item.kv_len, memory)
                 continue
             if request.parts and not self._decode.accepts(request, item, i):
                 continue
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
-            step_ends.keep(request, kv_len, memory)
+            for ends in step_ends:
+                ends.keep(request, kv_len, memory)
             if goes_on:
                 self._apply(request, item, item_result, effects)
             else:

@@ -22,6 +22,7 @@ from engine.core.departures import Departures
 from engine.core.estimates import StepBudget
 from engine.core.handoff import HandoffRequests
 from engine.core.mem_cache.load_ahead import LoadAhead
+from engine.core.mem_cache.memory_part import LowerTier
 from engine.core.outputs import StepEffects, refused
 from engine.core.plan import Phase, Plan, StepResult
 from engine.core.policy import Uniform
@@ -69,6 +70,7 @@ class Scheduler:
         uniform: Uniform = lambda: 0.0,
         step_budget: StepBudget | None = None,
         decode: MakeDecodeStrategy = DecodePlanner,
+        prefill: type[PrefillPlanner] = PrefillPlanner,
         streams: type[OneStream] = OneStream,
     ) -> None:
         """Random numbers `uniform` are for policy "random"; no `step_budget` is no time limit."""
@@ -77,14 +79,14 @@ class Scheduler:
         self.stages = state.stages
         self.table = state.table
         self.backups = state.backups
-        self.lower_tier = state.lower_tier
+        self.lower_tier = state.memory.of(LowerTier)
         self.counters = state.counters
         self.ratio = state.ratio
         self.step_budget = step_budget
         self._state = state
         self._departures = Departures(state)
         preemption = Preemption(state, self._departures)
-        self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
+        self._prefill = prefill(state, preemption, uniform=uniform, budget=step_budget)
         self.decode = decode(state, self._departures, preemption)
         self._streams = streams(self._prefill, self.decode, state)
         self._masks = GrammarMasks(state.stages)
@@ -161,7 +163,8 @@ class Scheduler:
 
     def prefetch(self, request: Request) -> None:
         """Start reading the prefix part that is only on disk."""
-        self.lower_tier.prefetch(request, self.memory)
+        for tier in self._state.lower_tiers:
+            tier.prefetch(request, self.memory)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request in any stage; a handoff request is marked, for its role to end."""

@@ -8,9 +8,7 @@ add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
-from engine.core.adapters import AdapterBudget
 from engine.core.estimates import NewTokenRatio, OutputLengthEstimator
 from engine.core.mem_cache.memory_part import Features, LowerTier, RetractedKV, StepEnds
 from engine.core.memory import Memory
@@ -91,12 +89,6 @@ class Stages:
         chunked = [self.chunked] if self.chunked is not None else []
         coming = [r for r in self.held if not r.prefill_only and not r.moves and r.pages and r.finish is None]
         return self.running + chunked + coming
-
-    def adapter_budget(self, limits: Limits, *, now_s: float) -> AdapterBudget:
-        if limits.max_loras_per_batch == 0:
-            return AdapterBudget(limits, growing=(), waiting=())
-        waiting = chain(self.waiting.values(), (r for r in self.held if not r.pages and r.finish is None))
-        return AdapterBudget(limits, growing=self.growing(), waiting=waiting, now_s=now_s)
 
     @property
     def retraction_pending(self) -> bool:
@@ -297,9 +289,9 @@ class SchedulerState:
         self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)
         self.backups = memory.of(RetractedKV)
-        self.step_ends = memory.of(StepEnds)
+        self.step_ends = memory.having(StepEnds)
         self.features = memory.of(Features)
-        self.lower_tier = memory.of(LowerTier)
+        self.lower_tiers = memory.having(LowerTier)
         self.counters = Counters()
 
     def register(self, request: Request) -> None:
@@ -325,6 +317,9 @@ class SchedulerState:
                 f"({request.max_new_tokens}) exceeds the KV capacity of {allocator.num_pages * allocator.page_size}",
                 status=400,
             )
+        if request.message.lora and not request.adapter:
+            message = "lora_path: this server was started without --enable-lora"
+            return FinishReason(kind="abort", message=message, status=400, field="lora_path")
         if reason := self.memory.refusal(request, part_tokens=limits.part_tokens):
             return reason
         if request.images and not self.features.sees_images:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
 from engine.core.outputs import refused
+from engine.core.request import Request
 from engine.loop.listeners import LoopListener
 from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from service.flags import ConfigError
@@ -27,7 +28,7 @@ class AdapterStore(Protocol):
 
 
 class AdapterControl(LoopListener):
-    """LoRA control; without `store` adapters are off."""
+    """LoRA control; without `store` adapters are off, and the loop does not listen to it."""
 
     def __init__(
         self,
@@ -54,16 +55,19 @@ class AdapterControl(LoopListener):
 
     # ---- requests
 
-    def acquire(self, request: GenerateRequest) -> int | TokenOutput:
-        """Hold the adapter until the request's end; return its number, 0 for none, or a refusal."""
-        if not request.lora:
-            return 0
-        if self._store is None:
-            return _refused(request, f"lora_path: {OFF}")
+    def refuse(self, message: GenerateRequest) -> TokenOutput | None:
+        """Hold the adapter of a request until its end, or return a refusal."""
+        if not message.lora:
+            return None
         try:
-            return self._adapters.acquire(request.rid, request.lora)
+            self._adapters.acquire(message.rid, message.lora)
         except AdapterRefused as error:
-            return _refused(request, str(error))
+            return _refused(message, str(error))
+        return None
+
+    def on_added(self, request: Request, now_s: float) -> None:
+        if request.message.lora:
+            request.adapter = self._adapters.acquire(request.rid, request.message.lora)
 
     def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:
@@ -87,7 +91,7 @@ class AdapterControl(LoopListener):
             return self._refuse(message.call_id, str(error), status=error.status)
         self._reading.append((message, self._store.start_reading(message.path, when_done=self._wakeup)))
 
-    def on_turn(self) -> None:
+    def on_planned(self, now_s: float) -> None:
         if not self._reading and not self._unloading:
             return
         done = [(message, future) for message, future in self._reading if future.done()]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from engine.core.dp_step import UpdateAgreement
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.loop.listeners import LoopListener
+from engine.loop.listeners import OnStep, Refuse
 from engine.messages import (
     ContinueGeneration,
     ControlReply,
@@ -255,10 +255,13 @@ class Profiler(Protocol):
     def stop(self) -> str: ...
 
 
-class ProfileControl(LoopListener):
-    def __init__(self, profiler: Profiler, *, reply: Callable[[ControlReply], None]) -> None:
+class ProfileControl:
+    """Control of profiles; from the first one on it is among `on_step`."""
+
+    def __init__(self, profiler: Profiler, *, reply: Callable[[ControlReply], None], on_step: list[OnStep]) -> None:
         self._profiler = profiler
         self._reply = reply
+        self._on_step = on_step
         self._steps_left: int | None = None  # None: until stopped
 
     def on_message(self, message: StartProfile | StopProfile) -> None:
@@ -267,7 +270,7 @@ class ProfileControl(LoopListener):
         else:
             self._stop(message.call_id)
 
-    def on_step(self, effects: StepEffects, now_s: float) -> None:
+    def _count_step(self, effects: StepEffects, now_s: float) -> None:
         if self._steps_left is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
@@ -281,6 +284,8 @@ class ProfileControl(LoopListener):
         except ConfigError as error:
             return self._refuse(message.call_id, str(error))
         self._steps_left = message.num_steps
+        if self._count_step not in self._on_step:
+            self._on_step.append(self._count_step)
         self._reply(ControlReply(message.call_id, True, "Start profiling.", values={"file": file}))
 
     def _stop(self, call_id: str | None) -> None:
@@ -341,6 +346,8 @@ class ReleasedWeights(Protocol):
 class OccupationControl:
     """Controller; `why_busy()` is "" when idle, `flush()` drops prefixes, `update` reloads.
 
+    From its first call on it is one of `refusals`.
+
     Release and return of an idle worker's KV and weight memory.
 
       holds both --ReleaseMemory (idle)--> released --ResumeMemory, UpdateWeights--> holds both
@@ -358,6 +365,7 @@ class OccupationControl:
         flush: Callable[[], object],
         update: Callable[[UpdateWeights], object],
         reply: Callable[[ControlReply], None],
+        refusals: list[Refuse],
     ) -> None:
         self._kv = kv
         self._weights = weights
@@ -365,6 +373,7 @@ class OccupationControl:
         self._flush = flush
         self._update = update
         self._reply = reply
+        self._refusals = refusals
         self._released: list[str] = []
         self._used = False
 
@@ -385,8 +394,15 @@ class OccupationControl:
         text = f"the worker has released its memory ({', '.join(self.released)}): POST /resume_memory_occupation"
         return refusal(text, status=503)
 
+    def refuse(self, message: GenerateRequest) -> TokenOutput | None:
+        reason = self.refusal
+        return None if reason is None else refused(message, reason)
+
     def on_message(self, message: ReleaseMemory | ResumeMemory) -> None:
-        tags, self._used = message.tags or TAGS, True
+        tags = message.tags or TAGS
+        if not self._used:
+            self._used = True
+            self._refusals.append(self.refuse)
         if unknown := [tag for tag in tags if tag not in TAGS]:
             return self._answer(message.call_id, f"tags: must be of {', '.join(TAGS)}, got {unknown[0]!r}", status=400)
         try:

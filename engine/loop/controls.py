@@ -3,7 +3,7 @@
 from engine.core.scheduler import Scheduler
 from engine.loop.control import AbortAll, ControlMessage, EngineControl, OccupationControl, ProfileControl
 from engine.loop.expert_record import ExpertRecord
-from engine.loop.listeners import OpenRequests
+from engine.loop.listeners import OnStep, OpenRequests, Refuse
 from engine.loop.services import LoopServices, Ports
 from engine.messages import (
     LoadAdapter,
@@ -29,7 +29,10 @@ ControlCall = (
 
 
 class Controls:
-    """Pauses and weights (`engine`), memory (`occupation`), adapters, profiles, expert counts."""
+    """Pauses and weights (`engine`), memory (`occupation`), adapters, profiles, expert counts.
+
+    `refusals`, `on_step`: of the loop, which a control enters when it is first used.
+    """
 
     def __init__(
         self,
@@ -39,11 +42,13 @@ class Controls:
         ports: Ports,
         requests: OpenRequests,
         abort_all: AbortAll,
+        refusals: list[Refuse],
+        on_step: list[OnStep],
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
         self.adapters = services.adapters
-        self.profiles = ProfileControl(services.profiler, reply=ports.to_frontend)
+        self.profiles = ProfileControl(services.profiler, reply=ports.to_frontend, on_step=on_step)
         self._experts = ExpertRecord(services.expert_loads, name=services.name, reply=ports.to_frontend)
         self.engine = EngineControl(
             scheduler=scheduler,
@@ -61,6 +66,7 @@ class Controls:
             flush=scheduler.flush_cache,
             update=self.engine.on_message,
             reply=ports.to_frontend,
+            refusals=refusals,
         )
 
     def on_message(self, message: ControlCall) -> list[TokenOutput]:

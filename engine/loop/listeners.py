@@ -10,6 +10,7 @@ import select
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from contextlib import suppress
+from typing import Any
 
 from engine.core.outputs import StepEffects, joined
 from engine.core.plan import Phase, Plan
@@ -29,8 +30,16 @@ from engine.messages import (
 # ---- Events of the loop for the parts around it.
 
 
+Refuse = Callable[[GenerateRequest], TokenOutput | None]  # the only output of a request that may not enter
+OnStep = Callable[[StepEffects, float], None]
+
+
 class LoopListener:
     """Listeners are called on the loop's thread, in order."""
+
+    def refuse(self, message: GenerateRequest) -> TokenOutput | None:
+        """Return the only output of a request that may not enter, or None."""
+        return None
 
     def on_received(self, message: GenerateRequest, now_s: float) -> None:
         """A request has arrived from the frontend."""
@@ -61,7 +70,7 @@ class LoopListener:
         return wait_s
 
 
-def methods_for(event: str, listeners: Iterable[LoopListener]) -> list[Callable[..., None]]:
+def methods_for(event: str, listeners: Iterable[LoopListener]) -> list[Callable[..., Any]]:
     """Return the listeners' own overrides of method `event`, in order."""
     default = getattr(LoopListener, event)
     return [getattr(listener, event) for listener in listeners if getattr(type(listener), event) is not default]

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from engine.core.outputs import StepEffects, refusal, refused
+from engine.core.outputs import StepEffects, refusal
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.loop.controls import Controls
@@ -19,7 +19,9 @@ from engine.loop.heartbeat import IterationClock
 from engine.loop.listeners import (
     Deadlines,
     LoopListener,
+    OnStep,
     OpenRequests,
+    Refuse,
     StreamGate,
     Timekeeper,
     durations_of,
@@ -82,16 +84,23 @@ class EngineLoop:
         self._make_stops = services.stops
         self._disk = services.disk
         self._events = services.events
-        self._adapters = services.adapters
         self._gate = StreamGate(interval=settings.stream_interval)
         self._deadlines = Deadlines()
         self._requests = OpenRequests()
+        self._refusals: list[Refuse] = []
+        self._on_collected: list[OnStep] = []
         self._draining = False
         self._awaits_step = False  # the last turn found steps in flight, and nothing to do
         self._controls = Controls(
-            scheduler=scheduler, services=services, ports=ports, requests=self._requests, abort_all=self._abort_all
+            scheduler=scheduler,
+            services=services,
+            ports=ports,
+            requests=self._requests,
+            abort_all=self._abort_all,
+            refusals=self._refusals,
+            on_step=self._on_collected,
         )
-        self._control, self._occupation = self._controls.engine, self._controls.occupation
+        self._control = self._controls.engine
         intervals = IntervalLog(scheduler, steps=settings.log_interval, write=partial(log.info, "%s"))
         self._reporter = Reporter(
             scheduler=scheduler,
@@ -102,11 +111,9 @@ class EngineLoop:
             services=services,
         )
         self._listeners: tuple[LoopListener, ...] = (
-            self._controls.profiles,
             *durations_of(scheduler),
             *services.listeners,
             Timekeeper(self._requests),
-            self._adapters,
             self._deadlines,
             self._gate,
             intervals,
@@ -114,9 +121,11 @@ class EngineLoop:
             self._requests,
             role,
         )
-        each_turn = ("on_planned", "on_launch", "on_step", "on_outputs", "on_worked")
-        self._on_planned, self._on_launch, self._on_collected, self._on_outputs, self._on_worked = (
-            methods_for(event, self._listeners) for event in each_turn
+        self._refusals += methods_for("refuse", self._listeners)
+        self._on_collected += methods_for("on_step", self._listeners)
+        events = ("on_received", "on_added", "on_planned", "on_launch", "on_outputs", "on_worked")
+        self._on_received, self._on_added, self._on_planned, self._on_launch, self._on_outputs, self._on_worked = (
+            methods_for(event, self._listeners) for event in events
         )
         self.stopped = False
 
@@ -140,7 +149,6 @@ class EngineLoop:
         for rid, reason in self._deadlines.due(now_s):
             outputs += self._end(rid, now_s, reason)
         outputs += self._control.on_turn(num_launched=self._pipeline.num_launched)
-        self._adapters.on_turn()
         for request in self._control.release():
             outputs += self._add(request, now_s)
         outputs += self._admit_with_grammar(now_s)
@@ -249,16 +257,14 @@ class EngineLoop:
         return self._controls.why_closed()
 
     def _enter(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
-        for listener in self._listeners:
-            listener.on_received(message, now_s)
+        for on_received in self._on_received:
+            on_received(message, now_s)
         return self._add(message, now_s)
 
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
-        if (refusal := self._occupation.refusal) is not None:
-            return [refused(message, refusal)]
-        adapter = self._adapters.acquire(message)
-        if isinstance(adapter, TokenOutput):
-            return [adapter]
+        for refuse in self._refusals:
+            if (output := refuse(message)) is not None:
+                return [output]
         if self._control.blocks_input:
             self._control.hold(message)
             return []
@@ -269,11 +275,10 @@ class EngineLoop:
             arrived_s=now_s,
             prefill_only=self._role.name == "prefill" and not message.alone,
             keep_kv=not message.skip_cache_insert,
-            adapter=adapter,
             stops=self._make_stops(message.input_ids, sampling),
         )
-        for listener in self._listeners:
-            listener.on_added(request, now_s)
+        for on_added in self._on_added:
+            on_added(request, now_s)
         if sampling.grammar is not None:
             return self._grammars.add(request, field=message.grammar_field, now_s=now_s)
         if sampling.reasoning is not None or sampling.has_token_rules:

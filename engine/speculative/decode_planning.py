@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.core.decode_planning import DecodePlanner, Items, decode_row, open_slot
 from engine.core.departures import Departures
 from engine.core.mem_cache.image_cache import with_images
+from engine.core.mem_cache.memory_part import StepEnds
 from engine.core.outputs import note_launch
 from engine.core.plan import ItemResult, PlanItem
 from engine.core.preemption import Preemption
@@ -35,7 +36,7 @@ class SpeculativeDecode(DecodePlanner):
         super().__init__(state, departures, preemption)
         self.drafting = drafting
         self._counters = state.counters
-        self._step_ends = state.step_ends
+        self._step_ends = state.memory.of(StepEnds)
         self._awaits_tokens = False  # before drafting: drafts follow known tokens
         if drafting.for_all:
             self.learners.append(drafting.note)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.core.outputs import StepEffects
 from engine.loop.control import EngineControl, ProfileControl
+from engine.loop.listeners import OnStep
 from engine.messages import (
     ContinueGeneration,
     ControlReply,
@@ -78,7 +79,8 @@ class Rig(EngineInATest):
             reply=self._keep,
             wakeup=lambda: None,
         )
-        self.profiles = ProfileControl(self.profiler, reply=self._keep)
+        self.watching: list[OnStep] = []
+        self.profiles = ProfileControl(self.profiler, reply=self._keep, on_step=self.watching)
 
     def _keep(self, reply: ControlReply) -> None:
         self.replies[reply.call_id] = reply
@@ -209,13 +211,14 @@ def test_a_profile_ends_on_request_or_after_its_steps() -> None:
     rig.tell(StartProfile("s", num_steps=2))
     rig.tell(StartProfile("again"))
     assert rig.replies["s"].values == {"file": "/trace"} and rig.replies["again"].status == 400
-    rig.profiles.on_step(StepEffects(), 0.0)
+    (count_step,) = rig.watching
+    count_step(StepEffects(), 0.0)
     assert rig.profiler.running
-    rig.profiles.on_step(StepEffects(), 0.0)
+    count_step(StepEffects(), 0.0)
     assert not rig.profiler.running
     rig.tell(StartProfile("s2"))
     rig.tell(StopProfile("e2"))
-    assert rig.replies["e2"].ok and not rig.profiler.running
+    assert rig.replies["e2"].ok and not rig.profiler.running and len(rig.watching) == 1
 
 
 EVENTS = st.lists(

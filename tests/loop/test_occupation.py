@@ -31,6 +31,7 @@ class Released(Rig):
             flush=self.scheduler.flush_cache,
             update=self.control.on_message,
             reply=self._keep,
+            refusals=[],
         )
 
     def release(self, *tags: str) -> ControlReply:

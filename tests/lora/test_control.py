@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.request import Request
 from engine.loop.adapter_control import AdapterControl
 from engine.messages import ControlReply, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from engine.sampling_params import SamplingParams
@@ -56,18 +57,19 @@ class Rig(EngineInATest):
 
     def ask(self, rid: str, lora: str, prompt: list[int], new: int = 6) -> None:
         message = GenerateRequest(rid, prompt, SamplingParams(max_new_tokens=new), lora=lora)
-        got = self.control.acquire(message)
-        if isinstance(got, TokenOutput):
-            self.say([got])
+        if (refused := self.control.refuse(message)) is not None:
+            self.say([refused])
         else:
-            self.add(rid, prompt, adapter=got, max_new_tokens=new)
+            request = Request(message=message, arrived_s=0.0)
+            self.control.on_added(request, 0.0)
+            self.add(rid, prompt, adapter=request.adapter, max_new_tokens=new)
 
     def say(self, outputs: list[TokenOutput]) -> None:
         super().say(outputs)
         self.control.on_outputs(outputs, 0.0)
 
     def turn(self) -> bool:
-        self.control.on_turn()
+        self.control.on_planned(0.0)
         self.control.check()
         for plan, _ in self.launched:
             gone = {number for event, number in self.store.events if event == "remove"}
@@ -105,9 +107,10 @@ def test_without_enable_lora_all_is_refused(message: LoadAdapter | UnloadAdapter
     control = AdapterControl(reply=replies.append)
     control.on_message(message)
     assert replies[0].message == "lora_name: this server was started without --enable-lora" and not replies[0].ok
-    refused = control.acquire(GenerateRequest("r", [1], SamplingParams(), lora="a"))
-    assert isinstance(refused, TokenOutput) and refused.finish is not None and refused.finish.field == "lora_path"
-    assert control.acquire(GenerateRequest("r", [1], SamplingParams())) == 0 and control.gauges() == {}
+    assert control.gauges() == {}
+    request = Request(message=GenerateRequest("r", [1], SamplingParams(max_new_tokens=1), lora="a"), arrived_s=0.0)
+    (refused,) = EngineInATest().scheduler.add(request)
+    assert refused.finish is not None and refused.finish.field == "lora_path"
 
 
 def test_aborted_requests_no_longer_use_their_adapter() -> None:
