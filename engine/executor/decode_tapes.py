@@ -72,7 +72,7 @@ class DecodeTapes:
             return None
         attend, rows = batch.begin(), batch.rows
         inputs = batch.inputs()
-        batch.arrival.hold_all()
+        batch.hold_all()
         return Forward(self.forward(batch.model, inputs, rows.positions, attend, drafts=rows.step.drafts))
 
     def takes(self, num_rows: int) -> bool:

@@ -228,7 +228,7 @@ class DecodeGraphs:
         size, samples = self.size_of(plan.items), not plan.masks and not plan.sample_deferred
         if self._adapters is not None:
             self._adapters.compute(recorded=size)
-        batch.arrival.hold_all()
+        batch.hold_all()
         self._recorder.inputs.fill(len(plan.items))
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
         if self._tree is not None:
@@ -338,7 +338,7 @@ class PrefillGraphs:
         """Compute hidden states [T, hidden], valid until the next step; never with adapters."""
         if batch.adapted or not self.takes(batch.plan):
             return None
-        batch.arrival.hold_all()
+        batch.hold_all()
         return Forward(batch.layers.whole(batch.plan.seq, lambda: self._replayed(batch.items)))
 
     def _replayed(self, items: list[PlanItem]) -> Tensor:

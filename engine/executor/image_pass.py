@@ -140,7 +140,7 @@ class ImagePass(StepPart):
         """Raises torch.OutOfMemoryError."""
         rows, features = self.rows(batch.items)
         if rows:
-            batch.images = ImageRows(upload(torch.tensor(rows), self._device), torch.cat(features))
+            batch.images = (ImageRows(upload(torch.tensor(rows), self._device), torch.cat(features)),)
 
     def rows(self, items: Sequence[PlanItem]) -> tuple[list[int], list[Tensor]]:
         """Return the image rows of a step and their features. Raises torch.OutOfMemoryError."""

@@ -22,6 +22,7 @@ class LayerMarks:
     def __init__(self, device: torch.device, *, more_follows: bool = False) -> None:
         self._cuda = device.type == "cuda"
         self._more_follows = more_follows
+        self.watched = False
         self._ends: frozenset[int] = frozenset()
         self._wake: Callable[[], None] = lambda: None
         self._reached: Mark = (-1, 0)
@@ -30,19 +31,13 @@ class LayerMarks:
     def watch(self, ends: Collection[int], wake: Callable[[], None]) -> None:
         """Mark after each of `ends` layers, and call `wake` in the stream's thread."""
         self._ends, self._wake = frozenset(ends), wake
+        self.watched = bool(ends)
 
-    @property
-    def watched(self) -> bool:
-        return bool(self._ends)
-
-    def attend(self, step: int, attend: Attend, arrival: Arrival) -> Attend:
-        """Wrap `attend` with waits and marks, once per step."""
-        if not self._ends:
-            return attend if arrival.is_held else _waiting(attend, arrival)
+    def attend(self, step: int, attend: Attend) -> Attend:
+        """Wrap `attend` with marks, once per step of watched layers."""
         self._mark((step, 0))
 
         def marked(layer: int, new: Unturned) -> Tensor:
-            arrival.hold(layer)
             out = attend(layer, new)
             if layer + 1 in self._ends:
                 self._mark((step, layer + 1))
@@ -85,7 +80,9 @@ class LayerMarks:
         return bool(self._ahead)
 
 
-def _waiting(attend: Attend, arrival: Arrival) -> Attend:
+def after_arrival(attend: Attend, arrival: Arrival) -> Attend:
+    """Wrap `attend` with waits for the loads of its layer."""
+
     def waiting(layer: int, new: Unturned) -> Tensor:
         arrival.hold(layer)
         return attend(layer, new)

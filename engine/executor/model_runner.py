@@ -3,7 +3,7 @@
 Never waits for the device: CUDA work is enqueued, with copies of results to pinned memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -70,18 +70,18 @@ class Copies:
         self._backup = backup
         self._host_pool = host_pool
 
-    def begin(self, plan: Plan) -> Arrival:
+    def begin(self, plan: Plan) -> Sequence[Arrival]:
         """Return loads that the forward awaits by layer."""
+        arrivals: Sequence[Arrival] = ()
         if self._host_pool is None:
             assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
-            arrival = Arrival()
-        else:
-            arrival = self._host_pool.begin(plan)
+        elif not (arrival := self._host_pool.begin(plan)).is_held:
+            arrivals = (arrival,)
         if self._backup is None:
             assert not plan.saves, "a plan keeps copies of pages, and there is no room for them"
         else:
             self._backup.run(plan)
-        return arrival
+        return arrivals
 
     def wait(self, seq: int) -> None:
         """Block until host pages of steps up to `seq` are complete."""
@@ -154,7 +154,7 @@ class ModelRunner:
         if plan.rewinds:
             assert self._states is not None, "the model has no states"
             self._states.rewind(self.running.model, plan.rewinds)
-        arrival = self._copies.begin(plan)
+        arrivals = self._copies.begin(plan)
         for slot in plan.closes:
             self._sample_pass.sampler.close(slot)
         for opened in plan.opens:
@@ -162,13 +162,14 @@ class ModelRunner:
             self._forward_pass.open(opened)
         compute(lambda: self._forward_pass.prepare(self.running.model, plan))
         if not plan.items:
-            compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
+            compute(lambda: self._forward_pass.join(self.running.model, plan, arrivals))
             return None
         if plan.skips_model:
-            arrival.hold_all()
+            for arrival in arrivals:
+                arrival.hold_all()
             self._forward_pass.place(plan)
             return None
-        return compute(lambda: self._forward_pass.run(self.running.model, plan, arrival))
+        return compute(lambda: self._forward_pass.run(self.running.model, plan, arrivals))
 
     def wait_for_copies(self, seq: int) -> None:
         """Block until the host pages of every step up to `seq` hold what left the device."""

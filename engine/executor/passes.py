@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
-from engine.executor.layer_marks import LayerMarks
+from engine.executor.layer_marks import LayerMarks, after_arrival
 from engine.executor.step_part import (
     Batch,
     Forward,
@@ -97,22 +97,22 @@ class ForwardPass:
         for part in self._parts:
             part.prepare(model, plan)
 
-    def run(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Forward:
+    def run(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> Forward:
         """Compute the hidden states [T, hidden] of all new tokens, item after item.
 
-        A graph of a decode step samples, too. What is recorded waits for all of `arrival`, anything
+        A graph of a decode step samples, too. What is recorded waits for all of `arrivals`, anything
         else for a layer of it just before that layer's attention.
         """
         self.place(plan)
-        batch = self._expected(model, plan, arrival)
+        batch = self._expected(model, plan, arrivals)
         forward = self._computed(batch)
         return forward if len(batch.items) == len(plan.items) else Forward(forward.hidden[: len(plan.items)])
 
-    def join(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> None:
+    def join(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> None:
         """Take part in a step that at most other DP ranks have tokens in: a plan without items."""
         if plan.agreed is None or not any(plan.agreed.tokens):
             return
-        batch = self._expected(model, plan, arrival)
+        batch = self._expected(model, plan, arrivals)
         if batch.items:
             self._computed(batch)
         else:
@@ -122,11 +122,11 @@ class ForwardPass:
         """Note the new pages of items."""
         self._page_table.update(plan.items)
 
-    def _expected(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Batch:
+    def _expected(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> Batch:
         batch = Batch(
             model,
             plan,
-            arrival,
+            arrivals,
             backend=self._backend,
             page_table=self._page_table,
             inputs=self._inputs,
@@ -153,7 +153,10 @@ class ForwardPass:
 def _by_layers(batch: Batch) -> Forward:
     attend = batch.begin()
     inputs = batch.inputs()
-    attend = batch.layers.attend(batch.plan.seq, attend, batch.arrival)
+    for arrival in batch.arrivals:
+        attend = after_arrival(attend, arrival)
+    if batch.layers.watched:
+        attend = batch.layers.attend(batch.plan.seq, attend)
     return Forward(batch.model.forward(inputs, batch.rows.positions, attend, batch.images))
 
 

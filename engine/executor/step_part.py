@@ -205,7 +205,7 @@ class Batch:
         self,
         model: DenseDecoder,
         plan: Plan,
-        arrival: Arrival,
+        arrivals: Sequence[Arrival],
         *,
         backend: AttentionBackend,
         page_table: PageTable,
@@ -215,7 +215,7 @@ class Batch:
     ) -> None:
         self.model = model
         self.plan = plan
-        self.arrival = arrival
+        self.arrivals = arrivals
         self.layers = layers
         self.items = plan.items
         self.tapes = not plan.extend
@@ -226,6 +226,11 @@ class Batch:
         self._step_inputs = inputs
         self._parts = parts
         self._resolved: Tensor | None = None
+
+    def hold_all(self) -> None:
+        """Order later work after all loads for this step."""
+        for arrival in self.arrivals:
+            arrival.hold_all()
 
     def begin(self) -> Attend:
         """Prepare parts and attention for layers that are computed now; return the attention."""

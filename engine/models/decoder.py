@@ -136,7 +136,10 @@ class DenseDecoder:
         """
         for states in self.states:
             states.begin()
-        return images.embedded(self._embed(inputs)), *self._turns.at(positions)
+        hidden = self._embed(inputs)
+        for rows in images:
+            hidden = rows.embedded(hidden)
+        return hidden, *self._turns.at(positions)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, hidden] for token ids [T] i64, first stage only."""
@@ -177,7 +180,8 @@ class DenseDecoder:
         for index, (layer, way) in enumerate(zip(self._calls, self._turns.way_of, strict=True)):
             delta = layer(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
             if index < self._deepstack_levels:
-                delta = images.deepened(delta, index)
+                for rows in images:
+                    delta = rows.deepened(delta, index)
         return self._norm.of_sum(x, delta)
 
     def join(self) -> None:

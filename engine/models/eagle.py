@@ -58,7 +58,10 @@ class ReadingLayer:
         return hidden
 
     def _embedded(self, entries: DraftEntries) -> Tensor:
-        return entries.images.embedded(self._model.embedded(entries.ids))
+        hidden = self._model.embedded(entries.ids)
+        for rows in entries.images:
+            hidden = rows.embedded(hidden)
+        return hidden
 
     def logits(self, rows: Tensor) -> Tensor | None:
         return self._model.logits(rows)

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -58,18 +58,18 @@ class RankRunner:
         if plan.rewinds:
             assert self._states is not None, "the model has no states"
             self._states.rewind(self.running.model, plan.rewinds)
-        arrival = self._copies.begin(plan)
+        arrivals = self._copies.begin(plan)
         for opened in plan.opens:
             self._forward_pass.open(opened)
         self._forward_pass.prepare(self.running.model, plan)
         if not plan.items:
-            self._forward_pass.join(self.running.model, plan, arrival)
+            self._forward_pass.join(self.running.model, plan, arrivals)
             self._copies.wait(plan.seq)
             return
         if plan.skips_model:
-            self._draft(plan, arrival)
+            self._draft(plan, arrivals)
             return
-        forward = self._forward_pass.run(self.running.model, plan, arrival)
+        forward = self._forward_pass.run(self.running.model, plan, arrivals)
         if self._after is not None:
             self._after.send(forward.hidden)
         elif not forward.gave_logits:
@@ -81,9 +81,10 @@ class RankRunner:
         if any(item.sample for item in plan.items):
             self._future_map.on_sampled()
 
-    def _draft(self, plan: Plan, arrival: "Arrival") -> None:
+    def _draft(self, plan: Plan, arrivals: "Sequence[Arrival]") -> None:
         assert self._drafts is not None, "a plan asks a drafter, and there is none"
-        arrival.hold_all()
+        for arrival in arrivals:
+            arrival.hold_all()
         self._forward_pass.place(plan)
         self._drafts.draft(self.running.model, plan.items)
         self._copies.wait(plan.seq)

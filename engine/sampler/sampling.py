@@ -22,6 +22,7 @@ from engine.kv.step_batch import upload
 # ---- sampling noise
 
 _MASK = (1 << 64) - 1
+_SIGN = 1 << 63
 
 
 def sample_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
@@ -31,7 +32,10 @@ def sample_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
     sample is argmax(logit / temperature + noise) (Gumbel-max), so it is equal in any batch or
     process and after a retraction. Bits are SplitMix64's and engine/kernels/fixed_math.py's.
     """
-    return [signed(_mix(_mix(seed & _MASK) + (at + 1) * GOLDEN)) for seed, at in zip(seeds, positions, strict=True)]
+    return [
+        (_mix(_mix(seed & _MASK) + (at + 1) * GOLDEN) ^ _SIGN) - _SIGN
+        for seed, at in zip(seeds, positions, strict=True)
+    ]
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class DraftPass(StepPart):
 
     def end(self, batch: Batch, hidden: Tensor) -> None:
         """Keep the drafter's input; what follows from rows with drafts waits for `accept`."""
-        batch.arrival.hold_all()
+        batch.hold_all()
         self._follow(batch, hidden)
         batch.layers.all_written(batch.plan.seq)
 

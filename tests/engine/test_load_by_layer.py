@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import Plan
 from engine.executor.decode_tapes import DecodeTapes
-from engine.executor.layer_marks import LayerMarks
+from engine.executor.layer_marks import after_arrival
 from engine.kernels.tape import Tape
 from engine.kv import page_copies
 from engine.kv.page_copies import Arrival
@@ -133,7 +132,7 @@ def test_a_recorded_step_waits_for_all_of_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Tape, "play", noted)
     with EngineInProcess(path, dtype="bfloat16") as engine:
         run = forward_pass(engine).run
-        monkeypatch.setattr(forward_pass(engine), "run", lambda model, plan, _: run(model, plan, arrival(log)))
+        monkeypatch.setattr(forward_pass(engine), "run", lambda model, plan, _: run(model, plan, (arrival(log),)))
         engine.add("r", PROMPT, max_new_tokens=4)
         engine.run()
         plays = [("plays", 0)] * (engine.recorded(DecodeTapes) is not None)
@@ -143,7 +142,7 @@ def test_a_recorded_step_waits_for_all_of_it(tmp_path: Path, monkeypatch: pytest
 def test_a_layer_waits_for_every_group_up_to_it() -> None:
     log: Log = []
     groups = Arrival([(0, [MarkOnHold(log, 0)]), (2, [MarkOnHold(log, 2)])])
-    attend = LayerMarks(torch.device("cpu")).attend(1, lambda layer, new: log.append(("attends", layer)), groups)  # type: ignore[arg-type, func-returns-value]
+    attend = after_arrival(lambda layer, new: log.append(("attends", layer)), groups)  # type: ignore[arg-type, func-returns-value]
     for layer in range(3):
         attend(layer, None)  # type: ignore[arg-type]
     assert log == [("held", 0), ("attends", 0), ("attends", 1), ("held", 2), ("attends", 2)]

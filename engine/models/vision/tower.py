@@ -48,18 +48,8 @@ class ImageRows:
         return self.features[:, number * size : (number + 1) * size].to(like.dtype)
 
 
-class NoImages:
-    """A step without image tokens."""
-
-    def embedded(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def deepened(self, delta: Tensor, level: int) -> Tensor:
-        return delta
-
-
-StepImages = ImageRows | NoImages
-NO_IMAGES = NoImages()
+StepImages = tuple[ImageRows, ...]  # of a step: its image tokens, if there are any
+NO_IMAGES: StepImages = ()
 
 # ---- Pixels as scaled rows of patches.
 

@@ -12,7 +12,6 @@ from engine.executor.layer_marks import LayerMarks
 from engine.executor.passes import ForwardPass
 from engine.executor.step_part import FutureMap
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_copies import Arrival
 from engine.kv.step_batch import PageTable
 from engine.models.decoder import DenseDecoder
 from engine.sampler.triton_sampler import TritonSampler
@@ -54,7 +53,7 @@ class Day:
             self._item(slot, prompt=kind == "prompts" or (kind == "mixed" and i == 0)) for i, slot in enumerate(slots)
         ]
         forward = self._rng.choice([self._eager, self._recorded])
-        forward.run(self._model, Plan(self._seq, kind != "decode", items), Arrival())
+        forward.run(self._model, Plan(self._seq, kind != "decode", items), ())
 
     def _item(self, slot: int, *, prompt: bool) -> PlanItem:
         most = self._rng.choice([1, 16, 17, 512, MOST_TOKENS])

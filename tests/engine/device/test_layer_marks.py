@@ -7,7 +7,6 @@ import torch
 
 from disagg.layerwise import MIN_PIECE_BYTES, groups_of
 from engine.executor.layer_marks import LayerMarks
-from engine.kv.page_copies import Arrival
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tests.attention.attention_cases import by_no_angle
 from tests.engine.engine_in_process import EngineInProcess
@@ -81,7 +80,7 @@ def test_marks_on_cuda_wait_for_their_event(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     marks, new = LayerMarks(torch.device("cuda")), by_no_angle(*[torch.ones(1, 1, 2)] * 3)
     marks.watch([1, 2], lambda: None)
-    attend = marks.attend(4, lambda layer, new: new.qkv, Arrival())
+    attend = marks.attend(4, lambda layer, new: new.qkv)
     for layer in range(2):
         attend(layer, new)
     assert marks.reached() == (-1, 0) and marks.ahead
