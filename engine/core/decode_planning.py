@@ -166,10 +166,7 @@ class DecodePlanner:
         """Note a collected row of a request with parts, before the row is applied."""
 
     def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
-        """Return whether row `number` of a collected step counts; else it has no effect.
-
-        It is asked for requests with parts; rows of others count.
-        """
+        """Return whether row `number` of a collected step counts; else it has no effect."""
         return True
 
     # ---- rows and pages

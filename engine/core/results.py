@@ -1,6 +1,7 @@
 """Handling of step results: tokens, sharing, finish checks, memory."""
 
-from engine.core.decode_planning import DecodePlanner
+from typing import Protocol
+
 from engine.core.departures import Departures
 from engine.core.outputs import StepEffects, check_finish, joined, output_of, refusal
 from engine.core.outputs import take as take_hidden
@@ -12,8 +13,18 @@ from engine.messages import TokenOutput
 NO_TOKEN = -1  # a peer's missing first token
 
 
+class RowJudge(Protocol):
+    """Judge of collected rows: the strategy of decode steps, for requests with parts."""
+
+    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
+        """Note a collected row before it is applied."""
+
+    def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
+        """Return whether row `number` of a collected step counts; else it has no effect."""
+
+
 class Results:
-    def __init__(self, state: SchedulerState, departures: Departures, decode: DecodePlanner) -> None:
+    def __init__(self, state: SchedulerState, departures: Departures, decode: RowJudge) -> None:
         self._state = state
         self._departures = departures
         self._decode = decode
