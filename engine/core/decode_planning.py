@@ -5,12 +5,12 @@ A decode step is limited by rows, pages and, with pipeline stages, an even share
 
 from collections.abc import Callable
 
-from engine.core.departures import Departures
 from engine.core.mem_cache.image_cache import with_images
 from engine.core.outputs import input_logprob_part, note_launch
 from engine.core.plan import ItemResult, Phase, Plan, PlanItem, SlotOpen
 from engine.core.preemption import Preemption
 from engine.core.request import Grammar, Request
+from engine.core.results import Departures
 from engine.core.state import RequestTable, SchedulerState, Stages, check_reads
 
 # ---- Plan items of requests, their slots, and their allowed tokens.

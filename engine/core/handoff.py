@@ -13,14 +13,13 @@ They compute nothing. Memory stays until `release`, after `quarantine` if a peer
 from collections.abc import Sequence
 
 from engine.core.adapters import budget_of
-from engine.core.departures import Departures
 from engine.core.estimates import DecodeReserve
 from engine.core.memory import Detached
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
 from engine.core.preemption import Preemption
 from engine.core.request import Request
-from engine.core.results import Results
+from engine.core.results import Departures, Results
 from engine.core.state import SchedulerState
 from engine.messages import FinishReason, TokenOutput
 

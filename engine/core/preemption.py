@@ -5,8 +5,8 @@ Victims go by lowest priority, then latest arrival. Memory about to be freed cou
 
 from collections.abc import Callable, Sequence
 
-from engine.core.departures import Departures
 from engine.core.request import Request
+from engine.core.results import Departures
 from engine.core.state import SchedulerState
 
 Reserve = Callable[[Sequence[Request]], int]  # pages to keep free for others after these leave

@@ -18,7 +18,6 @@ in plan order, those of a phase if plans have one.
 from collections.abc import Callable
 
 from engine.core.decode_planning import DecodePlanner, GrammarMasks, Items
-from engine.core.departures import Departures
 from engine.core.estimates import StepBudget
 from engine.core.handoff import HandoffRequests
 from engine.core.mem_cache.load_ahead import LoadAhead
@@ -29,7 +28,7 @@ from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner
 from engine.core.request import Request
-from engine.core.results import Results
+from engine.core.results import Departures, Results
 from engine.core.state import SchedulerState
 from engine.messages import FinishReason, TokenOutput
 

@@ -10,13 +10,13 @@ from itertools import chain, islice
 
 from engine.config import EngineConfig
 from engine.core.decode_planning import DecodePlanner, Items, decode_row, open_slot
-from engine.core.departures import Departures
 from engine.core.mem_cache.image_cache import with_images
 from engine.core.mem_cache.memory_part import StepEnds
 from engine.core.outputs import note_launch
 from engine.core.plan import ItemResult, PlanItem
 from engine.core.preemption import Preemption
 from engine.core.request import Request
+from engine.core.results import Departures
 from engine.core.scheduler import MakeDecodeStrategy
 from engine.core.state import SchedulerState
 from engine.flags.speculation import drafts_by_model, drafts_by_ngrams, may_draft, passes_of, rows_of_request, topk_of

@@ -7,7 +7,7 @@ from tools.house.tree import AREAS, Function, Module, Rule, Tree
 
 # The files that every step of a plain request goes through: no name of a feature, few branches on None.
 BASE_PATH = (
-    *(f"engine/core/{name}.py" for name in ("scheduler", "memory", "state", "results", "departures")),
+    *(f"engine/core/{name}.py" for name in ("scheduler", "memory", "state", "results")),
     *(f"engine/core/{name}.py" for name in ("prefill_planning", "decode_planning")),
     "engine/loop/loop.py",
     "engine/executor/passes.py",
