@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from engine.kv.kv_pool import fingerprint, weights_number
+from engine.kv.kv_pool import WeightsNumber, fingerprint, weights_number
 from engine.model_files.model_config import ModelConfig, load_model_config
 from service.flags import ConfigError
 from service.waiter import start_in_thread
@@ -56,12 +56,8 @@ class WeightUpdater(Generic[M]):
         self._on_cuda = on_cuda
         self._dummies = dummies
         self._fingerprint = ""  # of the last checkpoint read
-        self._number = self._number_read = 0
-
-    def number(self) -> int:
-        """64-bit number of the weights in use, computed on demand."""
-        self._number = self._number or weights_number(self.model_path, dummy=self.model_path in self._dummies)
-        return self._number
+        self.number = WeightsNumber(self._number_in_use)
+        self._number_read = 0
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[M]:
         """Read in a thread, which calls `when_done`; the future raises ConfigError."""
@@ -71,7 +67,8 @@ class WeightUpdater(Generic[M]):
         """Install `model`, with no step in flight and no old KV in use."""
         self._actions.install(model)
         self.released = False
-        self.model_path, self._number = model_path, self._number_read
+        self.model_path = model_path
+        self.number.take(self._number_read)
         self.version = self.version if version is None else version
         self._actions.taken(self.version, self._fingerprint)
 
@@ -84,6 +81,9 @@ class WeightUpdater(Generic[M]):
 
     def discard(self, model: M) -> None:
         self._actions.discard()
+
+    def _number_in_use(self) -> int:
+        return weights_number(self.model_path, dummy=self.model_path in self._dummies)
 
     def _read(self, model_path: str) -> M:
         found = load_model_config(model_path)

@@ -353,6 +353,22 @@ def weights_number(model_path: str, *, dummy: bool = False) -> int:
     return int(_hash(model_path, times=False, dummy=dummy)[:16], 16)
 
 
+class WeightsNumber:
+    """64-bit number of the weights in use, computed on demand, which vouches for KV of two workers."""
+
+    def __init__(self, compute: Callable[[], int]) -> None:
+        self._compute = compute
+        self._number = 0
+
+    def __call__(self) -> int:
+        self._number = self._number or self._compute()
+        return self._number
+
+    def take(self, number: int) -> None:
+        """Use the `number` of other weights."""
+        self._number = number
+
+
 def _hash(model_path: str, *, times: bool, dummy: bool) -> str:
     digest = hashlib.sha256(DUMMY.encode() if dummy else b"")
     try:
