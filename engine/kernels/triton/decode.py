@@ -29,12 +29,20 @@ import triton
 import triton.language as tl
 
 from engine.kernels.paged_attention import Softmax
+from engine.kernels.triton.paged_tiles import (
+    KERNEL_LOG2_E,
+    LOG2_E,
+    LayerPages,
+    Queries,
+    block_scores,
+    block_values,
+    load_q,
+    row_starts,
+)
 from engine.kv.kv_pool import ONE_UNIT, Units
 from engine.kv.step_batch import TreePaths
 
 MIN_TILE_HEADS = 16  # minimum of tl.dot
-LOG2_E = 1.4426950408889634
-KERNEL_LOG2_E = tl.constexpr(LOG2_E)
 LIST_TILE = 256  # requests per read of a split list program
 MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and elements that registers hold without spills
 REGISTERS, MAX_REGISTERS = 65536, 255  # per multiprocessor, per thread
@@ -86,26 +94,68 @@ def latent_decode_tiles(*, tiles_of_heads: int, dtype: torch.dtype) -> DecodeTil
     return DecodeTiles(splits=splits, warps=8, stages=5, block=32, per_sm=1)
 
 
-@triton.jit
-def split_tokens(kv_len, MIN_SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens per split, a multiple of BLOCK."""
-    per_split = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
-    return tl.maximum(per_split, MIN_SPLIT)
+class _SplitRule(NamedTuple):
+    """Constants that a context's splits follow from."""
+
+    BLOCK: Any
+    MIN_SPLIT: Any
+    SPLITS: Any
+    WINDOW: Any
+
+
+class _Work(NamedTuple):
+    """List of a step's splits, and what programs note of finished ones."""
+
+    list_ptr: Any  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
+    batch: Any
+    done_ptr: Any  # [B, kv_heads] int32: finished splits, 0 before and after
+    merges_ptr: Any  # [B * splits * kv_heads] int32: request * kv_heads + kv head; program i of n: each n-th from i
+
+
+class _Paths(NamedTuple):
+    """KV slots of tokens that do not lie at their positions, see TreePaths."""
+
+    starts_ptr: Any  # [B] int32; None: all tokens lie at their positions
+    kv_slots_ptr: Any  # [B, stride] int32
+    stride: Any
+
+
+class SplitOutputs(NamedTuple):
+    """Results, parts of them by split, and their shapes."""
+
+    out_ptr: Any  # [B, heads, dim] dense
+    part_ptr: Any  # [B, splits, heads, dim] fp32: normalised output of each split
+    lse_ptr: Any  # [B, splits, heads] fp32: log2 of each split's sum of weights
+    HEADS: Any
+    KV_HEADS: Any
+    DIM: Any
+    TILE_HEADS: Any
+    TILE_GROUP: Any
+    TILE_DIM: Any
+    SPLITS: Any
+    AT_ONCE: Any  # splits in flight of a merge
 
 
 @triton.jit
-def seen_tokens(kv_len, WINDOW: tl.constexpr):
-    """Number of visible tokens; WINDOW 0 is all."""
+def _seen_tokens(kv_len, rule):
+    """Number of visible tokens."""
     seen = kv_len
-    if WINDOW:
-        seen = tl.minimum(kv_len, WINDOW)
+    if rule.WINDOW:
+        seen = tl.minimum(kv_len, rule.WINDOW)
     return seen
 
 
 @triton.jit
-def capped(scores, CAP: tl.constexpr):
-    """CAP * tanh(score / CAP) for scores times log2(e); exp2 saturates large ones to 1 or -1."""
-    return CAP * KERNEL_LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
+def _split_tokens(seen, rule):
+    """Tokens per split of `seen` ones, a multiple of BLOCK."""
+    per_split = tl.cdiv(tl.cdiv(seen, rule.SPLITS), rule.BLOCK) * rule.BLOCK
+    return tl.maximum(per_split, rule.MIN_SPLIT)
+
+
+@triton.jit
+def _num_splits(kv_len, rule):
+    seen = _seen_tokens(kv_len, rule)
+    return tl.cdiv(seen, _split_tokens(seen, rule))
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -127,11 +177,10 @@ def split_list_kernel(
     before = tl.zeros([TILE_BATCH], tl.int32)
     for start in range(0, request, TILE_BATCH):
         at = start + tl.arange(0, TILE_BATCH)
-        lens = seen_tokens(tl.load(kv_lens_ptr + at, mask=at < request, other=0), WINDOW)
-        before += tl.cdiv(lens, split_tokens(lens, MIN_SPLIT, SPLITS, BLOCK))
+        lens = tl.load(kv_lens_ptr + at, mask=at < request, other=0)
+        before += _num_splits(lens, _SplitRule(BLOCK, MIN_SPLIT, SPLITS, WINDOW))
     first = tl.sum(before)
-    seen = seen_tokens(tl.load(kv_lens_ptr + request), WINDOW)
-    count = tl.cdiv(seen, split_tokens(seen, MIN_SPLIT, SPLITS, BLOCK))
+    count = _num_splits(tl.load(kv_lens_ptr + request), _SplitRule(BLOCK, MIN_SPLIT, SPLITS, WINDOW))
     split = tl.arange(0, SPLITS)
     tl.store(list_ptr + first + split, request * SPLITS + split, mask=split < count)
     if request == batch - 1:
@@ -141,102 +190,162 @@ def split_list_kernel(
 
 
 @triton.jit
-def merge_splits(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    request,
-    kv_head,
-    used,  # splits of the request
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_GROUP: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Merge a KV head's parts, AT_ONCE splits at a time."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    in_group, dims = tl.arange(0, TILE_GROUP), tl.arange(0, TILE_DIM)
+def merge_splits(request, kv_head, used, to):
+    """Merge a KV head's parts of `used` splits, AT_ONCE of them at a time."""
+    GROUP: tl.constexpr = to.HEADS // to.KV_HEADS
+    in_group, dims = tl.arange(0, to.TILE_GROUP), tl.arange(0, to.TILE_DIM)
     mask_h = in_group < GROUP
-    mask = mask_h[:, None] & (dims < DIM)[None, :]
-    row = request.to(tl.int64) * HEADS + kv_head * GROUP + in_group
-    first_part = row + request.to(tl.int64) * ((SPLITS - 1) * HEADS)
-    all_splits = tl.arange(0, SPLITS)
+    mask = mask_h[:, None] & (dims < to.DIM)[None, :]
+    row = request.to(tl.int64) * to.HEADS + kv_head * GROUP + in_group
+    first_part = row + request.to(tl.int64) * ((to.SPLITS - 1) * to.HEADS)
+    all_splits = tl.arange(0, to.SPLITS)
     mask_all = (all_splits < used)[:, None] & mask_h[None, :]
-    all_lse = tl.load(lse_ptr + first_part[None, :] + all_splits[:, None] * HEADS, mask=mask_all, other=float("-inf"))
+    all_parts = first_part[None, :] + all_splits[:, None] * to.HEADS
+    all_lse = tl.load(to.lse_ptr + all_parts, mask=mask_all, other=float("-inf"))
     best = tl.max(all_lse, 0)
-    total = tl.zeros([TILE_GROUP], tl.float32)
-    acc = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
-    for first in range(0, used, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)
+    total = tl.zeros([to.TILE_GROUP], tl.float32)
+    acc = tl.zeros([to.TILE_GROUP, to.TILE_DIM], tl.float32)
+    for first in range(0, used, to.AT_ONCE):
+        split = first + tl.arange(0, to.AT_ONCE)
         mask_s = split < used
-        part = first_part[None, :] + split[:, None] * HEADS
-        lse = tl.load(lse_ptr + part, mask=mask_s[:, None] & mask_h[None, :], other=float("-inf"))
+        part = first_part[None, :] + split[:, None] * to.HEADS
+        lse = tl.load(to.lse_ptr + part, mask=mask_s[:, None] & mask_h[None, :], other=float("-inf"))
         weights = tl.exp2(lse - best[None, :])
-        at = part[:, :, None] * DIM + dims[None, None, :]
-        parts = tl.load(part_ptr + at, mask=mask_s[:, None, None] & mask[None, :, :], other=0.0)
+        at = part[:, :, None] * to.DIM + dims[None, None, :]
+        parts = tl.load(to.part_ptr + at, mask=mask_s[:, None, None] & mask[None, :, :], other=0.0)
         total += tl.sum(weights, 0)
         acc += tl.sum(parts * weights[:, :, None], 0)
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row[:, None] * DIM + dims[None, :], out, mask=mask)
+    out = (acc / total[:, None]).to(to.out_ptr.dtype.element_ty)
+    tl.store(to.out_ptr + row[:, None] * to.DIM + dims[None, :], out, mask=mask)
 
 
 @triton.jit
-def row_start(
-    page,
-    token,
-    kv_head,
-    page_grains,
-    unit_grains,
-    KV_HEADS: tl.constexpr,
-    UNIT_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    REST: tl.constexpr,
-    GRAIN: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Offset of a KV head's row from page 0; `token` is in the page.
+def _path_of(request, paths):
+    """A request's KV slots by token, and the first token that has one; 0 and 0 without paths."""
+    kv_slots, first = 0, 0
+    if paths.starts_ptr is not None:
+        first = tl.load(paths.starts_ptr + request)
+        kv_slots = paths.kv_slots_ptr + (request.to(tl.int64) * paths.stride - first)
+    return kv_slots, first
 
-    Counted in grains, since 64-bit addresses were most of a step's instructions.
+
+@triton.jit
+def _attend_split(unit, kv_head, kv_len, queries, pages, rule, paths):
+    """Return the best score, the sum of weights, and the normalised output of a split."""
+    GROUP: tl.constexpr = queries.HEADS // pages.KV_HEADS
+    WIDTH: tl.constexpr = pages.DIM + pages.REST
+    request, in_group = unit // rule.SPLITS, tl.arange(0, queries.TILE_ROWS)
+    mask_h = in_group < GROUP
+    seen = _seen_tokens(kv_len, rule)
+    per_split = _split_tokens(seen, rule)
+    begin = (unit % rule.SPLITS) * per_split + (kv_len - seen)
+    end = tl.minimum(begin + per_split, kv_len)
+    first_head = queries.q_ptr + (request.to(tl.int64) * queries.q_stride + kv_head * GROUP * WIDTH)
+    q, q_rest = load_q(first_head, in_group[:, None] * WIDTH, mask_h, pages)
+    best = tl.full([queries.TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([queries.TILE_ROWS], tl.float32)
+    if queries.sinks_ptr is not None:  # noqa: SIM102 (known when compiled); in the first split, which every request has
+        if unit % rule.SPLITS == 0:
+            sinks_ptr = queries.sinks_ptr + kv_head * GROUP
+            best = tl.load(sinks_ptr + in_group, mask=mask_h, other=0.0) * KERNEL_LOG2_E
+            total += 1.0
+    acc = tl.zeros([queries.TILE_ROWS, pages.TILE_DIM], tl.float32)
+    table = queries.table_ptr + tl.load(queries.slots_ptr + request) * queries.table_stride
+    kv_slots, path_start = _path_of(request, paths)
+    sums = tl.zeros([queries.TILE_ROWS, rule.BLOCK], tl.float32)  # by index in a block: added up after the loop
+    for at in range(begin, end, rule.BLOCK):
+        token = at + tl.arange(0, rule.BLOCK)
+        # past the end the last token, whose V is finite: its weight is 0
+        there = tl.minimum(token, end - 1)
+        if paths.starts_ptr is not None:
+            kv_slot = tl.load(kv_slots + there, mask=there >= path_start, other=0)
+            there = tl.where(there < path_start, there, kv_slot)
+        start = row_starts(there, kv_head, table, pages)
+        scores, _ = block_scores(q, q_rest, start, pages)
+        scores = tl.where((token < end)[None, :], scores, float("-inf"))
+        best_now = tl.maximum(best, tl.max(scores, 1))
+        factor = tl.exp2(best - best_now)
+        weights = tl.exp2(scores - best_now[:, None])
+        v = block_values(start, pages)
+        acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=pages.PRECISION)
+        if queries.sinks_ptr is not None:
+            total = total * factor
+        sums = sums * factor[:, None] + weights
+        best = best_now
+    total += tl.sum(sums, 1)
+    return best, total, acc / total[:, None]
+
+
+@triton.jit
+def _finish_split(unit, kv_head, used, attended, work, to, num_merges):
+    """Store a request's only split, or a part and, behind the last one, that this program merges.
+
+    Return the number of this program's merges.
     """
-    GRAINS: tl.constexpr = (DIM + REST) // GRAIN  # per row
-    if REST:
-        row = token * GRAINS
+    GROUP: tl.constexpr = to.HEADS // to.KV_HEADS
+    best, total, acc = attended
+    request, in_group, dims = unit // to.SPLITS, tl.arange(0, to.TILE_HEADS), tl.arange(0, to.TILE_DIM)
+    mask_h = in_group < GROUP
+    mask_hd = mask_h[:, None] & (dims < to.DIM)[None, :]
+    in_heads = in_group[:, None] * to.DIM + dims[None, :]
+    if used == 1:
+        row = request.to(tl.int64) * to.HEADS + kv_head * GROUP
+        tl.store(to.out_ptr + row * to.DIM + in_heads, acc.to(to.out_ptr.dtype.element_ty), mask=mask_hd)
     else:
-        row = (token * UNIT_HEADS + kv_head) * GRAINS
-        if UNIT_HEADS < KV_HEADS:
-            row += kv_head // UNIT_HEADS * (unit_grains - UNIT_HEADS * GRAINS)
-    if WIDE:
-        page = page.to(tl.int64)
-    return (page * page_grains + row).to(tl.int64) * GRAIN
+        part = unit.to(tl.int64) * to.HEADS + kv_head * GROUP
+        tl.store(to.part_ptr + part * to.DIM + in_heads, acc, mask=mask_hd)
+        tl.store(to.lse_ptr + part + in_group, best + tl.log2(total), mask=mask_h)
+        group = request * to.KV_HEADS + kv_head
+        tl.debug_barrier()  # all threads store before one counts
+        if tl.atomic_add(work.done_ptr + group, 1, sem="acq_rel", scope="gpu") == used - 1:
+            tl.store(work.done_ptr + group, 0)
+            tl.store(work.merges_ptr + tl.program_id(0) + num_merges * tl.num_programs(0), group)
+            num_merges += 1
+    return num_merges
+
+
+@triton.jit
+def _decode_splits(work, queries, pages, rule, paths, to):
+    """Attend over this program's splits, then merge those of requests whose last split it ended."""
+    total_work = tl.load(work.list_ptr + work.batch * rule.SPLITS) * pages.KV_HEADS
+    num_merges = 0
+    for at in range(tl.program_id(0), total_work, tl.num_programs(0)):
+        unit = tl.load(work.list_ptr + at // pages.KV_HEADS)
+        kv_head = at % pages.KV_HEADS
+        kv_len = tl.load(queries.kv_lens_ptr + unit // rule.SPLITS)
+        attended = _attend_split(unit, kv_head, kv_len, queries, pages, rule, paths)
+        num_merges = _finish_split(unit, kv_head, _num_splits(kv_len, rule), attended, work, to, num_merges)
+    tl.debug_barrier()  # one thread's stores become visible to all
+    for i in range(0, num_merges):
+        group = tl.load(work.merges_ptr + tl.program_id(0) + i * tl.num_programs(0))
+        request, kv_head = group // pages.KV_HEADS, group % pages.KV_HEADS
+        merge_splits(request, kv_head, _num_splits(tl.load(queries.kv_lens_ptr + request), rule), to)
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride", "path_stride"])
 def decode_split_kernel(
-    q_ptr,  # [B, heads, dim + rest]; heads of a row are dense
-    k_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
+    q_ptr,
+    k_ptr,
     v_ptr,
-    out_ptr,  # [B, heads, dim] dense
-    part_ptr,  # [B, splits, heads, dim] fp32: normalised output of each split
-    lse_ptr,  # [B, splits, heads] fp32: log2 of each split's sum of weights
-    list_ptr,  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
-    done_ptr,  # [B, kv_heads] int32: finished splits, 0 before and after
-    merges_ptr,  # [B * splits * kv_heads] int32: request * kv_heads + kv head; program i of n owns every n-th from i
-    table_ptr,  # [slots, table_stride] int32
-    slots_ptr,  # [B] int64
-    kv_lens_ptr,  # [B] int32
-    sinks_ptr,  # [heads] fp32: a score per head without a value; None: no sinks
-    path_starts_ptr,  # [B] int32: see TreePaths; None: all tokens lie at their positions
-    path_places_ptr,  # [B, path_stride] int32
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    list_ptr,
+    done_ptr,
+    merges_ptr,
+    table_ptr,
+    slots_ptr,
+    kv_lens_ptr,
+    sinks_ptr,
+    path_starts_ptr,
+    path_places_ptr,
     batch,
     q_stride,
     table_stride,
     path_stride,
     page_grains,
     unit_grains,
-    scale,  # times log2(e)
+    scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     UNIT_HEADS: tl.constexpr,
@@ -252,113 +361,25 @@ def decode_split_kernel(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
-    REST: tl.constexpr,  # elements of K after V's, for latents; 0: separate K and V
+    REST: tl.constexpr,
     TILE_REST: tl.constexpr,
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Program i of n: every n-th (split, KV head), then the merges that it completes."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    in_group = tl.arange(0, TILE_HEADS)
-    dims = tl.arange(0, TILE_DIM)
-    mask_h = in_group < GROUP
-    mask_d = dims < DIM
-    mask_hd = mask_h[:, None] & mask_d[None, :]
-    total_work = tl.load(list_ptr + batch * SPLITS) * KV_HEADS
-    num_merges = 0
-    for work in range(tl.program_id(0), total_work, tl.num_programs(0)):
-        unit = tl.load(list_ptr + work // KV_HEADS)
-        kv_head = work % KV_HEADS
-        request = unit // SPLITS
-        kv_len = tl.load(kv_lens_ptr + request)
-        seen = seen_tokens(kv_len, WINDOW)
-        per_split = split_tokens(seen, MIN_SPLIT, SPLITS, BLOCK)
-        begin = (unit % SPLITS) * per_split
-        if WINDOW:
-            begin += kv_len - seen
-        end = tl.minimum(begin + per_split, kv_len)
-        at_q = request.to(tl.int64) * q_stride + kv_head * GROUP * (DIM + REST)
-        q = tl.load(q_ptr + at_q + (in_group[:, None] * (DIM + REST) + dims[None, :]), mask=mask_hd, other=0.0)
-        if REST:
-            rest = tl.arange(0, TILE_REST)
-            at_q_rest = at_q + DIM + in_group[:, None] * (DIM + REST) + rest[None, :]
-            q_rest = tl.load(q_ptr + at_q_rest, mask=mask_h[:, None] & (rest < REST)[None, :], other=0.0)
-        best = tl.full([TILE_HEADS], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_HEADS], tl.float32)
-        if sinks_ptr is not None:  # noqa: SIM102 (known when compiled); in the first split, which every request has
-            if unit % SPLITS == 0:
-                best = tl.load(sinks_ptr + kv_head * GROUP + in_group, mask=mask_h, other=0.0) * KERNEL_LOG2_E
-                total += 1.0
-        acc = tl.zeros([TILE_HEADS, TILE_DIM], tl.float32)
-        table = table_ptr + tl.load(slots_ptr + request) * table_stride
-        if path_starts_ptr is not None:
-            path_start = tl.load(path_starts_ptr + request)
-            path = path_places_ptr + (request.to(tl.int64) * path_stride - path_start)
-        sums = tl.zeros([TILE_HEADS, BLOCK], tl.float32)  # by index in a block: threads add up once, after the loop
-        for at in range(begin, end, BLOCK):
-            token = at + tl.arange(0, BLOCK)
-            # past the end the last token, whose V is finite: its weight is 0
-            there = tl.minimum(token, end - 1)
-            if path_starts_ptr is not None:
-                place = tl.load(path + there, mask=there >= path_start, other=0)
-                there = tl.where(there < path_start, there, place)
-            there = there.to(tl.uint32)
-            page = tl.load(table + there // PAGE_SIZE)
-            in_page = (there % PAGE_SIZE).to(tl.int32)
-            start = row_start(
-                page, in_page, kv_head, page_grains, unit_grains, KV_HEADS, UNIT_HEADS, DIM, REST, GRAIN, WIDE
-            )
-            if TILE_DIM == DIM:
-                k = tl.load(k_ptr + start[None, :] + dims[:, None])
-            else:
-                k = tl.load(k_ptr + start[None, :] + dims[:, None], mask=mask_d[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision=PRECISION)
-            if REST:
-                k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=(rest < REST)[:, None], other=0.0)
-                scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
-            scores = scores * scale
-            if CAP != 0.0:
-                scores = capped(scores, CAP)
-            scores = tl.where((token < end)[None, :], scores, float("-inf"))
-            best_now = tl.maximum(best, tl.max(scores, 1))
-            factor = tl.exp2(best - best_now)
-            weights = tl.exp2(scores - best_now[:, None])
-            if TILE_DIM == DIM:
-                v = tl.load(v_ptr + start[:, None] + dims[None, :])
-            else:
-                v = tl.load(v_ptr + start[:, None] + dims[None, :], mask=mask_d[None, :], other=0.0)
-            acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            if sinks_ptr is not None:
-                total = total * factor
-            sums = sums * factor[:, None] + weights
-            best = best_now
-        total += tl.sum(sums, 1)
-        acc = acc / total[:, None]
-        in_heads = in_group[:, None] * DIM + dims[None, :]
-        used = tl.cdiv(seen, per_split)
-        if used == 1:
-            row = request.to(tl.int64) * HEADS + kv_head * GROUP
-            tl.store(out_ptr + row * DIM + in_heads, acc.to(out_ptr.dtype.element_ty), mask=mask_hd)
-        else:
-            part = unit.to(tl.int64) * HEADS + kv_head * GROUP
-            tl.store(part_ptr + part * DIM + in_heads, acc, mask=mask_hd)
-            tl.store(lse_ptr + part + in_group, best + tl.log2(total), mask=mask_h)
-            group = request * KV_HEADS + kv_head
-            tl.debug_barrier()  # all threads store before one counts
-            if tl.atomic_add(done_ptr + group, 1, sem="acq_rel", scope="gpu") == used - 1:
-                tl.store(done_ptr + group, 0)
-                tl.store(merges_ptr + tl.program_id(0) + num_merges * tl.num_programs(0), group)
-                num_merges += 1
-    tl.debug_barrier()  # one thread's stores become visible to all
-    for i in range(0, num_merges):
-        group = tl.load(merges_ptr + tl.program_id(0) + i * tl.num_programs(0))
-        request, kv_head = group // KV_HEADS, group % KV_HEADS
-        seen = seen_tokens(tl.load(kv_lens_ptr + request), WINDOW)
-        used = tl.cdiv(seen, split_tokens(seen, MIN_SPLIT, SPLITS, BLOCK))
-        merge_splits(
-            part_ptr, lse_ptr, out_ptr, request, kv_head, used,
-            HEADS, KV_HEADS, DIM, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE,
-        )  # fmt: skip
+    _decode_splits(
+        _Work(list_ptr, batch, done_ptr, merges_ptr),
+        Queries(q_ptr, q_stride, kv_lens_ptr, slots_ptr, table_ptr, table_stride, sinks_ptr, HEADS, TILE_HEADS),
+        LayerPages(
+            k_ptr, v_ptr, page_grains, unit_grains, scale, KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM,
+            BLOCK, PRECISION, WINDOW, CAP, REST, TILE_REST, GRAIN, WIDE,
+        ),
+        _SplitRule(BLOCK, MIN_SPLIT, SPLITS, WINDOW),
+        _Paths(path_starts_ptr, path_places_ptr, path_stride),
+        SplitOutputs(
+            out_ptr, part_ptr, lse_ptr, HEADS, KV_HEADS, DIM, TILE_HEADS, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE
+        ),
+    )  # fmt: skip
 
 
 class Grains(NamedTuple):

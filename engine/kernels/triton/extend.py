@@ -14,14 +14,23 @@ scores of a row's first span.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.decode import KERNEL_LOG2_E, PagedLayer, capped, row_start, tile_dim
+from engine.kernels.triton.decode import PagedLayer, tile_dim
 from engine.kernels.triton.extend_plan import MAX_SPANS, ExtendPlan
+from engine.kernels.triton.paged_tiles import (
+    KERNEL_LOG2_E,
+    LayerPages,
+    Queries,
+    block_scores,
+    block_values,
+    load_q,
+    row_starts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,106 +58,191 @@ def latent_extend_tiles(*, dtype: torch.dtype) -> ExtendTiles:
     return ExtendTiles(rows=64, block=32, warps=8, stages=2)
 
 
+class _Unit(NamedTuple):
+    """A program's tile of rows; a token has PER_TOKEN rows, of different heads."""
+
+    ptr: Any  # (request, tile) int32; SPLIT: (request, tile, begin, end, part row)
+    request: Any
+    tile: Any
+    first: Any  # row of the request in q
+    q_len: Any
+    kv_len: Any
+    BLOCK_ROWS: Any
+    PER_TOKEN: Any
+    SPLIT: Any
+
+
+class _Rows(NamedTuple):
+    """Queries of a tile, and which tokens are visible to them."""
+
+    q: Any
+    q_rest: Any  # of latents
+    position: Any  # of each row
+    low: Any  # first token visible to any row
+    end: Any
+    kv_head: Any
+    table: Any
+
+
 @triton.jit
-def extend_block(
-    q,
-    q_rest,  # of latents
-    best,
-    total,
-    acc,
-    at,
-    low,  # first token visible to any row
-    end,
-    position,  # of each row
-    table,
-    k_ptr,
-    v_ptr,
-    page_grains,
-    unit_grains,
-    kv_head,
-    scale,
-    KV_HEADS: tl.constexpr,
-    UNIT_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,  # not every row sees every token of this block
-    SPLIT: tl.constexpr,  # a row may see none
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    REST: tl.constexpr,
-    TILE_REST: tl.constexpr,
-    GRAIN: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Process one block; return (best, total, acc)."""
-    dims = tl.arange(0, TILE_DIM)
-    token = at + tl.arange(0, BLOCK)
+def _extend_block(rows, attended, at, pages, MASKED: tl.constexpr, SPLIT: tl.constexpr):
+    """Add a block to (best, total, acc).
+
+    MASKED: some tokens of it are not visible to some rows; SPLIT: a row may have no visible one.
+    """
+    best, total, acc = attended
+    token = at + tl.arange(0, pages.BLOCK)
     there = token
     if MASKED:
-        mask_n = token < end
-        there = tl.minimum(token, end - 1)  # masked ones read a valid token: no value is made up
-        if WINDOW:
-            mask_n = mask_n & (token >= low)  # before it, the page table may name another request's page
-            there = tl.maximum(there, low)
-    there = there.to(tl.uint32)
-    page = tl.load(table + there // PAGE_SIZE)
-    in_page = (there % PAGE_SIZE).to(tl.int32)
-    start = row_start(page, in_page, kv_head, page_grains, unit_grains, KV_HEADS, UNIT_HEADS, DIM, REST, GRAIN, WIDE)
-    at_k = k_ptr + start[None, :] + dims[:, None]
-    at_v = v_ptr + start[:, None] + dims[None, :]
-    k = tl.load(at_k) if TILE_DIM == DIM else tl.load(at_k, mask=(dims < DIM)[:, None], other=0.0)
-    scores = tl.dot(q, k, input_precision=PRECISION)
-    if REST:
-        rest = tl.arange(0, TILE_REST)
-        k_rest = tl.load(k_ptr + DIM + start[None, :] + rest[:, None], mask=(rest < REST)[:, None], other=0.0)
-        scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
-    scores = scores * scale
-    if CAP != 0.0:
-        scores = capped(scores, CAP)
+        mask_n = token < rows.end
+        there = tl.minimum(token, rows.end - 1)  # masked ones read a valid token: no value is made up
+        if pages.WINDOW:
+            mask_n = mask_n & (token >= rows.low)  # before it, the page table may name another request's page
+            there = tl.maximum(there, rows.low)
+    start = row_starts(there, rows.kv_head, rows.table, pages)
+    scores, k = block_scores(rows.q, rows.q_rest, start, pages)
     if MASKED:
         # rows past the end see what the last row sees: no empty row, no NaN
-        seen = (token[None, :] <= position[:, None]) & mask_n[None, :]
-        if WINDOW:
-            seen = seen & (token[None, :] > position[:, None] - WINDOW)
+        seen = (token[None, :] <= rows.position[:, None]) & mask_n[None, :]
+        if pages.WINDOW:
+            seen = seen & (token[None, :] > rows.position[:, None] - pages.WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     best_now = tl.maximum(best, tl.max(scores, 1))
     base = best_now
-    if MASKED and (SPLIT or WINDOW):
+    if MASKED and (SPLIT or pages.WINDOW):
         base = tl.where(best_now == float("-inf"), 0.0, best_now)  # rows without a token so far: weights of 0, no NaN
     factor = tl.exp2(best - base)
     weights = tl.exp2(scores - base[:, None])
-    if REST:
-        v = tl.trans(k)
-    elif TILE_DIM == DIM:
-        v = tl.load(at_v)
-    else:
-        v = tl.load(at_v, mask=(dims < DIM)[None, :], other=0.0)
+    v = tl.trans(k) if pages.REST else block_values(start, pages)
     acc = acc * factor[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=pages.PRECISION)
     return best_now, total * factor + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def _spans(unit, before, low, pages):
+    """Bounds of visible tokens: of masked blocks, of those visible to all rows, of masked ones again."""
+    begin, last = 0, unit.tile * unit.BLOCK_ROWS + (unit.BLOCK_ROWS - 1)
+    seen = tl.minimum(unit.kv_len, unit.kv_len - unit.q_len + last // unit.PER_TOKEN + 1)
+    end = seen
+    if unit.SPLIT:
+        begin, end = tl.load(unit.ptr + 2), tl.load(unit.ptr + 3)
+    seen_by_all = begin  # latents mask all blocks: registers hold one such loop
+    if not pages.REST:
+        seen_by_all = tl.maximum(begin, tl.minimum(before + 1, end) // pages.BLOCK * pages.BLOCK)
+    edge = begin
+    if pages.WINDOW:
+        begin = tl.maximum(begin, low // pages.BLOCK * pages.BLOCK)
+        edge = tl.minimum(tl.cdiv(tl.maximum(seen - pages.WINDOW, 0), pages.BLOCK) * pages.BLOCK, end)
+        edge = tl.maximum(begin, edge)
+        seen_by_all = tl.maximum(edge, seen_by_all)
+    return begin, edge, seen_by_all, end
+
+
+@triton.jit
+def _attend_rows(rows, attended, begin, edge, seen_by_all, pages, SPLIT: tl.constexpr):
+    """Add all blocks up to the rows' end, as `_spans` bounds them, to (best, total, acc)."""
+    if pages.WINDOW:
+        # fp32 is bound by products: loads ahead would only spill
+        for at in tl.range(begin, edge, pages.BLOCK, num_stages=1 if pages.PRECISION == "ieee" else None):
+            attended = _extend_block(rows, attended, at, pages, True, SPLIT)
+    for at in range(edge, seen_by_all, pages.BLOCK):
+        attended = _extend_block(rows, attended, at, pages, False, SPLIT)
+    for at in range(seen_by_all, rows.end, pages.BLOCK):
+        attended = _extend_block(rows, attended, at, pages, True, SPLIT)
+    return attended
+
+
+@triton.jit
+def _heads_of(in_tile, queries, pages, PER_TOKEN: tl.constexpr):
+    """KV head and query heads of the program's rows: pairs (token, head), or tokens of one head."""
+    at = tl.program_id(1)
+    if PER_TOKEN > 1:
+        kv_head, head = at, at * PER_TOKEN + in_tile % PER_TOKEN
+    else:
+        kv_head, head = at // (queries.HEADS // pages.KV_HEADS), at
+    return kv_head, head
+
+
+@triton.jit
+def _extend_tile(unit, queries, pages):
+    """Return (best, total, acc) of a tile's rows."""
+    WIDTH: tl.constexpr = pages.DIM + pages.REST
+    in_tile = unit.tile * unit.BLOCK_ROWS + tl.arange(0, unit.BLOCK_ROWS)
+    tokens = in_tile // unit.PER_TOKEN
+    kv_head, head = _heads_of(in_tile, queries, pages, unit.PER_TOKEN)
+    q_rows = queries.q_ptr + (unit.first + tokens).to(tl.int64)[:, None] * queries.q_stride
+    at_head = head[:, None] * WIDTH if unit.PER_TOKEN > 1 else head * WIDTH
+    q, q_rest = load_q(q_rows, at_head, tokens < unit.q_len, pages)
+    before = unit.kv_len - unit.q_len + unit.tile * unit.BLOCK_ROWS // unit.PER_TOKEN  # tokens before the first row's
+    position = unit.kv_len - unit.q_len + tokens
+    low = 0
+    if pages.WINDOW:
+        position = tl.minimum(position, unit.kv_len - 1)
+        low = tl.maximum(before + 1 - pages.WINDOW, 0)
+    begin, edge, seen_by_all, end = _spans(unit, before, low, pages)
+    best = tl.full([unit.BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([unit.BLOCK_ROWS], tl.float32)
+    if queries.sinks_ptr is not None:
+        is_first = begin <= low  # first span that the tile needs
+        best = tl.where(is_first, tl.load(queries.sinks_ptr + head) * KERNEL_LOG2_E, best)
+        total = tl.where(is_first, 1.0, total)
+    acc = tl.zeros([unit.BLOCK_ROWS, pages.TILE_DIM], tl.float32)
+    table = queries.table_ptr + tl.load(queries.slots_ptr + unit.request) * queries.table_stride
+    rows = _Rows(q, q_rest, position, low, end, kv_head, table)
+    return _attend_rows(rows, (best, total, acc), begin, edge, seen_by_all, pages, unit.SPLIT)
+
+
+@triton.jit
+def _store_tile(unit, attended, queries, pages, out_ptr, lse_ptr):
+    """Store a tile's results, or its parts if other programs have other tokens of its context."""
+    best, total, acc = attended
+    dims = tl.arange(0, pages.TILE_DIM)
+    in_tile = unit.tile * unit.BLOCK_ROWS + tl.arange(0, unit.BLOCK_ROWS)
+    tokens = in_tile // unit.PER_TOKEN
+    kv_head, head = _heads_of(in_tile, queries, pages, unit.PER_TOKEN)
+    # without splits of latents in another form than for q: fewer registers until here
+    mask = in_tile < unit.q_len * unit.PER_TOKEN if pages.REST and not unit.SPLIT else tokens < unit.q_len
+    mask_md = mask[:, None] & (dims < pages.DIM)[None, :]
+    if unit.SPLIT:
+        # a row without a token in the span: 0, and log2(0) has no weight in the merge; a NaN stays
+        out = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])
+        part_row = tl.load(unit.ptr + 4) + tl.arange(0, unit.BLOCK_ROWS)
+        part = part_row.to(tl.int64) * pages.KV_HEADS + kv_head
+        tl.store(out_ptr + part[:, None] * pages.DIM + dims[None, :], out, mask=mask_md)
+        tl.store(lse_ptr + part, best + tl.log2(total), mask=mask)
+    else:
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        if pages.REST:
+            row = unit.first.to(tl.int64) * queries.HEADS + in_tile
+        else:
+            row = (unit.first + tokens).to(tl.int64) * queries.HEADS + head
+        tl.store(out_ptr + (row * pages.DIM)[:, None] + dims[None, :], out, mask=mask_md)
+
+
+@triton.jit
+def _attend_unit(unit, queries, pages, out_ptr, lse_ptr):
+    _store_tile(unit, _extend_tile(unit, queries, pages), queries, pages, out_ptr, lse_ptr)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def extend_kernel(
-    q_ptr,  # [T, heads, dim + rest]; heads of a row are dense
-    k_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
+    q_ptr,
+    k_ptr,
     v_ptr,
     out_ptr,  # [T, heads, dim] dense; SPLIT: [part_rows, kv_heads, dim] fp32, normalised
     lse_ptr,  # SPLIT: [part_rows, kv_heads] fp32: log2 of each row's sum of weights
     units_ptr,  # (request, tile) int32; SPLIT: (request, tile, begin, end, part row)
-    table_ptr,  # [slots, table_stride] int32
-    slots_ptr,  # [B] int64
+    table_ptr,
+    slots_ptr,
     starts_ptr,  # [B + 1] int32: first row of each request in q
-    kv_lens_ptr,  # [B] int32
-    sinks_ptr,  # [heads] fp32: a score per head without a value; None: no sinks
+    kv_lens_ptr,
+    sinks_ptr,
     q_stride,
     table_stride,
     page_grains,
     unit_grains,
-    scale,  # times log2(e)
+    scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     UNIT_HEADS: tl.constexpr,
@@ -161,105 +255,29 @@ def extend_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
-    REST: tl.constexpr,  # elements of K after V's, for latents; 0: separate K and V
+    REST: tl.constexpr,
     TILE_REST: tl.constexpr,
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Program (unit, head); with SPLIT or latents (unit, KV head), rows are (token, head) pairs."""
-    PAIRS: tl.constexpr = SPLIT or REST > 0
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    WIDTH: tl.constexpr = DIM + REST
-    unit = units_ptr + tl.program_id(0) * (5 if SPLIT else 2)
-    request, tile = tl.load(unit), tl.load(unit + 1)
+    PER_TOKEN: tl.constexpr = HEADS // KV_HEADS if SPLIT or REST > 0 else 1
+    unit_ptr = units_ptr + tl.program_id(0) * (5 if SPLIT else 2)
+    request, tile = tl.load(unit_ptr), tl.load(unit_ptr + 1)
     first = tl.load(starts_ptr + request)
     q_len = tl.load(starts_ptr + request + 1) - first
-    if tile * BLOCK_ROWS >= q_len * (GROUP if PAIRS else 1):  # a list made without the lengths
+    if tile * BLOCK_ROWS >= q_len * PER_TOKEN:  # a list made without the lengths
         return
-    kv_len = tl.load(kv_lens_ptr + request)
-    rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.arange(0, TILE_DIM)
-    if PAIRS:
-        kv_head = tl.program_id(1)
-        tokens = rows // GROUP
-        head = kv_head * GROUP + rows % GROUP
-        if SPLIT:
-            begin, end = tl.load(unit + 2), tl.load(unit + 3)
-        else:
-            begin = 0
-            end = tl.minimum(kv_len, kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1)
-        before = kv_len - q_len + tile * BLOCK_ROWS // GROUP  # tokens before the first row's
-        # latents mask all blocks: registers hold one such loop
-        seen_by_all = begin if REST else tl.maximum(begin, tl.minimum(before + 1, end) // BLOCK * BLOCK)
-        at_head = head[:, None] * WIDTH + dims[None, :]
-    else:
-        head = tl.program_id(1)
-        kv_head = head // GROUP
-        tokens = rows
-        begin = 0
-        before = kv_len - q_len + tile * BLOCK_ROWS
-        end = tl.minimum(kv_len, before + BLOCK_ROWS)
-        seen_by_all = (before + 1) // BLOCK * BLOCK
-        at_head = head * DIM + dims[None, :]
-    mask_md = (tokens < q_len)[:, None] & (dims < DIM)[None, :]
-    in_batch = (first + tokens).to(tl.int64)
-    q = tl.load(q_ptr + in_batch[:, None] * q_stride + at_head, mask=mask_md, other=0.0)
-    q_rest = q
-    if REST:
-        rest = tl.arange(0, TILE_REST)
-        at_rest = in_batch[:, None] * q_stride + head[:, None] * WIDTH + DIM + rest[None, :]
-        q_rest = tl.load(q_ptr + at_rest, mask=(tokens < q_len)[:, None] & (rest < REST)[None, :], other=0.0)
-    if REST and not SPLIT:
-        mask_md = (rows < q_len * GROUP)[:, None] & (dims < DIM)[None, :]  # recomputed: fewer registers until the end
-    position = kv_len - q_len + tokens
-    low = 0
-    if WINDOW:
-        position = tl.minimum(position, kv_len - 1)
-        low = tl.maximum(before + 1 - WINDOW, 0)
-    best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    if sinks_ptr is not None:
-        is_first = begin <= low  # first span that the tile needs
-        best = tl.where(is_first, tl.load(sinks_ptr + head) * KERNEL_LOG2_E, best)
-        total = tl.where(is_first, 1.0, total)
-    acc = tl.zeros([BLOCK_ROWS, TILE_DIM], tl.float32)
-    table = table_ptr + tl.load(slots_ptr + request) * table_stride
-    if WINDOW:
-        begin = tl.maximum(begin, low // BLOCK * BLOCK)
-        last = tl.minimum(kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // (GROUP if PAIRS else 1), kv_len - 1)
-        edge = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK) * BLOCK, end)
-        # fp32 is bound by products: loads ahead would only spill
-        for at in tl.range(begin, edge, BLOCK, num_stages=1 if PRECISION == "ieee" else None):
-            best, total, acc = extend_block(
-                q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_grains, unit_grains, kv_head, scale,
-                KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
-                REST, TILE_REST, GRAIN, WIDE,
-            )  # fmt: skip
-        begin = tl.maximum(begin, edge)
-        seen_by_all = tl.maximum(begin, seen_by_all)
-    for at in range(begin, seen_by_all, BLOCK):
-        best, total, acc = extend_block(
-            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_grains, unit_grains, kv_head, scale,
-            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False, SPLIT, WINDOW, CAP,
-                REST, TILE_REST, GRAIN, WIDE,
-        )  # fmt: skip
-    for at in range(seen_by_all, end, BLOCK):
-        best, total, acc = extend_block(
-            q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_grains, unit_grains, kv_head, scale,
-            KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True, SPLIT, WINDOW, CAP,
-                REST, TILE_REST, GRAIN, WIDE,
-        )  # fmt: skip
-    if SPLIT:
-        # a row without a token in the span: 0, and log2(0) has no weight in the merge; a NaN stays
-        out = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])
-        part_row = tl.load(unit + 4) + tl.arange(0, BLOCK_ROWS)
-        part = part_row.to(tl.int64) * KV_HEADS + kv_head
-        tl.store(out_ptr + part[:, None] * DIM + dims[None, :], out, mask=mask_md)
-        tl.store(lse_ptr + part, best + tl.log2(total), mask=tokens < q_len)
-    else:
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        at_out = (first.to(tl.int64) * HEADS + rows if REST else in_batch * HEADS + head) * DIM
-        tl.store(out_ptr + at_out[:, None] + dims[None, :], out, mask=mask_md)
+    _attend_unit(
+        _Unit(unit_ptr, request, tile, first, q_len, tl.load(kv_lens_ptr + request), BLOCK_ROWS, PER_TOKEN, SPLIT),
+        Queries(q_ptr, q_stride, kv_lens_ptr, slots_ptr, table_ptr, table_stride, sinks_ptr, HEADS, BLOCK_ROWS),
+        LayerPages(
+            k_ptr, v_ptr, page_grains, unit_grains, scale, KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM,
+            BLOCK, PRECISION, WINDOW, CAP, REST, TILE_REST, GRAIN, WIDE,
+        ),
+        out_ptr,
+        lse_ptr,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -267,7 +285,7 @@ def extend_merge_kernel(
     part_ptr,  # [part_rows, kv_heads, dim] fp32
     lse_ptr,  # [part_rows, kv_heads] fp32
     out_ptr,  # [T, heads, dim] dense
-    merges_ptr,  # (request, tile, part row, spans) int32
+    merges_ptr,  # (request, tile, part row, _spans) int32
     starts_ptr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,

@@ -14,6 +14,18 @@ HEAD_TILE = 8  # heads per program: enough programs for one token
 
 
 @triton.jit
+def _pairs(ptr, mask, HALF: tl.constexpr):
+    """Both elements of pairs, which lie HALF apart, as fp32."""
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32), tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(ptr, low, high, mask, HALF: tl.constexpr):
+    tl.store(ptr, low.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + HALF, high.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def rope_write_kernel(
     x_ptr,  # [T, x_stride]: dense heads of q, k and v; q is changed
     weight_ptr,  # [HEADS + KV_HEADS, DIM]
@@ -52,37 +64,28 @@ def rope_write_kernel(
     at = head[:, None] * DIM + dims[None, :]
     mask = (head < tl.where(is_kv, HEADS + KV_HEADS, HEADS))[:, None] & (dims < HALF)[None, :]
     x = x_ptr + token * x_stride + at
-    low = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    low, high = _pairs(x, mask, HALF)
     if NORMS:
         factor = 1.0 / tl.sqrt(tl.sum(low * low + high * high, 1) / DIM + eps)
-        low_weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        high_weight = tl.load(weight_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+        low_weight, high_weight = _pairs(weight_ptr + at, mask, HALF)
         low = (low * factor[:, None]).to(dtype).to(tl.float32) * (low_weight + offset)
         high = (high * factor[:, None]).to(dtype).to(tl.float32) * (high_weight + offset)
         low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
     turn = token * turn_stride + dims
-    mask_t = dims < HALF
-    low_cosine = tl.load(cosine_ptr + turn, mask=mask_t, other=0.0).to(tl.float32)[None, :]
-    high_cosine = tl.load(cosine_ptr + turn + HALF, mask=mask_t, other=0.0).to(tl.float32)[None, :]
-    low_sine = tl.load(sine_ptr + turn, mask=mask_t, other=0.0).to(tl.float32)[None, :]
-    high_sine = tl.load(sine_ptr + turn + HALF, mask=mask_t, other=0.0).to(tl.float32)[None, :]
-    new_low = ((low * low_cosine).to(dtype).to(tl.float32) + high * low_sine).to(dtype)
-    new_high = ((high * high_cosine).to(dtype).to(tl.float32) + low * high_sine).to(dtype)
+    low_cosine, high_cosine = _pairs(cosine_ptr + turn, dims < HALF, HALF)
+    low_sine, high_sine = _pairs(sine_ptr + turn, dims < HALF, HALF)
+    new_low = ((low * low_cosine[None, :]).to(dtype).to(tl.float32) + high * low_sine[None, :]).to(dtype)
+    new_high = ((high * high_cosine[None, :]).to(dtype).to(tl.float32) + low * high_sine[None, :]).to(dtype)
     if is_kv:
-        kept = k_cache_ptr.dtype.element_ty
         place = tl.load(pages_ptr + token) * page_stride + tl.load(offsets_ptr + token) * (UNIT_HEADS * DIM)
         to = place + (at - HEADS * DIM)
         if UNIT_HEADS < KV_HEADS:
             to += (head - HEADS)[:, None] // UNIT_HEADS * (unit_stride - UNIT_HEADS * DIM)
-        tl.store(k_cache_ptr + to, new_low.to(kept), mask=mask)
-        tl.store(k_cache_ptr + to + HALF, new_high.to(kept), mask=mask)
+        _store_pairs(k_cache_ptr + to, new_low, new_high, mask, HALF)
         v = x + KV_HEADS * DIM
-        tl.store(v_cache_ptr + to, tl.load(v, mask=mask).to(kept), mask=mask)
-        tl.store(v_cache_ptr + to + HALF, tl.load(v + HALF, mask=mask).to(kept), mask=mask)
+        _store_pairs(v_cache_ptr + to, tl.load(v, mask=mask), tl.load(v + HALF, mask=mask), mask, HALF)
     else:
-        tl.store(x, new_low, mask=mask)
-        tl.store(x + HALF, new_high, mask=mask)
+        _store_pairs(x, new_low, new_high, mask, HALF)
 
 
 def rope_write(

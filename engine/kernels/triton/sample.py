@@ -182,6 +182,23 @@ def _is_below(gap_bits, ids, bound_gap, bound_id):
 
 
 @triton.jit
+def _bins_of(source, best, within, start, shift, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Counts by element of tokens with bits `within`: a byte for each of bins 0 to 7, and 8 to 15."""
+    low, high = within
+    few, many = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
+    for at in range(0, VOCAB, TILE):
+        ids = at + tl.arange(0, TILE)
+        x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
+        bits = (best - x).to(tl.int32, bitcast=True)
+        counts = (ids < VOCAB) & (bits >= low) & (bits < high)
+        index = tl.minimum(tl.maximum(bits - start, 0) >> shift, 15)
+        one = tl.where(counts, 1, 0).to(tl.int64) << ((index & 7) * 8).to(tl.int64)
+        few += tl.where(index < 8, one, 0)
+        many += tl.where(index < 8, 0, one)
+    return few, many
+
+
+@triton.jit
 def _count_in(bins, index: tl.constexpr):
     return tl.sum(((bins >> (8 * index)) & 255).to(tl.int32), 0)
 
@@ -221,16 +238,7 @@ def top_k_kernel(
     low, high, before = tl.full([], 0, tl.int32), tl.full([], _INF_BITS + 1, tl.int32), tl.full([], 0, tl.int32)
     start, shift = tl.full([], _FIRST_BIN, tl.int32), tl.full([], 23, tl.int32)
     while (before != top_k) & (high - low > 1):
-        few, many = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
-        for at in range(0, VOCAB, TILE):
-            ids = at + tl.arange(0, TILE)
-            x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
-            bits = (best - x).to(tl.int32, bitcast=True)
-            counts = (ids < VOCAB) & (bits >= low) & (bits < high)
-            index = tl.minimum(tl.maximum(bits - start, 0) >> shift, 15)
-            one = tl.where(counts, 1, 0).to(tl.int64) << ((index & 7) * 8).to(tl.int64)
-            few += tl.where(index < 8, one, 0)
-            many += tl.where(index < 8, 0, one)
+        few, many = _bins_of(source, best, (low, high), start, shift, VOCAB, TILE)
         found = tl.full([], 0, tl.int32)  # the bin of token number top_k
         running = before
         for i in tl.static_range(15):

@@ -207,10 +207,10 @@ def merge_kernel(
 ):  # fmt: skip
     """Program (request, kv head)."""
     request, kv_head = tl.program_id(0), tl.program_id(1)
-    decode.merge_splits(
-        part_ptr, lse_ptr, out_ptr, request, kv_head, tl.load(used_ptr + request),
-        HEADS, KV_HEADS, DIM, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE,
-    )  # fmt: skip
+    to = decode.SplitOutputs(
+        out_ptr, part_ptr, lse_ptr, HEADS, KV_HEADS, DIM, TILE_GROUP, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE
+    )
+    decode.merge_splits(request, kv_head, tl.load(used_ptr + request), to)
 
 
 def check_merge() -> None:
