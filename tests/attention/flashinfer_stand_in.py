@@ -1,5 +1,7 @@
 """A stand-in of FlashInfer 0.7.2's wrapper: its signatures, and what it computes, token by token from the paged layout."""
 
+from collections.abc import Mapping
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -7,100 +9,73 @@ import torch
 VERSION = "0.7.2"
 
 
+def _signature(required: str, optional: str) -> Signature:
+    """Of a method with these parameters; behind `*args` only by keyword."""
+    kind = Parameter.KEYWORD_ONLY if "*" in required else Parameter.POSITIONAL_OR_KEYWORD
+    first = [
+        Parameter(name.strip("*"), Parameter.VAR_POSITIONAL if "*" in name else Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("self", *required.split())
+    ]
+    return Signature([*first, *(Parameter(name, kind, default=None) for name in optional.split())])
+
+
+SIGNATURES = {
+    "__init__": _signature(
+        "float_workspace_buffer",
+        """kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf paged_kv_last_page_len_buf
+        custom_mask_buf mask_indptr_buf backend jit_args jit_kwargs variant_owns_mask""",
+    ),
+    "plan": _signature(
+        """qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk
+        page_size""",
+        """head_dim_vo custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction sm_scale window_left
+        logits_soft_cap rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking prefix_len_ptr
+        token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr seq_lens seq_lens_q block_tables
+        max_token_per_sequence max_sequence_kv fixed_split_size disable_split_kv uniform_q_len""",
+    ),
+    "run": _signature(
+        "q paged_kv_cache *args",
+        """q_scale k_scale v_scale out lse return_lse lse_base lse_layout enable_pdl window_left sinks kv_cache_sf
+        skip_softmax_threshold_scale_factor use_fp16_softmax uses_spcompress""",
+    ),
+}
+
+
+def _given(method: str, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    """Arguments by name, None where left out. Raises TypeError, as a call would."""
+    found = SIGNATURES[method].bind(*args, **kwargs)
+    found.apply_defaults()
+    return found.arguments
+
+
 class BatchPrefillWithPagedKVCacheWrapper:
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Any = None,
-        paged_kv_indptr_buf: Any = None,
-        paged_kv_indices_buf: Any = None,
-        paged_kv_last_page_len_buf: Any = None,
-        custom_mask_buf: Any = None,
-        mask_indptr_buf: Any = None,
-        backend: str = "auto",
-        jit_args: Any = None,
-        jit_kwargs: Any = None,
-        variant_owns_mask: bool = False,
-    ) -> None:
-        assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
-        self.device = float_workspace_buffer.device
-        self.planned: dict[str, Any] = {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _given("__init__", self, *args, **kwargs)
+        workspace = given["float_workspace_buffer"]
+        assert given["kv_layout"] == "NHD" and workspace.dtype == torch.uint8
+        self.device = workspace.device
+        self.planned: Mapping[str, Any] = {}
 
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        head_dim_vo: Any = None,
-        custom_mask: Any = None,
-        packed_custom_mask: Any = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: Any = None,
-        window_left: int = -1,
-        logits_soft_cap: Any = None,
-        rope_scale: Any = None,
-        rope_theta: Any = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: Any = None,
-        token_pos_in_items_ptr: Any = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Any = None,
-        seq_lens: Any = None,
-        seq_lens_q: Any = None,
-        block_tables: Any = None,
-        max_token_per_sequence: Any = None,
-        max_sequence_kv: Any = None,
-        fixed_split_size: Any = None,
-        disable_split_kv: bool = False,
-        uniform_q_len: Any = None,
-    ) -> None:
-        lists = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, seq_lens)
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        given = _given("plan", self, *args, **kwargs)
+        lengths = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "seq_lens")
+        lists = [given[name] for name in lengths]
         assert all(x.dtype == torch.int32 and x.dim() == 1 for x in lists), [x.dtype for x in lists]
-        assert causal and disable_split_kv, "the result of a request would depend on its batch"
-        kv_lens = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
-        assert torch.equal(kv_lens, seq_lens) and int(paged_kv_last_page_len.min()) >= 1
-        assert int(paged_kv_last_page_len.max()) <= page_size and int(paged_kv_indptr[-1]) == len(paged_kv_indices)
-        self.planned = dict(locals())
+        assert given["causal"] and given["disable_split_kv"], "the result of a request would depend on its batch"
+        _, kv_indptr, indices, last_page_lens, seq_lens = lists
+        kv_lens = (kv_indptr.diff() - 1) * given["page_size"] + last_page_lens
+        assert torch.equal(kv_lens, seq_lens) and int(last_page_lens.min()) >= 1
+        assert int(last_page_lens.max()) <= given["page_size"] and int(kv_indptr[-1]) == len(indices)
+        self.planned = given
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-        enable_pdl: Any = None,
-        window_left: Any = None,
-        sinks: Any = None,
-        kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: Any = None,
-        use_fp16_softmax: Any = None,
-        uses_spcompress: Any = None,
-    ) -> torch.Tensor:
-        now, (k, v) = self.planned, paged_kv_cache
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = _given("run", self, *args, **kwargs)
+        q, (k, v), now = given["q"], given["paged_kv_cache"], self.planned
         size = now["page_size"]
         assert q.dtype == now["q_data_type"] and k.dtype == v.dtype == now["kv_data_type"]
         assert q.shape == (int(now["qo_indptr"][-1]), now["num_qo_heads"], now["head_dim_qk"]), q.shape
         assert k.shape[1:] == (size, now["num_kv_heads"], now["head_dim_qk"]) and k.stride() == v.stride()
-        found = torch.zeros_like(q) if out is None else out
+        found = torch.zeros_like(q) if given["out"] is None else given["out"]
         for i in range(len(now["qo_indptr"]) - 1):
             rows = slice(*now["qo_indptr"][i : i + 2].tolist())
             pages = now["paged_kv_indices"][slice(*now["paged_kv_indptr"][i : i + 2].tolist())]
