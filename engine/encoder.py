@@ -14,7 +14,7 @@ from engine.executor.model_runner import DeviceOutOfMemory, compute
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.step_batch import PageTable, upload
 from engine.model_files.model_config import ModelConfig
-from engine.model_files.vision_config import CLIP, PROJECTOR, VISUAL
+from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
 from engine.models.checkpoint import Checkpoint
 from engine.models.part import ModelPart
 from engine.models.vision.tower import VisionTower

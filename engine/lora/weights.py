@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import SiteShape
 from engine.lora.peft_config import PeftConfig, read_peft_config
-from engine.model_files.vision_config import is_multimodal, text_name
+from engine.model_files.tensor_names import is_multimodal, text_name
 from engine.parallel.layout import cut_of
 from service.flags import ConfigError
 

@@ -21,7 +21,7 @@ from engine.kernels.tape import Staging
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
-from engine.model_files.vision_config import TEXT_PARTS, VISION_PARTS, text_name
+from engine.model_files.tensor_names import names_in_files
 from engine.models.dummy_weights import DummyTensors
 from engine.models.quantized_tensors import PackedGGUF, QuantizedTensors
 from engine.parallel.layout import Extent, cut_of
@@ -209,7 +209,7 @@ class _Safetensors:
         self._folder = folder
         self._files: dict[Path, Any] = {}
         files = _tensor_files(folder, self._files)
-        self._name_in_file = _names(files)
+        self._name_in_file = names_in_files(files)
         self._file_of = {name: files[there] for name, there in self._name_in_file.items()}
 
     def names(self) -> Collection[str]:
@@ -264,28 +264,6 @@ class _Safetensors:
                 f"supported: {', '.join(DTYPES)} (config.json names no quantization)"
             )
         return tensor
-
-
-def _names(stored: Collection[str]) -> dict[str, str]:
-    """Canonical tensor names -> names in the files."""
-    if "embed_tokens.weight" in stored:  # an embedding model, saved without a head
-        return {name if name.startswith("score.") else f"model.{name}": name for name in stored}
-    for part in TEXT_PARTS:
-        if f"{part}embed_tokens.weight" in stored:
-            text = {text_name(name): name for name in stored if name.startswith(part)}
-            heads = {name.removeprefix("language_model."): name for name in stored}
-            heads = {name: there for name, there in heads.items() if name.startswith(("lm_head.", "mtp."))}
-            return text | heads | _vision_names(stored)
-    return {name: name for name in stored}
-
-
-def _vision_names(stored: Collection[str]) -> dict[str, str]:
-    found = {}
-    for name in stored:
-        part = next((part for part in VISION_PARTS if name.startswith(part)), None)
-        if part is not None:
-            found[name.replace(part, VISION_PARTS[part], 1)] = name
-    return found
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:

@@ -11,7 +11,7 @@ from engine.layers.linear import LayerNorm, Linear, Norm, RowLinear, SiteShape, 
 from engine.layers.rope import head_order
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
-from engine.model_files.vision_config import CLIP, PROJECTOR, VISUAL
+from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
 from engine.models.cache_specs import layer_spec
 from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance

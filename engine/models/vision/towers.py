@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import Linear, add
+from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
 from engine.model_files.tower_config import CHANNELS, ClipTower, ImageProcessing, LearnedTower, TowerConfig, WindowTower
-from engine.model_files.vision_config import CLIP, PROJECTOR, VISUAL, VisionConfig
+from engine.model_files.vision_config import VisionConfig
 from engine.models.part import ModelPart
 from engine.models.vision.block import (
     ACTIVATIONS,
