@@ -8,8 +8,10 @@ from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
 from engine.core.mem_cache.backups import NOTHING, Backups, CopySize
 from engine.core.mem_cache.cache_events import PrefixEvents, events_of_tree
+from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.match_rules import ByState, ByWindow
-from engine.core.mem_cache.memory_part import MemoryPart, Windows, part_of
+from engine.core.mem_cache.memory_part import MemoryPart, Windows
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_cache import MatchRule, RadixCache, TreePart, by_pages
 from engine.core.mem_cache.state_slots import StateSlots
@@ -42,25 +44,38 @@ class CoreConfig:
     uniform: Uniform = lambda: 0.0
 
 
-def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tuple[Scheduler, PrefixEvents | None]:
-    """Return the scheduler with its memory, and the prefix cache's events if it publishes them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Parts of request memory, of workers, of engines in tests and of simulated ones; None is none."""
 
-    `parts`: of memory, in the order of engine/core/mem_cache/memory_part.py; None is none.
-    """
-    present = [part for part in parts if part is not None]
+    host: HostCache | None = None
+    states: StateSlots | None = None
+    windows: WindowPages | None = None
+    images: ImageCache | None = None
+
+    @property
+    def present(self) -> Sequence[MemoryPart]:
+        """Return those there are, in the order that engine/core/mem_cache/memory_part.py describes."""
+        return [part for part in (self.host, self.states, self.windows, self.images) if part is not None]
+
+
+def build_core(core: CoreConfig, parts: MemoryParts = MemoryParts()) -> tuple[Scheduler, PrefixEvents | None]:
+    """Return the scheduler with its memory, and the prefix cache's events if it publishes them."""
+    present = list(parts.present)
     if core.backup_room != NOTHING:
-        copied = part_of(Windows, present) or Windows()
+        copied = parts.windows or Windows()
         present.append(Backups(room=core.backup_room, page_size=core.limits.page_size, windows=copied))
-    states, windows = part_of(StateSlots, present), part_of(WindowPages, present)
     allocator = PageAllocator(num_pages=core.num_pages, page_size=core.limits.page_size)
-    events = events_of_tree(allocator.page_size, states=states, windows=windows) if core.publishes else None
+    events = None
+    if core.publishes:
+        events = events_of_tree(allocator.page_size, states=parts.states, windows=parts.windows)
     following = [part for part in (*present, events) if isinstance(part, TreePart)]
     tree = RadixCache(
         allocator,
         enabled=core.radix,
         policy=core.eviction_policy,
         parts=following,
-        rule=_match_rule(states, windows),
+        rule=_match_rule(parts),
     )
     state = SchedulerState(
         limits=core.limits,
@@ -79,8 +94,9 @@ def build_core(core: CoreConfig, parts: Sequence[MemoryPart | None] = ()) -> tup
     return scheduler, events
 
 
-def _match_rule(states: StateSlots | None, windows: WindowPages | None) -> MatchRule:
+def _match_rule(parts: MemoryParts) -> MatchRule:
     """Return the rule for prefixes that a request can start from."""
+    states, windows = parts.states, parts.windows
     if states is not None:
         return ByState(states) if windows is None else ByState(states, whole=windows.is_whole)
     return by_pages if windows is None else ByWindow(windows)

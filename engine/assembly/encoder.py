@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from engine.assembly.core import build_core
+from engine.assembly.core import MemoryParts, build_core
 from engine.assembly.leader import core_config
 from engine.assembly.parts import WorkerParts
 from engine.config import EngineConfig
@@ -55,7 +55,7 @@ def build_encoder(
     pool = feature_pool(config, model, vision, num_pages=num_pages, allocate=use.allocate_kv)
     token_bytes = pool.page_bytes // PAGE_TOKENS
     images = ImageCache(max_bytes=step_images_tokens(config, vision) * token_bytes, token_bytes=token_bytes)
-    scheduler, _ = build_core(core_config(config, model, use, num_pages=num_pages), [images])
+    scheduler, _ = build_core(core_config(config, model, use, num_pages=num_pages), MemoryParts(images=images))
     executor = EncodeExecutor(make_runner(config, tower, pool), make_stream(config, pool.device))
     bytes_of = {
         "weights": weights_bytes,

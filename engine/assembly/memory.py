@@ -3,12 +3,12 @@
 measured steps -> sizes that fit this rank -> ranks agree -> pools
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from engine.assembly.core import MemoryParts
 from engine.config import EngineConfig
 from engine.core.mem_cache.backups import NOTHING, CopySize
-from engine.core.mem_cache.memory_part import MemoryPart
 from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.device.feature_pool import arrivals, arriving_bytes
 from engine.device.host_copies import backup_bytes, backup_room
@@ -178,17 +178,18 @@ class EngineMemory:
             backup_room=self.room,
         )
 
-    def parts(self, config: EngineConfig) -> Sequence[MemoryPart | None]:
-        """Return request memory's parts, in the order of memory_part.py; None is none.
-
-        `config`: with the requests that fit.
-        """
+    def parts(self, config: EngineConfig) -> MemoryParts:
+        """Return request memory's parts. `config`: with the requests that fit."""
         states = None
         if self.sizes.slot_bytes:
             peers_write = self.use.peers_write_pages or self.room != NOTHING
             states = make_state_slots(config, peers_write=peers_write, num_shadows=self.sizes.shadows)
-        host_cache = self.tier.cache if self.tier else None
-        return host_cache, states, self.pools.window_pages(), image_cache(config, self.model)
+        return MemoryParts(
+            host=self.tier.cache if self.tier else None,
+            states=states,
+            windows=self.pools.window_pages(),
+            images=image_cache(config, self.model),
+        )
 
     def report(self, config: EngineConfig) -> dict[str, int]:
         """Log and return bytes by use."""

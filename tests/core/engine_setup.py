@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.assembly.core import CoreConfig, build_core
+from engine.assembly.core import CoreConfig, MemoryParts, build_core
 from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import RatioRule, StepBudget
 from engine.core.mem_cache.backups import CopySize
@@ -112,7 +112,8 @@ class EngineSetup:
             uniform=random.Random(5).random,
         )
         images = ImageCache(max_bytes=self.image_room, token_bytes=1) if self.image_room else None
-        parts = [self.host, self._states(model.shadows), self._windows(bounds), images]
+        states, windows = self._states(model.shadows), self._windows(bounds)
+        parts = MemoryParts(host=self.host, states=states, windows=windows, images=images)
         scheduler, events = build_core(core, parts)
         assert events is not None
         return scheduler, events

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from disagg.metadata import ROW
-from engine.assembly.core import CoreConfig, build_core
+from engine.assembly.core import CoreConfig, MemoryParts, build_core
 from engine.core.estimates import RatioRule
 from engine.core.mem_cache.backups import CopySize
 from engine.core.mem_cache.host_cache import HostCache
@@ -168,7 +168,7 @@ def make_scheduler(
         backup_room=CopySize(room, room, room),
         uniform=draw.random,
     )
-    scheduler, _ = build_core(core, [host, states, windows, images])
+    scheduler, _ = build_core(core, MemoryParts(host=host, states=states, windows=windows, images=images))
     return scheduler
 
 

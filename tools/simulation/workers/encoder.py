@@ -8,7 +8,7 @@ from disagg.assembly import source_of
 from disagg.features.feature_serving import EncodeRole
 from disagg.features.recompute import Bounds
 from disagg.metadata import MetadataBuffers
-from engine.assembly.core import CoreConfig, build_core
+from engine.assembly.core import CoreConfig, MemoryParts, build_core
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.radix_cache import TRUNK
 from engine.core.policy import Limits
@@ -76,7 +76,7 @@ class Encoder(Worker):
             num_pages=num_pages,
             uniform=self.draw.random,
         )
-        scheduler, _ = build_core(core, [ImageCache(max_bytes=options.encode_room, token_bytes=1)])
+        scheduler, _ = build_core(core, MemoryParts(images=ImageCache(max_bytes=options.encode_room, token_bytes=1)))
         return scheduler
 
     def _role(self, manager: PrefillManager) -> EncodeRole:
