@@ -51,13 +51,21 @@ class ReasoningGate(msgspec.Struct, frozen=True, kw_only=True):
     budget: int | None = None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TextParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Parameters of an answer's text. Stops are cut off, unless `no_stop_trim`."""
+
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+
+
+class SamplingParams(TextParams, frozen=True, kw_only=True, omit_defaults=True):
     """A sample depends only on (`seed`, position, logits); the frontend sets a missing seed.
 
-    `stop` and `stop_regex` matches are cut off, unless `no_stop_trim`. `max_new_tokens`: default up
-    to the context. At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag`
-    constrains the answer, after `reasoning`. `allowed_token_ids`: empty for all; `bad_token_ids`:
-    banned sequences.
+    At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` constrains the
+    answer, after `reasoning`. `max_new_tokens`: default up to the context. `allowed_token_ids`:
+    empty for all; `bad_token_ids`: banned sequences.
     """
 
     max_new_tokens: int | None = None
@@ -71,17 +79,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}
-    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
     n: int = 1
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
-    stop_regex: tuple[str, ...] = ()
-    no_stop_trim: bool = False
     reasoning: ReasoningGate | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()

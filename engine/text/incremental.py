@@ -17,7 +17,7 @@ import re2  # type: ignore[import-untyped]
 
 from engine.core.request import Stops
 from engine.messages import FinishReason
-from engine.sampling_params import InvalidParam, SamplingParams
+from engine.sampling_params import InvalidParam, TextParams
 from engine.text.tokenizer import BROKEN, Tokenizer
 
 # ---- stop regexes
@@ -200,28 +200,17 @@ class StopScanner:
 
 
 class RequestText:
-    """Text of one request for its client. `no_stop_trim`: keep the stop.
+    """Text of one request for its client.
 
     With skipped special tokens, a stop string is trimmed as far as it shows.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        prompt_remainder: Sequence[int],
-        stop: tuple[str, ...],
-        skip_special_tokens: bool,
-        stop_regex: tuple[str, ...] = (),
-        no_stop_trim: bool = False,
-    ) -> None:
-        self._text = IncrementalText(
-            tokenizer, prompt_remainder=prompt_remainder, skip_special_tokens=skip_special_tokens
-        )
-        self._trims = not no_stop_trim
-        self._seen_of = tokenizer.without_special if skip_special_tokens else str
-        self._scanner = StopScanner(tuple(map(self._seen_of, stop)) if self._trims else ())
-        self._reach = max((reach_of(pattern) - 1 for pattern in stop_regex), default=0) if self._trims else 0
+    def __init__(self, tokenizer: Tokenizer, params: TextParams, *, prompt_remainder: Sequence[int]) -> None:
+        skips, self._trims = params.skip_special_tokens, not params.no_stop_trim
+        self._text = IncrementalText(tokenizer, prompt_remainder=prompt_remainder, skip_special_tokens=skips)
+        self._seen_of = tokenizer.without_special if skips else str
+        self._scanner = StopScanner(tuple(map(self._seen_of, params.stop)) if self._trims else ())
+        self._reach = max((reach_of(pattern) - 1 for pattern in params.stop_regex), default=0) if self._trims else 0
         self._may_hold = bool(self._scanner.num_patterns or self._reach)
         self._held = ""
 
@@ -309,14 +298,14 @@ def _advance(pattern: str, failure: list[int], *, state: int, text: str) -> int:
 
 # ---- search for stops
 
-MakeStops = Callable[[Sequence[int], SamplingParams], Stops | None]  # from prompt ids
+MakeStops = Callable[[Sequence[int], TextParams], Stops | None]  # from prompt ids
 
 
-def stops_of(tokenizer: Tokenizer, input_ids: Sequence[int], sampling: SamplingParams) -> "StopSearch | None":
+def stops_of(tokenizer: Tokenizer, input_ids: Sequence[int], sampling: TextParams) -> "StopSearch | None":
     return StopSearch(tokenizer, input_ids, sampling) if sampling.stop or sampling.stop_regex else None
 
 
-def no_stops(input_ids: Sequence[int], sampling: SamplingParams) -> None:
+def no_stops(input_ids: Sequence[int], sampling: TextParams) -> None:
     """The frontend rejects stops without tokenizer."""
 
 
@@ -329,7 +318,7 @@ class StopSearch:
     tail:        [ 1       | reach - 1            | any length               ]
     """
 
-    def __init__(self, tokenizer: Tokenizer, input_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, input_ids: Sequence[int], sampling: TextParams) -> None:
         self._tokenizer = tokenizer
         self._stop = sampling.stop
         self._regexes = compile_all(sampling.stop_regex)

@@ -34,20 +34,12 @@ class TextOutput(msgspec.Struct, kw_only=True):
 
 class SampleText:
     def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
-        sampling = request.sampling
         self._token_text = tokenizer.token_text
-        skips, tail = sampling.skip_special_tokens, tail_of(request.input_ids)
+        skips, tail = request.sampling.skip_special_tokens, tail_of(request.input_ids)
         self._opening: IncrementalText | None = None  # until the first token, which may lose its leading space
         if request.logprobs is not None and not tokenizer.byte_level:
             self._opening = IncrementalText(tokenizer, prompt_remainder=tail, skip_special_tokens=skips)
-        self._text = RequestText(
-            tokenizer,
-            prompt_remainder=tail,
-            stop=sampling.stop,
-            skip_special_tokens=skips,
-            stop_regex=sampling.stop_regex,
-            no_stop_trim=sampling.no_stop_trim,
-        )
+        self._text = RequestText(tokenizer, request.sampling, prompt_remainder=tail)
 
     def read(self, output: TokenOutput) -> TextOutput:
         text, spans = self._push(output)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, TextParams
 from engine.text.incremental import IncrementalText, RequestText, StopScanner, places_of
 from engine.text.sample import SampleText
 from engine.text.tokenizer import BROKEN, Tokenizer
@@ -140,7 +140,8 @@ def test_scanner_holds_the_longest_possible_beginning(text: str, stops: list[str
 
 
 def request(stop: tuple[str, ...] = (), tokenizer: Tokenizer | None = None, skip: bool = True) -> RequestText:
-    return RequestText(tokenizer or byte_level(), prompt_remainder=[], stop=stop, skip_special_tokens=skip)
+    params = TextParams(stop=stop, skip_special_tokens=skip)
+    return RequestText(tokenizer or byte_level(), params, prompt_remainder=[])
 
 
 def letters(text: str) -> list[int]:
