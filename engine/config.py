@@ -36,7 +36,7 @@ MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # below some 200 rows a GPU is memory
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(FlagSet):
+class ModelFlags(FlagSet):
     model_path: str = flag(
         "",
         "a checkpoint directory (config.json, *.safetensors, tokenizer.json), a .gguf file, a model of the Hugging Face "
@@ -83,6 +83,19 @@ class EngineConfig(FlagSet):
         "how the executor runs steps; inline and threaded are for cpu",
         choices=("auto", "inline", "threaded", "cuda"),
     )
+    disable_cuda_graph: bool = flag(
+        False, "launch decode steps kernel by kernel instead of as CUDA graphs (on cpu: as tapes)"
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None, "largest batch that decodes as a CUDA graph; default: --max-running-requests, at most 256", least=1
+    )
+    cuda_graph_bs: tuple[int, ...] = flag(
+        (), "batch sizes to capture as CUDA graphs; default: chosen by --cuda-graph-max-bs", least=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFlags(FlagSet):
     tp_size: int = flag(
         1, "ranks that share the model: each holds a part of every layer (tensor parallelism)", least=1, most=64
     )
@@ -124,6 +137,10 @@ class EngineConfig(FlagSet):
         most=64,
         special={0: "one for each rank"},
     )
+    mm_enable_dp_encoder: bool = flag(
+        False,
+        "the --tp-size ranks divide the images of a step and exchange their features; without it each encodes all",
+    )
     dist_timeout_s: float = flag(
         600.0,
         "longest time until every rank is there, and then until it has loaded its part of the model",
@@ -142,6 +159,10 @@ class EngineConfig(FlagSet):
     dist_init_addr: str | None = flag(
         None, "with --nnodes: HOST:PORT of node 0 at which the machines meet; node 0 listens there"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags(FlagSet):
     page_size: int = flag(16, "tokens per KV page", least=1, most=MAX_PAGE_SIZE)
     kv_units: int | None = flag(
         None,
@@ -172,6 +193,17 @@ class EngineConfig(FlagSet):
         "is beside them",
         least=2,
     )
+    vlm_cache_size_mb: int | None = flag(
+        None,
+        "memory for features of images, in units of 2^20 bytes: images that come again are not encoded again; "
+        "default: 100, or what the largest image needs",
+        unit="MB",
+        least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingFlags(FlagSet):
     max_running_requests: int | None = flag(
         None,
         f"most requests in the running batch; default: {MAX_RUNNING_OF['cpu']} on cpu, {MAX_RUNNING_OF['cuda']} on cuda, or what memory holds",
@@ -223,6 +255,7 @@ class EngineConfig(FlagSet):
         "factor on the memory that running requests are expected to need; above 1: fewer run, fewer are retracted",
         least=0,
     )
+    disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched (depth 1)")
     enable_priority_scheduling: bool = flag(False, "schedule requests with a higher `priority` first")
     schedule_low_priority_values_first: bool = flag(
         False, "with --enable-priority-scheduling: schedule lower `priority` values first"
@@ -238,6 +271,10 @@ class EngineConfig(FlagSet):
         unit="s",
         above=0,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFlags(FlagSet):
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_hybrid_swa_memory: bool = flag(False, "keep all KV of layers with a window: a pair must do it alike")
     radix_eviction_policy: str = flag(
@@ -278,6 +315,10 @@ class EngineConfig(FlagSet):
     kv_events_config: str | None = flag(
         None, 'publish the events of the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeFlags(FlagSet):
     speculative_algorithm: str | None = flag(
         None,
         "verify several tokens of a request in a decode step; NGRAM: guess what followed the same words earlier in its prompt and "
@@ -309,27 +350,18 @@ class EngineConfig(FlagSet):
         least=2,
         most=MAX_DRAFT_TOKENS,
     )
-    disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched (depth 1)")
-    disable_cuda_graph: bool = flag(
-        False, "launch decode steps kernel by kernel instead of as CUDA graphs (on cpu: as tapes)"
-    )
-    cuda_graph_max_bs: int | None = flag(
-        None, "largest batch that decodes as a CUDA graph; default: --max-running-requests, at most 256", least=1
-    )
-    cuda_graph_bs: tuple[int, ...] = flag(
-        (), "batch sizes to capture as CUDA graphs; default: chosen by --cuda-graph-max-bs", least=1
-    )
-    vlm_cache_size_mb: int | None = flag(
-        None,
-        "memory for features of images, in units of 2^20 bytes: images that come again are not encoded again; "
-        "default: 100, or what the largest image needs",
-        unit="MB",
-        least=1,
-    )
-    mm_enable_dp_encoder: bool = flag(
-        False,
-        "the --tp-size ranks divide the images of a step and exchange their features; without it each encodes all",
-    )
+
+
+# Dataclass fields come from the last base first, so --help starts with ModelFlags.
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(
+    SpeculativeFlags,
+    CacheFlags,
+    SchedulingFlags,
+    MemoryFlags,
+    ParallelFlags,
+    ModelFlags,
+):
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths implies it")
     lora_paths: tuple[str, ...] = flag(
         (),

@@ -21,7 +21,7 @@ def _seconds(default: float | None, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(FlagSet):
+class HardwareFlags(FlagSet):
     model_path: str = flag("", "directory with the model's config.json (nothing else is read), or that file itself")
     gpu: str | None = flag(None, "GPU of each worker, from the table of known GPUs", choices=tuple(GPUS))
     gpu_profile: str | None = flag(
@@ -83,6 +83,9 @@ class PlanConfig(FlagSet):
         None, "with --tp-size: time of an all-reduce beside its bytes; default: the profile's, or 0.00001"
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags(FlagSet):
     trace: str | None = flag(
         None, "file of requests, as JSON lines of timestamp (ms), input_length, output_length, hash_ids; may be .gz"
     )
@@ -111,6 +114,9 @@ class PlanConfig(FlagSet):
     )
     slo_percent: float = flag(90.0, "share of requests that must be good", unit="percent", above=0, most=100)
 
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutFlags(FlagSet):
     layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --num-workers")
     num_workers: int = flag(
         4,
@@ -131,6 +137,14 @@ class PlanConfig(FlagSet):
 
     policy: str = flag("least_load", "how the router chooses prefill workers (docs/router.md)", choices=POLICIES)
 
+
+# Dataclass fields come from the last base first, so --help starts with HardwareFlags.
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(
+    LayoutFlags,
+    LoadFlags,
+    HardwareFlags,
+):
     page_size: int = flag(64, "tokens per KV page (larger pages plan faster)", least=1, most=MAX_PAGE_SIZE)
     chunked_prefill_size: int = flag(8192, "most prompt tokens per step", least=1, special={-1: "no chunking"})
     mixed_chunk_size: int = flag(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from engine.config import EngineConfig
+from engine.config import SpeculativeFlags
 from engine.core.plan import Guess, ItemResult, Plan, PlanItem, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import MakeDecodeStrategy
@@ -279,7 +279,7 @@ class Guesses:
 
 
 def speculation_of(
-    engine: EngineConfig, *, accept_rate: float | None, match_rate: float, time: DrafterTime | None
+    engine: SpeculativeFlags, *, accept_rate: float | None, match_rate: float, time: DrafterTime | None
 ) -> Speculation | None:
     """Return None without drafts. `engine` is resolved."""
     if engine.speculative_algorithm is None:

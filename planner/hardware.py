@@ -6,7 +6,7 @@ import msgspec
 
 from engine.flags.speculation import NGRAM
 from engine.model_files.model_config import ModelConfig
-from planner.config import PlanConfig
+from planner.config import HardwareFlags, PlanConfig
 from planner.fit import HandoverTime, Profile, fit_profile, read_profile, save_profile
 from planner.memory import DrafterTime, by_roofline, by_weights, drafter_shape
 from planner.step_time import GPUS, Beside, Efficiency, Fitted, Gpu, Roofline, Shape, StepTime, shape_of
@@ -125,7 +125,7 @@ class _Assumed:
         return default
 
 
-def _efficiency(config: PlanConfig, profile: Profile, assumed: _Assumed, *, several_gpus: bool) -> Efficiency:
+def _efficiency(config: HardwareFlags, profile: Profile, assumed: _Assumed, *, several_gpus: bool) -> Efficiency:
     step_s = None if profile.step_overhead_ms is None else profile.step_overhead_ms / 1e3
     reduce_s = None if profile.all_reduce_us is None else profile.all_reduce_us / 1e6
     reduce_note = f"{1e6 * REDUCE_S:g} us an all-reduce besides" if several_gpus else ""
@@ -141,7 +141,7 @@ def _efficiency(config: PlanConfig, profile: Profile, assumed: _Assumed, *, seve
     )
 
 
-def _drafter_time(config: PlanConfig, model: ModelConfig, tp: int, time: StepTime, assumed: _Assumed) -> DrafterTime:
+def _drafter_time(config: HardwareFlags, model: ModelConfig, tp: int, time: StepTime, assumed: _Assumed) -> DrafterTime:
     on_cpu = config.host_cores is not None
     shape = drafter_shape(model, tp, on_cpu=on_cpu)
     if isinstance(time, Roofline):

@@ -17,7 +17,7 @@ from engine.model_files.drafter_config import DRAFT_PATH
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.parallel.layout import check_layout
 from planner.cluster import ClusterCosts, ClusterLayout, PlannedCluster, candidates, parse_layout
-from planner.config import PlanConfig
+from planner.config import HardwareFlags, PlanConfig
 from planner.executor import Speculation, speculation_of
 from planner.goodput import Point, SloTargets, point_of
 from planner.hardware import Hardware, hardware_of, profile_of
@@ -116,7 +116,7 @@ def study_of(config: PlanConfig) -> Study:
     )
 
 
-def _model(config: PlanConfig) -> ModelConfig:
+def _model(config: HardwareFlags) -> ModelConfig:
     """Load what the cost model knows. Raises ConfigError."""
     path = Path(config.model_path)
     model = load_model_config(str(path.parent if path.name == "config.json" else path))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deploy.bench.workload import TRACE_BLOCK_TOKENS, TraceEntry, read_trace
-from planner.config import PlanConfig
+from planner.config import LoadFlags
 
 FIRST_BLOCK = 2  # first free token id, as the executor samples 1
 FIRST_OWN = 1 << 40  # blocks of single requests
@@ -52,7 +52,7 @@ class Lengths:
         return PlannedRequest(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len)
 
 
-def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+def workload_of(config: LoadFlags) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
     """Return history and requests. Raises ConfigError."""
     if config.trace is not None:
         return from_trace(read_trace(config.trace), count=config.num_requests)

@@ -3,7 +3,7 @@
 import logging
 
 from disagg.config import DisaggConfig, read_secret
-from engine.config import EngineConfig, ServerConfig
+from engine.config import CacheFlags, ParallelFlags, ServerConfig
 from engine.flags.kv_events_config import FLAG, parse_kv_events_config
 from engine.flags.nodes import address_of
 from engine.frontend.bootstraps import BootstrapAllowlist
@@ -42,7 +42,7 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
             log.warning(text)
 
 
-def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
+def check_events_exposure(server: ServerConfig, engine: CacheFlags, disagg: DisaggConfig) -> None:
     """Raises `ConfigError` if other machines could read events, since they hold prompts."""
     events = parse_kv_events_config(engine.kv_events_config)
     open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
@@ -54,7 +54,7 @@ def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: Di
     log.warning("INSECURE: %s (--allow-insecure)", what)
 
 
-def check_nodes_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
+def check_nodes_exposure(server: ServerConfig, engine: ParallelFlags, disagg: DisaggConfig) -> None:
     """Raises `ConfigError`, or warns (--allow-insecure), if a stranger could join as a rank."""
     if engine.nnodes == 1:
         return

@@ -10,7 +10,7 @@ import torch
 from engine.assembly.core import MemoryParts, build_core
 from engine.assembly.leader import core_config
 from engine.assembly.parts import WorkerParts
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelFlags
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.device.device import make_stream
 from engine.device.feature_pool import PAGE_TOKENS, encoded_pages, feature_pool
@@ -81,7 +81,7 @@ def _taken(device: str) -> int:
 
 
 def _load_at_start(
-    config: EngineConfig, model: ModelConfig, load: Callable[..., TowerModel], *, progress: bool
+    config: ModelFlags, model: ModelConfig, load: Callable[..., TowerModel], *, progress: bool
 ) -> TowerModel:
     try:
         return load(config.model_path, model, progress=progress)
@@ -107,7 +107,7 @@ def _updater(
     )
 
 
-def _memory_of(config: EngineConfig, use: EngineUse, pool: KVPool) -> KVMemory:
+def _memory_of(config: ModelFlags, use: EngineUse, pool: KVPool) -> KVMemory:
     if use.kv_stays or config.device != "cpu":
         return FixedKV(f"{use.kv_stays or 'features on a GPU stay'}; name the tag weights alone")
     return MappedMemory([pool.buffer])

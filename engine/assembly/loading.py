@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelFlags
 from engine.device.device import Device
 from engine.device.step_memory import LoadedRank, LocalMachine, await_share
 from engine.executor.warm_up import CudaGauge
@@ -57,7 +57,7 @@ def load_rank(
     return LoadedRank(config, model_config, machine, model, files, free, max(0, host.own() - before))
 
 
-def share_loader(config: EngineConfig, read: Load) -> Load:
+def share_loader(config: ModelFlags, read: Load) -> Load:
     """Return `read` of a follower, in stream order. It raises ConfigError."""
 
     def load(path: str, found: ModelConfig, *, progress: bool) -> DenseDecoder:

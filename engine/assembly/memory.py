@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.assembly.core import MemoryParts
-from engine.config import EngineConfig
+from engine.config import CacheFlags, EngineConfig
 from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.device.feature_pool import arrivals, arriving_bytes
@@ -211,7 +211,7 @@ class EngineMemory:
             self.tier.cache.use_identity(identity)
 
 
-def has_host_tier(config: EngineConfig, use: EngineUse) -> bool:
+def has_host_tier(config: CacheFlags, use: EngineUse) -> bool:
     return config.enable_hierarchical_cache and not use.peers_write_pages
 
 

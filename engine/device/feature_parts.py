@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.backend import make_attention_backend
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelFlags
 from engine.device.step_memory import StepMemory
 from engine.executor.image_pass import ImagePass, ImagePositions
 from engine.executor.parts import AdapterPart, BalancedExperts, WindowPart
@@ -98,7 +98,7 @@ def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device,
 
 
 def make_draft_pass(
-    config: EngineConfig, model: DenseDecoder, pools: Sequence[PagedPool], *, sampler: TokenSampler | None
+    config: ModelFlags, model: DenseDecoder, pools: Sequence[PagedPool], *, sampler: TokenSampler | None
 ) -> DraftPass | None:
     """Return the drafter's part of a rank's steps; None: the model has no drafter.
 

@@ -5,7 +5,7 @@ One layer with a row per token, so allocation, transfers and checksums are KV's.
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelFlags
 from engine.device.step_memory import EngineUse
 from engine.flags.images import cache_bytes, max_image_tokens
 from engine.kv.cache_spec import CacheSpec, page_bytes_of
@@ -55,12 +55,12 @@ def encoded_pages(config: EngineConfig, model: ModelConfig, vision: VisionConfig
     return pages
 
 
-def feature_page_bytes(config: EngineConfig, model: ModelConfig, vision: VisionConfig) -> int:
+def feature_page_bytes(config: ModelFlags, model: ModelConfig, vision: VisionConfig) -> int:
     return page_bytes_of([feature_spec(model, vision, config.dtype)], PAGE_TOKENS)
 
 
 def feature_pool(
-    config: EngineConfig, model: ModelConfig, vision: VisionConfig, *, num_pages: int, allocate: AllocateBytes
+    config: ModelFlags, model: ModelConfig, vision: VisionConfig, *, num_pages: int, allocate: AllocateBytes
 ) -> KVPool:
     """Raises ConfigError."""
     spec = feature_spec(model, vision, config.dtype)

@@ -12,7 +12,7 @@ from engine.attention.backend import (
     windowed,
 )
 from engine.attention.torch_backend import CpuBackend
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MemoryFlags
 from engine.device.feature_parts import make_adapters, make_parts, make_states
 from engine.device.step_memory import Recording, StepMemory
 from engine.executor.decode_tapes import DecodeTapes
@@ -112,7 +112,7 @@ def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
     return recordable and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
 
 
-def context_pages(config: EngineConfig) -> int:
+def context_pages(config: MemoryFlags) -> int:
     """Return the pages that the longest request needs."""
     assert config.context_length is not None, "resolved"
     return -(-(config.context_length + 1) // config.page_size)

@@ -2,7 +2,7 @@
 
 import logging
 
-from engine.config import EngineConfig
+from engine.config import ModelFlags
 from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.device.pools import Pools
 from engine.device.step_memory import StepMemory
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 FLAG = "--disaggregation-decode-retraction-backup host"
 
 
-def backup_room(config: EngineConfig, pools: Pools, *, slots: int, slot_bytes: int, free_bytes: int) -> CopySize:
+def backup_room(config: ModelFlags, pools: Pools, *, slots: int, slot_bytes: int, free_bytes: int) -> CopySize:
     """Divide host memory for copies of retracted requests among the pools.
 
     NOTHING if a page or a state does not fit. `slots`: of recurrent states, 0 without any.

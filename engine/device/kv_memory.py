@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import FP8, EngineConfig
+from engine.config import FP8, EngineConfig, MemoryFlags, ModelFlags, SchedulingFlags
 from engine.device.memory_plan import MeasuredMemory, memory_text
 from engine.flags.resolve import state_slots
 from engine.kv.cache_spec import TAIL, CacheSpec, KVShard, page_bytes_of
@@ -18,7 +18,7 @@ from service.flags import ConfigError
 log = logging.getLogger(__name__)
 
 
-def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> KVShard:
+def held_by(config: MemoryFlags, model: ModelConfig, place: Place) -> KVShard:
     stage = share_of(model, place).layers
     layers, num_layers = model.kv_layers(stage), len(model.kv_layers(range(model.num_layers)))
     drafter = model.drafter is not None  # one more layer
@@ -32,7 +32,7 @@ def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> KVShard:
     )
 
 
-def kept_specs(config: EngineConfig, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+def kept_specs(config: ModelFlags, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
     """Apply --kv-cache-dtype, except to tails; FP8 is read as the model's type."""
     kept = {"fp8": True} if config.kv_cache_dtype == FP8 else {"dtype": config.kv_cache_dtype}
     return [spec if spec.drafter == TAIL else replace(spec, **kept) for spec in specs]
@@ -55,7 +55,7 @@ def allocate_pool(
     return pool
 
 
-def _steps_text(config: EngineConfig) -> str:
+def _steps_text(config: SchedulingFlags) -> str:
     if config.chunked_prefill_size == -1:
         return f"whole prompts, at most {config.max_prefill_tokens} tokens of several in a step"
     return f"chunks of {config.chunked_prefill_size} tokens"

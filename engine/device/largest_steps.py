@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MemoryFlags
 from engine.core.plan import Plan
 from engine.device.device import build_device
 from engine.device.forward_parts import context_pages
@@ -92,6 +92,6 @@ def steps_of(config: EngineConfig, model_config: ModelConfig, *, positions: int,
     )
 
 
-def largest_image(config: EngineConfig, vision: VisionConfig) -> int:
+def largest_image(config: MemoryFlags, vision: VisionConfig) -> int:
     assert config.context_length is not None, "resolved"
     return min(config.context_length, max_image_tokens(vision))

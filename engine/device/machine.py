@@ -4,7 +4,7 @@ import logging
 import os
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelFlags
 from engine.kernels.build import (
     DISABLE_VARIABLE,
     BuildError,
@@ -74,7 +74,7 @@ def check_arithmetic(config: EngineConfig) -> None:
     _check_integers(config)
 
 
-def _log_kind(config: EngineConfig) -> None:
+def _log_kind(config: ModelFlags) -> None:
     """Raises ConfigError where the environment asks for arithmetic that this CPU lacks."""
     if config.device != "cpu":
         return
@@ -100,7 +100,7 @@ def _check_sums(config: EngineConfig) -> None:
         )
 
 
-def _check_integers(config: EngineConfig) -> None:
+def _check_integers(config: ModelFlags) -> None:
     """Raises ConfigError where --quantization would give the same answers at bf16's cost."""
     if config.quantization and linear_kernel() is None:
         raise ConfigError(

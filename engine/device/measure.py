@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MemoryFlags
 from engine.core.dp_step import Row, agree
 from engine.core.plan import Plan
 from engine.device.graphs import logits_bytes, num_graphs
@@ -121,7 +121,7 @@ def _profiled_image(config: EngineConfig, model: ModelConfig) -> ImageInput | No
     return blank_image(model.vision, min(largest_image(config, model.vision), max(1, tokens)))
 
 
-def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: EngineConfig) -> int:
+def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: MemoryFlags) -> int:
     """Extrapolate the peak of the largest image by tokens from the `peak` of `steps.image`."""
     assert steps.image is not None and model.vision is not None
     return peak * max(1, largest_image(config, model.vision) // steps.image.num_tokens)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.config import MEM_FRACTION_OF, EngineConfig
+from engine.config import MEM_FRACTION_OF, EngineConfig, SchedulingFlags
 from engine.core.mem_cache.state_slots import grid_of
 from engine.core.policy import TAIL_SHARE
 from engine.flags.resolve import largest_prompt_step, longest_prompt, num_pages, state_slots
@@ -185,7 +185,7 @@ def with_running_requests(
 
 
 def with_fitting_prompts(
-    given: EngineConfig, config: EngineConfig, found: MeasuredMemory, *, recurrent: bool
+    given: SchedulingFlags, config: EngineConfig, found: MeasuredMemory, *, recurrent: bool
 ) -> tuple[EngineConfig, MeasuredMemory]:
     """Limit unset prompt steps to half of the rest after weights and graphs. Raises ConfigError."""
     most = largest_prompt_step(config)
@@ -201,7 +201,9 @@ def with_fitting_prompts(
     return shorter, found.with_fewer(max(0, most - largest_prompt_step(shorter)))
 
 
-def _with_fitting_batch(given: EngineConfig, config: EngineConfig, found: MeasuredMemory, *, fits: int) -> EngineConfig:
+def _with_fitting_batch(
+    given: SchedulingFlags, config: EngineConfig, found: MeasuredMemory, *, fits: int
+) -> EngineConfig:
     assert config.max_prefill_tokens is not None and config.max_running_requests is not None, "resolved"
     most, longest = largest_prompt_step(config), longest_prompt(config)
     can = found.fitting(most, found.beside_weights)
@@ -221,7 +223,7 @@ def _with_fitting_batch(given: EngineConfig, config: EngineConfig, found: Measur
     return config
 
 
-def _smaller_steps(given: EngineConfig) -> str:
+def _smaller_steps(given: SchedulingFlags) -> str:
     if given.chunked_prefill_size == -1:
         return "leave --chunked-prefill-size -1 out, or lower --context-length and --max-prefill-tokens"
     return "lower --chunked-prefill-size and --max-running-requests"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelFlags
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.device.kv_memory import allocate_pool
 from engine.device.step_memory import EngineUse
@@ -44,7 +44,7 @@ class Pools:
         pools = [self.kv] if self.windows is None else [self.kv, self.windows]
         return [*(pool.buffer for pool in pools), *([] if states is None else [states.buffer])]
 
-    def memory(self, config: EngineConfig, states: StatePool | None) -> KVMemory:
+    def memory(self, config: ModelFlags, states: StatePool | None) -> KVMemory:
         if config.device == "cpu":
             return MappedMemory(self.buffers(states))
         return self.saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulingFlags
 from engine.flags.images import max_image_tokens
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import ModelConfig
@@ -62,7 +62,7 @@ def encoder_config(config: EngineConfig, model: ModelConfig, *, page_size: int, 
     return replace(resolved, max_prefill_tokens=config.max_prefill_tokens or STEP_TOKENS[resolved.device])
 
 
-def step_images_tokens(config: EngineConfig, vision: VisionConfig) -> int:
+def step_images_tokens(config: SchedulingFlags, vision: VisionConfig) -> int:
     """Max image tokens of a step: half of its budget, or the largest image."""
     assert config.max_prefill_tokens is not None, "resolved"
     return max(config.max_prefill_tokens // 2, max_image_tokens(vision))

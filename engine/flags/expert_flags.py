@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ParallelFlags
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.expert_placement import ExpertPlan, Placement, balanced
@@ -14,7 +14,7 @@ TRIVIAL = "trivial"
 PLACES, LOADS = "physical_to_logical_map", "logical_count"  # SGLang's names
 
 
-def check_experts(config: EngineConfig, model: ModelConfig) -> None:
+def check_experts(config: ParallelFlags, model: ModelConfig) -> None:
     """Raises ConfigError."""
     for flag, given in (
         ("--enable-eplb", config.enable_eplb),
@@ -51,7 +51,7 @@ def expert_plan(config: EngineConfig, model: ModelConfig) -> ExpertPlan:
     )
 
 
-def _start(config: EngineConfig, model: ModelConfig, experts: ExpertsConfig) -> dict[int, Placement]:
+def _start(config: ParallelFlags, model: ModelConfig, experts: ExpertsConfig) -> dict[int, Placement]:
     given = config.init_expert_location
     if given == TRIVIAL:
         return {}

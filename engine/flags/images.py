@@ -2,7 +2,7 @@
 
 from math import isqrt
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MemoryFlags, ParallelFlags
 from engine.core.mem_cache.image_cache import MEGABYTE, ImageCache
 from engine.images import KEY_BYTES, ImageInput
 from engine.kv.cache_spec import ELEMENT_BYTES
@@ -14,7 +14,7 @@ from service.flags import ConfigError
 DEFAULT_MB = 100  # SGLang's SGLANG_VLM_CACHE_SIZE_MB
 
 
-def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, context: int) -> int | None:
+def vlm_cache_size_mb(config: MemoryFlags, model: ModelConfig, *, dtype: str, context: int) -> int | None:
     """By default SGLang's, or more if an image needs it; None for a text model.
 
     Raises ConfigError.
@@ -30,7 +30,7 @@ def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, c
     return max(DEFAULT_MB, -(-tokens * _feature_bytes(model, model.vision, dtype) // MEGABYTE))
 
 
-def check_encoder(config: EngineConfig, model: ModelConfig) -> None:
+def check_encoder(config: ParallelFlags, model: ModelConfig) -> None:
     """Raises ConfigError for --mm-enable-dp-encoder with a text model."""
     if config.mm_enable_dp_encoder and model.vision is None:
         raise ConfigError("--mm-enable-dp-encoder: the model sees no images; leave the flag out")
@@ -42,7 +42,7 @@ def image_cache(config: EngineConfig, model: ModelConfig) -> ImageCache | None:
     return ImageCache(max_bytes=cache_bytes(config), token_bytes=_feature_bytes(model, model.vision, config.dtype))
 
 
-def cache_bytes(config: EngineConfig) -> int:
+def cache_bytes(config: MemoryFlags) -> int:
     """Bytes reserved for features on a rank of the first stage."""
     return (config.vlm_cache_size_mb or 0) * MEGABYTE
 

@@ -5,7 +5,7 @@ Ranks are numbered by stage. Node 0 has the leader's block, so that it always se
 
 from typing import NamedTuple
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ParallelFlags
 from service.flags import ConfigError
 
 PLAN, ENGINE, STATES = "plan", "engine", "states"
@@ -38,7 +38,7 @@ class Wire(NamedTuple):
         return "after" if rank == self.first else "before"
 
 
-def leader_of(config: EngineConfig) -> int:
+def leader_of(config: ParallelFlags) -> int:
     """The first rank of the last stage, which has the logits."""
     return config.tp_size * (config.pp_size - 1)
 
@@ -81,7 +81,7 @@ def wires_at(node: int, config: EngineConfig, *, transfers: bool) -> dict[Wire, 
     return found
 
 
-def address_of(config: EngineConfig) -> tuple[str, int]:
+def address_of(config: ParallelFlags) -> tuple[str, int]:
     """Return the rendezvous address. Raises ConfigError."""
     host, _, port = (config.dist_init_addr or "").rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):

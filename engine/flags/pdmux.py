@@ -1,6 +1,6 @@
 """Flags incompatible with --enable-pdmux."""
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulingFlags
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
@@ -38,12 +38,12 @@ def check_pdmux(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def itl_objective_s(config: EngineConfig) -> float | None:
+def itl_objective_s(config: SchedulingFlags) -> float | None:
     """Return the objective of decode's inter-token latency, if given."""
     return config.pdmux_itl_s
 
 
-def check_pdmux_role(config: EngineConfig, mode: str) -> None:
+def check_pdmux_role(config: SchedulingFlags, mode: str) -> None:
     """Raises ConfigError for a prefill or decode worker."""
     if config.enable_pdmux and mode != "null":
         raise ConfigError(

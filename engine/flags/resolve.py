@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from engine.config import MAX_PREFILL_TOKENS, MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
+from engine.config import (
+    MAX_PREFILL_TOKENS,
+    MAX_RUNNING_OF,
+    MEM_FRACTION_OF,
+    CacheFlags,
+    EngineConfig,
+    MemoryFlags,
+    ModelFlags,
+    SchedulingFlags,
+)
 from engine.core.dp_agreement import Agreement, Board
 from engine.core.dp_step import DECIDES, PrefillDelayer
 from engine.core.estimates import RatioRule, StepBudget
@@ -83,7 +92,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     )
 
 
-def _mixed_chunk(config: EngineConfig, device: str) -> bool:
+def _mixed_chunk(config: SchedulingFlags, device: str) -> bool:
     if config.enable_mixed_chunk is None:
         return device == "cpu" and not config.enable_pdmux
     return config.enable_mixed_chunk
@@ -123,7 +132,7 @@ def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_on
     return Agreement(board, rank=dp_rank, delayer=PrefillDelayer() if delays else None)
 
 
-def ratio_rule(config: EngineConfig) -> RatioRule:
+def ratio_rule(config: SchedulingFlags) -> RatioRule:
     return RatioRule(conservativeness=config.schedule_conservativeness)
 
 
@@ -158,7 +167,7 @@ def profiled_tokens(config: EngineConfig, model: ModelConfig) -> int:
     return min(largest_prompt_step(config), max(config.page_size, tokens))
 
 
-def priorities(config: EngineConfig) -> Priorities:
+def priorities(config: SchedulingFlags) -> Priorities:
     if not config.enable_priority_scheduling:
         return NO_PRIORITIES
     return Priorities(
@@ -197,12 +206,12 @@ def largest_prompt_step(config: EngineConfig) -> int:
     return config.chunked_prefill_size + config.chunked_prefill_size // TAIL_SHARE
 
 
-def longest_prompt(config: EngineConfig) -> int:
+def longest_prompt(config: MemoryFlags) -> int:
     assert config.context_length is not None, "resolved"
     return min(config.context_length, config.max_total_tokens or config.context_length)
 
 
-def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
+def host_pages(config: CacheFlags, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
     """Pages of the host tier. `free_bytes`: of host memory."""
     name, value = "--hicache-ratio", config.hicache_ratio
     pages = int(num_pages * value)
@@ -218,13 +227,13 @@ def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_by
     return pages
 
 
-def ahead_pages(config: EngineConfig, *, page_bytes: int) -> int:
+def ahead_pages(config: ModelFlags, *, page_bytes: int) -> int:
     """Host pages that a step loads for waiting requests. `config` is resolved."""
     size_bytes = LOAD_AHEAD_MB[config.device] * 10**6
     return max(1, size_bytes // page_bytes) if size_bytes else 0
 
 
-def backup_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
+def backup_pages(config: ModelFlags, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
     """Host pages for retracted requests: as many as the pool.
 
     On a GPU they are pinned, at most BACKUP_SHARE of free host memory.
@@ -237,7 +246,7 @@ def _check_eviction(config: EngineConfig) -> None:
         raise ConfigError("--radix-eviction-policy priority: needs --enable-priority-scheduling")
 
 
-def _check_hicache(config: EngineConfig) -> None:
+def _check_hicache(config: CacheFlags) -> None:
     if not config.enable_hierarchical_cache:
         if config.hicache_storage_dir is not None:
             raise ConfigError("--hicache-storage-dir: needs --enable-hierarchical-cache")
@@ -246,7 +255,7 @@ def _check_hicache(config: EngineConfig) -> None:
         raise ConfigError("--enable-hierarchical-cache: needs the radix cache; leave --disable-radix-cache out")
 
 
-def _check_cuda_graph(config: EngineConfig, device: str) -> None:
+def _check_cuda_graph(config: ModelFlags, device: str) -> None:
     sizes, most = config.cuda_graph_bs, config.cuda_graph_max_bs
     flags = (
         ("--cuda-graph-bs", bool(sizes)),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeFlags
 from engine.model_files.drafter_config import (
     DRAFT_PATH,
     EAGLE,
@@ -40,7 +40,7 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"--speculative-eagle-topk {topk_of(config)}: {why}; give 1")
 
 
-def _check_model_flags(config: EngineConfig) -> None:
+def _check_model_flags(config: SpeculativeFlags) -> None:
     algorithm, by_model = config.speculative_algorithm, drafts_by_model(config)
     given = {
         DRAFT_PATH: config.speculative_draft_model_path,
@@ -83,11 +83,11 @@ def _why_no_trees(model: ModelConfig) -> str:
     return ""
 
 
-def drafts_by_model(config: EngineConfig) -> bool:
+def drafts_by_model(config: SpeculativeFlags) -> bool:
     return config.speculative_algorithm not in (None, NGRAM)
 
 
-def drafts_by_ngrams(config: EngineConfig) -> bool:
+def drafts_by_ngrams(config: SpeculativeFlags) -> bool:
     return config.speculative_algorithm == NGRAM
 
 
@@ -100,7 +100,7 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return replace(model, drafter=drafter)
 
 
-def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
+def _drafter(config: SpeculativeFlags, model: ModelConfig) -> DrafterConfig:
     algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
     if algorithm == NEXTN or (algorithm == EAGLE and path is None):  # both are SGLang's names
         return nextn_of(model, flag=f"{FLAG} {algorithm}")
@@ -131,7 +131,7 @@ def _check_size(config: EngineConfig, drafter: DrafterConfig) -> None:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def rows_of_request(config: EngineConfig) -> int:
+def rows_of_request(config: SpeculativeFlags) -> int:
     if config.speculative_algorithm is None:
         return FORCED_ROWS
     if config.speculative_algorithm == NGRAM:
@@ -141,11 +141,11 @@ def rows_of_request(config: EngineConfig) -> int:
     return config.speculative_num_draft_tokens or default
 
 
-def topk_of(config: EngineConfig) -> int:
+def topk_of(config: SpeculativeFlags) -> int:
     return config.speculative_eagle_topk or 1
 
 
-def passes_of(config: EngineConfig) -> int:
+def passes_of(config: SpeculativeFlags) -> int:
     rows = config.speculative_num_draft_tokens
     by_rows = rows - 1 if rows is not None and topk_of(config) == 1 else MODEL_STEPS
     return config.speculative_num_steps or by_rows

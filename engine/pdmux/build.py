@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelFlags
 from engine.core.plan import Phase
 from engine.device.device import Device, nothing_to_give
 from engine.device.step_memory import Recording
@@ -79,7 +79,7 @@ def _prompts(config: EngineConfig, share: CoreShare) -> ThreadStream:
 
 
 def _around(
-    config: EngineConfig, share: CoreShare, phase: Phase, step: Callable[[], AbstractContextManager[None]]
+    config: ModelFlags, share: CoreShare, phase: Phase, step: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], AbstractContextManager[None]]:
     """`step`, in which torch has the phase's threads where it multiplies itself."""
     if config.dtype == "bfloat16" and linear_kernel() is not None:
