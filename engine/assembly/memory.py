@@ -96,17 +96,11 @@ class MemorySizes:
 
     def identity(self, pool: KVPool, model: ModelConfig, *, version: str = "", files: str = "") -> KVIdentity:
         """Return the name of this rank's part of pages by weights of `version` and `files`."""
-        return kv_identity(
-            pool,
-            model,
-            dtype=self.config.dtype,
-            version=version,
-            fingerprint=files,
-            held=self.held,
-            tp_size=self.config.tp_size,
-            reduce_units=self.config.reduce_units,
-            whole_experts=self.config.ep_size > 1,
-        )
+        config = self.config
+        ranks = f"{config.tp_size} ranks{'/whole experts' if config.ep_size > 1 else ''}"
+        sums = f"{config.reduce_units} units" if config.reduce_units else ranks
+        weights = f"{version[:64]}/{files}"
+        return kv_identity(pool, model, dtype=config.dtype, weights=weights, held=self.held, sums=sums)
 
 
 def fitting_sizes(

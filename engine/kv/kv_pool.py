@@ -297,18 +297,14 @@ def kv_identity(
     model: ModelConfig,
     *,
     dtype: str,
-    version: str,
-    fingerprint: str,
-    held: KVShard | None = None,
-    tp_size: int = 1,
-    reduce_units: int = 0,
-    whole_experts: bool = False,
+    weights: str,
+    held: KVShard,
+    sums: str,
 ) -> KVIdentity:
-    """Build the identity from weights, and the part `held` by `pool`.
+    """Name the part of a model's KV that is `held` by `pool`.
 
-    `tp_size` (or `reduce_units`) and `whole_experts` change the order of sums, and so last bits.
+    `weights`: their version and files; `sums`: their order, which changes last bits.
     """
-    held = held or pool.held
     layers = "+".join(
         f"{len(list(group))}x{kv_heads}x{head_dim}:{kind}"
         for (kv_heads, head_dim, kind), group in groupby((s.num_kv_heads, s.head_dim, s.kept_name) for s in pool.specs)
@@ -318,14 +314,13 @@ def kv_identity(
             f"v{LAYOUT_VERSION}/{pool.device.type}/{layers}"
             f"/units {held.units.start}-{held.units.stop} of {held.num_units}"
             f"/layers {held.layers.start}-{held.layers.stop} of {held.num_layers}"
-            f"/sums of {f'{reduce_units} units' if reduce_units else f'{tp_size} ranks'}"
-            f"{'/whole experts' if whole_experts and not reduce_units else ''}"
+            f"/sums of {sums}"
         ),
         dtype=dtype,
         page_size=pool.page_size,
         page_bytes=pool.page_bytes,
         model=model.signature(),
-        weights=f"{version[:64]}/{fingerprint}",
+        weights=weights,
     )
 
 
