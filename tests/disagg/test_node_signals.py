@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +16,6 @@ from disagg.processes.session_plan import SessionPlan
 from disagg.processes.worker import undone_in_order
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
-from service.process.child_process import ChildProcess
 from service.process.stop_signals import DRAIN, END, TO_GROUPS
 
 PLAN = SessionPlan(
@@ -25,18 +25,6 @@ PLAN = SessionPlan(
     control_host="",
     bootstrap_allowlist=BootstrapAllowlist(),
 )
-
-
-class Looks(Children):
-    """Its ranks live; at each look at them the next thing happens."""
-
-    def __init__(self, *happens: Callable[[], object]) -> None:
-        super().__init__()
-        self._happens = iter(happens)
-
-    def first_dead(self) -> tuple[str, ChildProcess] | None:
-        next(self._happens, lambda: None)()
-        return None
 
 
 def signals(*numbers: int) -> list[Callable[[], object]]:
@@ -63,9 +51,15 @@ def ends() -> Iterator[tuple[Control, Control]]:
 
 
 def run(there: Control, *happens: Callable[[], object], drain_timeout_s: float = 600.0) -> int:
+    """Its ranks live; at each look at them the next thing happens."""
+    todo = iter(happens)
+
     def watch() -> int:
-        with leaving_node_0_time(drain_timeout_s) as is_over:
-            return watch_node_0(PLAN, there, Looks(*happens), is_over)
+        with leaving_node_0_time(drain_timeout_s) as is_over, patch.object(Children, "first_dead", look):
+            return watch_node_0(PLAN, there, Children(), is_over)
+
+    def look(children: Children) -> None:
+        next(todo, lambda: None)()
 
     return undone_in_order(watch)
 

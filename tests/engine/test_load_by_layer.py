@@ -22,6 +22,7 @@ from engine.layers.rope import Unturned
 from tests.engine.device.late_copies import copy_late
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.three_requests import two_models
+from tests.hicache.streams_in_a_test import MarkInATest
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 LAYERS = 4
@@ -102,17 +103,14 @@ def test_a_prompt_in_parts_waits_in_its_first_step(checkpoint: str, monkeypatch:
         assert engine.tokens["again"] == engine.tokens["longer"]
 
 
-class MarkOnHold:
-    """Notes when main has to wait for it."""
+class MarkOnHold(MarkInATest):
+    """Notes when main has to wait for it; it is reached."""
 
     def __init__(self, log: Log, layer: int) -> None:
-        self._log, self._layer = log, layer
+        self._log, self._layer, self.reached = log, layer, True
 
     def hold_main(self) -> None:
         self._log.append(("held", self._layer))
-
-    def wait(self) -> None:
-        """It is reached."""
 
 
 def arrival(log: Log) -> Arrival:

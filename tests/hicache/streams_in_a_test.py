@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class MarkInATest:
-    def __init__(self, streams: "StreamsInATest") -> None:
+    def __init__(self, streams: "StreamsInATest | LateStream") -> None:
         self._streams = streams
         self.reached = False
 
@@ -14,7 +14,7 @@ class MarkInATest:
         self.reached = True
 
     def hold_main(self) -> None:
-        self._streams.main.follow(self)
+        self._streams.hold_main(self)
 
     def wait(self) -> None:
         while not self.reached:
@@ -22,7 +22,7 @@ class MarkInATest:
 
 
 class StreamInATest:
-    def __init__(self, streams: "StreamsInATest") -> None:
+    def __init__(self, streams: "StreamsInATest | LateStream") -> None:
         self._streams = streams
         self._ahead: deque[MarkInATest | Callable[[], None]] = deque()  # a mark: wait for it; else: work
 
@@ -38,6 +38,7 @@ class StreamInATest:
         self._ahead.append(mark)
 
     def follow_main(self) -> None:
+        assert isinstance(self._streams, StreamsInATest)
         self.follow(self._streams.main.mark())
 
     @property
@@ -64,6 +65,9 @@ class StreamsInATest:
         self._all.append(StreamInATest(self))
         return self._all[-1]
 
+    def hold_main(self, mark: MarkInATest) -> None:
+        self.main.follow(mark)
+
     def run_one(self) -> None:
         self._random.choice([stream for stream in self._all if stream.can_run]).run_one()
 
@@ -73,41 +77,17 @@ class StreamsInATest:
                 self.run_one()
 
 
-class LateStream:
+class LateStream(StreamInATest):
     """Beside a main that runs at once: what is enqueued runs when main, or the host, must wait for it, and not before."""
 
     def __init__(self) -> None:
-        self._ahead: deque[Callable[[], None]] = deque()
+        super().__init__(self)
 
-    def run(self, work: Callable[[], None]) -> None:
-        self._ahead.append(work)
+    def hold_main(self, mark: MarkInATest) -> None:
+        mark.wait()
 
-    def mark(self) -> "LateMark":
-        mark = LateMark(self)
-        self._ahead.append(mark.reach)
-        return mark
-
-    def follow(self, mark: "LateMark") -> None:
-        self._ahead.append(mark.wait)
+    def follow(self, mark: MarkInATest) -> None:  # type: ignore[override]
+        self.run(mark.wait)
 
     def follow_main(self) -> None:
         """Main has run all that it has."""
-
-    def run_one(self) -> None:
-        self._ahead.popleft()()
-
-
-class LateMark:
-    def __init__(self, stream: LateStream) -> None:
-        self._stream = stream
-        self._reached = False
-
-    def reach(self) -> None:
-        self._reached = True
-
-    def hold_main(self) -> None:
-        self.wait()
-
-    def wait(self) -> None:
-        while not self._reached:
-            self._stream.run_one()

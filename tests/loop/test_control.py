@@ -52,13 +52,18 @@ class FakeWeights:
 class FakeProfiler:
     running = False
 
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
     def start(self, asked: object) -> str:
+        self.calls.append("start")
         if self.running:
             raise ConfigError("a profile is running")
         self.running = True
         return "/trace"
 
     def stop(self) -> str:
+        self.calls.append("stop")
         if not self.running:
             raise ConfigError("no profile is running")
         self.running = False

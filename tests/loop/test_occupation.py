@@ -34,11 +34,11 @@ class Released(Rig):
             refusals=[],
         )
 
-    def release(self, *tags: str) -> ControlReply:
+    def ask_release(self, *tags: str) -> ControlReply:
         self.occupation.on_message(ReleaseMemory("r", tags))
         return self.replies.pop("r")
 
-    def resume(self, *tags: str) -> ControlReply | None:
+    def ask_resume(self, *tags: str) -> ControlReply | None:
         self.occupation.on_message(ResumeMemory("r", tags))
         return self.replies.pop("r", None)
 
@@ -47,34 +47,34 @@ def test_memory_goes_only_when_no_request_lives_and_prefixes_go_with_it() -> Non
     rig = Released()
     rig.ask("a", PROMPTS["a"])
     rig.turn()
-    refused = rig.release()
+    refused = rig.ask_release()
     assert (refused.ok, refused.status, refused.message) == (False, 409, "a request lives; nothing was released")
     assert rig.kv.asked == [] and not rig.weights.released and rig.occupation.refusal is None
     rig.settle()
     assert rig.scheduler.memory.cache.num_pages > 0
-    released = rig.release()
+    released = rig.ask_release()
     assert released.ok and released.values == {"released": "kv_cache,weights"}
     assert rig.kv.asked == ["release"] and rig.weights.released and rig.scheduler.memory.cache.num_pages == 0
     refusal = rig.occupation.refusal
     assert refusal is not None and refusal.status == 503 and "/resume_memory_occupation" in refusal.message
-    assert rig.release().ok and rig.kv.asked == ["release"], "released twice"
+    assert rig.ask_release().ok and rig.kv.asked == ["release"], "released twice"
 
 
 def test_weights_come_again_from_their_checkpoint() -> None:
     rig = Released()
-    rig.release()
-    assert rig.resume("kv_cache") is not None and rig.occupation.released == ["weights"]
-    assert rig.resume() is None, "weights are still being read"
+    rig.ask_release()
+    assert rig.ask_resume("kv_cache") is not None and rig.occupation.released == ["weights"]
+    assert rig.ask_resume() is None, "weights are still being read"
     rig.weights.future.set_result("the same")
     rig.settle()
     assert rig.replies.pop("r").ok and rig.weights.taken == ["the same"] and rig.weights.model_path == "old"
     assert rig.kv.asked == ["release", "resume"] and rig.occupation.released == []
-    assert rig.resume() is not None, "nothing is released"
+    assert rig.ask_resume() is not None, "nothing is released"
 
 
 def test_other_weights_may_come_in_their_place() -> None:
     rig = Released()
-    rig.release("weights")
+    rig.ask_release("weights")
     rig.tell(UpdateWeights("u", "new"))
     rig.weights.future.set_result("others")
     rig.settle()
@@ -83,8 +83,8 @@ def test_other_weights_may_come_in_their_place() -> None:
 
 def test_a_checkpoint_that_is_gone_leaves_the_weights_released() -> None:
     rig = Released()
-    rig.release("weights")
-    rig.resume("weights")
+    rig.ask_release("weights")
+    rig.ask_resume("weights")
     rig.weights.future.set_exception(OSError("no such file"))
     rig.settle()
     reply = rig.replies.pop("r")
@@ -94,13 +94,13 @@ def test_a_checkpoint_that_is_gone_leaves_the_weights_released() -> None:
 @pytest.mark.parametrize("call", ["release", "resume"])
 def test_unknown_tags_are_refused(call: str) -> None:
     rig = Released()
-    reply = getattr(rig, call)("kv_cache", "kv")
+    reply = getattr(rig, f"ask_{call}")("kv_cache", "kv")
     assert (reply.status, reply.message) == (400, f"tags: must be of {', '.join(TAGS)}, got 'kv'")
     assert rig.occupation.released == [] and rig.kv.asked == []
 
 
 def test_kv_that_cannot_be_released_keeps_the_weights_too() -> None:
     rig = Released(FixedKV("it is registered"))
-    reply = rig.release()
+    reply = rig.ask_release()
     assert (reply.status, reply.message) == (400, "it is registered") and rig.occupation.released == []
-    assert rig.release("weights", "cuda_graph").ok and rig.occupation.released == ["weights"]
+    assert rig.ask_release("weights", "cuda_graph").ok and rig.occupation.released == ["weights"]

@@ -36,6 +36,7 @@ from engine.ranks.rank_checksum import GroupChecksum
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, socket_pair
 from tests.e2e.cluster import wait_until
+from tests.loop.test_control import FakeProfiler
 
 SOON_S = 10.0
 
@@ -236,23 +237,8 @@ def test_a_checksum_counts_each_part_once_and_looks_at_every_copy(
             assert len(found - {total}) == len(damaged)
 
 
-@dataclass
-class Recorded:
-    """A profiler of the leader's rank."""
-
-    calls: list[str] = field(default_factory=list)
-
-    def start(self, asked: StartProfile) -> str:
-        self.calls.append("start")
-        return "/traces/leader.json"
-
-    def stop(self) -> str:
-        self.calls.append("stop")
-        return "/traces/leader.json"
-
-
 def test_a_profile_that_one_rank_refuses_runs_at_none(group: Group) -> None:
-    own = Recorded()
+    own = FakeProfiler()
     starting = threading.Thread(target=answer_profiles, args=(group,))
     starting.start()
     with pytest.raises(ConfigError, match=r"rank 2 of 3 \(pid 472\): output_dir: no file can be written"):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.images import ImageInput
 from engine.models.draft_model import DraftEntries
-from engine.models.vision.tower import NO_IMAGES, Pixels, VisionTower
+from engine.models.vision.tower import NO_IMAGES, Pixels
 from engine.models.vision.towers import DeepstackTower, ProjectedClip, WindowedTower
 from tests.core.hash_model import NO_MEMORY
 from tests.e2e.two_engines import REST_S, Pair, disaggregated
@@ -241,30 +241,24 @@ def test_recorded_steps_give_the_tokens_of_others(served: Served) -> None:
         assert ask(engine, asked) == right
 
 
-class FailsOnce:
-    """A tower that finds no memory the first time."""
-
-    def __init__(self, tower: VisionTower) -> None:
-        self._tower = tower
-        self._failed = False
-        self.feature_size = tower.feature_size
-
-    def encode(self, image: Pixels) -> torch.Tensor:
-        if not self._failed:
-            self._failed = True
-            raise torch.OutOfMemoryError(NO_MEMORY)
-        return self._tower.encode(image)
-
-
 @ONE
 @pytest.mark.parametrize("stream", ["inline", "threaded"])
-def test_a_tower_without_memory_fails_its_step_alone(stream: str, served: Served) -> None:
+def test_a_tower_without_memory_fails_its_step_alone(
+    stream: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With steps in flight behind it, which count on its features."""
     path, asked, right = served
     with EngineInProcess(path, chunked_prefill_size=CHUNK, stream=stream, **FLAGS) as engine:
-        model = engine.parts.device.executor.runner.running.model
-        assert model.vision is not None
-        model.vision = FailsOnce(model.vision)
+        tower = engine.parts.device.executor.runner.running.model.vision
+        assert tower is not None
+        encode, errors = tower.encode, [torch.OutOfMemoryError(NO_MEMORY)]
+
+        def fails_once(image: Pixels) -> torch.Tensor:
+            if errors:
+                raise errors.pop()
+            return encode(image)
+
+        monkeypatch.setattr(tower, "encode", fails_once)
         ask(engine, asked)
         assert engine.finish["same"].status == 503 and NO_MEMORY in engine.finish["same"].message
         again = {f"again {rid}": body for rid, body in asked.items()}
