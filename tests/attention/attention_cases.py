@@ -1,6 +1,7 @@
 """Random paged batches and a float64 reference that reads nothing of the code under test."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,10 +42,10 @@ def make_pool(
     dtype: str = "float32",
     layers: int = 2,
     units: int = 1,
-    window: int = 0,
-    fp8: bool = False,
+    **kind: Any,
 ) -> KVPool:
-    spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, window=window, fp8=fp8)
+    """`kind`: other fields of CacheSpec."""
+    spec = CacheSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, **kind)
     return KVPool([spec] * layers, num_pages=num_pages, page_size=page_size, device="cpu", units=units)
 
 

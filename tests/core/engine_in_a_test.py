@@ -7,7 +7,6 @@ from typing import Any
 from engine.core.outputs import StepEffects
 from engine.core.plan import ItemResult, Phase, Plan, PlanItem, StepResult
 from engine.core.request import Request
-from engine.images import ImageInput
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_setup import EngineSetup
@@ -15,34 +14,15 @@ from tests.core.hash_model import next_token, prefix_hash
 from tests.core.named_stops import stops_of
 
 
-def request_of(
-    prompt: list[int],
-    *,
-    rid: str = "r",
-    generated: int = 0,
-    arrived_s: float = 0.0,
-    eos: int | None = None,
-    priority: int = 0,
-    adapter: int = 0,
-    namespace: tuple[str, ...] = (),
-    images: tuple[ImageInput, ...] = (),
-    alone: bool = False,
-    **sampling: object,
-) -> Request:
-    """A request outside an engine, with `generated` output tokens."""
-    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+def request_of(prompt: list[int], *, generated: int = 0, eos: int | None = None, **given: Any) -> Request:
+    """A request outside an engine, with `generated` output tokens. `given`: as for `new_request`, and of sampling."""
+    params = SamplingParams(**{name: given.pop(name) for name in SamplingParams.__struct_fields__ if name in given})
     request = new_request(
-        rid=rid,
         input_ids=prompt,
         sampling=params,
         stops=stops_of(params),
         eos_ids=frozenset() if eos is None else frozenset({eos}),
-        arrived_s=arrived_s,
-        priority=priority,
-        adapter=adapter,
-        namespace=namespace,
-        images=list(images),
-        alone=alone,
+        **{"rid": "r", "arrived_s": 0.0, **given},
     )
     request.output_ids = [0] * generated
     return request

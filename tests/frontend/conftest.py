@@ -150,17 +150,17 @@ class Worker:
 def start_worker(
     folder: Path,
     *,
-    mode: str = "null",
     ready: bool = True,
     drain_s: float = 0.2,
     server: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
-    allowed: list[str] | None = None,
     process: bool = False,
-    warms_up: bool = False,
-    secret: str = "",
+    **given: Any,
 ) -> Iterator[Worker]:
-    """`process`: a process of its own, else a thread. Raises what a thread's start raises."""
+    """`process`: a process of its own, else a thread. `given`: mode, allowed, warms_up, secret.
+
+    Raises what a thread's start raises.
+    """
     checkpoint = folder / "tiny"
     if not checkpoint.exists():
         write_checkpoint(checkpoint)
@@ -168,10 +168,7 @@ def start_worker(
     args = {
         "folder": str(folder),
         "ipc_dir": ipc.dir,
-        "mode": mode,
-        "allowed": allowed,
-        "warms_up": warms_up,
-        "secret": secret,
+        **{"mode": "null", "allowed": None, "warms_up": False, "secret": "", **given},
         "server": {"port": 0, "drain_timeout_s": drain_s, **(server or {})},
         "engine": {"model_path": str(checkpoint), **(engine or {})},
     }

@@ -1,8 +1,10 @@
 """Small planned clusters for tests: a model of 1 MB a KV page, workers with round step times."""
 
+from dataclasses import fields
+from typing import Any
+
 from engine.config import EngineConfig
 from planner.cluster import ClusterCosts, ClusterLayout, PlannedCluster, parse_layout
-from planner.executor import Speculation
 from planner.step_time import Fitted
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest
@@ -20,20 +22,11 @@ STEP_TIME = Fitted(
 CONTROL_S, LATENCY_S, OUTSIDE_S = 0.001, 0.003, 0.01
 
 
-def cluster(
-    name: str,
-    *,
-    num_pages: int = 4096,
-    step_time: Fitted = STEP_TIME,
-    max_running: int = 64,
-    link: float = LINK,
-    cores: float | None = None,
-    worker_cores: float | None = None,
-    threads: int = 1,
-    host_token_s: float = 0.0,
-    policy: str = "least_load",
-    speculation: Speculation | None = None,
-) -> PlannedCluster:
+def cluster(name: str, *, max_running: int = 64, link: float = LINK, **given: Any) -> PlannedCluster:
+    """What a worker's spec has no field for is a cost of the cluster."""
+    own = {one.name for one in fields(WorkerSpec)}
+    costs = {name: given.pop(name) for name in list(given) if name not in own}
+    spec = {"num_pages": 4096, "step_time": STEP_TIME, **given}
     layout: ClusterLayout = parse_layout(name)
     engine = EngineConfig(
         device="cuda",
@@ -50,12 +43,9 @@ def cluster(
         role: WorkerSpec(
             role=role,
             engine=engine,
-            num_pages=num_pages,
             page_bytes=PAGE_BYTES,
             link_bytes_per_s=link,
-            step_time=step_time,
-            threads=threads,
-            speculation=speculation,
+            **spec,  # type: ignore[arg-type]
         )
         for role in layout.roles
     }
@@ -63,10 +53,7 @@ def cluster(
         control_s=CONTROL_S,
         latency_s=LATENCY_S,
         outside_s=OUTSIDE_S,
-        cores=cores,
-        worker_cores=worker_cores,
-        host_token_s=host_token_s,
-        policy=policy,
+        **costs,
     )
     return PlannedCluster(layout, workers, costs)
 
