@@ -24,7 +24,7 @@ from engine.attention.triton_backend import TritonBackend
 from engine.kernels.paged_attention import plain_softmax
 from engine.kernels.triton.decode import DecodeTiles, PagedLayer, decode, decode_tiles, split_list
 from engine.kernels.triton.extend import ExtendTiles, extend, extend_tiles, lists_of, work_of
-from engine.kernels.triton.extend_plan import plan_extend
+from engine.kernels.triton.extend_plan import ExtendShape, plan_extend
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
@@ -97,7 +97,8 @@ def _extend_ms(
     starts, kv_lens = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, rows], [context]))
     slots = torch.zeros(1, dtype=torch.int64, device=target.device)
     group = shape.heads // shape.kv_heads
-    plan = plan_extend([rows], [context], group=group, kv_heads=shape.kv_heads, rows=tiles.rows, block=tiles.block)
+    cut = ExtendShape(group=group, kv_heads=shape.kv_heads, rows=tiles.rows, block=tiles.block)
+    plan = plan_extend([rows], [context], cut)
     lists = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in lists_of(plan))
     work = work_of(plan, lists)
     pages = PagedLayer(pool.k(0), pool.v(0), table, plain_softmax(shape.head_dim))

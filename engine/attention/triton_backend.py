@@ -31,7 +31,7 @@ from engine.kernels.triton.extend import (
     lists_of,
     work_of,
 )
-from engine.kernels.triton.extend_plan import plan_extend
+from engine.kernels.triton.extend_plan import ExtendShape, plan_extend
 from engine.kernels.triton.rope_write import rope_write
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths, upload
@@ -76,6 +76,16 @@ class _Shape:
     rest: int
     decode: DecodeTiles
     extend: ExtendTiles
+
+    def extend_shape(self, num_heads: int) -> ExtendShape:
+        return ExtendShape(
+            group=num_heads // self.kv_heads,
+            kv_heads=self.kv_heads,
+            rows=self.extend.rows,
+            block=self.extend.block,
+            window=self.window,
+            pairs=self.rest > 0,
+        )
 
 
 class TritonBackend:
@@ -175,12 +185,7 @@ class TritonBackend:
             shape: plan_extend(
                 step.q_lens,
                 step.kv_lens,
-                group=self._num_heads // shape.kv_heads,
-                kv_heads=shape.kv_heads,
-                rows=shape.extend.rows,
-                block=shape.extend.block,
-                window=shape.window,
-                pairs=shape.rest > 0,
+                shape.extend_shape(self._num_heads),
                 has_library=self._prompts is not None,
                 skip=frozenset(riders),
             )

@@ -117,6 +117,8 @@ def test_what_ranks_compute_of_their_units_and_layers_adds_up(ranks: int, stages
 def test_its_kernel_compiles_for_sm_90_without_spills() -> None:
     """Of Qwen3-8B's pages. Numerics: triton_numerics.py."""
     signature = dict.fromkeys(["words_ptr", "rows_ptr", "keys_ptr", "sums_ptr"], "*i64")
-    made = check_compiled(page_sums_kernel, signature, sums_constants(294912, 294912), aligned=[], warps=8, stages=3)
+    made = check_compiled(
+        page_sums_kernel, signature, sums_constants(294912, 294912), aligned=[], num_warps=8, num_stages=3
+    )
     assert "ld.global.v2.b64" in made.asm["ptx"], "loads are narrow"
     assert made.usage["REG"] <= 64, made.usage

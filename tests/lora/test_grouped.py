@@ -113,7 +113,7 @@ PLANNED = {"table_ptr": "*i64", "tiles_ptr": "*i32", "rows_ptr": "*i32", "total"
 def compiled(
     kernel: object, signature: dict[str, str], constants: dict[str, int], tiles: LoraTiles, *, aligned: list[str]
 ) -> Made:
-    launch = {"warps": tiles.warps, "stages": tiles.stages}
+    launch = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return check_compiled(kernel, signature, constants, aligned=aligned, **launch, streams=False)  # type: ignore[no-any-return]
 
 

@@ -48,7 +48,7 @@ def test_sampling_compiles_for_sm_90_without_spills(name: str, constants: dict[s
     kernel = getattr(sample, name)
     signature = {n: TYPES[n] for n in kernel.arg_names if n in TYPES}
     options = {"num_warps": warps, **sample.EXACT}
-    made = check_compiled(kernel, signature, constants, aligned=[], options=options)
+    made = check_compiled(kernel, signature, constants, aligned=[], **options)
     usage = made.usage
     # two programs of a row, or four of a part, share a multiprocessor
     assert usage["REG"] <= 128 and usage["REG"] * 32 * warps <= REGISTERS, usage

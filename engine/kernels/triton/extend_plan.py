@@ -46,42 +46,47 @@ class ExtendPlan:
     library: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendShape:
+    """Heads of a layer, and tiles of `rows` that read `block` tokens at a time.
+
+    `group`: query heads per KV head. `pairs`: rows of whole requests are (token, head) pairs, too.
+    """
+
+    group: int
+    kv_heads: int
+    rows: int
+    block: int
+    window: int = 0
+    pairs: bool = False
+
+
 def plan_extend(
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
+    shape: ExtendShape,
     *,
-    group: int,
-    kv_heads: int,
-    rows: int,
-    block: int,
-    window: int = 0,
-    pairs: bool = False,
     has_library: bool = False,
     skip: Collection[int] = (),
 ) -> ExtendPlan:
-    """Plan programs for tiles of `rows`; `group`: query heads per KV head, `block`: tokens at a
-    time.
-
-    `pairs`: rows of whole requests are (token, head) pairs, too.
-    """
-    plan = ExtendPlan()
+    """Plan programs of all requests but `skip`."""
+    plan, group, kv_heads, block = ExtendPlan(), shape.group, shape.kv_heads, shape.block
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         if request in skip:
             continue
-        tiles = -(-q_len * group // rows)
-        hidden = first_seen(kv_len - q_len, window) // block * block
+        tiles = -(-q_len * group // shape.rows)
+        hidden = first_seen(kv_len - q_len, shape.window) // block * block
         context = kv_len - hidden
         span = span_tokens(context, programs=tiles * kv_heads, block=block)
         if span < context:
             parts = q_len * group * -(-context // span) * kv_heads  # upper bound
             if not plan.rounds or plan.rounds[-1].part_rows * kv_heads + parts > MAX_PARTS:
                 plan.rounds.append(SplitRound())
-            begins = range(hidden, kv_len, span)
-            _split(plan.rounds[-1], request, q_len, kv_len, begins=begins, group=group, rows=rows, window=window)
+            _split(plan.rounds[-1], request, q_len, kv_len, range(hidden, kv_len, span), shape)
         elif has_library and kv_len > MAX_WHOLE:
             plan.library.append(request)
         else:
-            for tile in reversed(range(tiles if pairs else -(-q_len // rows))):
+            for tile in reversed(range(tiles if shape.pairs else -(-q_len // shape.rows))):
                 plan.whole += (request, tile)
     return plan
 
@@ -98,13 +103,12 @@ def span_tokens(context: int, *, programs: int, block: int) -> int:
     return -(-context // (block * max(spans, 1))) * block
 
 
-def _split(
-    into: SplitRound, request: int, q_len: int, kv_len: int, *, begins: range, group: int, rows: int, window: int
-) -> None:
+def _split(into: SplitRound, request: int, q_len: int, kv_len: int, begins: range, shape: ExtendShape) -> None:
+    group, rows = shape.group, shape.rows
     part_row, parts, span, before = into.part_rows, [], begins.step, kv_len - q_len
     for tile in range(-(-q_len * group // rows)):
         height = min(rows, q_len * group - tile * rows)
-        first = first_seen(before + tile * rows // group, window)  # of the tile's first row
+        first = first_seen(before + tile * rows // group, shape.window)  # of the tile's first row
         seen = before + (tile * rows + height - 1) // group + 1  # of its last row
         mine = [begin for begin in begins if first < begin + span and begin < seen]
         into.merges += (request, tile, part_row, len(mine))

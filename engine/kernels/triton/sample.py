@@ -16,6 +16,7 @@ rejection sampling with fixed noise).
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +44,16 @@ _INF = tl.constexpr(float("inf"))
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_BOUND = tl.constexpr(0x7FFFFFFF)
 _FIRST_BIN = tl.constexpr((127 - 8) << 23)  # gaps from 2**-8 in bins of an octave
+
+
+class _Row(NamedTuple):
+    """A row from which top_p draws: its logits, and what scores are made by."""
+
+    source: Any
+    best: Any
+    temperature: Any
+    log_min_p: Any
+    key: Any
 
 
 @triton.jit
@@ -368,13 +379,13 @@ def finish_kernel(
             is_edited = _is_edited(integers, output_len, _masked_as(mask_rows_ptr, row, MASKED))
             source = tl.where(is_edited, edited_ptr, logits_ptr) + row * VOCAB
             key = key_of(tl.load(integers + SEED), output_len)
-            log_min_p = tl.load(floats + LOG_MIN_P)
+            drawn = _Row(source, best, temperature, tl.load(floats + LOG_MIN_P), key)
             gap = (best - tl.load(source + token)).to(tl.int32, bitcast=True)
-            before = _mass_below(source, best, temperature, gap, token, VOCAB, TILE)
+            before = _mass_below(drawn, gap, token, VOCAB, TILE)
             while before.to(tl.float64) >= limit:
-                token = _best_below(source, best, temperature, log_min_p, key, gap, token, VOCAB, TILE)
+                token = _best_below(drawn, gap, token, VOCAB, TILE)
                 gap = (best - tl.load(source + token)).to(tl.int32, bitcast=True)
-                before = _mass_below(source, best, temperature, gap, token, VOCAB, TILE)
+                before = _mass_below(drawn, gap, token, VOCAB, TILE)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(bad_ptr + row, tl.where(is_good, 0, 1).to(tl.uint8))
     seen_ptr = tl.load(integers + SEEN)
@@ -384,32 +395,30 @@ def finish_kernel(
 
 
 @triton.jit
-def _mass_below(source, best, temperature, bound_gap, bound_id, VOCAB: tl.constexpr, TILE: tl.constexpr):
+def _mass_below(row, bound_gap, bound_id, VOCAB: tl.constexpr, TILE: tl.constexpr):
     total = tl.zeros([TILE], tl.int64)
     for at in range(0, VOCAB, TILE):
         ids = at + tl.arange(0, TILE)
-        x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
-        kept = _is_below((best - x).to(tl.int32, bitcast=True), ids, bound_gap, bound_id) & (ids < VOCAB)
+        x = tl.load(row.source + ids, mask=ids < VOCAB, other=-_INF)
+        kept = _is_below((row.best - x).to(tl.int32, bitcast=True), ids, bound_gap, bound_id) & (ids < VOCAB)
         if tl.max(kept.to(tl.int32), 0) > 0:
-            total += tl.where(kept, mass_of(_scaled(x, best, temperature)), 0)
+            total += tl.where(kept, mass_of(_scaled(x, row.best, row.temperature)), 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _best_below(
-    source, best, temperature, log_min_p, key, bound_gap, bound_id, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
+def _best_below(row, bound_gap, bound_id, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """Token of the best score below a bound; the best token is always within it."""
     scores = tl.full([TILE], -_INF, tl.float32)
     score_ids = tl.zeros([TILE], tl.int32)
     most = tl.full([], -_INF, tl.float32)
     for at in range(0, VOCAB, TILE):
         ids = at + tl.arange(0, TILE)
-        x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
-        scaled = _scaled(x, best, temperature)
-        kept = _is_below((best - x).to(tl.int32, bitcast=True), ids, bound_gap, bound_id) & (scaled >= log_min_p)
+        x = tl.load(row.source + ids, mask=ids < VOCAB, other=-_INF)
+        scaled, gap_bits = _scaled(x, row.best, row.temperature), (row.best - x).to(tl.int32, bitcast=True)
+        kept = _is_below(gap_bits, ids, bound_gap, bound_id) & (scaled >= row.log_min_p)
         kept = kept & (ids < VOCAB)
-        scores, score_ids, most = _take_scores(scores, score_ids, most, kept, scaled, key, ids)
+        scores, score_ids, most = _take_scores(scores, score_ids, most, kept, scaled, row.key, ids)
     return tl.min(tl.where(scores == most, score_ids, VOCAB), 0)
 
 

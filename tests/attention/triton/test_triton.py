@@ -127,7 +127,7 @@ def compiled_decode(
     cache = cache_constants(**layer, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = split_constants(cache, tiles, window=window, cap=cap)
     options = split_options(tiles)
-    made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, options=options)
+    made = check_compiled(decode_split_kernel, signature, constants, aligned=STRIDES, **options)
     assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
     assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
     return made
@@ -164,16 +164,18 @@ def test_the_list_of_splits_compiles_for_sm_90_without_spills():
     tiles = decode_tiles(kv_heads=8, dim=128, dtype=torch.bfloat16)
     signature = {**dict.fromkeys(["kv_lens_ptr", "list_ptr", "done_ptr"], "*i32"), "batch": "i32"}
     constants = list_constants(kv_heads=8, tiles=tiles)
-    check_compiled(split_list_kernel, signature, constants, aligned=[], warps=1, stages=2)
+    check_compiled(split_list_kernel, signature, constants, aligned=[], num_warps=1, num_stages=2)
 
 
 def test_elementwise_kernels_compile_for_sm_90_without_spills():
     """Of Qwen3-8B."""
     pointers = dict.fromkeys(["x_ptr", "delta_ptr", "weight_ptr", "out_ptr"], "*bf16")
     signature = {**pointers, "width": "i32", "eps": "fp32"}
-    check_compiled(rms_norm_kernel, signature, {"ADDS": True, "TILE": 4096}, aligned=["width"], warps=8, stages=3)
+    check_compiled(
+        rms_norm_kernel, signature, {"ADDS": True, "TILE": 4096}, aligned=["width"], num_warps=8, num_stages=3
+    )
     signature = {**dict.fromkeys(["x_ptr", "out_ptr"], "*bf16"), "width": "i32"}
-    check_compiled(silu_mul_kernel, signature, {"TILE": GATE_TILE}, aligned=["width"], warps=4, stages=3)
+    check_compiled(silu_mul_kernel, signature, {"TILE": GATE_TILE}, aligned=["width"], num_warps=4, num_stages=3)
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -185,7 +187,7 @@ def test_the_turn_compiles_for_sm_90_without_spills(norms):
     signature = {**dict.fromkeys(names, "*bf16"), **places, **strides, "eps": "fp32", "offset": "fp32"}
     constants = {"HEADS": 32, "KV_HEADS": 8, "UNIT_HEADS": 8, "DIM": 128}
     constants |= {"NORMS": norms, "TILE": 64, "TILE_HEADS": HEAD_TILE}
-    made = check_compiled(rope_write_kernel, signature, constants, aligned=list(strides), warps=4, stages=3)
+    made = check_compiled(rope_write_kernel, signature, constants, aligned=list(strides), num_warps=4, num_stages=3)
     stores = re.findall(r"st\.global\S*", made.asm["ptx"])
     assert len(stores) == 6 and all(".v4" in store or ".v2" in store for store in stores), stores
 
@@ -231,8 +233,9 @@ def compiled_extend(
         tiles = extend_tiles(dim=layer["dim"], dtype=TORCH_DTYPES[dtype])
     cache = cache_constants(**layer, page_size=16, dtype=TORCH_DTYPES[dtype])
     constants = extend_constants(cache, tiles, split=split, window=window, cap=cap)
-    warps, stages = tiles.warps, tiles.stages
-    made = check_compiled(extend_kernel, signature, constants, aligned=STRIDES, warps=warps, stages=stages)
+    made = check_compiled(
+        extend_kernel, signature, constants, aligned=STRIDES, num_warps=tiles.warps, num_stages=tiles.stages
+    )
     if dtype == "bf16":
         assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
         assert made.usage["REG"] <= REGISTERS // (32 * tiles.warps), made.usage
@@ -249,7 +252,7 @@ def test_the_merge_of_extend_compiles_for_sm_90_without_spills(heads):
         **{"out_ptr": "*bf16", "merges_ptr": "*i32", "starts_ptr": "*i32"},
     }
     constants = extend_merge_constants(**heads, tiles=tiles)
-    made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], warps=warps, stages=3)
+    made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], num_warps=warps, num_stages=3)
     assert made.usage["REG"] * 32 * warps <= REGISTERS // (4 if warps == 4 else 1), made.usage
 
 
@@ -266,14 +269,12 @@ def check_compiled(
     constants: dict[str, Any],
     *,
     aligned: list[str],
-    warps: int = 0,
-    stages: int = 0,
-    options: dict[str, int] | None = None,
     streams: bool = True,
+    **options: int,
 ) -> Made:
     """Compile as a launch would: pointers, and the scalars named in `aligned`, are multiples of 16.
 
-    `options`: in place of `warps` and `stages`. `streams`: it multiplies what it loads in a loop.
+    `streams`: it multiplies what it loads in a loop.
     """
     names = kernel.arg_names
     constants = {**constants, **{n: None for n in WHERE_NEEDED if n in names and n not in signature}}
@@ -286,7 +287,7 @@ def check_compiled(
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
     )
-    compiled = triton.compile(source, target=SM_90, options=options or {"num_warps": warps, "num_stages": stages})
+    compiled = triton.compile(source, target=SM_90, options=options)
     assert compiled.metadata.shared <= SHARED_LIMIT_BYTES
     usage = resource_usage(compiled.asm["cubin"])
     assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage

@@ -101,7 +101,9 @@ def check_lengths_on_the_device(shape: Shape) -> None:
 
 def check_split_prompts(shape: Shape) -> None:
     """Few rows behind a context of several spans."""
-    plan = extend_plan.plan_extend([10], [140], group=shape.heads, kv_heads=1, rows=16, block=16, pairs=True)
+    plan = extend_plan.plan_extend(
+        [10], [140], extend_plan.ExtendShape(group=shape.heads, kv_heads=1, rows=16, block=16, pairs=True)
+    )
     assert len(plan.rounds[0].merges) >= 8 and plan.rounds[0].merges[3] > 1, plan
     check_steps(shape)
 

@@ -118,7 +118,7 @@ def check_split_extend() -> None:
     starts, ends = [91, 0, 64, 32], [104, 6, 65, 33]
     check("extend, split", Heads(q=4, kv=2, dim=16), starts, ends, page_size=16, extend=True)
     heads = Heads(q=3, kv=1, dim=24)
-    plan = extend_plan.plan_extend([13, 6, 1, 1], ends, group=3, kv_heads=1, rows=16, block=32)
+    plan = extend_plan.plan_extend([13, 6, 1, 1], ends, extend_plan.ExtendShape(group=3, kv_heads=1, rows=16, block=32))
     flat = [x for now in plan.rounds for x in now.split]
     assert set(plan.whole[::2]) == {1} and set(flat[::5]) == {0, 2, 3} and len(plan.rounds) > 1, plan
     assert [96 - 32, 96] in [flat[i + 2 : i + 4] for i in range(0, len(flat), 5)], "tokens 95 and 96 share a tile"
@@ -173,7 +173,9 @@ def check_library() -> None:
     setattr(extend_plan, "PROGRAMS", 2)  # noqa: B010
     heads, starts, ends = Heads(q=2, kv=1, dim=16), [0, 64, 0], [48, 66, 20]
     q_lens = [b - a for a, b in zip(starts, ends, strict=True)]
-    plan = extend_plan.plan_extend(q_lens, ends, group=2, kv_heads=1, rows=16, block=32, has_library=True)
+    plan = extend_plan.plan_extend(
+        q_lens, ends, extend_plan.ExtendShape(group=2, kv_heads=1, rows=16, block=32), has_library=True
+    )
     assert plan.library == [0] and set(plan.rounds[0].split[::5]) == {1} and set(plan.whole[::2]) == {2}, plan
     sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
     pool = filled_pool(heads, sequences, starts)

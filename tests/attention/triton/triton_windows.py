@@ -85,7 +85,9 @@ def check_split_prompts() -> None:
     """Few rows behind a context, or a window, of several spans."""
     for window in (40, 100, 290):
         q_len, kv_len = ENDS[3] - STARTS[3], ENDS[3]
-        plan = extend_plan.plan_extend([q_len], [kv_len], group=3, kv_heads=2, rows=16, block=32, window=window)
+        plan = extend_plan.plan_extend(
+            [q_len], [kv_len], extend_plan.ExtendShape(group=3, kv_heads=2, rows=16, block=32, window=window)
+        )
         assert len(plan.rounds[0].split) > 5, (window, plan)
     for number, (window, name) in enumerate(((0, "sinks"), (40, "plain"), (100, "cap and sinks"), (290, "sinks"))):
         check(name, window=window, alone=3 - number % 2)
