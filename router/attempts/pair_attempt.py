@@ -152,7 +152,7 @@ class PairAttempt:
         if self.prefill is None:
             self._end_prompt()
         else:
-            launcher.tails.add(self)
+            launcher.tails[self] = None
             if self.prefill.ended:
                 launcher.on_prefill_ended(self)
 
@@ -202,7 +202,7 @@ class AttemptLauncher:
     secret: bytes | None
     clock: Callable[[], float]
     parts: tuple[CallPart, ...] = ()
-    tails: set[PairAttempt] = field(default_factory=set, init=False)
+    tails: dict[PairAttempt, None] = field(default_factory=dict, init=False)
 
     def begin(
         self, request: RequestContext, headers: Mapping[str, str], placements: Sequence[Placement]
@@ -282,7 +282,7 @@ class AttemptLauncher:
             notify(attempt, now_s)
 
     def on_prefill_ended(self, attempt: PairAttempt) -> None:
-        self.tails.discard(attempt)
+        self.tails.pop(attempt, None)
         now_s = self.clock()
         for notify in self.events.on_prefill_ended:
             notify(attempt, now_s)
