@@ -50,6 +50,24 @@ class BootstrapError(Exception):
         self.of_room = of_room
 
 
+# (server, call, signer=, timeout_s=) -> (status, body); raises BootstrapError if the server cannot be reached
+Send = Callable[..., tuple[int, bytes]]
+
+
+def over_http(server: str, call: Call, *, signer: Signer | None, timeout_s: float) -> tuple[int, bytes]:
+    host, _, port = server.rpartition(":")
+    if not (host and port.isdigit() and int(port) < 65536):
+        raise BootstrapError(f"bootstrap server {server!r} is not HOST:PORT", permanent=True)
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+    try:
+        return _exchange(connection, call) if signer is None else _exchange_signed(connection, call, signer)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        refused = isinstance(error, ConnectionError)
+        raise BootstrapError(f"bootstrap server {server} cannot be reached: {error}", refused=refused) from None
+    finally:
+        connection.close()
+
+
 def look_up(
     server: str,
     room: int,
@@ -57,11 +75,13 @@ def look_up(
     any_but: Sequence[str] | None = None,
     secret: bytes | None = None,
     timeout_s: float = 3.0,
+    send: Send = over_http,
 ) -> RouteReply:
     """Return the worker of `room`, or any outside `any_but`. Raises BootstrapError."""
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
     signer = None if secret is None else Signer(secret)
-    body = _call(server, Call("GET", f"/route?room={room}{others}", b""), signer=signer, timeout_s=timeout_s)
+    call = Call("GET", f"/route?room={room}{others}", b"")
+    body = _checked(server, *send(server, call, signer=signer, timeout_s=timeout_s))
     return _read(server, body, RouteReply)  # type: ignore[no-any-return]
 
 
@@ -83,6 +103,7 @@ class Registrar:
         is_own: bool = False,
         takes_rooms: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        send: Send = over_http,
     ) -> None:
         self.registered = threading.Event()
         self.error: str | None = None  # of the last attempt
@@ -92,6 +113,7 @@ class Registrar:
         self._timeout_s = timeout_s
         self._longest_pause_s = math.inf if is_own else LONGEST_PAUSE_S
         self._clock = clock
+        self._send = send
         self._shared = False
         self.on_room: tuple[Callable[[int], None], ...] = (self.add_room,) if takes_rooms else ()
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
@@ -195,25 +217,16 @@ class Registrar:
 
     def _request(self, method: str, path: str, value: Any) -> bytes:
         call = Call(method, path, b"" if value is None else msgspec.json.encode(value))
-        return _call(self._server, call, signer=self._signer, timeout_s=self._timeout_s)
+        sent = self._send(self._server, call, signer=self._signer, timeout_s=self._timeout_s)
+        return _checked(self._server, *sent)
 
 
 def _oldest(times_s: OrderedDict[int, float]) -> float:
     return next(iter(times_s.values()))
 
 
-def _call(server: str, call: Call, *, signer: Signer | None, timeout_s: float) -> bytes:
-    host, _, port = server.rpartition(":")
-    if not (host and port.isdigit() and int(port) < 65536):
-        raise BootstrapError(f"bootstrap server {server!r} is not HOST:PORT", permanent=True)
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
-    try:
-        status, body = _exchange(connection, call) if signer is None else _exchange_signed(connection, call, signer)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        refused = isinstance(error, ConnectionError)
-        raise BootstrapError(f"bootstrap server {server} cannot be reached: {error}", refused=refused) from None
-    finally:
-        connection.close()
+def _checked(server: str, status: int, body: bytes) -> bytes:
+    """Return the body of a good answer. Raises BootstrapError."""
     if status == UNPROVEN:
         message = f"bootstrap server {server} did not show that it knows the secret of --cluster-secret-file"
         raise BootstrapError(message, permanent=True)

@@ -1,9 +1,11 @@
-"""Assembly of a worker's role over senders and receivers, each of which may be virtual."""
+"""Assembly of a worker's role over senders, receivers and managers, which may be virtual."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from disagg.decode_role import PREALLOC_TIMEOUT_S, DecodeRole
+from disagg.features.feature_fetching import FeatureFetches, rooms_of
 from disagg.features.feature_serving import EncodeRole, FeatureServer
 from disagg.features.moving import Moves
 from disagg.features.prefix_fetching import FetchPolicy, PrefixFetches
@@ -15,10 +17,21 @@ from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender, PromptHandovers, Senders
 from disagg.prefill_role import Directory, PrefillRole
 from disagg.role import PeerPart
+from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.scheduler import Scheduler
 from engine.messages import KVSource
+from transfer_backends.contract import Clock, KVArgs, LayerGroup, LookupFailed, Route, TransferConfig
+from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.environment import THIS_MACHINE, Environment
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.ports import Engine, LayerClock, Lookup
 from transfer_backends.prefill.manager import PrefillManager
 
+Manager = PrefillManager | DecodeManager
+SENDS, RECEIVES = "sends", "receives"
+MOVE_TIMEOUT_S = (
+    30.0  # for another decode worker to give pages: until then the request holds memory here and its client waits
+)
 NO_PROMPTS = Bounds(vocab_size=0, context_length=0)  # of decode workers to compute again
 
 
@@ -114,3 +127,108 @@ class RoleAssembly:
 def source_of(manager: PrefillManager) -> KVSource:
     """Return the address of `manager` for peers."""
     return KVSource(manager.control_address, manager.incarnation)
+
+
+def no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
+    raise LookupFailed("the request names the worker", permanent=True)
+
+
+def _start(name: str, manager: Manager) -> None:
+    manager.start()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferWire:
+    """Time, machine and threads of managers. `wakeup`: called when a queue may move.
+
+    `environment`, `start`: of the manager with the name SENDS or RECEIVES. `watched`: a receiver as
+    roles get it.
+    """
+
+    wakeup: Callable[[], None]
+    clock: Clock = time.monotonic
+    environment: Callable[[str], Environment] = lambda name: THIS_MACHINE
+    start: Callable[[str, Manager], None] = _start
+    watched: Callable[[DecodeManager], Receivers] = lambda manager: manager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """Managers of a role, of one engine and memory. `is_apart`: ranks on several machines."""
+
+    role: RoleAssembly
+    engine: Engine
+    args: KVArgs
+    config: TransferConfig
+    wire: TransferWire
+    followers: Sequence[ProcessMark] = ()
+    is_apart: bool = False
+
+    def sends(
+        self, groups: Sequence[LayerGroup] = (), *, layers: LayerClock | None = None, computes: bool = True
+    ) -> PrefillManager:
+        """Return a started manager of what leaves, by `groups` of layers or whole."""
+        manager = PrefillManager(
+            replace(self.args, groups=tuple(groups)),
+            self.engine,
+            self.config,
+            self.wire.clock,
+            environment=self.wire.environment(SENDS),
+            layers=layers,
+            followers=self.followers,
+            computes=computes,
+        )
+        self._start(SENDS, manager)
+        return manager
+
+    def prefixes(self, sends: PrefillManager, *, token_bytes: int) -> tuple[PrefixFetches, PrefixServer]:
+        receives = self.wire.watched(self._receives(no_lookup))
+        return self.role.prefixes(sends, receives, source_of(sends), token_bytes=token_bytes)
+
+    def features(self, allocator: PageAllocator, *, timeout_s: float) -> FeatureFetches:
+        """Return the part for features of images, into pages of `allocator`."""
+        manager = self._receives(no_lookup)
+        return FeatureFetches(
+            memory=self.role.scheduler.memory,
+            manager=self.wire.watched(manager),
+            metadata=self.role.metadata,
+            allocator=allocator,
+            rooms=rooms_of(manager.incarnation),
+            timeout_s=timeout_s,
+        )
+
+    def encode(self, bounds: Bounds) -> EncodeRole:
+        sends = self.sends()
+        return self.role.encode(sends, source_of(sends), bounds)
+
+    def decode(
+        self,
+        lookup: Lookup,
+        *,
+        move_timeout_s: float = MOVE_TIMEOUT_S,
+        prealloc_timeout_s: float = PREALLOC_TIMEOUT_S,
+    ) -> DecodeRole:
+        """Return a role whose sender of moved requests has a control plane of its own."""
+        receives = self.wire.watched(self._receives(lookup))
+        timeout_s = min(self.config.bootstrap_timeout_s, move_timeout_s)
+        moving = replace(self, config=replace(self.config, bootstrap_timeout_s=timeout_s))
+        sends = moving.sends(computes=False)
+        moves = self.role.moves(sends, source_of(sends))
+        return self.role.decode(receives, (moves,), prealloc_timeout_s=prealloc_timeout_s)
+
+    def _receives(self, lookup: Lookup) -> DecodeManager:
+        manager = DecodeManager(
+            self.args,
+            self.engine,
+            self.config,
+            lookup=lookup,
+            clock=self.wire.clock,
+            environment=self.wire.environment(RECEIVES),
+            is_apart=self.is_apart,
+        )
+        self._start(RECEIVES, manager)
+        return manager
+
+    def _start(self, name: str, manager: Manager) -> None:
+        manager.set_wakeup(self.wire.wakeup)
+        self.wire.start(name, manager)

@@ -4,13 +4,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from disagg.assembly import RoleAssembly, source_of
+from disagg.assembly import RoleAssembly, Transfers, TransferWire
 from disagg.config import SchedulerSpec
-from disagg.features.feature_fetching import MAX_FETCHES, FeatureFetches, rooms_of
+from disagg.features.feature_fetching import MAX_FETCHES, FeatureFetches
 from disagg.features.feature_serving import EncodeRole
 from disagg.features.recompute import Bounds
-from disagg.metadata import Checksum, MetadataBuffers
-from disagg.transfer_engine import engine_of, memory_of, no_lookup, start, transfer_config
+from disagg.metadata import MetadataBuffers
+from disagg.transfer_engine import engine_of, memory_of, transfer_config
 from engine.assembly.encoder import EncoderParts
 from engine.assembly.parts import EngineParts, WorkerParts
 from engine.core.mem_cache.page_allocator import PageAllocator
@@ -20,8 +20,6 @@ from engine.model_files.model_config import ModelConfig
 from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
 from transfer_backends.contract import KVArgs
-from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.prefill.manager import PrefillManager
 
 FETCH_TIMEOUT_S = 10.0  # per image: encoding it here takes less, and a prompt waits
 HANDSHAKE_S = 3.0  # maximum for an encode worker: a prompt waits, and can do without
@@ -29,20 +27,8 @@ HANDSHAKE_S = 3.0  # maximum for an encode worker: a prompt waits, and can do wi
 
 def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[], None]) -> EncodeRole:
     """Raises BackendUnavailable. Transfer threads call `wakeup` when a queue may move."""
-    config, scheduler = parts.config, parts.scheduler
-    parts.weights.number()  # now: no transfer should read files
-    metadata = MetadataBuffers(
-        2 * scheduler.limits.max_running_requests,
-        weights=parts.weights.number,
-        checksum=feature_checksum(spec, parts.pool, wakeup),
-    )
-    args = feature_args(spec, parts.pool, metadata, parts.model, dtype=config.dtype)
-    manager = PrefillManager(args, engine_of(spec, parts.pool), transfer_config(spec))
-    start(manager, wakeup)
-    role = RoleAssembly(
-        scheduler=scheduler, metadata=metadata, page_size=parts.pool.page_size, page_bytes=parts.pool.page_bytes
-    )
-    return role.encode(manager, source_of(manager), bounds_of(parts))
+    num_rows = 2 * parts.scheduler.limits.max_running_requests
+    return _transfers(spec, parts, parts.pool, num_rows=num_rows, wakeup=wakeup).encode(bounds_of(parts))
 
 
 def bounds_of(parts: WorkerParts) -> Bounds:
@@ -56,38 +42,35 @@ def feature_fetches(
     spec: SchedulerSpec, parts: EngineParts, pool: KVPool, *, wakeup: Callable[[], None]
 ) -> FeatureFetches:
     """Raises BackendUnavailable."""
-    parts.weights.number()
-    checksum = feature_checksum(spec, pool, wakeup)
-    metadata = MetadataBuffers(MAX_FETCHES, weights=parts.weights.number, checksum=checksum)
-    args = feature_args(spec, pool, metadata, parts.model, dtype=parts.config.dtype)
-    config = transfer_config(spec)
-    manager = DecodeManager(
-        args,
-        engine_of(spec, pool),
-        replace(config, handshake_timeout_s=HANDSHAKE_S),
-        lookup=no_lookup,
-    )
-    start(manager, wakeup)
-    return FeatureFetches(
-        memory=parts.scheduler.memory,
-        manager=manager,
-        metadata=metadata,
-        allocator=PageAllocator(num_pages=pool.num_pages, page_size=pool.page_size),
-        rooms=rooms_of(manager.incarnation),
-        timeout_s=FETCH_TIMEOUT_S,
-    )
+    transfers = _transfers(spec, parts, pool, num_rows=MAX_FETCHES, wakeup=wakeup)
+    allocator = PageAllocator(num_pages=pool.num_pages, page_size=pool.page_size)
+    config = replace(transfers.config, handshake_timeout_s=HANDSHAKE_S)
+    return replace(transfers, config=config).features(allocator, timeout_s=FETCH_TIMEOUT_S)
 
 
-def feature_args(
-    spec: SchedulerSpec, pool: KVPool, metadata: MetadataBuffers, model: ModelConfig, *, dtype: str
-) -> KVArgs:
-    return KVArgs(
-        kv=memory_of(_alone(pool)).kv,
-        aux=metadata.region,
-        signature=feature_signature(model),
-        page_size=pool.page_size,
-        dtype=dtype,
-        kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
+def _transfers(
+    spec: SchedulerSpec, parts: EngineParts | EncoderParts, pool: KVPool, *, num_rows: int, wakeup: Callable[[], None]
+) -> Transfers:
+    """Raises BackendUnavailable."""
+    parts.weights.number()  # now: no transfer should read files
+    memory = RankPools(kv=pool, held=pool.held)
+    checksum = alone(RankChecksum(memory, wakeup=wakeup)) if spec.disagg.disaggregation_kv_checksum else None
+    metadata = MetadataBuffers(num_rows, weights=parts.weights.number, checksum=checksum)
+    return Transfers(
+        role=RoleAssembly(
+            scheduler=parts.scheduler, metadata=metadata, page_size=pool.page_size, page_bytes=pool.page_bytes
+        ),
+        engine=engine_of(spec, pool),
+        args=KVArgs(
+            kv=memory_of(memory).kv,
+            aux=metadata.region,
+            signature=feature_signature(parts.model),
+            page_size=pool.page_size,
+            dtype=parts.config.dtype,
+            kv_checksum="off" if checksum is None else CHECKSUM_NAME,
+        ),
+        config=transfer_config(spec),
+        wire=TransferWire(wakeup=wakeup),
     )
 
 
@@ -95,13 +78,3 @@ def feature_signature(model: ModelConfig) -> str:
     """Return the name of a feature computation; weights are compared separately."""
     digest = hashlib.sha256(repr(model.vision).encode()).hexdigest()[:16]
     return f"features of images for {model.architecture}, {model.hidden_size} a level, tower {digest}"
-
-
-def feature_checksum(spec: SchedulerSpec, pool: KVPool, wakeup: Callable[[], None]) -> Checksum | None:
-    if not spec.disagg.disaggregation_kv_checksum:
-        return None
-    return alone(RankChecksum(_alone(pool), wakeup=wakeup))
-
-
-def _alone(pool: KVPool) -> RankPools:
-    return RankPools(kv=pool, held=pool.held)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bootstrap_server.client import BootstrapError, Registrar, look_up
+from bootstrap_server.client import BootstrapError, Send, look_up, over_http
 from bootstrap_server.protocol import Registration
 from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager
@@ -16,18 +16,10 @@ GAP_S = 2.0  # rooms look up every 0.5 s: such a gap ends an outage
 MAX_SERVERS = 4096
 
 
-def registrar_of(
-    manager: PrefillManager,
-    kv_args: KVArgs,
-    *,
-    server: str,
-    secret: bytes | None,
-    is_own: bool = False,
-    dp_size: int = 1,
-    dp_rank: int = 0,
-) -> Registrar:
+def registration_of(manager: PrefillManager, kv_args: KVArgs, *, dp_size: int = 1, dp_rank: int = 0) -> Registration:
+    """Return the entry of `manager` at a bootstrap server."""
     host, _, port = manager.control_address.rpartition(":")
-    worker = Registration(
+    return Registration(
         incarnation=manager.incarnation,
         control_host=host.strip("[]"),
         control_port=int(port),
@@ -38,7 +30,6 @@ def registrar_of(
         dp_size=dp_size,
         dp_rank=dp_rank,
     )
-    return Registrar(server, worker, secret=secret, is_own=is_own, takes_rooms=not is_own or dp_size > 1)
 
 
 @dataclass(slots=True)
@@ -70,9 +61,15 @@ class Outages:
 
 class RouteFinder:
     def __init__(
-        self, *, secret: bytes | None, grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        secret: bytes | None,
+        grace_s: float = GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+        send: Send = over_http,
     ) -> None:
         self._secret = secret
+        self._send = send
         self._outages = Outages(grace_s)
         self._lock = threading.Lock()
         self._clock = clock
@@ -80,7 +77,7 @@ class RouteFinder:
     def find(self, bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
         """Return the worker of `room`, or any other. Raises `LookupFailed`."""
         try:
-            reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret)
+            reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret, send=self._send)
         except BootstrapError as error:
             raise self._failure(bootstrap, error) from error
         with self._lock:

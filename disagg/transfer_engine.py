@@ -1,7 +1,6 @@
 """Transfer engine of a rank, its memory, KVArgs of managers; a role's requirements on an engine."""
 
 import hashlib
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,17 +11,7 @@ from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.kv.pool_memory import tensor_at
 from engine.kv.state_pool import StatePool
 from engine.ranks.rank_parts import RankPools
-from transfer_backends.contract import (
-    Extent,
-    LookupFailed,
-    RankMemory,
-    Region,
-    Route,
-    SideMemory,
-    SidePool,
-    TransferConfig,
-)
-from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool, TransferConfig
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.mooncake import protocol_here
 from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
@@ -30,7 +19,6 @@ from transfer_backends.engines.rdma_devices import devices_here
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.engines.trial_memory import FabricMemory
 from transfer_backends.ports import Engine
-from transfer_backends.prefill.manager import PrefillManager
 
 
 def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
@@ -101,15 +89,6 @@ def transfer_config(spec: SchedulerSpec) -> TransferConfig:
         control_host=spec.control_host,
         secret=read_secret(spec.disagg.cluster_secret_file),
     )
-
-
-def start(manager: PrefillManager | DecodeManager, wakeup: Callable[[], None]) -> None:
-    manager.set_wakeup(wakeup)
-    manager.start()
-
-
-def no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
-    raise LookupFailed("the request names the worker", permanent=True)
 
 
 def engine_use(disagg: DisaggConfig, *, pp_size: int = 1, name: str = "worker") -> EngineUse:

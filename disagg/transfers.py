@@ -1,43 +1,20 @@
-"""Engine and memory of a worker's transfers, which its senders and receivers share."""
+"""Engine and memory of a worker's transfers, which its managers share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from disagg.assembly import RoleAssembly
+from disagg.assembly import RoleAssembly, Transfers, TransferWire
 from disagg.config import SchedulerSpec
 from disagg.metadata import Checksum, MetadataBuffers
-from disagg.transfer_engine import engine_of, memory_of, side_pools, start, transfer_config
+from disagg.transfer_engine import engine_of, memory_of, side_pools, transfer_config
 from engine.assembly.parts import EngineParts
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.ranks.group import Group
 from engine.ranks.rank_checksum import GroupChecksum, RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
-from transfer_backends.contract import KVArgs, TransferConfig
-from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.contract import KVArgs
 from transfer_backends.engines.rank_engines import RankEngines
 from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.engines.remote import RemoteEngine
-from transfer_backends.liveness import ProcessMark
-from transfer_backends.ports import Engine, Lookup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
-    """`wakeup`: called by threads when a queue may move. `is_apart`: ranks on several machines."""
-
-    role: RoleAssembly
-    engine: Engine
-    args: KVArgs
-    config: TransferConfig
-    followers: tuple[ProcessMark, ...]
-    wakeup: Callable[[], None]
-    is_apart: bool
-
-    def receives(self, lookup: Lookup) -> DecodeManager:
-        """Return a started manager of what arrives."""
-        manager = DecodeManager(self.args, self.engine, self.config, lookup=lookup, is_apart=self.is_apart)
-        start(manager, self.wakeup)
-        return manager
 
 
 def transfers_of(
@@ -78,7 +55,7 @@ def transfers_of(
         args=args,
         config=config,
         followers=tuple(remote.mark for remote in remotes),
-        wakeup=wakeup,
+        wire=TransferWire(wakeup=wakeup),
         is_apart=spec.engine.nnodes > 1,
     )
 
