@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from planner.executor import Timeline
+from planner.world import Timeline
 from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key, make_chooser
 from router.config import POLICIES, RouterConfig
 from router.pool.breaker import Check

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.measures import Measure, Row, Tables, tell
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import BootstrapConfig, Registry
-from planner.executor import Timeline
+from planner.world import Timeline
 from router.attempts.pair_attempt import RoomMinter
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed

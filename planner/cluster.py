@@ -13,11 +13,12 @@ from deploy.bench.stats import RequestRecord
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.messages import AbortRequest, Bootstrap, GenerateRequest, GetState, TokenOutput
 from engine.sampling_params import SamplingParams
-from planner.executor import Host, Timeline
+from planner.executor import Host
 from planner.routing import REPORT_S, WANTED, Routed, Routing
 from planner.transfer import Network
 from planner.worker import PlanWorker, WorkerSpec
 from planner.workload import PlannedRequest
+from planner.world import Timeline
 from router.attempts.request import Slo
 from router.pool.reports import parse_load
 from service.flags import ConfigError

@@ -3,7 +3,6 @@
 Lengths end answers. All tokens are TOKEN, except OTHER at the planned rate of wrong drafts.
 """
 
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -133,29 +132,6 @@ def _water_level(
     return min(1.0, cores / max(1, threads)) if threads else 1.0, crowded
 
 
-# ---- Virtual time: a queue of events.
-
-
-class Timeline:
-    """Events in order of time, then of addition."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._serial = 0
-
-    def at(self, time_s: float, act: Callable[[], None]) -> None:
-        assert time_s >= self.now_s, "an event lies in the past"
-        self._serial += 1
-        heapq.heappush(self._queue, (time_s, self._serial, act))
-
-    def run_until(self, time_s: float, *, done: Callable[[], bool]) -> None:
-        """Run events up to `time_s`, or until `done`."""
-        while self._queue and self._queue[0][0] <= time_s and not done():
-            self.now_s, _, act = heapq.heappop(self._queue)
-            act()
-
-
 # ---- executor
 
 TOKEN, OTHER = 1, 0
@@ -191,8 +167,8 @@ class TimedExecutor:
         host: Host,
         threads: Threads,
         beside: Beside,
-        drafter: DrafterTime | None = None,
-        is_right: Callable[[], bool] = always_right,
+        drafter: DrafterTime | None,
+        is_right: Callable[[], bool],
     ) -> None:
         """`is_right` decides whether TOKEN is sampled."""
         self._step_time = step_time

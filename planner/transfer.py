@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
-from planner.executor import Host, Threads, Timeline
+from planner.executor import Host, Threads
+from planner.world import Timeline
 from transfer_backends.contract import PeerPath, RecomputeRequest, Route, SourcePages, TargetPages
 from transfer_backends.sides import KVPoll
 

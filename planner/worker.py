@@ -12,19 +12,20 @@ from disagg.assembly import RoleAssembly
 from disagg.config import DisaggConfig
 from disagg.metadata import MetadataBuffers
 from engine.assembly.core import CoreConfig, build_core
-from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, computing
 from engine.config import EngineConfig
 from engine.core.decode_planning import DecodePlanner
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.flags.resolve import depth, limits, ratio_rule
 from engine.loop.role import EngineRole, UnifiedRole
-from engine.loop.services import LoopServices, LoopSettings
+from engine.loop.services import LoopServices
 from engine.messages import GenerateRequest, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
-from planner.executor import Host, Speculation, Threads, TimedExecutor, Timeline, WorkerClock
+from planner.executor import Host, Speculation, Threads, TimedExecutor, WorkerClock, always_right
 from planner.step_time import Beside, StepTime
 from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
+from planner.world import Activity, Timeline, VirtualWorker
 
 OnOutputs = Callable[[list[TokenOutput], float], None]  # (outputs, time in seconds)
 NO_SLOWER = Beside()
@@ -49,38 +50,40 @@ class WorkerSpec:
     speculation: Speculation | None = None
 
 
-class PlanWorker:
+class PlanWorker(VirtualWorker):
     def __init__(
         self, spec: WorkerSpec, *, timeline: Timeline, network: Network, host: Host, on_outputs: OnOutputs
     ) -> None:
         self.spec = spec
         self.clock = WorkerClock()
-        home = host.home(self) if spec.role != "unified" else None
-        self.executor = _executor(spec, self.clock, host, home)
-        self.scheduler = _scheduler(spec)
+        self.state: StateReply | None = None
         self._timeline = timeline
-        self._turning = False
         self._num_requests = 0
         self._on_drained: Callable[[], None] | None = None
-        self.state: StateReply | None = None
         self._on_outputs = on_outputs
-        self._ports = VirtualPorts(self._on_message, self._wake)
-        most = self.scheduler.limits.max_running_requests
-        self._metadata = MetadataBuffers(2 * most if spec.role != "unified" else 1)
-        link = Link(bytes_per_s=spec.link_bytes_per_s)
-        self._end = End(link=link, metadata=self._metadata, now=lambda: self.clock.now_s, wake=self._wake, home=home)
-        self.role = self._role(network)
+        home = host.home(self) if spec.role != "unified" else None
+        self.executor = _executor(spec, self.clock, host, home)
+        scheduler = _scheduler(spec)
+        wake = Activity(self._turn, now_s=lambda: max(timeline.now_s, self.clock.now_s), at=timeline.at).wake
+        most = scheduler.limits.max_running_requests
+        end = End(
+            link=Link(bytes_per_s=spec.link_bytes_per_s),
+            metadata=MetadataBuffers(2 * most if spec.role != "unified" else 1),
+            now=lambda: self.clock.now_s,
+            wake=wake,
+            home=home,
+        )
         nothing: Any = None  # no weights are updated, no profile is taken
         services = LoopServices(weights=nothing, profiler=nothing)
-        self._loop = assemble_worker(
-            LoopSettings(eos_ids=frozenset()),
-            WorkerWire(ports=self._ports, role=self.role),
+        super().__init__(
+            computing(scheduler, self.executor, services, depth=depth(spec.engine)),
+            _role(spec, scheduler, network, end),
             Clock(now_s=lambda: self.clock.now_s),
-            computing(self.scheduler, self.executor, services, depth=depth(spec.engine)),
+            wake=wake,
         )
 
     def receive(self, message: ToScheduler) -> None:
-        self._ports.deliver(message)
+        self.ports.deliver(message)
 
     def begin(self) -> None:
         """Count a request in flight, as routers do, until `end`."""
@@ -108,7 +111,7 @@ class PlanWorker:
 
     # ---- inside
 
-    def _on_message(self, message: ToFrontend) -> None:
+    def on_message(self, message: ToFrontend) -> None:
         if isinstance(message, TokenBatch):
             self._on_outputs(message.outputs, self.clock.now_s)
         elif isinstance(message, StateReply):
@@ -119,46 +122,34 @@ class PlanWorker:
             on_drained, self._on_drained = self._on_drained, None
             on_drained()
 
-    def _role(self, network: Network) -> EngineRole:
-        if self.spec.role == "unified":
-            return UnifiedRole(self.scheduler)
-        role = RoleAssembly(
-            scheduler=self.scheduler,
-            metadata=self._metadata,
-            page_size=self.spec.engine.page_size,
-            page_bytes=self.spec.page_bytes,
-        )
-        if self.spec.role == "decode":
-            return role.decode(PlannedReceivers(network, self._end), prealloc_timeout_s=NEVER_S)
-        senders = PlannedSenders(network, self._end)
-        return role.prefill(senders, senders)
-
-    def _wake(self) -> None:
-        """Schedule an iteration now, or after the current one."""
-        if not self._turning:
-            self._turning = True
-            self._timeline.at(max(self._timeline.now_s, self.clock.now_s), self._turn)
-
-    def _turn(self) -> None:
+    def _turn(self) -> float | None:
         self.clock.now_s = max(self.clock.now_s, self._timeline.now_s)
-        worked = self._loop.turn()
-        self._turning = False
-        if worked:
-            self._wake()
+        return 0.0 if self.loop.turn() else None
+
+
+def _role(spec: WorkerSpec, scheduler: Scheduler, network: Network, end: End) -> EngineRole:
+    if spec.role == "unified":
+        return UnifiedRole(scheduler)
+    role = RoleAssembly(
+        scheduler=scheduler, metadata=end.metadata, page_size=spec.engine.page_size, page_bytes=spec.page_bytes
+    )
+    if spec.role == "decode":
+        return role.decode(PlannedReceivers(network, end), prealloc_timeout_s=NEVER_S)
+    senders = PlannedSenders(network, end)
+    return role.prefill(senders, senders)
 
 
 def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host, home: Hashable) -> TimedExecutor:
     threads = Threads(spec.threads, home)
-    if (speculation := spec.speculation) is None:
-        return TimedExecutor(spec.step_time, clock, host=host, threads=threads, beside=spec.beside)
+    drafts = spec.speculation
     return TimedExecutor(
         spec.step_time,
         clock,
         host=host,
         threads=threads,
         beside=spec.beside,
-        drafter=speculation.time,
-        is_right=speculation.draws(),
+        drafter=None if drafts is None else drafts.time,
+        is_right=always_right if drafts is None else drafts.draws(),
     )
 
 

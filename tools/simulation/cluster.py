@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from bootstrap_server.registry import BootstrapConfig, Registry
 from router.pool.worker import Role
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.clients import Clients
@@ -15,7 +14,8 @@ from tools.simulation.rest import leftovers
 from tools.simulation.routers.router import Router
 from tools.simulation.surroundings import Surroundings
 from tools.simulation.workers.encoder import Encoder
-from tools.simulation.workers.worker import BOOTSTRAP_PORT, Worker
+from tools.simulation.workers.exchange import BOOTSTRAP_PORT
+from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Event, Process, Violation, World
 from transfer_backends.contract import TransferConfig
 
@@ -52,16 +52,15 @@ class Cluster:
         self.draw = self.world.rng("cluster")
         self.network = Network(self.world, options.delay_s)
         self.notices = Notices(self.world, options)
-        names = [f"p{i}" for i in range(options.num_prefill)] + [f"d{i}" for i in range(options.num_decode)]
-        for name in names:
-            self.nodes[name] = Node(name, "prefill" if name[0] == "p" else "decode")
-        for i in range(options.num_encode):
-            self.nodes[f"e{i}"] = Node(f"e{i}", "encode")
-        routers = [f"r{i}" for i in range(options.num_routers)]
-        for name in routers:
-            self.nodes[name] = Node(name, "router")
-        if options.shared_bootstrap:
-            self.nodes["b0"] = Node("b0", "bootstrap")
+        counts = {
+            "prefill": options.num_prefill,
+            "decode": options.num_decode,
+            "encode": options.num_encode,
+            "router": options.num_routers,
+            "bootstrap": int(options.shared_bootstrap),
+        }
+        for kind, count in counts.items():
+            self.nodes |= {f"{kind[0]}{i}": Node(f"{kind[0]}{i}", kind) for i in range(count)}
         self.around = Surroundings(
             world=self.world,
             network=self.network,
@@ -79,7 +78,7 @@ class Cluster:
         self.clients = Clients(
             network=self.network,
             process=clients,
-            routers=[f"{name}:80" for name in routers],
+            routers=[f"{node.name}:80" for node in self.nodes.values() if node.kind == "router"],
             options=options,
             why_gone=self.why_gone,
         )
@@ -110,7 +109,7 @@ class Cluster:
             workers = [(n.name, ROLES[n.kind]) for n in self.nodes.values() if n.kind in ROLES]
             node.part = Router(process=process, network=self.network, options=self.options, workers=workers)
         elif node.kind == "bootstrap":
-            node.part = SimBootstrap(process, Registry(BootstrapConfig(lease_s=3.0, room_ttl_s=20.0), shared=True))
+            node.part = SimBootstrap(process, shared=True)
         else:
             node.part = (Encoder if node.kind == "encode" else Worker)(self.around, process, node.kind)
             self.all_workers.append(node.part)
@@ -143,7 +142,7 @@ class Cluster:
         node = self.nodes.get(address.partition(":")[0])
         if node is None or not node.alive:
             return None
-        return node.part.bootstrap if isinstance(node.part, Worker) else node.part  # type: ignore[return-value]
+        return node.part.exchange.bootstrap if isinstance(node.part, Worker) else node.part  # type: ignore[return-value]
 
     def workers(self) -> list[Worker]:
         """Of living processes."""

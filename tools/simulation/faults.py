@@ -83,8 +83,8 @@ class Faults:
             self._thaw(node)
             self._restart(node)
         for worker in self._cluster.workers():
-            worker.stop_engine_faults()
-            worker._to_scheduler(ContinueGeneration("sim"))
+            worker.managers.stop_faults()
+            worker.to_scheduler(ContinueGeneration("sim"))
         self._sender.kill()
 
     def _count(self, kind: str) -> None:
@@ -97,7 +97,7 @@ class Faults:
     def _busy(self, kind: str) -> Node | None:
         """A worker with transfers under way, where death matters most."""
         nodes = [n for n in self._cluster.nodes.values() if n.alive and n.kind == kind and isinstance(n.part, Worker)]
-        busy = [n for n in nodes if isinstance(n.part, Worker) and n.part.transfers]
+        busy = [n for n in nodes if isinstance(n.part, Worker) and n.part.managers.under_way]
         return self._draw.choice(busy) if busy else None
 
     def _pair(self) -> tuple[str, str]:
@@ -169,19 +169,24 @@ class Faults:
         """A follower dies, and its worker with it; they come back together."""
         kind = self._draw.choice(["prefill", "decode"])
         node = self._busy(kind) or self._some(kind)
-        if node is None or node.process is None or not isinstance(node.part, Worker) or not node.part.followers:
+        if (
+            node is None
+            or node.process is None
+            or not isinstance(node.part, Worker)
+            or not node.part.computer.followers
+        ):
             return
         node.process.on_death.append(
             lambda: self._for(*SLOW_RESTART_S, lambda: self._restart(node), f"restart {node.name}")
         )
-        self._draw.choice(node.part.followers).kill()
+        self._draw.choice(node.part.computer.followers).kill()
         self._count(RANK_FAULT)
 
     def _restart(self, node: Node) -> None:
         if not node.alive:
             self._cluster.start(node)
             if not self._active and isinstance(node.part, Worker):
-                node.part.stop_engine_faults()
+                node.part.managers.stop_faults()
 
     def _drain(self, kind: str) -> None:
         """SIGTERM, and now and then a second one; who has ended comes back later."""
@@ -242,7 +247,7 @@ class Faults:
         if node is None or not isinstance(node.part, Worker):
             return
         worker = node.part
-        worker._to_scheduler(PauseGeneration("sim", self._draw.choice(["abort", "retract", "in_place"])))
+        worker.to_scheduler(PauseGeneration("sim", self._draw.choice(["abort", "retract", "in_place"])))
         self._for(0.05, 2.0, lambda: self._continue(worker), f"continue {node.name}")
         self._count("pause generation")
 
@@ -252,7 +257,7 @@ class Faults:
             return
         path = BROKEN if self._draw.random() < 0.2 else self._weights()
         version, abort_all = str(self._world.num_events), self._draw.random() < 0.3
-        node.part._to_scheduler(UpdateWeights("sim", path, version, abort_all))
+        node.part.to_scheduler(UpdateWeights("sim", path, version, abort_all))
         self._count("update weights")
 
     def _weights(self) -> str:
@@ -261,7 +266,7 @@ class Faults:
 
     def _continue(self, worker: Worker) -> None:
         if worker.process.alive:
-            worker._to_scheduler(ContinueGeneration("sim"))
+            worker.to_scheduler(ContinueGeneration("sim"))
 
     # ---- clients
 

@@ -88,15 +88,15 @@ class Hostile:
         self._ends = [(e, d) for e, d in self._ends if e.open][-8:]
 
     def _connect(self, worker: Worker) -> None:
-        network, address = self._cluster.network, worker.sender.control_address
+        network, address = self._cluster.network, worker.managers.sender.control_address
         end = network.connect(self._process, address, on_data=lambda data: None, on_close=lambda: None)
-        self._ends.append((end, worker.sender.incarnation))
+        self._ends.append((end, worker.managers.sender.incarnation))
         if self._draw.random() < 0.7:
             self._names += 1
             end.send(self._seal(self._register(f"hostile-{self._names}", worker)), "hostile register")
 
     def _register(self, name: str, worker: Worker) -> Register:
-        args, draw = worker.kv_args, self._draw
+        args, draw = worker.memory.kv_args, self._draw
         layout = layout_of(replace(args, kv_checksum="off"), backend="sim")
         if draw.random() < 0.3:
             layout = Layout(draw.choice([0, 99, PROTOCOL_VERSION]), "sim", "another model", args.page_size, args.dtype)
@@ -148,7 +148,7 @@ class Hostile:
         rooms = [
             room.key[0]
             for worker in self._cluster.workers()
-            for room in worker.sender.core.rooms
+            for room in worker.managers.sender.core.rooms
             if self._cluster.options.secret or room.offer is not None
         ]
         return self._draw.choice([*rooms, 1, 2**63 - 1, self._draw.getrandbits(62) + 1])

@@ -13,7 +13,8 @@ from typing import Any
 from disagg.outgoing import HandoverStage
 from tools.simulation.network import RESET_S
 from tools.simulation.options import Options
-from tools.simulation.workers.worker import CONTROL_TURN_S, Worker
+from tools.simulation.workers.managers import CONTROL_TURN_S
+from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Violation, World
 from transfer_backends.sides import KVPoll, RoomKey
 
@@ -27,19 +28,14 @@ def bound_s(options: Options) -> float:
     return SPIKE * options.delay_s[1] + 2 * (CONTROL_TURN_S + LOOP_S) + RESET_S
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Side:
     """A manager of a worker: it sends KV, or receives it; or features. The other end of a room is the other kind of side."""
 
     worker: Worker
+    manager: Any
     sends: bool
     features: bool = False
-
-    @property
-    def manager(self) -> Any:
-        if self.sends:
-            return self.worker.sender
-        return self.worker.feature_receiver if self.features else self.worker.receiver
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -57,9 +53,13 @@ class Side:
 
 
 def sides_of(worker: Worker) -> list[Side]:
-    sides = [Side(worker, True, features=worker.role_name == "encode")]
-    sides += [] if worker.receiver is None else [Side(worker, False)]
-    return sides + ([] if worker.feature_receiver is None else [Side(worker, False, features=True)])
+    managers = worker.managers
+    sides = [
+        Side(worker, managers.sender, sends=True, features=worker.role_name == "encode"),
+        Side(worker, managers.receiver, sends=False),
+        Side(worker, managers.features, sends=False, features=True),
+    ]
+    return [side for side in sides if side.manager is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,20 +80,22 @@ class Notices:
     def __init__(self, world: World, options: Options) -> None:
         self._world = world
         self._sides: dict[tuple[str, tuple[bool, bool]], Side] = {}  # of living processes, by incarnation
+        self._sides_of: dict[Worker, list[Side]] = {}
         self._moves: dict[Side, int] = {}
         self._failed: dict[Side, set[RoomKey]] = {}
         self._bound_s = bound_s(options)
         self.judged: Counter[str] = Counter()
 
     def add(self, worker: Worker) -> None:
-        for side in sides_of(worker):
+        self._sides_of[worker] = sides = sides_of(worker)
+        for side in sides:
             self._sides[side.name, side.kind] = side
             self._moves[side], self._failed[side] = -1, set()
         worker.process.on_death.append(lambda: self._on_death(worker))
 
     def look(self, worker: Worker) -> None:
         """After an event of `worker`: which rooms have failed in it?"""
-        for side in sides_of(worker):
+        for side in self._sides_of[worker]:
             self._look_at(side)
 
     def _look_at(self, side: Side) -> None:
@@ -109,7 +111,7 @@ class Notices:
                 self._expect(side, other, key, str(rooms[key].reason))
 
     def _on_death(self, worker: Worker) -> None:
-        dead = [self._sides.pop((side.name, side.kind)) for side in sides_of(worker)]
+        dead = [self._sides.pop((side.name, side.kind)) for side in self._sides_of[worker]]
         for side in dead:
             for other in [other for other in self._sides.values() if other.faces(side)]:
                 for room in other.manager.core.rooms:
@@ -177,7 +179,7 @@ def _seeks_another(hearer: Side, key: RoomKey) -> bool:
 
 def _role_holds(hearer: Side, key: RoomKey) -> bool:
     if hearer.sends:
-        outgoing: Any = hearer.worker.handovers_out()
+        outgoing: Any = hearer.worker.exchange.handovers_out()
         return any(e.sender._room.key == key and e.stage is not HandoverStage.ENDING for e in outgoing)
-    entries: Any = hearer.worker.features_in() if hearer.features else hearer.worker.handovers_in()
+    entries: Any = hearer.worker.exchange.transfers_in(features=hearer.features)
     return any(e.receiver._receiver._room.key == key and e.receiver.poll() is KVPoll.Failed for e in entries)

@@ -9,25 +9,26 @@ from engine.core.mem_cache.radix_cache import TRUNK
 from tools.simulation.workers.encoder import Encoder
 from tools.simulation.workers.executor import adapter_of
 from tools.simulation.workers.features import Arrivals
-from tools.simulation.workers.images import seen_by_keys
+from tools.simulation.workers.images import contents_by_keys, seen_by_keys
 from tools.simulation.workers.worker import Worker
 
 
 def leftovers(worker: Worker) -> list[str]:
     """What is not at rest; empty when everything has ended and all memory is back."""
-    memory = worker.scheduler.memory
+    memory, exchange = worker.scheduler.memory, worker.exchange
     counts = memory.allocator.counts()
     beside = [allocator.counts() for allocator in memory.allocators[1:]]
     open_things = {
         "held states and window pages": sum(group["held"] + group["quarantined"] for group in beside),
         "requests": len(worker.scheduler.stages.live),
-        "role entries": len(worker.handovers_in()) + len(worker.handovers_out()) + len(worker.features_in()),
+        "role entries": len(exchange.transfers_in(features=False) + exchange.transfers_in(features=True))
+        + len(exchange.handovers_out()),
         "held pages": counts["held"],
         "quarantined pages": counts["quarantined"],
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
-        "metadata rows": worker.metadata.num_used,
-        "rooms": sum(len(manager.core.rooms) for manager in worker.managers.values()),
-        "exposed pages": sum(sum(exposed.values()) for exposed in worker.exposed.values()),
+        "metadata rows": worker.memory.metadata.num_used,
+        "rooms": sum(len(manager.core.rooms) for manager in worker.managers.by_thread.values()),
+        "exposed pages": sum(sum(exposed.values()) for exposed in worker.memory.exposed.values()),
         "open HTTP requests": worker.frontend.num_open,
         "kept streams": len(worker.frontend.kept),
         "held requests": worker.loop._control.num_held,
@@ -35,10 +36,12 @@ def leftovers(worker: Worker) -> list[str]:
         "end under way": int(worker.frontend.signals.requested.is_set()),
         "dead peers": len(_dead_peers(worker)),
         "images with other features than the cache knows": _strange_features(worker),
-        "ranks with other copies": sum(model.copies.keys() != worker.model.copies.keys() for model in worker.models),
+        "ranks with other copies": sum(
+            model.copies.keys() != worker.computer.model.copies.keys() for model in worker.computer.models
+        ),
     }
-    if worker.arrivals is not None:
-        open_things |= _left_of_features(worker, worker.arrivals)
+    if exchange.arrivals is not None:
+        open_things |= _left_of_features(worker, exchange.arrivals)
     return [f"{worker.process.name}: {count} {what}" for what, count in open_things.items() if count]
 
 
@@ -47,15 +50,15 @@ def _left_of_features(worker: Worker, arrivals: Arrivals) -> dict[str, int]:
     return {
         "pages of features that are held": counts["held"],
         "pages of features in quarantine": counts["quarantined"],
-        "metadata rows of features": arrivals.metadata.num_used,
-        "exposed pages of features": sum(sum(exposed.values()) for exposed in arrivals.exposed.values()),
+        "metadata rows of features": arrivals.memory.metadata.num_used,
+        "exposed pages of features": sum(sum(exposed.values()) for exposed in arrivals.memory.exposed.values()),
         "features that no step has copied": len(worker.scheduler.memory.part(ImageCache)._lands),  # type: ignore[union-attr]
     }
 
 
 def _dead_peers(worker: Worker) -> list[str]:
     """Incarnations that are gone and still known: tables must forget them."""
-    known = [peer.incarnation for manager in worker.managers.values() for peer in manager.core.peers]
+    known = [peer.incarnation for manager in worker.managers.by_thread.values() for peer in manager.core.peers]
     return [name for name in known if worker.around.find(name) is None]
 
 
@@ -65,25 +68,26 @@ def _strange_features(worker: Worker) -> int:
     if images is None:
         return 0
     used = {key for key, features in images._features.items() if features.uses}
-    return len(used | images._features.keys() ^ worker.model.features.keys())
+    return len(used | images._features.keys() ^ worker.computer.model.features.keys())
 
 
 def check_cached(worker: Worker) -> None:
-    """Every page that others may find holds the KV of its prefix, in its namespace."""
-    if isinstance(worker, Encoder):
-        return worker.check_cached()
+    """Every page that others may find holds the KV of its prefix, in its namespace; or features by the present weights."""
     cache = worker.scheduler.memory.cache
     for branch, top in [(TRUNK, cache.root), *cache._tops.items()]:
         stack = [(node, list(node.key), list(node.pages)) for node in top.children.values()]
         while stack:
             node, keys, pages = stack.pop()
+            stack += [(c, [*keys, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+            if isinstance(worker, Encoder):
+                worker.computer.tower.verify_features(pages, contents_by_keys(keys))
+                continue
             tokens = seen_by_keys(keys)
-            for model in worker.models:
+            for model in worker.computer.models:
                 model.verify(pages, tokens, adapter=adapter_of(branch.namespace))
                 if node.state:
                     model.verify_state(node.state, tokens, adapter=adapter_of(branch.namespace))
                 model.verify_window(node.pages, node.window)
-            stack += [(c, [*keys, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
 def _counted_of_features(worker: Worker, roles: Mapping[str, float]) -> dict[str, int]:
@@ -101,9 +105,9 @@ def counted(worker: Worker) -> dict[str, int]:
     """What happened in this life, beyond plain service: says whether a run tested anything."""
     roles, host = worker.role.counters(), worker.scheduler.memory.part(HostCache)
     images = worker.scheduler.memory.part(ImageCache)
-    manager = sum((Counter(manager.counters) for manager in worker.managers.values()), Counter[str]())
+    manager = sum((Counter(manager.counters) for manager in worker.managers.by_thread.values()), Counter[str]())
     return {
-        "slots verified": worker.model.num_checked,
+        "slots verified": worker.computer.model.num_checked,
         "retractions": worker.scheduler.counters.retractions,
         "copies restored, tokens": int(roles.get("backup_restored_tokens", 0)),
         "resumed through prefill": int(roles.get("resumed_through_prefill", 0)),

@@ -105,12 +105,17 @@ def kv_args_of(
         page_size=options.page_size,
         dtype="hash",
         kv_checksum="simulated" if options.checksum else "off",
-        groups=tuple(LayerGroup(i, i * unit_bytes // options.layers) for i in range(1, 1 + options.layers)),
         kv_units=units,
         layer_bytes=() if plain else (unit_bytes // options.layers,) * options.layers,
         ranks=() if plain else tuple(msgspec.structs.replace(rank, pools=parts) for rank in ranks),
         pools=tuple(pool for pool, _ in beside),
     )
+
+
+def layer_groups(args: KVArgs, layers: int) -> tuple[LayerGroup, ...]:
+    """Return what leaves behind each of `layers`; none where pages leave whole."""
+    unit_bytes = args.kv.item_bytes
+    return tuple(LayerGroup(i, i * unit_bytes // layers) for i in range(1, 1 + layers)) if layers > 1 else ()
 
 
 def _pool_of(kind: str, base: int, items: PageAllocator, item_bytes: int) -> tuple[SidePool, SideMemory]:

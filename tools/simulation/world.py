@@ -9,7 +9,10 @@ import heapq
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from planner.world import Activity, TimedEvent, Timeline
 
 Act = Callable[..., Any]
 
@@ -18,40 +21,34 @@ class Violation(AssertionError):
     """Something that must always hold does not."""
 
 
-class Event:
-    __slots__ = ("act", "args", "cancelled", "label", "process", "time_s")
+class Event(TimedEvent):
+    __slots__ = ("args", "label", "process")
 
     def __init__(self, time_s: float, label: str, process: "Process | None", act: Act, args: tuple[Any, ...]) -> None:
-        self.time_s, self.label = time_s, label
-        self.process, self.act, self.args, self.cancelled = process, act, args, False
-
-    def cancel(self) -> None:
-        self.cancelled = True
+        super().__init__(time_s, act)
+        self.label, self.process, self.args = label, process, args
 
 
-class World:
+class World(Timeline):
     """`rng(name)`: a stream of its own for each concern, so that a change in one leaves the draws of others alone."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self.seed = seed
-        self.now_s = 0.0
         self.num_events = 0
         self.injected: Counter[str] = Counter()  # faults, by kind
         self.seen: Counter[str] = Counter()  # what became of things: says whether a run tested anything
         self.after_event: list[Callable[[Event], None]] = []
-        self._queue: list[tuple[float, int, Event]] = []
-        self._serial = 0
         self._trace = hashlib.blake2b(digest_size=8)
         self._tail: deque[str] = deque(maxlen=400)
 
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self.seed}/{name}")
 
-    def at(self, time_s: float, label: str, act: Act, *args: Any, process: "Process | None" = None) -> Event:
-        self._serial += 1
-        event = Event(max(time_s, self.now_s), label, process, act, args)
-        heapq.heappush(self._queue, (event.time_s, self._serial, event))
-        return event
+    def at(  # type: ignore[override]
+        self, time_s: float, label: str, act: Act, *args: Any, process: "Process | None" = None
+    ) -> Event:
+        return self._add(Event(max(time_s, self.now_s), label, process, act, args))
 
     def after(self, delay_s: float, label: str, act: Act, *args: Any) -> Event:
         return self.at(self.now_s + delay_s, label, act, *args)
@@ -62,8 +59,8 @@ class World:
         self._trace.update(line.encode())
         self._tail.append(line)
 
-    def step(self) -> bool:
-        """One event; False when none is left."""
+    def step(self) -> None:
+        """One event, if one is left that can happen."""
         while self._queue:
             event = heapq.heappop(self._queue)[2]
             if event.cancelled or (event.process is not None and not event.process.alive):
@@ -72,9 +69,7 @@ class World:
             if event.process is not None and event.process.frozen:
                 event.process.backlog.append(event)
                 continue
-            self._run(event)
-            return True
-        return False
+            return self._run(event)
 
     def _run(self, event: Event) -> None:
         self.num_events += 1
@@ -82,17 +77,6 @@ class World:
         event.act(*event.args)
         for check in self.after_event:
             check(event)
-
-    def run_until(self, time_s: float, done: Callable[[], bool] = lambda: False) -> bool:
-        """Until `done` (True) or `time_s` (False)."""
-        while not done():
-            while self._queue and self._queue[0][2].cancelled:
-                heapq.heappop(self._queue)
-            if not self._queue or self._queue[0][0] > time_s:
-                self.now_s = max(self.now_s, time_s)
-                return done()
-            self.step()
-        return True
 
     @property
     def trace_hash(self) -> str:
@@ -125,8 +109,18 @@ class Process:
     def clock(self) -> float:
         return self.world.now_s + self.skew_s
 
+    def at(self, label: str, time_s: float, act: Act, *args: Any) -> Event:
+        return self.world.at(time_s, f"{self.name} {label}", act, *args, process=self)
+
     def after(self, delay_s: float, label: str, act: Act, *args: Any) -> Event:
-        return self.world.at(self.world.now_s + delay_s, f"{self.name} {label}", act, *args, process=self)
+        return self.at(label, self.world.now_s + delay_s, act, *args)
+
+    def hold(self, check: Callable[[], None]) -> None:
+        """What `check` finds is a violation here."""
+        try:
+            check()
+        except AssertionError as error:
+            raise Violation(f"{self.name}: {error}") from error
 
     def kill(self) -> None:
         self.alive = False
@@ -150,3 +144,35 @@ class Process:
         for event in waited:
             if not event.cancelled:
                 self.world.at(self.world.now_s, event.label, event.act, *event.args, process=self)
+
+
+class Threads:
+    """Those of `process`, by name. A wake-up takes a moment, `clock_s` at most."""
+
+    def __init__(self, process: Process, draw: random.Random, *, clock_s: float) -> None:
+        self._process, self._draw, self._clock_s = process, draw, clock_s
+        self._named: dict[str, Activity] = {}
+
+    def add(self, name: str, act: Callable[[], float | None]) -> Activity:
+        process = self._process
+        at = partial(process.at, name)
+        self._named[name] = thread = Activity(act, now_s=lambda: process.world.now_s, at=at, lag_s=self.lag_s)
+        return thread
+
+    def wake(self, name: str) -> None:
+        """Wake a thread, if it has begun."""
+        if name in self._named:
+            self._named[name].wake()
+
+    def lag_s(self) -> float:
+        return self._draw.uniform(0.00002, self._clock_s)
+
+
+class Flag:
+    """Stands in for the `threading.Event` that a production thread waits on."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.set = wake
+
+    def clear(self) -> None:
+        """A wake-up is never lost here."""

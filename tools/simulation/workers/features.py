@@ -6,31 +6,22 @@
 What is torn, stale, of another image or of other weights is seen as something else, and so are all tokens behind it.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-
-from disagg.features.feature_fetching import FeatureFetches, rooms_of
-from disagg.metadata import ROW, Checksum, MetadataBuffers
+from disagg.metadata import ROW, MetadataBuffers
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.memory import Memory
 from engine.core.plan import FeatureLand, ItemResult, Plan, PlanItem, StepResult
 from engine.ranks.rank_checksum import alone
 from tests.core.hash_model import HashModel, Slot
 from tools.simulation.options import Options
 from tools.simulation.surroundings import SLOT_BYTES
-from tools.simulation.watched import WatchedReceivers
 from tools.simulation.workers.executor import NOTHING, CheckedModel
-from tools.simulation.workers.group import Shape, own_checksum
-from tools.simulation.workers.ranks import RankView
+from tools.simulation.workers.group import ALONE, own_checksum
+from tools.simulation.workers.ranks import Whole
 from tools.simulation.workers.transfer_engine import AUX_BASE, KV_BASE
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, Region
-from transfer_backends.decode.manager import DecodeManager
 
-ALONE = Shape(1, 1, 1)  # no rank beside the leader has a part of them
 OTHERWISE = 50  # what features of other weights are off by
 
 
@@ -44,10 +35,6 @@ def feature_args(options: Options, *, num_pages: int) -> KVArgs:
         dtype="hash",
         kv_checksum="simulated" if options.checksum else "off",
     )
-
-
-def feature_checksum(model: CheckedModel, options: Options) -> Checksum | None:
-    return alone(own_checksum(model, ALONE.held(0))) if options.checksum else None
 
 
 class EncodingModel(CheckedModel):
@@ -80,36 +67,24 @@ class EncodingModel(CheckedModel):
 
 
 class Arrivals:
-    """Where the features of a prefill worker arrive: the memory, and what is exposed of it. `weights_of`: as above.
-
-    Implements ranks.py's `Whole` for its one rank.
-    """
+    """Where the features of a prefill worker arrive: the memory, and what is exposed of it. `weights_of`: as above."""
 
     def __init__(self, process: Process, options: Options, *, weights_of: Callable[[], int], num_ranks: int) -> None:
-        self.process = process
-        self.kv_args = feature_args(options, num_pages=options.feature_pages[0])
         self.allocator = PageAllocator(num_pages=options.feature_pages[0], page_size=options.feature_page)
-        self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
-        self.view = RankView(self, 0, process, layers=1)
-        self._options = options
-        self._weights_of = weights_of
         self.num_ranks = num_ranks
+        self._process = process
+        self._weights_of = weights_of
         self._shared: dict[
             tuple[bytes | int, ...], tuple[list[int], int]
         ] = {}  # features, and how many ranks have still to come
         self._pages = CheckedModel(page_size=options.feature_page, name=process.name)
-        checksum = feature_checksum(self._pages, options)
-        self.metadata = MetadataBuffers(options.feature_rows, weights=weights_of, checksum=checksum)
-
-    def fetches(self, memory: Memory, manager: DecodeManager) -> FeatureFetches:
-        """As disagg/feature_transfers.py."""
-        return FeatureFetches(
-            memory=memory,
-            manager=WatchedReceivers(manager, self.exposed, seen=Counter()),
-            metadata=self.metadata,
-            allocator=self.allocator,
-            rooms=rooms_of(manager.incarnation),
-            timeout_s=self._options.feature_timeout_s,
+        checksum = alone(own_checksum(self._pages, ALONE.held(0))) if options.checksum else None
+        self.memory = Whole(
+            [process],
+            kv_args=feature_args(options, num_pages=options.feature_pages[0]),
+            metadata=MetadataBuffers(options.feature_rows, weights=weights_of, checksum=checksum),
+            models_of=lambda tp_rank: [self._pages],
+            allocators={"kv": self.allocator},
         )
 
     def features_of(self, land: FeatureLand) -> list[int]:
@@ -123,7 +98,9 @@ class Arrivals:
     def _read(self, land: FeatureLand) -> list[int]:
         for page in land.pages:
             if self.allocator.state_of(page) != "held":
-                raise Violation(f"{self.process.name}: a step copies features out of page {page}, which was given back")
+                raise Violation(
+                    f"{self._process.name}: a step copies features out of page {page}, which was given back"
+                )
         return [
             self._feature(self._pages.kv.get(self._pages._at(land.pages, row), NOTHING))
             for row in range(land.num_tokens)
@@ -131,28 +108,3 @@ class Arrivals:
 
     def _feature(self, slot: Slot) -> int:
         return slot.value if slot.token == self._weights_of() else slot.value + OTHERWISE
-
-    # ---- as ranks.py sees memory
-
-    def models_of(self, tp_rank: int) -> list[CheckedModel]:
-        return [self._pages]
-
-    def write_allowed(self, kind: str, idx: int) -> bool:
-        return self.exposed[kind][idx] > 0
-
-    def read_allowed(self, kind: str, idx: int) -> bool:
-        raise Violation(f"{self.process.name} sends features that have arrived")
-
-    def copy_row(self, other: Any, src: int, dst: int) -> None:
-        self.metadata._rows[dst] = np.array(other.metadata._rows[src])
-
-    def copy_beside(self, other: Any, kind: str, src: int, dst: int) -> None:
-        raise Violation(f"{other.process.name} sends {kind}s beside features")
-
-    def read_row(self, region: Region, row: int) -> bytes:
-        raise Violation(f"{self.process.name} sends rows of features that have arrived")
-
-    def write_row(self, region: Region, row: int, data: bytes) -> None:
-        if not self.write_allowed("aux", row):
-            raise Violation(f"a message writes row {row} of features of {self.process.name}, which moved on")
-        self.metadata._rows[row] = np.frombuffer(data, ROW)[0]

@@ -80,9 +80,9 @@ class Frontend:
         self._has_heartbeats = options.heartbeats
         self._num_requests = 0
         self._status = Status(
-            process,
-            self.aio,
-            self.client,
+            process=process,
+            aio=self.aio,
+            client=self.client,
             role=role,
             max_running=options.max_running,
             info=info,

@@ -63,6 +63,9 @@ class Shape:
         return KVShard(range(first, first + count), self.units, layers, MODEL_LAYERS)
 
 
+ALONE = Shape(1, 1, 1)
+
+
 class SimRank:
     """One follower. `ahead`: it may run a step with items before the leader does. `pages`: that its memory holds."""
 
@@ -320,28 +323,21 @@ def own_checksum(model: CheckedModel, held: KVShard) -> OwnChecksum:
     return of
 
 
-class GroupExecutor:
+class GroupExecutor(Executor):
     """The leading executor, watched: adapters are named before the plan leaves, and what is collected has been run everywhere."""
 
     def __init__(self, own: SimExecutor, group: SimGroup, *, attention: Callable[[], None] | None) -> None:
         leading: Any = own
+        super().__init__([leading], ranks=group.followers, attention=attention)
         self._own, self._group = own, group
-        self._leading = Executor([leading], ranks=group.followers, attention=attention)
 
     def launch(self, plan: Plan) -> Any:
-        return self._leading.launch(self._own.named(plan))
+        return super().launch(self._own.named(plan))
 
     def launch_forward(self, plan: Plan) -> Any:
-        return self._leading.launch_forward(self._own.named(plan))
-
-    def launch_sampling(self, launch: Any) -> None:
-        self._leading.launch_sampling(launch)
-
-    @property
-    def ended(self) -> Callable[[Any], bool] | None:
-        return self._leading.ended
+        return super().launch_forward(self._own.named(plan))
 
     def collect(self, launch: Any) -> StepResult:
-        result = self._leading.collect(launch)
+        result = super().collect(launch)
         self._group.check_collected(launch.plan)
         return result

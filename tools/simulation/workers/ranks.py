@@ -5,8 +5,13 @@ computes, a follower is up to a layer behind its leader. It outlives a leader th
 """
 
 import random
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
+from disagg.metadata import ROW, MetadataBuffers
+from engine.core.mem_cache.page_allocator import PageAllocator
 from tools.simulation.workers.executor import CheckedModel
 from tools.simulation.world import Process, Violation, World
 from transfer_backends.contract import KVArgs, RankMemory, Region
@@ -45,17 +50,57 @@ class Follower(Process):
         return ProcessMark(host, FIRST_PID + number, 1, FIRST_PORT + number)
 
 
-class Whole(Protocol):
-    """One life of a worker, with all its ranks."""
+class Whole:
+    """Memory of one life of a worker, with all its ranks, as engines of peers and its own reach it.
 
-    process: Process
-    kv_args: KVArgs
+    `ranks`: processes. `models_of(tp_rank)`: which hold its KV. `allocators`: by kind of item.
+    """
 
-    def models_of(self, tp_rank: int) -> list[CheckedModel]: ...
-    def write_allowed(self, kind: str, idx: int) -> bool: ...
-    def read_allowed(self, kind: str, idx: int) -> bool: ...
-    def copy_row(self, other: Any, src: int, dst: int) -> None: ...
-    def copy_beside(self, other: Any, kind: str, src: int, dst: int) -> None: ...
+    def __init__(
+        self,
+        ranks: Sequence[Process],
+        *,
+        kv_args: KVArgs,
+        metadata: MetadataBuffers,
+        models_of: Callable[[int], list[CheckedModel]],
+        allocators: Mapping[str, PageAllocator],
+        layers: int = 1,
+    ) -> None:
+        self.process = ranks[0]
+        self.kv_args, self.metadata, self.models_of = kv_args, metadata, models_of
+        self.views = [RankView(self, number, rank, layers=layers) for number, rank in enumerate(ranks)]
+        kinds = ("kv", "aux", *(pool.kind for pool in kv_args.pools))
+        self.exposed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
+        self._allocators = allocators
+
+    def write_allowed(self, kind: str, idx: int) -> bool:
+        return self.exposed[kind][idx] == 1 and self._owner_of(kind, idx) in ("held", "quarantined")
+
+    def read_allowed(self, kind: str, idx: int) -> bool:
+        return self._owner_of(kind, idx) in ("held", "cached")
+
+    def _owner_of(self, kind: str, idx: int) -> str:
+        """Where a page, slot or metadata row stands: a state of the allocator."""
+        if kind == "aux":
+            return "free" if idx in self.metadata._free else "held"
+        return str(self._allocators[kind].state_of(idx))
+
+    def copy_row(self, other: "Whole", src: int, dst: int) -> None:
+        self.metadata._rows[dst] = np.array(other.metadata._rows[src])
+
+    def copy_beside(self, other: "Whole", kind: str, src: int, dst: int) -> None:
+        self.models_of(0)[0].land_beside(other.models_of(0)[0], kind, src, dst)
+
+    def read_row(self, region: Region, row: int) -> bytes:
+        if not self.read_allowed("aux", row):
+            raise Violation(f"{self.process.name} sends metadata row {row}, which it gave up")
+        return bytes(self.metadata._rows[row].tobytes())
+
+    def write_row(self, region: Region, row: int, data: bytes) -> None:
+        if not self.write_allowed("aux", row):
+            raise Violation(f"a message writes metadata row {row} of {self.process.name}, which moved on")
+        self.metadata._rows[row] = np.frombuffer(data, ROW)[0]
+        self.process.world.seen["rows by message"] += 1
 
 
 class RankView:

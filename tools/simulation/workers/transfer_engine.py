@@ -115,50 +115,44 @@ def descriptor_of(name: str) -> bytes:
     return f"sim:{name}".encode()
 
 
+@dataclass(eq=False, kw_only=True)
 class SimEngine:
-    """Implements transfer_backends.ports.Engine for one rank of a worker's life. `on_progress`: an operation may be final."""
+    """Implements transfer_backends.ports.Engine for one rank of a worker's life. `on_progress`: an operation may be final.
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        network: Network,
-        memory: Memory,
-        caps: Caps,
-        behaviour: EngineBehaviour,
-        directory: dict[bytes, Memory],
-        on_progress: Any,
-        label: str = "",
-    ) -> None:
-        """`label`: tells it from the other engine of its process."""
-        self.caps = caps
-        self.faulty = True
-        self._world = world
-        self._network = network
-        self._memory = memory
-        self._behaviour = behaviour
-        self._directory = directory
-        self._on_progress = on_progress
-        self._name = memory.process.name + label
-        self._draw = world.rng(f"engine/{self._name}")
-        self._process = memory.process
+    `label`: tells it from the other engine of its process.
+    """
+
+    world: World
+    network: Network
+    memory: Memory
+    caps: Caps
+    behaviour: EngineBehaviour
+    directory: dict[bytes, Memory]
+    on_progress: Any
+    label: str = ""
+    faulty: bool = True
+
+    def __post_init__(self) -> None:
+        self._name = self.memory.process.name + self.label
+        self._draw = self.world.rng(f"engine/{self._name}")
+        self._process = self.memory.process
         self._died_s = 0.0
         self._process.on_death.append(self._note_death)
 
     # ---- the contract
 
     def register(self, regions: Sequence[Region]) -> None:
-        self._directory[self.descriptor()] = self._memory
+        self.directory[self.descriptor()] = self.memory
 
     def descriptor(self) -> bytes:
         return descriptor_of(self._name)
 
     def connect(self, incarnation: str, descriptor: bytes) -> Peer:
         self._check_alive()
-        target = self._directory.get(bytes(descriptor))
+        target = self.directory.get(bytes(descriptor))
         if target is None:
             raise EngineError("not a descriptor of this engine")
-        if not target.process.alive or self._hit("transfer connect error", self._behaviour.connect_fail_rate):
+        if not target.process.alive or self._hit("transfer connect error", self.behaviour.connect_fail_rate):
             raise EngineError("cannot connect")
         return Peer(target)
 
@@ -176,12 +170,12 @@ class SimEngine:
         self._check_alive()
         if peer.closed:
             raise EngineError("the connection is closed")
-        op = Op(peer, posted_s=self._world.now_s)
-        op.will_fail = self._hit("transfer error", self._behaviour.fail_rate)
+        op = Op(peer, posted_s=self.world.now_s)
+        op.will_fail = self._hit("transfer error", self.behaviour.fail_rate)
         op.left = [copy for i in range(len(pieces)) for copy in self._copies(op, pieces, i)]
         peer.ops = [other for other in peer.ops if other.state is OpState.PENDING] + [op]
-        slow_s = self._behaviour.slow_s if self._hit("slow transfer", self._behaviour.slow_rate) else 0.0
-        low, high = self._behaviour.copy_s
+        slow_s = self.behaviour.slow_s if self._hit("slow transfer", self.behaviour.slow_rate) else 0.0
+        low, high = self.behaviour.copy_s
         for copy in list(op.left):
             self._land_in(self._draw.uniform(low, high) * len(op.left) + self._draw.uniform(0, slow_s), copy)
         if op.will_fail:
@@ -196,8 +190,8 @@ class SimEngine:
 
     def fence(self, peer: Peer) -> Op:
         assert not any(op.state is OpState.PENDING for op in peer.ops), "fenced with operations pending"
-        fails = self._hit("fence error", self._behaviour.fence_fail_rate) or not peer.target.process.alive
-        return self._signal(peer, "fence", fails=fails, delay_s=self._draw.uniform(0, self._behaviour.fence_s))
+        fails = self._hit("fence error", self.behaviour.fence_fail_rate) or not peer.target.process.alive
+        return self._signal(peer, "fence", fails=fails, delay_s=self._draw.uniform(0, self.behaviour.fence_s))
 
     def poll(self, op: Op) -> OpState:
         """A dead process never says that its writes have landed."""
@@ -206,7 +200,7 @@ class SimEngine:
         return op.state
 
     def progress(self, *, eager: bool = False) -> None:
-        self._memory.polled_s = self._world.now_s
+        self.memory.polled_s = self.world.now_s
 
     def close(self) -> None:
         """Nothing to end."""
@@ -220,23 +214,23 @@ class SimEngine:
 
     def _hit(self, kind: str, rate: float) -> bool:
         hit = self.faulty and self._draw.random() < rate
-        self._world.injected[kind] += hit
+        self.world.injected[kind] += hit
         return hit
 
     def _after(self, delay_s: float, label: str, act: Any, *args: Any) -> None:
-        self._world.after(delay_s, f"{self._process.name} {label}", act, *args)
+        self.world.after(delay_s, f"{self._process.name} {label}", act, *args)
 
     def _signal(self, peer: Peer, label: str, *, fails: bool, delay_s: float = 0.0) -> Op:
         self._check_alive()
-        op = Op(peer, will_fail=fails, posted_s=self._world.now_s)
+        op = Op(peer, will_fail=fails, posted_s=self.world.now_s)
         peer.ops.append(op)
-        delay_s += self._draw.uniform(*self._behaviour.copy_s)
+        delay_s += self._draw.uniform(*self.behaviour.copy_s)
         self._after(delay_s, label, self._end_signal, op, label)
         return op
 
     def _end_signal(self, op: Op, label: str) -> None:
         if not self._way_is_free(op):
-            if self._world.now_s - op.posted_s > self._behaviour.gives_up_s:
+            if self.world.now_s - op.posted_s > self.behaviour.gives_up_s:
                 self._end(op, OpState.FAILED)
             else:
                 self._after(AGAIN_S, f"{label} again", self._end_signal, op, label)
@@ -250,14 +244,14 @@ class SimEngine:
         self._end(op, OpState.DONE)
 
     def _way_is_free(self, op: Op) -> bool:
-        return (self._process.node, op.peer.target.process.node) not in self._network.blocked
+        return (self._process.node, op.peer.target.process.node) not in self.network.blocked
 
     def _copies(self, op: Op, pieces: Pieces, i: int) -> list[Copy]:
         src, dst, length = int(pieces.src[i]), int(pieces.dst[i]), int(pieces.lengths[i])
         kind = next(kind for kind, base in BASES.items() if src >= base)
         if kind == "aux" and not self.caps.carries_host_memory:
             raise Violation(f"{self._process.name} writes host memory")
-        mine, theirs = (m.region(kind) for m in (self._memory, op.peer.target))
+        mine, theirs = (m.region(kind) for m in (self.memory, op.peer.target))
         size = mine.item_bytes
         (first, begin), (target, there) = divmod(src - mine.base_ptr, size), divmod(dst - theirs.base_ptr, size)
         if not (target >= 0 and dst + length <= theirs.base_ptr + theirs.size_bytes):
@@ -281,16 +275,16 @@ class SimEngine:
         if not self._process.alive and not copy.orphaned:
             self._outlive(copy)
             return
-        if self._process.alive and self._memory.ends_s is not None and not copy.orphaned:
+        if self._process.alive and self.memory.ends_s is not None and not copy.orphaned:
             copy.orphaned = True  # it goes on at any time until its process ends
-            self._land_in(self._draw.uniform(0, max(0.0, self._memory.ends_s - self._world.now_s)), copy)
+            self._land_in(self._draw.uniform(0, max(0.0, self.memory.ends_s - self.world.now_s)), copy)
             return
         if not self._way_is_free(op):
-            if self._process.alive and self._world.now_s - op.posted_s > self._behaviour.gives_up_s:
+            if self._process.alive and self.world.now_s - op.posted_s > self.behaviour.gives_up_s:
                 self._fail(op)
             self._send_again(copy)
             return
-        if self.caps.target_must_poll and self._world.now_s - target.polled_s > POLLED_S:
+        if self.caps.target_must_poll and self.world.now_s - target.polled_s > POLLED_S:
             self._land_in(AGAIN_S, copy)
             return
         self._write(copy, target)
@@ -300,8 +294,8 @@ class SimEngine:
         if copy.over:
             return
         if copy.blocked_s is None:
-            copy.blocked_s = self._world.now_s
-        blocked_s = self._world.now_s - copy.blocked_s
+            copy.blocked_s = self.world.now_s
+        blocked_s = self.world.now_s - copy.blocked_s
         closed = not self._process.alive or copy.op.state is not OpState.PENDING
         if closed and blocked_s > 0.9 * self.caps.resend_s:
             self._drop(copy)
@@ -310,7 +304,7 @@ class SimEngine:
 
     def _outlive(self, copy: Copy) -> None:
         """Of a dead writer's bytes only those arrive that were in the network, and soon: within `caps.settle_s`."""
-        left_s = self._died_s + 0.9 * self.caps.settle_s - self._world.now_s
+        left_s = self._died_s + 0.9 * self.caps.settle_s - self.world.now_s
         if left_s <= 0 or self._draw.random() < 0.3:
             self._drop(copy)
         else:
@@ -318,22 +312,22 @@ class SimEngine:
             self._land_in(self._draw.uniform(0, left_s), copy)
 
     def _note_death(self) -> None:
-        self._died_s = self._world.now_s
+        self._died_s = self.world.now_s
 
     def _write(self, copy: Copy, target: Memory) -> None:
         op = copy.op
         what = f"{copy.kind} {copy.src} of {self._process.name} to {copy.dst} of {target.process.name}"
         if not target.write_allowed(copy.kind, copy.dst):
             raise Violation(f"a write lands in memory that moved on: {what} (operation {op.state.name})")
-        if self._process.alive and op.state is OpState.PENDING and not self._memory.read_allowed(copy.kind, copy.src):
+        if self._process.alive and op.state is OpState.PENDING and not self.memory.read_allowed(copy.kind, copy.src):
             raise Violation(f"a write reads memory that prefill gave up: {what}")
-        target.copy_from(self._memory, copy.kind, copy.src, copy.dst, copy.part)
-        if copy.kind == "kv" and self._hit("damaged page", self._behaviour.flip_rate):
+        target.copy_from(self.memory, copy.kind, copy.src, copy.dst, copy.part)
+        if copy.kind == "kv" and self._hit("damaged page", self.behaviour.flip_rate):
             target.damage(copy.dst, self._draw.randrange(target.page_size))
-        self._world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1
+        self.world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1
         self._drop(copy)
         if op.state is OpState.PENDING and not op.left and not op.will_fail:
-            late_s = self._draw.uniform(0, 2.0) if self._hit("late completion", self._behaviour.late_done_rate) else 0.0
+            late_s = self._draw.uniform(0, 2.0) if self._hit("late completion", self.behaviour.late_done_rate) else 0.0
             self._after(late_s, "op done", self._end, op, OpState.DONE)
 
     def _drop(self, copy: Copy) -> None:
@@ -348,14 +342,14 @@ class SimEngine:
         if op.state is not OpState.PENDING:
             return
         for copy in list(op.left):
-            if self.faulty and self._draw.random() < self._behaviour.late_rate:
-                self._world.injected["write after the failure"] += 1
+            if self.faulty and self._draw.random() < self.behaviour.late_rate:
+                self.world.injected["write after the failure"] += 1
                 op.peer.lingering.append(copy)
-                self._land_in(self._draw.uniform(0, self._behaviour.max_linger_s), copy)
+                self._land_in(self._draw.uniform(0, self.behaviour.max_linger_s), copy)
             else:
                 self._drop(copy)
         self._end(op, OpState.FAILED)
 
     def _end(self, op: Op, state: OpState) -> None:
         op.state = state if self._process.alive else OpState.FAILED
-        self._on_progress()
+        self.on_progress()
