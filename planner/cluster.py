@@ -157,6 +157,7 @@ class PlannedCluster:
         self._live: dict[str, _LiveRequest] = {}
         self._num_left = 0
         self._decode_steps = self._accepted = 0
+        self.on_end: Callable[[PlanWorker], None] = lambda worker: None  # a request there has ended
 
     def run(self, requests: Sequence[PlannedRequest], *, rate: float, until_s: float) -> list[RequestRecord]:
         """Send `requests` at `rate` per second. Unanswered at `until_s` they fail as "late"."""
@@ -207,10 +208,12 @@ class PlannedCluster:
         self._pools.setdefault(role, []).append(worker)
         return worker
 
-    def retire(self, worker: PlanWorker, *, on_drained: Callable[[], None]) -> None:
-        """Send it no new requests; call `on_drained` once idle."""
+    def retire(self, worker: PlanWorker) -> None:
+        """Send it no new requests."""
         self._pools[worker.spec.role].remove(worker)
-        worker.drain(on_drained)
+
+    def is_idle(self, worker: PlanWorker) -> bool:
+        return not any(worker in live.open_workers for live in self._live.values())
 
     # ---- inside
 
@@ -237,7 +240,6 @@ class PlannedCluster:
             stream=True,
         )
         for worker in used:
-            worker.begin()
             worker.receive(message)
 
     def _on_outputs(self, worker: PlanWorker, outputs: list[TokenOutput], now_s: float) -> None:
@@ -274,7 +276,7 @@ class PlannedCluster:
         elif worker is live.routed.workers[-1]:
             live.record.error = None
         self._num_left -= not live.open_workers
-        worker.end()
+        self.on_end(worker)
 
 
 def _record(live: _LiveRequest, output: TokenOutput, now_s: float) -> None:

@@ -58,8 +58,6 @@ class PlanWorker(VirtualWorker):
         self.clock = WorkerClock()
         self.state: StateReply | None = None
         self._timeline = timeline
-        self._num_requests = 0
-        self._on_drained: Callable[[], None] | None = None
         self._on_outputs = on_outputs
         home = host.home(self) if spec.role != "unified" else None
         self.executor = _executor(spec, self.clock, host, home)
@@ -85,19 +83,6 @@ class PlanWorker(VirtualWorker):
     def receive(self, message: ToScheduler) -> None:
         self.ports.deliver(message)
 
-    def begin(self) -> None:
-        """Count a request in flight, as routers do, until `end`."""
-        self._num_requests += 1
-
-    def end(self) -> None:
-        self._num_requests -= 1
-        self._check_drained()
-
-    def drain(self, on_drained: Callable[[], None]) -> None:
-        """Call `on_drained` once no request is left; no new one may come."""
-        self._on_drained = on_drained
-        self._check_drained()
-
     def remember(self, tokens: list[int]) -> None:
         """Cache the prefix `tokens`, before the first iteration only."""
         memory = self.scheduler.memory
@@ -116,11 +101,6 @@ class PlanWorker(VirtualWorker):
             self._on_outputs(message.outputs, self.clock.now_s)
         elif isinstance(message, StateReply):
             self.state = message
-
-    def _check_drained(self) -> None:
-        if self._on_drained is not None and not self._num_requests:
-            on_drained, self._on_drained = self._on_drained, None
-            on_drained()
 
     def _turn(self) -> float | None:
         self.clock.now_s = max(self.clock.now_s, self._timeline.now_s)

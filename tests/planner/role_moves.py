@@ -6,7 +6,7 @@ empty cache.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -77,6 +77,7 @@ class RoleMoves:
     done: list[Moved] = field(default_factory=list)
     _table: WorkerTable = field(default_factory=WorkerTable)
     _members: dict[int, _Member] = field(default_factory=dict)
+    _draining: dict[int, Callable[[], None]] = field(default_factory=dict)
     _num_joined: int = 0
     _controller: Controller = field(init=False)
     _gauge: Gauge = field(init=False)
@@ -84,6 +85,7 @@ class RoleMoves:
     def __post_init__(self) -> None:
         self._controller = Controller(self.spec.flags)
         self._gauge = Gauge(self.spec.flags)
+        self.cluster.on_end = self._check_drained
         for pool in self.cluster.pools().values():
             for planned in pool:
                 self._add_worker(planned)
@@ -115,7 +117,13 @@ class RoleMoves:
         member = self._members[move.worker_id]
         self._table.retire(member.worker.url)
         began_s = self.cluster.timeline.now_s
-        self.cluster.retire(member.planned, on_drained=partial(self._drained, move, member, began_s))
+        self.cluster.retire(member.planned)
+        self._draining[id(member.planned)] = partial(self._drained, move, member, began_s)
+        self._check_drained(member.planned)
+
+    def _check_drained(self, planned: PlanWorker) -> None:
+        if id(planned) in self._draining and self.cluster.is_idle(planned):
+            self._draining.pop(id(planned))()
 
     def _drained(self, move: Move, member: _Member, began_s: float) -> None:
         back_s = max(self.cluster.timeline.now_s, member.planned.clock.now_s) + self.spec.switch_s
