@@ -35,6 +35,10 @@ class Node:
     skew_s: float = 0.0
 
     @property
+    def worker(self) -> Worker | None:
+        return self.part if isinstance(self.part, Worker) else None
+
+    @property
     def alive(self) -> bool:
         return self.process is not None and self.process.alive
 

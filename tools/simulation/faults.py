@@ -96,8 +96,8 @@ class Faults:
 
     def _busy(self, kind: str) -> Node | None:
         """A worker with transfers under way, where death matters most."""
-        nodes = [n for n in self._cluster.nodes.values() if n.alive and n.kind == kind and isinstance(n.part, Worker)]
-        busy = [n for n in nodes if isinstance(n.part, Worker) and n.part.managers.under_way]
+        nodes = [n for n in self._cluster.nodes.values() if n.alive and n.kind == kind]
+        busy = [n for n in nodes if n.worker is not None and n.worker.managers.under_way]
         return self._draw.choice(busy) if busy else None
 
     def _pair(self) -> tuple[str, str]:
@@ -169,24 +169,19 @@ class Faults:
         """A follower dies, and its worker with it; they come back together."""
         kind = self._draw.choice(["prefill", "decode"])
         node = self._busy(kind) or self._some(kind)
-        if (
-            node is None
-            or node.process is None
-            or not isinstance(node.part, Worker)
-            or not node.part.computer.followers
-        ):
+        if node is None or node.process is None or node.worker is None or not node.worker.computer.followers:
             return
         node.process.on_death.append(
             lambda: self._for(*SLOW_RESTART_S, lambda: self._restart(node), f"restart {node.name}")
         )
-        self._draw.choice(node.part.computer.followers).kill()
+        self._draw.choice(node.worker.computer.followers).kill()
         self._count(RANK_FAULT)
 
     def _restart(self, node: Node) -> None:
         if not node.alive:
             self._cluster.start(node)
-            if not self._active and isinstance(node.part, Worker):
-                node.part.managers.stop_faults()
+            if not self._active and node.worker is not None:
+                node.worker.managers.stop_faults()
 
     def _drain(self, kind: str) -> None:
         """SIGTERM, and now and then a second one; who has ended comes back later."""
@@ -244,20 +239,19 @@ class Faults:
 
     def _pause(self) -> None:
         node = self._some("prefill", "decode", "encode")
-        if node is None or not isinstance(node.part, Worker):
+        if node is None or (worker := node.worker) is None:
             return
-        worker = node.part
         worker.to_scheduler(PauseGeneration("sim", self._draw.choice(["abort", "retract", "in_place"])))
         self._for(0.05, 2.0, lambda: self._continue(worker), f"continue {node.name}")
         self._count("pause generation")
 
     def _update(self) -> None:
         node = self._some("prefill", "decode", "encode")
-        if node is None or not isinstance(node.part, Worker):
+        if node is None or node.worker is None:
             return
         path = BROKEN if self._draw.random() < 0.2 else self._weights()
         version, abort_all = str(self._world.num_events), self._draw.random() < 0.3
-        node.part.to_scheduler(UpdateWeights("sim", path, version, abort_all))
+        node.worker.to_scheduler(UpdateWeights("sim", path, version, abort_all))
         self._count("update weights")
 
     def _weights(self) -> str:

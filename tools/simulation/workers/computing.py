@@ -45,13 +45,11 @@ class Computer:
 
     def _step_fails(self, plan: Plan) -> bool:
         """The same of a plan each time."""
-        if plan.items and plan.seq > self._failed_seq and self.faulty() and self._draws_a_failure():
+        may_fail = plan.items and plan.seq > self._failed_seq and self.faulty()
+        if may_fail and self._draw.random() < self._around.options.step_fail_rate:
             self._failed_seq = plan.seq
             self._around.world.injected["failed step"] += 1
         return plan.seq == self._failed_seq
-
-    def _draws_a_failure(self) -> bool:
-        return self._draw.random() < self._around.options.step_fail_rate
 
     def computing(self, services: LoopServices, *, attention: Callable[[], None]) -> Computing:
         executor: Any = self.executor

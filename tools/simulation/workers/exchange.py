@@ -46,9 +46,7 @@ class Exchange:
         self._around, self._process, self._threads = around, process, threads
         self._computer, self._managers, self._weights = computer, managers, weights
         self._send = send_over(around.bootstrap_of, partial(around.reach, process.node))
-        self.role: Role = (
-            self._encode() if name == "encode" else self._decode() if name == "decode" else self._prefill()
-        )
+        self.role: Role = {"prefill": self._prefill, "decode": self._decode, "encode": self._encode}[name]()
 
     def _encode(self) -> EncodeRole:
         return self._transfers({SENDS: CONTROL}).encode(self._computer.bounds)

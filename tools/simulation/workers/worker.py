@@ -52,7 +52,7 @@ class Worker(VirtualWorker):
         self.most_quarantined = 0
         self._num_idle = 0
         self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
-        self.weights = SimWeights(process, self._forget, self.draw, model_path=self._first_weights())
+        self.weights = SimWeights(process, lambda: self.computer.forget(), self.draw, model_path=self._first_weights())
         self.computer = self._computer()
         self.memory = self.computer.memory
         self.managers = Managers(around, process, self.draw, self.threads, self._behaviour())
@@ -84,9 +84,6 @@ class Worker(VirtualWorker):
 
     def _behaviour(self) -> EngineBehaviour:
         return self.around.options.engine
-
-    def _forget(self) -> None:
-        self.computer.forget()
 
     def _info(self) -> dict[str, Any]:
         """What /server_info says."""
