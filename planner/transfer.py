@@ -6,8 +6,9 @@ speed; on a shared host it is a copy with a core per end.
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from disagg.metadata import MetadataBuffers
 from planner.executor import Host, Threads
@@ -209,7 +210,9 @@ class PlannedReceiver:
 
 @dataclass(slots=True)
 class PlannedSenders:
-    """The prefill role's manager and room directory."""
+    """The prefill role's manager and room directory, which finds workers without their rooms."""
+
+    on_room: ClassVar[Sequence[Callable[[int], None]]] = ()
 
     network: Network
     end: End

@@ -187,7 +187,7 @@ def _ends_soonest(running: list[Request]) -> int:
 
 
 def budget_of(stages: Stages, limits: Limits, now_s: float) -> AdapterBudget:
-    waiting = chain(stages.waiting.values(), (r for r in stages.held if not r.pages and r.finish is None))
+    waiting = chain(stages.waiting.values(), (r for r in stages.held if not r.pages and not r.ended))
     return AdapterBudget(limits, growing=stages.growing(), waiting=waiting, now_s=now_s)
 
 

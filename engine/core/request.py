@@ -331,6 +331,10 @@ class Request:
         return Branch(self.adapter, namespace) if self.adapter or namespace else TRUNK
 
     @property
+    def ended(self) -> bool:
+        return self.finish is not None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.input_ids) + len(self.output_ids)
 

@@ -75,18 +75,17 @@ class Departures:
         """
         backups = self._state.backups
         for request in self._stages.take_departed():
-            if request.slot is not None:
-                self._state.table.close(request)  # its pages are still read, its row is not
+            self._close_row(request)  # its pages are still read, its row is not
             self._stages.held.append(request)
         for request in self._stages.take_settled():
-            if request.finish is None and copy and backups.begin(request):
-                self._stages.draining.append(request)  # until its copy is made
-            elif request.finish is None:
-                # A recompute request to prefill has no adapter: such requests resume here.
-                self._requeue(request, elsewhere=copy and self._state.limits.resume_elsewhere and not request.adapter)
-            else:
+            if request.ended:
                 self._give_back(request)
                 del self._stages.live[request.rid]
+            elif copy and backups.begin(request):
+                self._stages.draining.append(request)  # until its copy is made
+            else:
+                # A recompute request to prefill has no adapter: such requests resume here.
+                self._requeue(request, elsewhere=copy and self._state.limits.resume_elsewhere and not request.adapter)
 
     def _requeue(self, request: Request, *, elsewhere: bool) -> None:
         self._give_back(request)
@@ -102,6 +101,9 @@ class Departures:
     def _give_back(self, request: Request) -> None:
         self._stages.batch_is_full = False
         self._state.memory.give_back(request)
+        self._close_row(request)
+
+    def _close_row(self, request: Request) -> None:
         if request.slot is not None:
             self._state.table.close(request)
 

@@ -170,7 +170,7 @@ class Scheduler:
         if rid not in self.stages.live:
             return []
         request = self.stages.live[rid]
-        if request.finish is not None:
+        if request.ended:
             return []
         request.abort = reason
         if request in self.held:

@@ -20,11 +20,6 @@ from engine.images import rope_delta
 from engine.messages import FinishReason
 
 # ---- Live requests by stage, the only place of stage changes.
-#
-# add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
-#             ^                |                               |
-#             +--- retracted --+              held: the role decides when its memory goes
-#                                 leaving: a step in flight --+
 
 
 class Stages:
@@ -43,7 +38,11 @@ class Stages:
 
     @property
     def num_running(self) -> int:
-        return len(self.running) + (self.chunked is not None)
+        return len(self.running) + len(self._chunked)
+
+    @property
+    def _chunked(self) -> list[Request]:
+        return [] if self.chunked is None else [self.chunked]
 
     def register(self, request: Request, *, serial: int) -> None:
         assert request.rid not in self.live
@@ -86,24 +85,23 @@ class Stages:
         return departed
 
     def growing(self) -> list[Request]:
-        chunked = [self.chunked] if self.chunked is not None else []
-        coming = [r for r in self.held if not r.prefill_only and not r.moves and r.pages and r.finish is None]
-        return self.running + chunked + coming
+        coming = [r for r in self.held if not r.prefill_only and not r.moves and r.pages and not r.ended]
+        return self.running + self._chunked + coming
 
     @property
     def retraction_pending(self) -> bool:
         """The next collected step frees a retracted request."""
-        return any(r.finish is None for r in self.draining)
+        return any(not r.ended for r in self.draining)
 
     def retracted(self) -> list[Request]:
         """Retracted requests that wait for memory or for KV from elsewhere."""
         waiting = [r for r in self.waiting.values() if r.stats.retractions > 0]
-        elsewhere = [r for r in self.held if r.stats.retractions > 0 and not r.pages and r.finish is None]
-        return [*waiting, *(r for r in self.draining if r.finish is None), *elsewhere]
+        elsewhere = [r for r in self.held if r.stats.retractions > 0 and not r.pages and not r.ended]
+        return [*waiting, *(r for r in self.draining if not r.ended), *elsewhere]
 
     def all(self) -> list[Request]:
-        chunked = [self.chunked] if self.chunked is not None else []
-        return [*self.waiting.values(), *self.running, *self.draining, *self.leaving, *self.held, *chunked]
+        waiting = self.waiting.values()
+        return [*waiting, *self.running, *self.draining, *self.leaving, *self.held, *self._chunked]
 
     def check(self) -> None:
         assert sorted(r.rid for r in self.all()) == sorted(self.live), "a live request is in no stage, or in two"

@@ -79,7 +79,7 @@ class Backups(MemoryPart, RetractedKV):
 
     def free(self, request: Request) -> None:
         """Drop the copy of a request that has ended."""
-        if request.finish is not None and request in self._copies:
+        if request.ended and request in self._copies:
             self._drop(request)
 
     def _drop(self, request: Request) -> None:

@@ -168,7 +168,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         above = request.recurrent.answer if at > len(request.input_ids) else None
         memory.share(request)
         shared = request.shared_pages * memory.allocator.page_size == at == request.computed_len
-        if shared and request.keep_kv and request.finish is None and request.lock is not None:
+        if shared and request.keep_kv and not request.ended and request.lock is not None:
             self.keep_at(slot, request.lock, above=above)
             request.recurrent.answer = request.lock if at > len(request.input_ids) else None
         else:
@@ -177,7 +177,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     def reject(self, request: Request, at: int) -> None:
         if slot := request.recurrent.snapshots.pop(at, 0):
             self.drop(slot)
-        if request.finish is None:
+        if not request.ended:
             self.rewind(request)
 
     def rewind(self, request: Request) -> None:
