@@ -298,7 +298,7 @@ def test_features_of_an_image_are_as_an_embedding_of_its_token(tmp_path: Path, k
         with torch.inference_mode():
             return drafter.forward(DraftEntries(SEEN_IDS, before, positions, images), Sequence(model)._attend)
 
-    seen, blind = drafted(ImageRows(torch.tensor([1]), features)), drafted(NO_IMAGES)
+    seen, blind = drafted((ImageRows(torch.tensor([1]), features),)), drafted(NO_IMAGES)
     with torch.inference_mode():
         model._embed._table[IMAGE] = features[0]  # type: ignore[attr-defined]
     assert torch.equal(seen, drafted(NO_IMAGES)) and not torch.allclose(seen, blind)

@@ -258,7 +258,7 @@ def image_rows(images: list[ImageInput], features: list[torch.Tensor], start: in
         if first < last:
             rows += range(first - start, last - start)
             parts.append(feature[first - image.start : last - image.start])
-    return ImageRows(torch.tensor(rows), torch.cat(parts)) if rows else NO_IMAGES
+    return (ImageRows(torch.tensor(rows), torch.cat(parts)),) if rows else NO_IMAGES
 
 
 def their_values(frames: torch.Tensor) -> torch.Tensor:
