@@ -5,8 +5,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from engine.frontend.apis.chat.body import READER, ChatBody, check_chat
-from engine.frontend.apis.chat.plan import render_chat
+from engine.frontend.apis.chat.body import READER, ChatBody
+from engine.frontend.apis.chat.plan import check_chat, render_chat
 from engine.frontend.images.placeholders import Marks
 from engine.text.chat_template import ChatTemplate
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.apis.chat.body import check_chat
 from engine.frontend.apis.chat.calls import call_ids
+from engine.frontend.apis.chat.plan import check_chat
 from engine.frontend.apis.chat.reading import reading_of
 from engine.text.reasoning import HARMONY, REASONING_FORMATS, opening_of
 from engine.text.tool_calls import CALL_FORMATS

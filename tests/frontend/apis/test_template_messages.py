@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.frontend.apis.chat.body import template_messages
 from engine.frontend.apis.chat.calls import as_taken, call_ids, short_id
-from engine.frontend.apis.chat.plan import rendering_size
+from engine.frontend.apis.chat.plan import rendering_size, template_messages
 from service.http.errors import ApiError
 from tests.frontend.apis.rendering import chat_body, prompt_of, rendered, template_of
 from tests.text.chat_templates import SHAPES

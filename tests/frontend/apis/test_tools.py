@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.frontend.apis.chat.body import ChatBody, ChatMessage, template_messages
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage
+from engine.frontend.apis.chat.plan import template_messages
 from engine.frontend.apis.chat.reading import chat_constraint, reading_of
 from engine.frontend.apis.chat.tools import (
     AllowedTools,

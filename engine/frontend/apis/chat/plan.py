@@ -1,4 +1,4 @@
-"""Plan of a chat: engine request and answer reader."""
+"""Plan of a chat: its checks, messages for the template, engine request and answer reader."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -7,24 +7,49 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.chat.body import ChatBody, RetainedMessage, check_chat, sources_of, template_messages
+from engine.frontend.apis.chat.body import (
+    MAX_TOP_LOGPROBS,
+    MEDIA,
+    RESULTS,
+    ChatBody,
+    ChatMessage,
+    ContentPart,
+    MediaUrl,
+    PlacedPart,
+    RetainedMessage,
+)
 from engine.frontend.apis.chat.calls import as_taken, call_ids
 from engine.frontend.apis.chat.reading import AS_TEXT, Reading, chat_constraint, checked_reading, opened
-from engine.frontend.apis.chat.tools import template_tools
+from engine.frontend.apis.chat.tools import check_tools, template_tools
+from engine.frontend.apis.shared.body_reader import NO_AUDIO
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.frontend.apis.shared.fields import choose_model, prompt_ids
+from engine.frontend.apis.shared.fields import check_range, check_request, choose_model, prompt_ids
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.samples import SamplesPlan, body_constraint, sampling_of
 from engine.frontend.images.placeholders import LoadedMedia, Marks, MediaSource
 from engine.frontend.services import Services
 from engine.messages import LogprobOptions
-from engine.text.chat_template import ChatTemplate, TemplateRefused, render_continued
-from engine.text.parts import AnswerReaders, PartReader
+from engine.text.chat_template import (
+    REASONING,
+    CallArguments,
+    ChatTemplate,
+    Parts,
+    TemplateRefused,
+    TextPart,
+    joined,
+    render_continued,
+)
+from engine.text.parts import INPUT, AnswerReaders, PartReader
 from engine.text.sample import PlainAnswers
+from engine.text.template_reads import TemplateReads
 from service.http.errors import bad_field
 
 PAGE_CHARS = 1024
 MakeAnswers = Callable[[Callable[[str], str], str], PlainAnswers]  # of what makes unique ids, and the prefix of calls
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAY_BE_NULL = ("assistant", *RESULTS)  # roles whose content may be null
+PARTS = ("text", *MEDIA, "refusal")
+AUDIO = ("input_audio", "audio_url", "audio")
 TOGGLES = ("enable_thinking", "thinking")  # template variables that toggle reasoning
 
 
@@ -54,7 +79,7 @@ async def plan_chat(
     """
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
-    has_parts = body.has_tools or s.model.reasoning is not None or body.thinking_token_budget is not None
+    has_parts = _has_tools(body) or s.model.reasoning is not None or body.thinking_token_budget is not None
     reading = checked_reading(s, body) if has_parts else None
     constraint = body_constraint(body) if reading is None else _constraint(body, reading)
     sources = sources_of(body.messages)
@@ -119,7 +144,7 @@ def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
     if template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
     messages = template_messages(body.messages, reads=template.reads, places=_places(template, s.model.marks))
-    if body.has_earlier_calls:
+    if _has_earlier_calls(body):
         messages = as_taken(messages, template.reads)
     extra = {
         "tools": tools,
@@ -154,3 +179,158 @@ def _places(template: ChatTemplate, marks: Marks) -> Mapping[str, Any]:
 
 def _effort(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, **dict.fromkeys(TOGGLES, effort != "none")} if effort else {}
+
+
+# ---- checks of a chat
+
+
+def check_chat(body: ChatBody) -> None:
+    check_request(body)
+    if body.function_call not in (None, "none", "auto"):
+        raise bad_field("function_call", "is not supported; use tools and tool_choice", code="unsupported_parameter")
+    if _has_tools(body):
+        check_tools(body.tools, body.tool_choice)
+    if body.modalities not in (None, [], ["text"]):
+        raise bad_field("modalities", "only text is supported", code="unsupported_parameter")
+    check_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
+    if body.top_logprobs and not body.logprobs:
+        raise bad_field("top_logprobs", "needs logprobs to be true")
+    _check_messages(body.messages)
+
+
+def sources_of(messages: list[ChatMessage]) -> list[MediaSource]:
+    """Images and videos of a chat, in order, checked."""
+    return [
+        _source(part, part.field_at(i, j))
+        for i, m in enumerate(messages)
+        if isinstance(m.content, list)
+        for j, part in enumerate(m.content)
+        if part.type in MEDIA
+    ]
+
+
+def _has_tools(body: ChatBody) -> bool:
+    return bool(body.tools) or body.tool_choice is not None
+
+
+def _has_earlier_calls(body: ChatBody) -> bool:
+    return any(m.tool_calls or m.function_call is not None or m.role in RESULTS for m in body.messages)
+
+
+def _source(part: ContentPart, field: str) -> MediaSource:
+    given = getattr(part, part.type)
+    url = given if isinstance(given, MediaUrl) else MediaUrl(url=given)
+    return MediaSource(
+        field=field,
+        url=url.url,
+        fps=url.fps,
+        is_video=part.type == "video_url",
+        is_base64=isinstance(part, PlacedPart) and part.is_base64,
+    )
+
+
+def _check_messages(messages: list[ChatMessage]) -> None:
+    if not messages:
+        raise bad_field("messages", "must not be empty")
+    for i, m in enumerate(messages):
+        if m.role not in ROLES:
+            raise bad_field(f"messages[{i}].role", f"{m.role!r} is not one of {', '.join(ROLES)}")
+        if m.content is None and m.role not in MAY_BE_NULL:
+            raise bad_field(f"messages[{i}].content", "is missing")
+        if m.audio is not None:
+            raise bad_field(f"messages[{i}].audio", NO_AUDIO, code="unsupported_parameter")
+        for j, part in enumerate(m.content if isinstance(m.content, list) else []):
+            _check_part(part, f"messages[{i}].content[{j}]")
+
+
+def _check_part(part: ContentPart, field: str) -> None:
+    if part.type in AUDIO:
+        raise bad_field(f"{field}.{part.type}", NO_AUDIO, code="unsupported_parameter")
+    if part.type not in PARTS or getattr(part, part.type) is None:
+        raise bad_field(
+            field, f"must be a part of type {', '.join(PARTS)} with a field of that name, got {part.type[:100]!r}"
+        )
+
+
+# ---- messages of a chat for its template
+
+NO_PLACES: Mapping[str, Any] = {}
+STRINGS = TemplateReads(
+    parts=False,
+    strings=True,
+    null=False,
+    calls_beside_null=False,
+    one_call=False,
+    short_ids=False,
+    names=frozenset(),
+)
+
+
+def template_messages(
+    messages: list[ChatMessage], *, reads: TemplateReads = STRINGS, places: Mapping[str, Any] = NO_PLACES
+) -> list[dict[str, Any]]:
+    """Plain dicts, contents as the template reads them, `developer` as `system`.
+
+    `places`: per type in `MEDIA`, a part or a placeholder.
+    """
+    return [_template_message(m, reads, places) for m in messages]
+
+
+def _template_message(m: ChatMessage, reads: TemplateReads, places: Mapping[str, Any]) -> dict[str, Any]:
+    calls = _calls(m)
+    message = {
+        **(m.kept if isinstance(m, RetainedMessage) else {}),
+        "role": "system" if m.role == "developer" else m.role,
+        "content": _content(m, reads, places, calls=bool(calls)),
+        **{name: value for name in ("name", "tool_call_id") if (value := getattr(m, name)) is not None},
+    }
+    if calls:
+        message["tool_calls"] = calls
+    return message | _reasoning(m, message)
+
+
+def _content(m: ChatMessage, reads: TemplateReads, places: Mapping[str, Any], *, calls: bool) -> str | Parts | None:
+    """Null with calls stays null if the template tests for it; others would render "None"."""
+    if m.content and isinstance(m.content, list):
+        return _parts(m.content, reads, places)
+    if m.content is None and not m.refusal and reads.null and calls:
+        return None
+    text = str(m.content or m.refusal or "")
+    return text if reads.strings else Parts.of_text(text)
+
+
+def _parts(parts: list[ContentPart], reads: TemplateReads, places: Mapping[str, Any]) -> str | Parts:
+    shown = Parts(_part(part, places) for part in parts)
+    keeps = reads.parts or not all(isinstance(part, TextPart) for part in shown)
+    return shown if keeps else joined(shown)
+
+
+def _part(part: ContentPart, places: Mapping[str, Any]) -> Any:
+    shown = places[part.type] if part.type in MEDIA else getattr(part, part.type)
+    return TextPart(shown) if isinstance(shown, str) else shown
+
+
+def _reasoning(m: ChatMessage, message: dict[str, Any]) -> dict[str, str]:
+    """Reasoning under all template names.
+
+    gpt-oss rejects `thinking` with both content and calls.
+    """
+    text = m.reasoning_content or m.reasoning
+    names = REASONING[:2] if message["content"] and message.get("tool_calls") else REASONING
+    return dict.fromkeys(names, text) if text else {}
+
+
+def _calls(m: ChatMessage) -> list[dict[str, Any]]:
+    if m.function_call is not None:  # of OpenAI's first API for calls
+        return [_call({"type": "function", "function": m.function_call})]
+    return [_call(call) for call in m.tool_calls or ()]
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    custom, function = call.get("custom"), call.get("function")
+    if isinstance(custom, dict):
+        function = {"name": custom.get("name"), "arguments": {INPUT: custom.get("input")}}
+        call = {"id": call.get("id"), "type": "function"}
+    if not isinstance(function, dict):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": CallArguments.of(function.get("arguments"))}}
