@@ -16,7 +16,7 @@ from router.choice.policies import Placement, cost_tokens
 from router.client.upstream import Upstream
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
-from service.http.guard import RANK_HEADER
+from service.http.guard import RANK_HEADER, less_time
 from service.security.keys import VOUCHER_HEADER, vouch
 from service.waiter import Waiter
 
@@ -204,10 +204,9 @@ class AttemptLauncher:
     parts: tuple[CallPart, ...] = ()
     tails: dict[PairAttempt, None] = field(default_factory=dict, init=False)
 
-    def begin(
-        self, request: RequestContext, headers: Mapping[str, str], placements: Sequence[Placement]
-    ) -> PairAttempt:
+    def begin(self, request: RequestContext, placements: Sequence[Placement]) -> PairAttempt:
         now_s, first, last = self.clock(), placements[0], placements[-1]
+        headers = self.headers_at(request, now_s)
         rooms: tuple[int, ...] = ()
         answer_headers, body, answer_body = headers, request.body, request.body
         if first is not last:
@@ -243,7 +242,7 @@ class AttemptLauncher:
         After a retraction `prefill`, of the former pair, recomputes the KV.
         """
         now_s, worker = self.clock(), placement.worker
-        _, headers, _, body = self._for_pair(request, request.headers_at(now_s), prefill, worker, rooms)
+        _, headers, _, body = self._for_pair(request, self.headers_at(request, now_s), prefill, worker, rooms)
         leases = self._charge(request, [placement], now_s)
         attempt = PairAttempt(
             launcher=self,
@@ -266,6 +265,10 @@ class AttemptLauncher:
         except CallFailed as failure:
             self._on_attempt_failed(request, attempt, failure)
             raise
+
+    def headers_at(self, request: RequestContext, now_s: float) -> Mapping[str, str]:
+        """Return an attempt's headers, with the remaining deadline."""
+        return less_time(request.headers, now_s - request.started_s)
 
     def _report_sent(self, request: RequestContext, attempt: PairAttempt) -> None:
         for notify in self.events.on_sent:

@@ -1,4 +1,4 @@
-"""A client request's state, deadline headers, and interfaces of parts and of receivers of events.
+"""A client request's state, and interfaces of parts and of receivers of events.
 
 A part is what a feature does with a request. The base path calls parts in the order of their tuples
 and knows none of them; router/compose/ hands them over.
@@ -20,7 +20,6 @@ from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
 from router.pool.worker import Lease, Role, Way, Worker
 from service.http.errors import ApiError
-from service.http.guard import UNITS_S, seconds_of
 from service.http.routes import open_stream
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
-LEAST_S = 0.001  # least deadline of a retry: an idle worker may meet it
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -90,11 +88,6 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     cut: Callable[[], None] | None = None  # closes the stream that the answer is read from
     client: ClientStream = ClientStream()
 
-    def headers_at(self, now_s: float) -> Mapping[str, str]:
-        """Return an attempt's headers, with the remaining deadline."""
-        elapsed_s = now_s - self.started_s
-        return self.headers if elapsed_s < LEAST_S else less_time(self.headers, elapsed_s)
-
     def note_failed(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
         if self.failed is None:
             self.failed = FailedWorkers(failure)
@@ -125,26 +118,6 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         if self.handed_back:
             self.task.uncancel()
         return self.handed_back
-
-
-def time_given(headers: Mapping[str, str]) -> float:
-    """Deadline in seconds, else inf; names are in lower case."""
-    return min((value_s for name in UNITS_S if (value_s := _patience_s(headers, name)) is not None), default=math.inf)
-
-
-def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
-    """Return `headers` with deadlines reduced by `elapsed_s`. Workers refuse bad numbers."""
-    left = dict(headers)
-    for name, unit_s in UNITS_S.items():
-        value_s = _patience_s(headers, name)
-        if value_s is not None:
-            left[name] = f"{max(LEAST_S, value_s - elapsed_s) / unit_s:.3f}"
-    return left
-
-
-def _patience_s(headers: Mapping[str, str], name: str) -> float | None:
-    text = headers.get(name)
-    return None if text is None else seconds_of(text, name)
 
 
 def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
@@ -181,11 +154,6 @@ class BodyPart(Protocol):
 
     async def prepare(self, request: RequestContext) -> ParsedBody:
         """Change the request; return its body as routing shall read it. Raises ApiError."""
-
-
-def concerns(part: BodyPart, body: bytes) -> bool:
-    """Return whether the part prepares a request with this body. False positives are possible."""
-    return not part.needles or any([needle in body for needle in part.needles])
 
 
 class PromptCall(msgspec.Struct, kw_only=True, eq=False):

@@ -180,7 +180,7 @@ class ResumableAnswer(ClientAnswer):
             placements = self.failover.picker.pick(request) or await self.failover.picker.pick_later(request)
             if placements is None or request.fails_by_itself(placements):
                 return None
-            attempt = launcher.begin(request, request.headers_at(launcher.clock()), placements)
+            attempt = launcher.begin(request, placements)
             if number == self.failover.retry_max:
                 attempt.stay()
             begun = await self._begun(attempt)

@@ -207,7 +207,7 @@ class PrefixCopies:
             return
         rooms = launcher.rooms.mint(request.parsed.num_samples)
         body, _ = write_bodies(request.parsed, host=target.bootstrap.host, port=target.bootstrap.port, rooms=rooms)
-        headers = self.prefixes.naming(source, request.headers_at(now_s), copy=True)
+        headers = self.prefixes.naming(source, launcher.headers_at(request, now_s), copy=True)
         reply = launcher.upstream.post(target.url, request.path, headers=headers, body=body)
         self._running.add(reply)
         reply.on_end = partial(self._on_end, reply, rooms, target, hints, source.num_blocks)

@@ -15,7 +15,7 @@ from functools import partial
 from aiohttp import web
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
-from router.attempts.request import BodyPart, RequestContext, RequestRefused, Serve, ServePart, concerns, time_given
+from router.attempts.request import BodyPart, RequestContext, RequestRefused, Serve, ServePart
 from router.attempts.upstream_call import CallFailed
 from router.body import ALONE, Api, named_dp_rank, parse_body
 from router.choice.policies import Chooser
@@ -26,7 +26,7 @@ from router.requests.answer import HANDED_BACK, ClientAnswer, draining, failure_
 from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import ApiError
-from service.http.guard import CALLER, CLIENT_GONE, caller_header, rank_in
+from service.http.guard import CALLER, CLIENT_GONE, caller_header, rank_in, time_given
 from service.http.routes import REQUEST_ID, invoked_path
 from service.process.stop_signals import wait_while
 from service.security.keys import authorization_of
@@ -236,7 +236,7 @@ class Dispatcher:
                 return self._none_left(request)
             if request.failed is not None and request.fails_by_itself(placements):
                 return failure_response(request.failed.last, request.path)
-            attempt = self.launcher.begin(request, request.headers_at(self.launcher.clock()), placements)
+            attempt = self.launcher.begin(request, placements)
             if number == self.retry_max:
                 attempt.stay()
             try:
@@ -276,6 +276,11 @@ class Dispatcher:
         for notify in self.launcher.events.on_no_worker:
             notify(missing)
         raise no_worker(self.launcher.table, missing, request.model, retry_after_s=RETRY_AFTER_S)
+
+
+def concerns(part: BodyPart, body: bytes) -> bool:
+    """Return whether the part prepares a request with this body. False positives are possible."""
+    return not part.needles or any([needle in body for needle in part.needles])
 
 
 def _around(part: ServePart, serve: Serve) -> Serve:

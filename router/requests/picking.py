@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.attempts.request import RequestContext, RequestRefused, Slo, time_given
+from router.attempts.request import RequestContext, RequestRefused, Slo
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy, RoutingHints, few_of, least_loaded
 from router.pool.heartbeats import ROUNDING_S
 from router.pool.worker import Pool, Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.route_choice import Placements, Pools, RouteChooser
+from service.http.guard import time_given
 from service.waiter import Waiter
 
 # The policy's choice of a pool within the SLO at a time. Raises RequestRefused.

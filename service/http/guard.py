@@ -144,6 +144,7 @@ def _of_http(error: web.HTTPException, request: web.BaseRequest, errors: ApiShap
 
 TIMEOUT_HEADER = "x-request-timeout"  # seconds
 ENVOY_HEADER = "x-envoy-expected-rq-timeout-ms"
+LEAST_S = 0.001  # least deadline of a retry: an idle worker may meet it
 UNITS_S: Mapping[str, float] = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
 
 
@@ -167,6 +168,28 @@ def request_timeout_s(headers: Mapping[str, str]) -> float | None:
             raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
         return value_s
     return None
+
+
+def time_given(headers: Mapping[str, str]) -> float:
+    """Return the deadline in seconds, inf without one; bad numbers count for none."""
+    return min((value_s for name in UNITS_S if (value_s := _time_in(headers, name)) is not None), default=math.inf)
+
+
+def less_time(headers: Mapping[str, str], elapsed_s: float) -> Mapping[str, str]:
+    """Return `headers` with deadlines reduced by `elapsed_s`. Workers refuse bad numbers."""
+    if elapsed_s < LEAST_S:
+        return headers
+    left = dict(headers)
+    for name, unit_s in UNITS_S.items():
+        value_s = _time_in(headers, name)
+        if value_s is not None:
+            left[name] = f"{max(LEAST_S, value_s - elapsed_s) / unit_s:.3f}"
+    return left
+
+
+def _time_in(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    return None if text is None else seconds_of(text, name)
 
 
 # ---- the DP rank in a client's header, as in vLLM and SGLang

@@ -91,7 +91,7 @@ class Launched:
         """(an attempt, prefill's answer, decode's answer)."""
         workers = self.worker(Role.PREFILL, prefill), self.worker(Role.DECODE, decode)
         placements = [Placement(worker) for worker in workers]
-        attempt = self.launcher.begin(request or make_request(), {}, placements)
+        attempt = self.launcher.begin(request or make_request(), placements)
         first, second = self.upstream.replies[-2:]
         return attempt, first, second
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.attempts.request import LEAST_S, less_time, time_given
 from router.pool.breaker import Check, Health
 from router.pool.reports import reports_draining, why_draining
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
+from service.http.guard import LEAST_S, less_time, time_given
 from tests.router.behaviours import after, hang, later, streams_on
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, until
 

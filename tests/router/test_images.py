@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.attempts.request import concerns
 from router.body import TOKENS_PER_IMAGE, Api, parse_body
 from router.choice.prefix_index import prompt_keys
 from router.parts.encoders import Encoders
 from router.parts.images import BodyImages
 from router.pool.workers import WorkerTable
+from router.requests.dispatch import concerns
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.images.bodies import data_url

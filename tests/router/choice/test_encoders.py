@@ -123,7 +123,8 @@ class Fleet:
         request = make_request()
         request.parts = (self.encoders.part_of(images),) if images else ()
         placements = [Placement(worker) for worker in ((self.alone,) if alone else self.pair)]
-        return self.launched.launcher.begin(request, {"x": "y"}, placements)
+        request.headers = {"x": "y"}
+        return self.launched.launcher.begin(request, placements)
 
     def named_to(self, worker: Worker) -> list[str | None] | None:
         """The encoder workers that the last request there names; None: it has no header."""

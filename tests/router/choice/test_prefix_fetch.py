@@ -75,7 +75,7 @@ class Fleet:
         request.hints = hints(num_keys)
         placements = [Placement(self.prefill[chosen], cached), Placement(self.decode)]
         self.has(chosen, num_keys)
-        attempt = self.launched.launcher.begin(request, {}, placements)
+        attempt = self.launched.launcher.begin(request, placements)
         self.copies.on_sent(request, attempt, self.now_s)
         return attempt
 
