@@ -47,7 +47,7 @@ _FIRST_BIN = tl.constexpr((127 - 8) << 23)  # gaps from 2**-8 in bins of an octa
 
 
 class _Row(NamedTuple):
-    """A row from which top_p draws: its logits, and what scores are made by."""
+    """A row that top_p bounds: its logits, and what scores are made by."""
 
     source: Any
     best: Any
