@@ -1,14 +1,14 @@
 """Data type of the KV cache (--kv-cache-dtype)."""
 
 from engine.config import FP8, EngineConfig
-from engine.model_files.model_config import ModelConfig
+from engine.model_files.model_config import AttentionConfig
 from service.flags import ConfigError
 
 NAMES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "float32": "float32", FP8: FP8}
 WHOLE_WORDS = 4  # tokens of a page, so that 8-bit rows fill the words of a checksum
 
 
-def kv_dtype(config: EngineConfig, model: ModelConfig, *, device: str, dtype: str) -> str:
+def kv_dtype(config: EngineConfig, model: AttentionConfig, *, device: str, dtype: str) -> str:
     """Return "bfloat16", "float32" or "fp8_e4m3". Raises ConfigError."""
     wanted = NAMES.get(config.kv_cache_dtype, dtype)
     if wanted == dtype:

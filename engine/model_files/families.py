@@ -74,7 +74,32 @@ class NextnNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class RopeFamily:
+    """Properties of an architecture's positions and windows.
+
+    interleaved:    RoPE pairs are neighbours
+    rotary_share:   default rotary share of a head
+    gated_window:   `sliding_window` requires `use_sliding_window`
+    window_period:  default period of full attention layers (0: none)
+    rope_of_kinds:  window layers have another RoPE
+    context_is_scaled: max_position_embeddings includes RoPE scaling
+    some_unturned:  some layers have no RoPE
+    named_rope:     RoPE only if `position_embedding_type` is "rope"
+    """
+
+    interleaved: bool = False
+    rotary_share: float = 1.0
+    gated_window: bool = False
+    default_window: int | None = None
+    window_period: int = 0
+    rope_of_kinds: bool = False
+    context_is_scaled: bool = False
+    some_unturned: bool = False
+    named_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(RopeFamily):
     """Properties of an architecture that its config.json lacks.
 
     qkv_bias:       of q, k, v (None for config `attention_bias`, else `default_bias`)
@@ -87,14 +112,6 @@ class Family:
     final_norm, out: tensor names of the last norm and of attention's output
     head_bias:      the output layer has a bias
     fused_qkv, fused_mlp: one matrix in the checkpoint for q, k, v; for gate, up
-    interleaved:    RoPE pairs are neighbours
-    rotary_share:   default rotary share of a head
-    gated_window:   `sliding_window` requires `use_sliding_window`
-    window_period:  default period of full attention layers (0: none)
-    rope_of_kinds:  window layers have another RoPE
-    context_is_scaled: max_position_embeddings includes RoPE scaling
-    some_unturned:  some layers have no RoPE
-    named_rope:     RoPE only if `position_embedding_type` is "rope"
     arithmetic:     reads other differences to Llama
     defaults:       of config fields
     latent, indexed, index_pairs: MLA; with sparse attention; its RoPE pairs are neighbours
@@ -114,15 +131,6 @@ class Family:
     head_bias: bool = False
     fused_qkv: bool = False
     fused_mlp: bool = False
-    interleaved: bool = False
-    rotary_share: float = 1.0
-    gated_window: bool = False
-    default_window: int | None = None
-    window_period: int = 0
-    rope_of_kinds: bool = False
-    context_is_scaled: bool = False
-    some_unturned: bool = False
-    named_rope: bool = False
     mlp: MlpNames = MlpNames()
     arithmetic: Callable[[Fields], Arithmetic] = read_plain
     defaults: Mapping[str, Any] = field(default_factory=dict)

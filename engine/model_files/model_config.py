@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.model_files.directory import GGUFFolder, ModelDirectory, check_gguf, check_pipeline, open_directory
 from engine.model_files.experts_config import ExpertsConfig
-from engine.model_files.families import Family
+from engine.model_files.families import RopeFamily
 from engine.model_files.fields import PLAIN, Arithmetic, Fields
 from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
@@ -32,15 +32,47 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A decoder-only model. `Family` defines `qk_norm`, `norms`, `fused_*`, `attention_gate`.
+class AttentionConfig:
+    """Attention of all layers. `Family` defines `qk_norm`, `fused_qkv`, `attention_gate`.
 
-    `max_position_embeddings`: tokens, including RoPE scaling. `attention_bias`: of q, k, v;
-    `attention_out_bias`: of o. `dtype`: of the files. `eos_token_ids`: of all files, ascending.
-    `quantization`: name, empty for float; `stored`: format in the files. `latent`: MLA; then
-    `num_kv_heads` is 1 and `head_dim` the cached elements of a token. `layer_ropes`: per layer,
-    None without RoPE; empty if all have `rope`. `windows`: per layer in tokens, 0 for full; empty
-    if none. `nextn_layers`: MTP layers.
+    `attention_bias`: of q, k, v; `attention_out_bias`: of o. `latent`: MLA; then `num_kv_heads` is
+    1 and `head_dim` the cached elements of a token. `layer_ropes`: per layer, None without RoPE;
+    empty if all have `rope`. `windows`: per layer in tokens, 0 for full; empty if none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    attention_bias: bool
+    attention_out_bias: bool
+    qk_norm: str
+    fused_qkv: bool
+    latent: LatentConfig | None
+    windows: tuple[int, ...]
+    attention_gate: bool = False
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    def pair_flops(self) -> int:
+        """FLOPs of a layer for one query and one key."""
+        if self.latent is not None:
+            return 2 * self.num_heads * (self.latent.read_dim + self.latent.rank)
+        return 4 * self.num_heads * self.head_dim
+
+    def attended_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(AttentionConfig):
+    """A decoder-only model. `Family` defines `norms`, `fused_mlp`.
+
+    `max_position_embeddings`: tokens, including RoPE scaling. `dtype`: of the files.
+    `eos_token_ids`: of all files, ascending. `quantization`: name, empty for float; `stored`:
+    format in the files. `nextn_layers`: MTP layers.
     """
 
     architecture: str
@@ -48,31 +80,19 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    rope: RopeConfig
-    layer_ropes: tuple[RopeConfig | None, ...] = ()
     tie_word_embeddings: bool
-    attention_bias: bool
-    attention_out_bias: bool
-    qk_norm: str
     norms: str
-    fused_qkv: bool
     fused_mlp: bool
     head: HeadConfig = TOKEN_HEAD
     arithmetic: Arithmetic = PLAIN
     experts: ExpertsConfig | None
-    latent: LatentConfig | None
     max_position_embeddings: int
-    windows: tuple[int, ...]
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     recurrent: RecurrentConfig | None = None
-    attention_gate: bool = False
     quantization: str = ""
     stored: StoredWeights | None = None
     nextn_layers: int = 0
@@ -82,9 +102,6 @@ class ModelConfig:
     @property
     def generates(self) -> bool:
         return self.head.kind == TOKENS
-
-    def rope_of(self, layer: int) -> RopeConfig | None:
-        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     def attention_needs(self) -> tuple[str, ...]:
         has = {"softcaps of scores": self.arithmetic.score_cap, "attention sinks": self.arithmetic.sinks}
@@ -141,15 +158,6 @@ class ModelConfig:
         if self.latent is not None:
             return self.latent.weights(hidden=self.hidden_size, heads=self.num_heads)
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-
-    def pair_flops(self) -> int:
-        """FLOPs of a layer for one query and one key."""
-        if self.latent is not None:
-            return 2 * self.num_heads * (self.latent.read_dim + self.latent.rank)
-        return 4 * self.num_heads * self.head_dim
-
-    def attended_dim(self) -> int:
-        return self.head_dim if self.latent is None else self.latent.value_dim
 
     def quantized(self, scheme: str | None) -> "ModelConfig":
         return replace(self, quantization="+".join(filter(None, (self.quantization, scheme))))
@@ -260,7 +268,7 @@ def _ends(folder: ModelDirectory, *configs: Fields, vocab: int) -> tuple[int, ..
     return tuple(sorted({*itertools.chain(*named), *(id for id in folder.end_ids if id < vocab)}))
 
 
-def _context(fields: Fields, trained: int, family: Family) -> int:
+def _context(fields: Fields, trained: int, family: RopeFamily) -> int:
     """`model_max_length` (Cohere) wins, as in SGLang and vLLM."""
     named = fields.count("model_max_length", default=trained)
     return named if family.context_is_scaled else scaled_context(fields, context=named)

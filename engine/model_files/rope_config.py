@@ -7,7 +7,7 @@ what follows.
 import math
 from dataclasses import dataclass
 
-from engine.model_files.families import Family
+from engine.model_files.families import Family, RopeFamily
 from engine.model_files.fields import Fields
 
 KINDS = "default, dynamic, linear, llama3, longrope, yarn"
@@ -223,7 +223,7 @@ def read_kinds(fields: Fields, *, family: Family, num_layers: int) -> list[str]:
     return [FULL if layer < first else SLIDING for layer in range(num_layers)]
 
 
-def read_windows(fields: Fields, kinds: list[str], *, family: Family, context: int) -> tuple[int, ...]:
+def read_windows(fields: Fields, kinds: list[str], *, family: RopeFamily, context: int) -> tuple[int, ...]:
     if family.gated_window and not fields.flag("use_sliding_window", default=False):
         return ()
     if fields.get("sliding_window", family.default_window) is None:
@@ -235,7 +235,7 @@ def read_windows(fields: Fields, kinds: list[str], *, family: Family, context: i
 
 
 def read_ropes(
-    fields: Fields, kinds: list[str], *, family: Family, context: int, head_dim: int
+    fields: Fields, kinds: list[str], *, family: RopeFamily, context: int, head_dim: int
 ) -> tuple[RopeConfig, tuple[RopeConfig | None, ...]]:
     """Return `ModelConfig.rope` and `.layer_ropes`."""
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from engine.kv.cache_spec import LAYER, TAIL, CacheSpec
 from engine.model_files.drafter_config import STANDALONE, DrafterConfig
-from engine.model_files.model_config import ModelConfig
+from engine.model_files.model_config import AttentionConfig, ModelConfig
 from engine.parallel.layout import Place, Share, share_of
 
 
-def layer_spec(config: ModelConfig, share: Share, *, dtype: str, window: int = 0) -> CacheSpec:
+def layer_spec(config: AttentionConfig, share: Share, *, dtype: str, window: int = 0) -> CacheSpec:
     return CacheSpec(
         num_kv_heads=len(share.kv_heads),
         head_dim=config.head_dim,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from engine.model_files.model_config import ModelConfig
+from engine.model_files.model_config import AttentionConfig, ModelConfig
 from service.flags import ConfigError
 
 
@@ -129,7 +129,7 @@ def units_of(config: ModelConfig, place: Place, kv_units: int | None) -> range:
     return shared_range(total, place.tp_rank, place.tp_size)
 
 
-def model_units(config: ModelConfig, *, tp_size: int, kv_units: int | None) -> int:
+def model_units(config: AttentionConfig, *, tp_size: int, kv_units: int | None) -> int:
     return kv_units or min(tp_size, config.num_kv_heads)
 
 
@@ -252,7 +252,7 @@ def _check_images(config: ModelConfig, pp_size: int, partition: Sequence[int]) -
         )
 
 
-def _check_units(config: ModelConfig, tp_size: int, dp_size: int, kv_units: int) -> None:
+def _check_units(config: AttentionConfig, tp_size: int, dp_size: int, kv_units: int) -> None:
     kv_heads, size = config.num_kv_heads, tp_size // dp_size
     given = f"--tp-size {tp_size}" if dp_size == 1 else f"--tp-size {tp_size} over --dp-size {dp_size}"
     fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n % min(size, kv_heads) == 0]
