@@ -8,7 +8,7 @@ from service.flags import ConfigError, FlagSet, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(FlagSet):
+class TargetFlags(FlagSet):
     url: str = flag("http://127.0.0.1:8000", "server to measure")
     compare: str | None = flag(
         None, "second server, measured in the same run and in turns with the first; prints ratios"
@@ -18,8 +18,10 @@ class BenchConfig(FlagSet):
     model: str | None = flag(None, "model name to send; default: the first of /v1/models")
     api_key: str | None = flag(None, "key to send as 'Authorization: Bearer KEY'")
 
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadFlags(FlagSet):
     num_requests: int = flag(64, "requests to send; with --trace: at most", least=1)
-    concurrency: int = flag(8, "closed loop: requests in flight; each answer starts the next request", least=1)
     request_rate: float | None = flag(
         None, "open loop: requests per second, with Poisson arrivals", above=0, below=math.inf
     )
@@ -38,7 +40,6 @@ class BenchConfig(FlagSet):
         unit="s",
         least=0,
     )
-
     prompt: str = flag(
         "words",
         "prompts of random words ('k17 v42': one token each for the shipped model) or of token ids",
@@ -51,11 +52,16 @@ class BenchConfig(FlagSet):
     shared_prefix_groups: int = flag(1, "groups of requests with a common prefix", least=1)
     min_token_id: int = flag(16, "lowest random token id", least=0)
     max_token_id: int = flag(500, "highest random token id")
+    seed: int = flag(0, "seed of lengths, prompts and arrivals")
+
+
+# Dataclass fields come from the last base first, so --help starts with TargetFlags.
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(WorkloadFlags, TargetFlags):
+    concurrency: int = flag(8, "closed loop: requests in flight; each answer starts the next request", least=1)
     stream: bool = flag(True, "stream the answers (needed for TTFT and ITL)")
     ignore_eos: bool = flag(True, "generate the full output length")
     temperature: float = flag(0.0, "sampling temperature", least=0)
-    seed: int = flag(0, "seed of lengths, prompts and arrivals")
-
     warmup: int = flag(2, "requests to send before the measurement", least=0)
     request_timeout_s: float = flag(600.0, "longest time for one request", unit="s", above=0)
     output: str | None = flag(None, "file to write with the result, as JSON")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from deploy.bench.config import BenchConfig
+from deploy.bench.config import WorkloadFlags
 from service.flags import ConfigError
 
 # ---- traces in Mooncake's format
@@ -93,7 +93,7 @@ class PromptTokens:
         return " ".join(f"{'kv'[position % 2]}{number % NUM_KEYS:02d}" for position, number in enumerate(ids))
 
 
-def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
+def make_requests(config: WorkloadFlags, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
     """Return the requests, equal for equal flags."""
     rng = random.Random(config.seed)
     tokens = PromptTokens(config.min_token_id, config.max_token_id, as_words=config.prompt == "words")
@@ -118,7 +118,7 @@ def _poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) 
 
 
 def _replay(
-    config: BenchConfig, entries: Sequence[TraceEntry], tokens: PromptTokens, rng: random.Random
+    config: WorkloadFlags, entries: Sequence[TraceEntry], tokens: PromptTokens, rng: random.Random
 ) -> list[BenchRequest]:
     """Return a trace's scaled requests in order of arrival."""
     requests = []
