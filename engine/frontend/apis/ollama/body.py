@@ -17,23 +17,8 @@ from service.flags import untagged
 from service.http.errors import bad_field
 
 
-class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling options first, then unsupported ones, rejected unless off; the rest is ignored."""
-
-    num_predict: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-
-    mirostat: int | None = None
-    tfs_z: float | None = None
-    typical_p: float | None = None
+class IgnoredOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of Ollama's own runner."""
 
     draft_num_predict: Any = None
     embedding_only: Any = None
@@ -54,6 +39,25 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_mlock: Any = None
     use_mmap: Any = None
     vocab_only: Any = None
+
+
+class Options(IgnoredOptions, kw_only=True, forbid_unknown_fields=True):
+    """Sampling options first, then unsupported ones, rejected unless off."""
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    mirostat: int | None = None
+    tfs_z: float | None = None
+    typical_p: float | None = None
 
 
 class OllamaFields(msgspec.Struct, OwnFields, metaclass=Mixed, kw_only=True):
