@@ -13,7 +13,7 @@ from deploy.flags import config_from
 from deploy.launcher.display import Member, make_display, ready_info, summary_text
 from deploy.launcher.fork_servers import engine_server, http_fork_server
 from deploy.launcher.mps import mps_for
-from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
+from deploy.launcher.plan import Gpus, ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.probe import free_ports, get_json
 from deploy.launcher.process import Child
 from deploy.launcher.roles import ClusterConfig
@@ -68,8 +68,7 @@ def plan(config: ClusterConfig, args: argparse.Namespace, *, gpus: Sequence[str]
         front=front,
         free=free,
         cores=usable_cores(),
-        gpus=gpus,
-        mem_fraction=getattr(args, "mem_fraction_static", MEM_FRACTION_OF["cuda"]),
+        gpus=Gpus(gpus, getattr(args, "mem_fraction_static", MEM_FRACTION_OF["cuda"])),
         flags=flags_by_role(config, args),
         router_args=router_args(args),
     )

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from deploy.launcher.roles import ClusterConfig, RoleFlags
 from engine.device.gpus import VISIBLE
@@ -92,26 +93,34 @@ def num_ports(config: ClusterConfig) -> int:
     return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed + config.encode
 
 
+class Gpus(NamedTuple):
+    """GPUs of a machine. `mem_fraction`: --mem-fraction-static of an unshared one."""
+
+    names: Sequence[str] = ()
+    mem_fraction: float = 0.0
+
+
+NO_GPUS = Gpus()
+
+
 def plan_cluster(
     config: ClusterConfig,
     *,
     front: int,
     free: Sequence[int],
     cores: int,
-    gpus: Sequence[str] = (),
-    mem_fraction: float = 0.0,
+    gpus: Gpus = NO_GPUS,
     flags: Mapping[str, RoleFlags] = NO_FLAGS,
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """Return the processes in start order. ConfigError for too few GPUs.
 
-    `front`: the clients' port. `cores`, `gpus`: for all ranks. `mem_fraction`:
-    --mem-fraction-static of an unshared GPU.
+    `front`: the clients' port. `cores`, `gpus`: for all ranks.
     """
     if config.unified:
         alone = flags.get("unified", RoleFlags())
         unified = [_worker("unified-0", "unified", config.host, front, alone.args, WORKER_ENV, alone.ranks)]
-        return _seated(unified, gpus, share=False, mem_fraction=mem_fraction) if gpus else unified
+        return _seated(unified, gpus, share=False) if gpus.names else unified
     ports = _ports_of(config, free)
     workers = [
         _member(f"{role}-{i}", role, member, config.transfer_backend, flags.get(role, RoleFlags()))
@@ -122,8 +131,8 @@ def plan_cluster(
     workers += _alone("unified", ports.unified, backend if ports.encode else (), flags)
     workers += _alone("encode", ports.encode, backend, flags)
     workers = _sharing(workers, cores)
-    if gpus:
-        workers = _seated(workers, gpus, share=config.share_gpus, mem_fraction=mem_fraction)
+    if gpus.names:
+        workers = _seated(workers, gpus, share=config.share_gpus)
     argv = [f"--host={config.host}", f"--port={front}", "--pd-disaggregation"]
     for http, bootstrap in ports.pairs["prefill"]:
         argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
@@ -193,11 +202,9 @@ def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[
     return [replace(spec, env={**spec.env, **env}) if spec.name in names else spec for spec in specs]
 
 
-def _seated(
-    workers: Sequence[ProcessSpec], gpus: Sequence[str], *, share: bool, mem_fraction: float
-) -> list[ProcessSpec]:
-    seats = seats_of({worker.name: worker.ranks for worker in workers}, gpus, share=share)
-    return [_on_gpu(worker, seats[worker.name], mem_fraction) for worker in workers]
+def _seated(workers: Sequence[ProcessSpec], gpus: Gpus, *, share: bool) -> list[ProcessSpec]:
+    seats = seats_of({worker.name: worker.ranks for worker in workers}, gpus.names, share=share)
+    return [_on_gpu(worker, seats[worker.name], gpus.mem_fraction) for worker in workers]
 
 
 def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec:

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.flags import config_from
 from deploy.launcher.mps import CONTROL, PIPE, mps_for
-from deploy.launcher.plan import ProcessSpec, chosen_gpus, num_ports, plan_cluster, shared_gpus, with_env
+from deploy.launcher.plan import Gpus, ProcessSpec, chosen_gpus, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.roles import ClusterConfig, RoleFlags
 from deploy.launcher.up_flags import build_parser, gpus_for
 from engine.device.gpus import VISIBLE, parse_listing, visible_gpus
@@ -47,7 +47,7 @@ def cluster_of(
     config = ClusterConfig(prefill=prefill, decode=decode, **flags)
     free = range(100, 100 + num_ports(config))
     roles = {"prefill": RoleFlags(args=args, ranks=ranks), "decode": RoleFlags(args=args)}
-    *workers, _ = plan_cluster(config, front=9, free=free, cores=8, gpus=gpus, mem_fraction=0.8, flags=roles)
+    *workers, _ = plan_cluster(config, front=9, free=free, cores=8, gpus=Gpus(gpus, 0.8), flags=roles)
     return workers
 
 
@@ -87,7 +87,7 @@ def test_each_rank_gets_a_gpu_and_no_engine_has_one_twice() -> None:
 
 
 def test_a_unified_worker_takes_the_first() -> None:
-    (worker,) = plan_cluster(ClusterConfig(unified=True), front=9, free=(), cores=8, gpus=["1", "2"])
+    (worker,) = plan_cluster(ClusterConfig(unified=True), front=9, free=(), cores=8, gpus=Gpus(["1", "2"]))
     assert worker.env[VISIBLE] == "1"
 
 
