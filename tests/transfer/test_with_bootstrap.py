@@ -7,7 +7,7 @@ import pytest
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import Registrar
 from bootstrap_server.registry import BootstrapConfig
-from disagg.registration import RouteFinder, registrar_of
+from disagg.registration import RouteFinder, registration_of
 from tests.transfer.pool import Pool
 from tests.transfer.rig import join, succeed, until
 from transfer_backends.contract import RecomputeRequest, SourcePages, TargetPages, TransferConfig, Work
@@ -24,7 +24,7 @@ def prefill_worker(server: str) -> tuple[PrefillManager, Registrar]:
     args = Pool(num_pages=16, page_bytes=64, seed=0).args
     manager = PrefillManager(args, FakeEngine(), CONFIG)
     manager.start()
-    registrar = registrar_of(manager, args, server=server, secret=SECRET)
+    registrar = Registrar(server, registration_of(manager, args), secret=SECRET)
     registrar.start()
     return manager, registrar
 
