@@ -12,9 +12,8 @@ from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from yarl import URL
 
-from router.attempts.request import LEAST_S
 from router.client.upstream import HttpReply, UpstreamError
-from service.http.guard import TIMEOUT_HEADER
+from service.http.guard import LEAST_S, TIMEOUT_HEADER
 from service.http.resume import RESUME_HEADER
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Call, Head, Request, call
