@@ -90,7 +90,7 @@ class Registrar:
 
     A restarted server gets the rooms of the last `REMEMBER_S`. `is_own`: the server ends with the
     worker, so only the lease needs renewal. `on_room` takes each room; it is empty where the
-    server finds the worker without (not `takes_rooms`).
+    server finds its one worker without.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class Registrar:
         secret: bytes | None = None,
         timeout_s: float = 3.0,
         is_own: bool = False,
-        takes_rooms: bool = True,
         clock: Callable[[], float] = time.monotonic,
         send: Send = over_http,
     ) -> None:
@@ -115,7 +114,7 @@ class Registrar:
         self._clock = clock
         self._send = send
         self._shared = False
-        self.on_room: tuple[Callable[[int], None], ...] = (self.add_room,) if takes_rooms else ()
+        self.on_room: tuple[Callable[[int], None], ...] = () if is_own and worker.dp_size == 1 else (self.add_room,)
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
         self._server_id = ""
         self._known: OrderedDict[int, float] = OrderedDict()  # room -> time sent, oldest first

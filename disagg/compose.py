@@ -60,13 +60,11 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
         prefixes = transfers.prefixes(sends, token_bytes=parts.pool.page_bytes // parts.pool.page_size)
     features = _features(spec, parts, transfers.wire.wakeup)
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
-    is_own = spec.disagg.disaggregation_bootstrap_server is None
     registrar = Registrar(
         spec.bootstrap,
         registration_of(sends, transfers.args, dp_size=spec.engine.dp_size, dp_rank=spec.dp_rank),
         secret=transfers.config.secret,
-        is_own=is_own,
-        takes_rooms=not is_own or spec.engine.dp_size > 1,
+        is_own=spec.disagg.disaggregation_bootstrap_server is None,
     )
     registrar.start()
     return transfers.role.prefill(

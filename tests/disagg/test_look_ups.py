@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from bootstrap_server.app import BootstrapServer
+from bootstrap_server.client import Registrar
 from bootstrap_server.registry import BootstrapConfig
-from disagg.registration import GAP_S, MAX_SERVERS, Outages, RouteFinder, registrar_of
+from disagg.registration import GAP_S, MAX_SERVERS, Outages, RouteFinder, registration_of
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import LookupFailed
 from transfer_backends.sides import KVPoll
@@ -20,7 +21,7 @@ from transfer_backends.sides import KVPoll
 def test_a_server_gets_rooms_unless_it_has_one_worker(is_own: bool, dp_size: int, takes: bool) -> None:
     manager: Any = SimpleNamespace(control_address="127.0.0.1:1", incarnation="a")
     kv_args: Any = SimpleNamespace(page_size=16, signature="s", dtype="bf16")
-    registrar = registrar_of(manager, kv_args, server="127.0.0.1:2", secret=None, is_own=is_own, dp_size=dp_size)
+    registrar = Registrar("127.0.0.1:2", registration_of(manager, kv_args, dp_size=dp_size), is_own=is_own)
     assert registrar.on_room == ((registrar.add_room,) if takes else ())
 
 
