@@ -21,27 +21,24 @@ def numbers_of(rank: int) -> torch.Tensor:
     return torch.randn((3, 40), generator=torch.Generator().manual_seed(rank))
 
 
-def test_stages_meet_and_each_reaches_its_neighbours() -> None:
+def test_stages_meet_and_each_reaches_its_neighbours(tmp_path: Path) -> None:
     store = new_store()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.group_process", str(store), str(rank)],
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.parallel.group_process", str(store), str(tmp_path)],
             cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
+            timeout=2 * JOIN_S,
             pass_fds=[store],
             preexec_fn=die_with_parent(),
         )
-        for rank in range(STAGES)
-    ]
-    try:
-        printed = [rank.communicate(timeout=2 * JOIN_S)[0].strip() for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
         os.close(store)
+    assert done.returncode == 0, done.stderr
+    written = [(tmp_path / str(rank)).read_bytes() for rank in range(STAGES)]
     totals = [sum(map(numbers_of, range(rank + 1)), torch.zeros(3, 40)) for rank in range(STAGES)]
-    assert printed == [total.numpy().tobytes().hex() for total in totals]
+    assert written == [total.numpy().tobytes() for total in totals]
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
