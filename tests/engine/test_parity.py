@@ -49,7 +49,7 @@ PATHS = {
 }
 
 
-@usual({"path": "whole"}, {"path": "chunked"})
+@usual({"path": "chunked"})  # its short prompts are whole
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_and_logprobs_equal_transformers(
     checkpoint: str, expected: dict[str, tuple[list[int], torch.Tensor]], path: str
@@ -71,7 +71,7 @@ def test_tokens_and_logprobs_equal_transformers(
         assert engine.cached["long-again"] >= 1024 and engine.cached["long-first"] == 0
 
 
-@usual({"start": 5})
+@usual()  # a family's logits at every token: tests/models/test_parity.py
 @pytest.mark.parametrize("start", [0, 5, 159])
 def test_prompt_logprobs_equal_transformers(checkpoint: str, oracle: Float64Oracle, start: int) -> None:
     """Across chunks, and although the prefix is cached."""
