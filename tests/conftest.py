@@ -73,6 +73,7 @@ def pytest_collection(session: pytest.Session) -> Any:
         collected = yield
     gc.enable()
     gc.freeze()
+    gc.set_threshold(50_000)  # stories and simulations make little that only the collector frees
     places = tuple(f"tests/{place}/" for place in STARTED)
     if not session.config.option.collectonly and any(item.nodeid.startswith(places) for item in session.items):
         start_fork_servers()
