@@ -1,17 +1,26 @@
-"""The `tandem` command as real subprocesses: help, versions, and one clear line for what cannot be done."""
+"""The `tandem` command as real processes: help, versions, and one clear line for what cannot be done."""
 
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from deploy.cli import COMMANDS, operating_error
+from tests.e2e.ranks.leaders import TANDEM, start_process
+
+END_S = 60
 
 
 def tandem(*args: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "deploy", *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*TANDEM, *args], capture_output=True, text=True, timeout=END_S)
+
+
+def ended(log: Path, *args: str) -> tuple[int, str]:
+    """The status and the output of a `tandem` that has its imports from a fork server."""
+    return start_process([*TANDEM, *args], log).wait(END_S), log.read_text()
 
 
 @pytest.fixture
@@ -42,8 +51,6 @@ def test_every_command_has_help_and_light_ones_never_import_torch(command: str) 
 @pytest.mark.parametrize(
     ("args", "status", "said"),
     [
-        ([], 2, ""),
-        (["nope"], 2, "unknown command 'nope'; one of: up, chat, serve, router"),
         (["serve", "--page-sise", "1"], 2, "did you mean --page-size?"),
         (["serve", "--page-size", "x"], 2, "--page-size: must be a whole number, got 'x'"),
         (["serve", "--model-path", "/no/such/dir"], 1, "--model-path"),
@@ -56,17 +63,26 @@ def test_every_command_has_help_and_light_ones_never_import_torch(command: str) 
         (["bench", "--url", "ftp://x"], 1, "--url"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(args: list[str], status: int, said: str) -> None:
+def test_what_cannot_be_done_is_one_line(args: list[str], status: int, said: str, tmp_path: Path) -> None:
+    found, text = ended(tmp_path / "log", *args)
+    assert found == status, text
+    assert said in text and "Traceback" not in text and text.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), [([], ""), (["nope"], "unknown command 'nope'; one of: up, chat, serve, router")], ids=str
+)
+def test_no_command_is_one_line(args: list[str], said: str) -> None:
     done = tandem(*args)
-    assert done.returncode == status, done.stderr
+    assert done.returncode == 2, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
 
 
 @pytest.mark.parametrize("command", ["up", "router", "bootstrap"])
-def test_a_taken_port_is_named(command: str, taken_port: int) -> None:
-    done = tandem(command, "--port", str(taken_port))
-    assert done.returncode == 1
-    assert str(taken_port) in done.stderr and "--port" in done.stderr and done.stderr.count("\n") == 1
+def test_a_taken_port_is_named(command: str, taken_port: int, tmp_path: Path) -> None:
+    status, text = ended(tmp_path / "log", command, "--port", str(taken_port))
+    assert status == 1
+    assert str(taken_port) in text and "--port" in text and text.count("\n") == 1
 
 
 def test_version() -> None:
