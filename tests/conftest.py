@@ -21,6 +21,7 @@ from deploy.launcher.fork_servers import HTTP_MODULES, fork_server
 from disagg.processes.children import PRELOADED, openmp_env
 from engine.device.gpus import installed_gpus
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
+from tests.deploy.terminal import OF_TERMINALS
 from tests.machine.needs import complaint
 from tests.packages import ROOT
 
@@ -35,6 +36,7 @@ LONG = (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # here, too, for fork servers: a library reads it as it is imported
+os.environ.update(OF_TERMINALS)  # for fork servers: in another environment than its own one forks nothing
 if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # once: xdist's processes inherit it
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 gc.disable()  # while a million objects are imported and collected, which then live to the end

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from tools.fresh.session import CheckFailedError, Session
 
 DEADLINE_S = 60.0
+OF_TERMINALS = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # variables
 
 
 class Terminal:
@@ -45,8 +46,7 @@ class Terminal:
 async def terminal(*argv: str, env: Mapping[str, str] | None = None) -> AsyncIterator[Terminal]:
     """`tandem argv` as the leader of a session whose terminal this is."""
     command = [sys.executable, "-m", "deploy", *argv]
-    whole = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **(env or {})}
-    session = Session(command, "tandem", in_terminal=True, env=whole)
+    session = Session(command, "tandem", in_terminal=True, env={**os.environ, **OF_TERMINALS, **(env or {})})
     try:
         yield Terminal(session)
     finally:

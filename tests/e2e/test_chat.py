@@ -9,6 +9,7 @@ import pytest
 from tests.deploy.terminal import Terminal, terminal
 from tests.e2e.cluster import SHIPPED
 from tests.e2e.leftovers import Leftovers
+from tools.family import family
 
 GONE_S = 60.0
 FLAGS = ("chat", "--temperature=0", "--max-tokens=4", "--up", *SHIPPED)
@@ -69,5 +70,5 @@ async def test_a_cluster_that_does_not_start_says_why(env: dict[str, str]) -> No
 async def until_children(at: Terminal) -> None:
     """Until workers run."""
     async with asyncio.timeout(GONE_S):
-        while len(psutil.Process(at.process.pid).children(recursive=True)) < 4:
+        while len(family(at.process.pid)) < 5:
             await asyncio.sleep(0.01)
