@@ -32,6 +32,7 @@ def loop_services(
     """Load the flags' adapters, and start what compiles grammars. Raises ConfigError."""
     compiles, profiler = parts.compiles, TorchProfiler(parts.executor.call, name=name)
     adapters = _adapters(parts, ports)
+    listeners = (*steps.listeners, None if parts.adapters is None else adapters, parts.disk, events)
     return LoopServices(
         weights=parts.weights,
         kv=parts.kv,
@@ -40,14 +41,12 @@ def loop_services(
         grammars=grammar_queue(parts.config, parts.model, tokenizer, wakeup=ports.call_attention),
         stops=no_stops if tokenizer is None else partial(stops_of, tokenizer),
         adapters=adapters,
-        disk=parts.disk,
-        events=events,
         gauges=steps.gauges,
         expert_loads=parts.executor.runner.expert_loads,
         name=name,
         late_compiles=lambda: 0 if compiles is None else compiles.num_late,
         updates=steps.updates,
-        listeners=steps.listeners if parts.adapters is None else (*steps.listeners, adapters),
+        listeners=[listener for listener in listeners if listener is not None],
     )
 
 

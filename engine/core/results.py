@@ -19,14 +19,6 @@ from engine.core.state import SchedulerState
 from engine.messages import MOVED, FinishReason, TokenOutput
 
 # ---- Exits of requests from the batch: finished, retracted, or moved.
-#
-#   finish ----+                              finished: memory freed
-#              +--> draining --settle (inflight 0)--<
-#   retract ---+                              retracted: KV saved (Backups), waiting, or the role's
-#   move ---------> leaving ---settle (inflight 0)---> held by the role, which sends its KV
-#
-# No launched step may touch released pages: a transfer peer may write them without waiting for our
-# stream.
 
 
 class Departures:
@@ -113,8 +105,8 @@ class Departures:
 NO_TOKEN = -1  # a peer's missing first token
 
 
-class RowJudge(Protocol):
-    """Judge of collected rows: the strategy of decode steps, for requests with parts."""
+class RowRule(Protocol):
+    """Rule for collected rows of requests with parts: the strategy of decode steps."""
 
     def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
         """Note a collected row before it is applied."""
@@ -124,7 +116,7 @@ class RowJudge(Protocol):
 
 
 class Results:
-    def __init__(self, state: SchedulerState, departures: Departures, decode: RowJudge) -> None:
+    def __init__(self, state: SchedulerState, departures: Departures, decode: RowRule) -> None:
         self._state = state
         self._departures = departures
         self._decode = decode

@@ -1,4 +1,4 @@
-"""What the parts of the scheduler share: live requests by stage, slots, micro-batches, counters.
+"""Shared state of the scheduler: live requests by stage, slots, micro-batches, counters.
 
 add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
             ^                |                               |

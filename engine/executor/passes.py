@@ -1,4 +1,4 @@
-"""The two halves of a step: plan -> tensors -> hidden states, and hidden states -> logits -> tokens."""
+"""Forward and sampling of a step: plan -> tensors -> hidden states -> logits -> tokens."""
 
 import logging
 from collections.abc import Sequence

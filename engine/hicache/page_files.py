@@ -17,6 +17,7 @@ import msgspec
 
 from engine.core.mem_cache.disk_tier import DiskDelete, DiskDone, DiskRead, DiskTier, DiskWork, DiskWrite, Files
 from engine.core.mem_cache.page_allocator import KVIdentity
+from engine.loop.listeners import LoopListener
 from service.flags import ConfigError
 
 MAGIC = b"TANDEMKV"
@@ -268,7 +269,7 @@ log = logging.getLogger(__name__)
 END_S = 2.0
 
 
-class Disk:
+class Disk(LoopListener):
     """`when_done` is called in a disk thread."""
 
     def __init__(self, store: PageStore, *, tier: DiskTier, when_done: Callable[[], None]) -> None:
@@ -287,14 +288,13 @@ class Disk:
         for thread in self._threads:
             thread.start()
 
-    def turn(self) -> None:
+    def on_turn(self, now_s: float) -> None:
         for done in self.poll():
             self._tier.on_done(done)
         for work in self._tier.take_work():
             self.submit(work)
 
-    @property
-    def busy(self) -> bool:
+    def waits_for_outside(self) -> bool:
         return self._tier.busy
 
     def submit(self, work: DiskWork) -> None:

@@ -91,7 +91,7 @@ class AdapterControl(LoopListener):
             return self._refuse(message.call_id, str(error), status=error.status)
         self._reading.append((message, self._store.start_reading(message.path, when_done=self._wakeup)))
 
-    def on_planned(self, now_s: float) -> None:
+    def on_turn(self, now_s: float) -> None:
         if not self._reading and not self._unloading:
             return
         done = [(message, future) for message, future in self._reading if future.done()]

@@ -16,6 +16,7 @@ import zmq
 
 from engine.core.mem_cache.cache_events import PrefixEvents
 from engine.flags.kv_events_config import FLAG, KVEventsConfig
+from engine.loop.listeners import LoopListener
 from service.flags import ConfigError
 from service.kv_events import END_SEQ, VERSION, KVEvent, KVEventBatch, encode_batch, seq_bytes
 from service.security.curve import ZapAuthenticator, guard_listener
@@ -27,7 +28,7 @@ MAX_REQUEST_BYTES = 1024
 LINGER_MS = 200
 
 
-class ZmqPublisher:
+class ZmqPublisher(LoopListener):
     """Publisher, bound at once; `events` is None without prefix cache. Raises ConfigError."""
 
     def __init__(
@@ -71,7 +72,13 @@ class ZmqPublisher:
         }
         return json.dumps(shown)
 
-    def turn(self) -> None:
+    def on_worked(self, taken_s: float) -> None:
+        self._publish_changes()
+
+    def on_rest(self, now_s: float) -> None:
+        self._publish_changes()
+
+    def _publish_changes(self) -> None:
         if self._events is not None and (changes := self._events.take()):
             self.publish(changes)
 

@@ -1,4 +1,4 @@
-"""What surrounds the loop: its sockets, and listeners of its events.
+"""Sockets of the loop, and listeners of its events.
 
 Listeners keep deadlines, gate streams, measure steps and note times of requests.
 """
@@ -47,6 +47,9 @@ class LoopListener:
     def on_added(self, request: Request, now_s: float) -> None:
         """A request is about to enter the role or grammar queue."""
 
+    def on_turn(self, now_s: float) -> None:
+        """The iteration is about to plan a step."""
+
     def on_planned(self, now_s: float) -> None:
         """The iteration has planned a step or found none."""
 
@@ -64,6 +67,10 @@ class LoopListener:
 
     def on_rest(self, now_s: float) -> None:
         """Nothing is left to compute."""
+
+    def waits_for_outside(self) -> bool:
+        """True if a transfer, peer, file or timeout may go on soon, so that rests are brief."""
+        return False
 
     def shorten(self, wait_s: float, now_s: float) -> float:
         """Return a shorter wait if the loop is needed earlier."""

@@ -82,8 +82,6 @@ class EngineLoop:
         self._clock = clock
         self._grammars = services.grammars
         self._make_stops = services.stops
-        self._disk = services.disk
-        self._events = services.events
         self._gate = StreamGate(interval=settings.stream_interval)
         self._deadlines = Deadlines()
         self._requests = OpenRequests()
@@ -121,13 +119,18 @@ class EngineLoop:
             self._requests,
             role,
         )
+        self._call_listeners()
+        self.stopped = False
+
+    def _call_listeners(self) -> None:
+        """Collect the methods that listeners have for each event."""
         self._refusals += methods_for("refuse", self._listeners)
         self._on_collected += methods_for("on_step", self._listeners)
-        events = ("on_received", "on_added", "on_planned", "on_launch", "on_outputs", "on_worked")
-        self._on_received, self._on_added, self._on_planned, self._on_launch, self._on_outputs, self._on_worked = (
-            methods_for(event, self._listeners) for event in events
+        requests, turns = ("on_received", "on_added", "on_outputs"), ("on_turn", "on_planned", "on_launch", "on_worked")
+        self._on_received, self._on_added, self._on_outputs = (methods_for(name, self._listeners) for name in requests)
+        self._on_turn, self._on_planned, self._on_launch, self._on_worked = (
+            methods_for(name, self._listeners) for name in turns
         )
-        self.stopped = False
 
     def run(self) -> None:
         """Iterate until a `Shutdown`, or until a signal handler sets `stopped`."""
@@ -156,8 +159,8 @@ class EngineLoop:
         holds = self._control.awaits_ranks
         if not holds:
             outputs += self._role.poll(now_s)
-        if self._disk is not None:
-            self._disk.turn()
+        for on_turn in self._on_turn:
+            on_turn(now_s)
         plan = self._pipeline.next_plan(now_s, paused=self._control.paused or holds)
         for on_planned in self._on_planned:
             on_planned(now_s)
@@ -167,8 +170,6 @@ class EngineLoop:
         self._send(outputs)  # now: a first token that prefill sampled must not wait for a step of others
         self._turns.computing(plan or self._pipeline.last)
         self._send(self._pipeline.advance(plan))
-        if self._events is not None:
-            self._events.turn()
         self._awaits_step = not self._pipeline.worked and self._pipeline.num_launched > 0
         if self._pipeline.worked:
             self._note_work(now_s)
@@ -203,8 +204,7 @@ class EngineLoop:
         ]
 
     def _rest(self) -> None:
-        on_disk = self._disk is not None and self._disk.busy
-        waiting = self._role.waits_for_outside() or bool(self._grammars.rids()) or on_disk
+        waiting = bool(self._grammars.rids()) or any(listener.waits_for_outside() for listener in self._listeners)
         now_s = self._clock()
         timeout_s = OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S
         for listener in self._listeners:

@@ -28,10 +28,6 @@ class RolePart(LoopListener):
 
     # ---- reports
 
-    def waits_for_outside(self) -> bool:
-        """True if a transfer, peer or timeout may advance a queue, so that rests are brief."""
-        return False
-
     def queues(self) -> dict[str, int]:
         """Requests per queue, with the scheduler's."""
         return {}

@@ -6,11 +6,9 @@ from typing import Protocol
 
 from engine.core.dp_step import UpdateAgreement
 from engine.grammar.queue import GrammarQueue
-from engine.hicache.page_files import Disk
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import FixedKV, KVMemory, Profiler, Weights
 from engine.loop.expert_record import Loads
-from engine.loop.kv_events import ZmqPublisher
 from engine.loop.listeners import LoopListener
 from engine.messages import ToFrontend, ToScheduler
 from engine.text.incremental import MakeStops, no_stops
@@ -46,7 +44,7 @@ class LoopServices:
     - late_compiles: kernels compiled while serving; memory: bytes by use; gauges: device part
     - expert_loads: of a mixture; name: of the worker, for files
     - updates: of weights on all DP attention ranks
-    - listeners: of the strategy
+    - listeners: of the strategy and of features
     """
 
     weights: Weights
@@ -55,8 +53,6 @@ class LoopServices:
     grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
     stops: MakeStops = no_stops
     adapters: AdapterControl = field(default_factory=AdapterControl)
-    disk: Disk | None = None
-    events: ZmqPublisher | None = None
     late_compiles: Callable[[], int] = int
     memory: Mapping[str, int] = field(default_factory=dict)
     gauges: Callable[[], Mapping[str, float]] = dict

@@ -110,7 +110,7 @@ class EngineInProcess:
 
     def turn(self) -> bool:
         if self.parts.disk is not None:
-            self.parts.disk.turn()
+            self.parts.disk.on_turn(0.0)
         if self.parts.config.enable_pdmux:
             return self._turn_of_lanes()
         plan = self.parts.scheduler.schedule(time.monotonic())

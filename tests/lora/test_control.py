@@ -69,7 +69,7 @@ class Rig(EngineInATest):
         self.control.on_outputs(outputs, 0.0)
 
     def turn(self) -> bool:
-        self.control.on_planned(0.0)
+        self.control.on_turn(0.0)
         self.control.check()
         for plan, _ in self.launched:
             gone = {number for event, number in self.store.events if event == "remove"}

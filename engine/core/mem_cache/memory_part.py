@@ -1,8 +1,8 @@
 """Parts of request memory: hooks called by Memory, the tree and the scheduler.
 
 Parts run in the order of engine/assembly/core.py: host tier, recurrent states, window pages, image
-features, backups. They rely on nothing else of each other. Parts that follow tree nodes are TreeParts
-(radix_cache.py), too.
+features, backups. They rely on nothing else of each other. Parts that follow tree nodes are
+TreeParts (radix_cache.py), too.
 
 Planning finds a part by class (`Memory.of`); the classes here are the defaults.
 """
