@@ -11,7 +11,7 @@ from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
 from engine.executor.profiler import TorchProfiler
 from engine.ipc import IpcPaths
 from engine.loop.heartbeat import IterationClock
-from engine.loop.listeners import SocketPorts
+from engine.loop.loop import SocketPorts
 from engine.loop.services import LoopServices, LoopSettings
 from engine.model_files.model_config import ModelConfig
 

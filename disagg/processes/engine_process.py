@@ -19,7 +19,7 @@ from engine.device.step_memory import LocalMachine
 from engine.flags.nodes import leader_of
 from engine.ipc import IpcPaths
 from engine.loop.heartbeat import IterationClock
-from engine.loop.listeners import SocketPorts
+from engine.loop.loop import SocketPorts
 from engine.loop.services import LoopSettings
 from engine.model_files.model_config import ModelConfig
 from engine.ranks.group import Group

@@ -15,8 +15,7 @@ from engine.flags.kv_events_config import parse_kv_events_config
 from engine.kernels.build import RanksEnded
 from engine.loop.heartbeat import IterationClock, Watchdog, dump_of_others, end_with_stacks
 from engine.loop.kv_events import ZmqPublisher
-from engine.loop.listeners import SocketPorts
-from engine.loop.loop import EngineLoop
+from engine.loop.loop import EngineLoop, SocketPorts
 from engine.messages import SchedulerReady
 from engine.parallel.rendezvous import LOST_S
 from engine.ranks.group import Group

@@ -9,8 +9,8 @@ from engine.core.plan import Plan
 from engine.core.policy import Priorities
 from engine.core.request import Times, time_line
 from engine.loop.heartbeat import EXIT_STATUS, dump_of_others
-from engine.loop.listeners import FORCED_INTERVAL, StreamGate
-from engine.loop.reporter import IntervalLog, RetractionLog, problems_of
+from engine.loop.listeners import FORCED_INTERVAL, IntervalLog, StreamGate
+from engine.loop.reporter import RetractionLog, problems_of
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest, plan_item

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from engine.ipc import IpcPaths, PullSocket, addressed, row_of
-from engine.loop.listeners import SocketPorts
+from engine.loop.loop import SocketPorts
 from engine.messages import ControlReply, SchedulerReady, ToFrontend, TokenBatch, TokenOutput
 
 
