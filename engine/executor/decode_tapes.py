@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.executor.step_part import Batch, Forward
 from engine.kernels.tape import Tape, Workspace
-from engine.models.attention import Attend
 from engine.models.decoder import Begun, DenseDecoder
+from engine.models.layer import Attend
 
 MAX_ROWS = 64  # of larger batches Python's share is small
 OFTEN = 8  # steps of a size: its tape takes two steps more

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kv.page_copies import Arrival
 from engine.layers.rope import Unturned
-from engine.models.attention import Attend
+from engine.models.layer import Attend
 
 Mark = tuple[int, int]  # (step, layers): the first `layers` are written, and all earlier steps
 

@@ -15,8 +15,8 @@ from engine.executor.layer_marks import LayerMarks
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_copies import Arrival
 from engine.kv.step_batch import PageTable, StepBatch, upload
-from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
+from engine.models.layer import Attend
 from engine.models.vision.tower import NO_IMAGES, StepImages
 
 # ---- tokens that the host does not know yet

@@ -15,10 +15,10 @@ from engine.kv.state_pool import StatePool, StateSpec
 from engine.layers.linear import Embedding, Linear, LinearSite, NoNorm, Normed, SiteShape
 from engine.layers.recurrence import StepStates
 from engine.layers.rope import LayerRopes, Turn
-from engine.models.attention import Attend
 from engine.models.draft_model import DraftModel
 from engine.models.expert_balance import ExpertBalance
-from engine.models.layer import Layer, Mixture, layer_of
+from engine.models.layer import Attend, Layer
+from engine.models.layer_kinds import Mixture, layer_of, mixtures_in, recurrent_in
 from engine.models.part import EMBEDDING, ModelPart
 from engine.models.vision.tower import NO_IMAGES, StepImages
 from engine.models.vision.towers import load_tower
@@ -48,7 +48,7 @@ class DenseDecoder:
             for index in share.layers
         ]
         self._calls: list[Layer | _Watched] = [*self._layers]
-        self._recurrent = [mixer for layer in self._layers for mixer in layer.recurrent]
+        self._recurrent = [mixer for layer in self._layers for mixer in recurrent_in(layer)]
         self.states: tuple[StepStates, ...] = ()  # one, of a model with recurrent layers
         self._norm: Normed = part.last_norm() if place.is_last_stage else NoNorm()
         self._labels = part.labels()
@@ -120,7 +120,7 @@ class DenseDecoder:
 
     def mixtures(self) -> dict[int, Mixture]:
         found = zip(self._share.layers, self._layers, strict=True)
-        return {index: mixture for index, layer in found for mixture in layer.mixtures}
+        return {index: mixture for index, layer in found for mixture in mixtures_in(layer)}
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: StepImages = NO_IMAGES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch import Tensor
 
 from engine.kv.cache_spec import LAYER, CacheSpec
-from engine.models.attention import Attend
+from engine.models.layer import Attend
 from engine.models.vision.tower import NO_IMAGES, StepImages
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from engine.layers.linear import Linear, NoNorm, add
 from engine.layers.rope import LayerRopes
 from engine.model_files.drafter_config import EAGLE3, DrafterConfig
 from engine.model_files.head_config import family_of
-from engine.models.attention import Attend, Attention
 from engine.models.cache_specs import reading_layer_specs
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftEntries
-from engine.models.layer import DenseMLP, layer_of
+from engine.models.layer import Attend, Attention, DenseMLP
+from engine.models.layer_kinds import layer_of
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
 from service.flags import ConfigError

@@ -1,25 +1,96 @@
-"""A decoder layer: attention, a feed-forward part, and norms."""
+"""A decoder layer: attention, an MLP, and norms.
 
-from typing import NamedTuple, Protocol
+Attention is a QKV product, RoPE, a backend and the output product.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engine.layers.linear import GATES, LinearSite, NoNorm, Normed, Scaled, add, sums_matrix
-from engine.layers.rope import Turn
-from engine.model_files.head_config import family_of
-from engine.model_files.recurrent_config import MambaConfig
-from engine.models.attention import Attend, Attention
-from engine.models.expert_mlp import ExpertMLP
-from engine.models.expert_parallel import ExpertParallelMLP
-from engine.models.mla import LatentAttention
+from engine.kernels.paged_attention import Softmax
+from engine.layers.linear import GATES, LinearSite, NoNorm, Normed, Scaled, WholeNorm, add, sigmoid_mul
+from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
-from engine.models.recurrent import DeltaMixer, MambaMixer, ParallelMixers
-from engine.parallel.row_exchange import RowExchange
+from engine.parallel.layout import Cut
 
-Mixture = ExpertMLP | ExpertParallelMLP
+# (layer of the stage, new tokens) -> [T, Hq * D]: norms and rotates q and k, writes k and v into
+# the KV pool, then attends.
+# Latent attention gives NewLatents (engine/layers/latents.py) in place of Unturned, to a backend of its own.
+Attend = Callable[[int, Any], torch.Tensor]
 
 
-class _Norms(NamedTuple):
+class Attention:
+    """Attention with one QKV matrix; q, k and v stay one tensor until RoPE, to save launches."""
+
+    def __init__(self, part: ModelPart, prefix: str, *, place: int, inputs: int | None = None) -> None:
+        """`place`: index in the KV pool. `inputs`: default the hidden size."""
+        config, share = part.config, part.share
+        self._layer = place
+        self._is_gated = config.attention_gate
+        self._heads, self._kv_heads, self._dim = len(share.heads), len(share.kv_heads), config.head_dim
+        self._qkv, qkv = part.qkv(prefix, inputs=inputs)
+        factor = config.arithmetic.attention_factor
+        self._out, out = part.rows(f"{prefix}{part.out_name}", part.q, bias=config.attention_out_bias, factor=factor)
+        self.sites = [LinearSite(self._qkv, qkv)]
+        if factor == 1.0:  # LoRA would have to apply the factor, too
+            self.sites.append(LinearSite(self._out, out))
+        norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
+        self._softmax = _softmax(part, prefix)
+        self._clip = config.arithmetic.clip
+        self._whole_norm = _whole_norm(part, prefix) if config.qk_norm == "whole" else None
+        like = torch.empty(self._dim, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
+        self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset)
+
+    def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
+        q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
+        if (order := head_order(part.config.rope, self._dim)) is not None:
+            q, k = q[order], k[order]
+        return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
+
+    def __call__(
+        self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
+    ) -> torch.Tensor:
+        """Compute attention of norm(x + delta); adds `delta` to x in place."""
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = self._qkv.of_norm(norm, x, delta)
+        if self._clip:
+            qkv.clamp_(-self._clip, self._clip)
+        if self._whole_norm is not None:
+            self._whole_norm(qkv)
+        if self._is_gated:
+            gates, qkv = torch.split(qkv, [heads * self._dim, (heads + 2 * kv_heads) * self._dim], dim=1)
+        new = Unturned(qkv.view(-1, heads + 2 * kv_heads, self._dim), kv_heads, self._rope, turn, self._softmax)
+        out = attend(self._layer, new)
+        return self._out(sigmoid_mul(gates, out) if self._is_gated else out)
+
+
+def _softmax(part: ModelPart, prefix: str) -> Softmax:
+    config, own = part.config.arithmetic, Cut(part.config.num_heads, part.share.heads)
+    sinks = part.checkpoint.take(f"{prefix}sinks", [own], dtype=torch.float32) if config.sinks else None
+    return Softmax(config.attention_scale or part.config.head_dim**-0.5, config.score_cap, sinks)
+
+
+def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:
+    copies = part.place.tp_size * len(part.share.kv_heads) // part.config.num_kv_heads
+    weights = [
+        part.checkpoint.take(f"{prefix}{name}_norm.weight", [cut]) for name, cut in (("q", part.q), ("k", part.kv))
+    ]
+    if (order := head_order(part.config.rope, part.config.head_dim)) is not None:
+        weights = [weight.view(-1, part.config.head_dim)[:, order].flatten() for weight in weights]
+    return WholeNorm(
+        (weights[0], weights[1]),
+        sizes=(part.q.total, part.kv.total),
+        eps=part.config.rms_norm_eps,
+        collectives=part.collectives,
+        copies=copies,
+    )
+
+
+# ---- layers
+
+
+class Norms(NamedTuple):
     """Checkpoint names of norms, without "_layernorm"; empty: absent."""
 
     before_attention: str
@@ -28,105 +99,25 @@ class _Norms(NamedTuple):
     after_mlp: str
 
 
-_NORMS = {
-    "before": _Norms("input", "", "post_attention", ""),
-    "before, Falcon": _Norms("input", "", "pre_ff", ""),
-    "after": _Norms("", "post_attention", "", "post_feedforward"),
-    "both": _Norms("input", "post_attention", "pre_feedforward", "post_feedforward"),
-    "beside": _Norms("input", "", "", ""),
-    "around": _Norms("input", "post_self_attn", "post_attention", "post_mlp"),
+NORMS = {
+    "before": Norms("input", "", "post_attention", ""),
+    "before, Falcon": Norms("input", "", "pre_ff", ""),
+    "after": Norms("", "post_attention", "", "post_feedforward"),
+    "both": Norms("input", "post_attention", "pre_feedforward", "post_feedforward"),
+    "beside": Norms("input", "", "", ""),
+    "around": Norms("input", "post_self_attn", "post_attention", "post_mlp"),
 }
 
 
-RecurrentMixer = DeltaMixer | MambaMixer | ParallelMixers
+class Mixer(Protocol):
+    """Attention, or a recurrence in its place."""
 
+    sites: list[LinearSite]
 
-def layer_of(part: ModelPart, index: int, *, place: int, prefix: str = "") -> "Layer":
-    """Load layer `index`; `place`: its index among the stage's layers with KV."""
-    kind: type[Layer] = Layer
-    if part.config.norms == "beside":
-        kind = ParallelLayer
-    elif _NORMS[part.config.norms].after_mlp or part.config.arithmetic.residual_scale != 1.0:
-        kind = ShapedLayer
-    return kind(part, index, place=place, prefix=prefix or f"model.layers.{index}.")
-
-
-class Layer:
-    """A layer with norms before attention and MLP."""
-
-    def __init__(self, part: ModelPart, index: int, *, place: int, prefix: str) -> None:
-        names = _NORMS[part.config.norms]
-
-        def norm(name: str) -> Normed:
-            return part.norm(f"{prefix}{name}_layernorm") if name else NoNorm()
-
-        self._attention_norm, self._mlp_norm = norm(names.before_attention), norm(names.before_mlp)
-        self._attention = _mixer(part, prefix, index, place=place)
-        self._mlp = _feed_forward(part, prefix, index)
-        self.sites = [*self._attention.sites, *self._mlp.sites]
-        self.recurrent = (self._attention,) if isinstance(self._attention, RecurrentMixer) else ()
-        self.mixtures = () if isinstance(self._mlp, DenseMLP | SharedMLP) else (self._mlp,)
-
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
-        """Add `delta`, the previous layer's output, to x; return this layer's.
-
-        The addition is fused with a norm.
-        """
-        return self._mlp(self._mlp_norm, x, self._attention(self._attention_norm, x, delta, turn, attend))
-
-    def join(self) -> None:
-        assert not isinstance(self._mlp, DenseMLP), "without DP attention no rank computes for others"
-        self._mlp.join()
-
-
-class ParallelLayer(Layer):
-    """Attention and MLP of the same normed input (Phi)."""
-
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
-        own = self._attention_norm.of_sum(x, delta)
-        answer = self._attention(self._mlp_norm, own, None, turn, attend)
-        return add(answer, self._mlp(self._mlp_norm, own, None))
-
-
-class ShapedLayer(Layer):
-    """A layer whose attention and MLP outputs are normed, or scaled."""
-
-    def __init__(self, part: ModelPart, index: int, *, place: int, prefix: str) -> None:
-        super().__init__(part, index, place=place, prefix=prefix)
-        names, scale = _NORMS[part.config.norms], Scaled(part.config.arithmetic.residual_scale)
-        self._after_attention, self._after_mlp = (
-            part.norm(f"{prefix}{name}_layernorm") if name else scale
-            for name in (names.after_attention, names.after_mlp)
-        )
-
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
-        delta = self._after_attention(self._attention(self._attention_norm, x, delta, turn, attend))
-        return self._after_mlp(self._mlp(self._mlp_norm, x, delta))
-
-
-def _mixer(part: ModelPart, prefix: str, index: int, *, place: int) -> "Attention | LatentAttention | RecurrentMixer":
-    recurrent = part.config.recurrent
-    if recurrent is not None and index in recurrent.layers:
-        if not isinstance(recurrent, MambaConfig):
-            return DeltaMixer(part, f"{prefix}linear_attn.", recurrent)
-        mamba = MambaMixer(part, f"{prefix}mamba.", recurrent)
-        if not recurrent.beside_attention:
-            return mamba
-        return ParallelMixers(Attention(part, f"{prefix}self_attn.", place=place), mamba)
-    kind = Attention if part.config.latent is None else LatentAttention
-    return kind(part, f"{prefix}self_attn.", place=place)
-
-
-def _feed_forward(part: ModelPart, prefix: str, index: int) -> "DenseMLP | SharedMLP | Mixture":
-    experts = part.config.experts
-    if experts is not None and not part.config.is_dense(index):
-        names = family_of(part.config.architecture).expert_names
-        if part.place.ep_size > 1:
-            return ExpertParallelMLP(part, prefix, experts, names, index)
-        return ExpertMLP(part, prefix, experts, names)
-    if part.exchange is not None:
-        return SharedMLP(part, f"{prefix}{part.mlp_names.place}.", exchange=part.exchange)
-    return DenseMLP(part, f"{prefix}{part.mlp_names.place}.")
+    def __call__(
+        self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
+    ) -> torch.Tensor:
+        """Return [T, hidden] of norm(x + delta); adds `delta` to x in place."""
 
 
 class FeedForward(Protocol):
@@ -136,6 +127,9 @@ class FeedForward(Protocol):
 
     def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """Return [T, hidden] of norm(x + delta), equal on all ranks; adds `delta` to x in place."""
+
+    def join(self) -> None:
+        """Compute with other DP ranks, without own tokens."""
 
 
 class DenseMLP:
@@ -156,30 +150,58 @@ class DenseMLP:
             return self._down(self._gate_up.gated_of_norm(norm, x, delta))
         return self._down(GATES[self._activation](self._gate_up.of_norm(norm, x, delta)))
 
+    def join(self) -> None:
+        raise AssertionError("without DP attention no rank computes for others")
 
-class SharedMLP:
-    """An MLP that all DP ranks divide (DP attention), for all rows.
 
-    It has no LoRA sites: only a row's own DP rank knows its adapter.
-    """
+class Layer:
+    """A layer with norms before attention and MLP."""
 
-    def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
-        self._gate_up, _ = part.gate_up(prefix)
-        cut, segments = part.mlp_cut(part.config.intermediate_size), part.mlp_segments
-        name, factors = f"{prefix}{part.mlp_names.down}", [part.config.arithmetic.down_factor]
-        down = part.matrix([f"{name}.weight"], [part.config.hidden_size], cut, segments=segments, factors=factors)
-        bias = part.vector(f"{name}.bias") if part.mlp_names.bias else None
-        self._down = sums_matrix(down, bias if cut.taken.start == 0 else None, segments=segments)
-        self._gate = GATES[part.config.arithmetic.activation]
-        self._exchange = exchange
-        self._no_rows = part.no_rows()
-        self.sites: list[LinearSite] = []
+    def __init__(
+        self, part: ModelPart, prefix: str, *, attention: Callable[[], Mixer], mlp: Callable[[], FeedForward]
+    ) -> None:
+        names = NORMS[part.config.norms]
 
-    def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        return self._exchange.compute(norm.of_sum(x, delta), self._partial)
+        def norm(name: str) -> Normed:
+            return part.norm(f"{prefix}{name}_layernorm") if name else NoNorm()
+
+        self._attention_norm, self._mlp_norm = norm(names.before_attention), norm(names.before_mlp)
+        self.attention, self.mlp = attention(), mlp()
+        self.sites = [*self.attention.sites, *self.mlp.sites]
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        """Add `delta`, the previous layer's output, to x; return this layer's.
+
+        The addition is fused with a norm.
+        """
+        return self.mlp(self._mlp_norm, x, self.attention(self._attention_norm, x, delta, turn, attend))
 
     def join(self) -> None:
-        self._exchange.compute(self._no_rows, self._partial)
+        self.mlp.join()
 
-    def _partial(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down.partial(self._gate(self._gate_up(x)))
+
+class ParallelLayer(Layer):
+    """Attention and MLP of the same normed input (Phi)."""
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        own = self._attention_norm.of_sum(x, delta)
+        answer = self.attention(self._mlp_norm, own, None, turn, attend)
+        return add(answer, self.mlp(self._mlp_norm, own, None))
+
+
+class ShapedLayer(Layer):
+    """A layer whose attention and MLP outputs are normed, or scaled."""
+
+    def __init__(
+        self, part: ModelPart, prefix: str, *, attention: Callable[[], Mixer], mlp: Callable[[], FeedForward]
+    ) -> None:
+        super().__init__(part, prefix, attention=attention, mlp=mlp)
+        names, scale = NORMS[part.config.norms], Scaled(part.config.arithmetic.residual_scale)
+        self._after_attention, self._after_mlp = (
+            part.norm(f"{prefix}{name}_layernorm") if name else scale
+            for name in (names.after_attention, names.after_mlp)
+        )
+
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        delta = self._after_attention(self.attention(self._attention_norm, x, delta, turn, attend))
+        return self._after_mlp(self.mlp(self._mlp_norm, x, delta))

@@ -16,7 +16,7 @@ from engine.layers.latents import HeadProducts, NewLatents, TokenChooser
 from engine.layers.linear import Linear, LinearSite, Normed, RMSNorm
 from engine.layers.rope import Turn, apply_rope, head_order
 from engine.model_files.latent_config import IndexConfig, LatentConfig
-from engine.models.attention import Attend
+from engine.models.layer import Attend
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
 

@@ -14,7 +14,7 @@ from engine.layers.linear import Linear, LinearSite, NoNorm, Normed, add
 from engine.layers.recurrence import GatedDelta, LayerStates, Mamba, ShortConv, StepStates
 from engine.layers.rope import Turn
 from engine.model_files.recurrent_config import DeltaConfig, MambaConfig
-from engine.models.attention import Attend, Attention
+from engine.models.layer import Attend, Attention
 from engine.models.part import ModelPart, in_one
 from engine.parallel.layout import Cut, shared_range
 
