@@ -73,7 +73,7 @@ def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
 
 
 def least_loaded(workers: Sequence[Worker]) -> Worker:
-    return min(workers, key=key_for(workers))
+    return workers[0] if len(workers) == 1 else min(workers, key=key_for(workers))
 
 
 def few_of(pool: Pool, draw: Draw, count: int = DRAWN) -> Pool:

@@ -260,7 +260,9 @@ class WorkerTable:
     def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
         """Return the pool's workers with closed circuits, else all."""
         pool = self.pool(role, model)
-        faulty = {worker_id for worker_id, worker in self._unsettled.items() if not worker.circuit.takes(now_s)}
+        faulty: set[int] = set()
+        if self._unsettled:
+            faulty = {worker_id for worker_id, worker in self._unsettled.items() if not worker.circuit.takes(now_s)}
         if self.peers is not None and (others := self.peers.others_open(now_s)):
             faulty.update([self._by_slot[slot].worker_id for slot in others if slot in self._by_slot])
         return [w for w in pool if w.worker_id not in faulty] or pool if faulty else pool
