@@ -17,6 +17,7 @@ from tests.e2e.cluster import SETTLE_S, Cluster, Worker, cluster, wait_until
 from tests.e2e.roles import server_info
 from tests.frontend.vision import file_of, picture, url_of
 from tests.models.tiny_seeing import END, IMAGE, START, make_seeing_checkpoint
+from tools.family import family, lives
 
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "32", "--page-size", "4")
 SIZES = ("--prefill", "1", "--decode", "1", "--mixed", "1", "--encode", "1")
@@ -131,7 +132,9 @@ def test_an_encoder_that_is_killed_costs_no_request(epd: Cluster, right: list[in
     """By the router, too, which may not know of it yet."""
     encoder, unified = one(epd, "encode"), one(epd, "unified")
     header, before = named_by(encoder), counters(unified)["mm_encoded_images"]
+    processes = family(encoder.pid)  # its engine outlives it for a moment
     os.kill(encoder.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(lives, processes)), within_s=SETTLE_S, what="the encoder has ended")
     assert ask(unified, header) == right
     assert counters(unified)["mm_encoded_images"] == before + len(FILES)
     assert ask_pair(epd, header, room=9) == right
