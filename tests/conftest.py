@@ -42,7 +42,6 @@ if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # once:
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 
 
-CLIENTS = ("httpx._transports.default", "httpx2._transports.default")  # also of openai and anthropic
 STARTED = ("e2e", "hostile", "security", "deploy")  # folders whose tests start workers
 fork_servers = contextlib.ExitStack()  # as long as the run lasts
 
@@ -58,8 +57,9 @@ def start_fork_servers() -> None:
 
 
 def share_tls_contexts() -> None:
-    """Among HTTP clients that ask for the same: each would read all certificates that this machine trusts, for 16 ms of CPU."""
-    for clients in filter(None, map(sys.modules.get, CLIENTS)):
+    """Among HTTP clients (openai's and anthropic's, too) that ask for the same: each would read all certificates that this
+    machine trusts, for 16 ms of CPU."""
+    for clients in filter(None, map(sys.modules.get, ("httpx._transports.default", "httpx2._transports.default"))):
         clients.create_ssl_context = cache(clients.create_ssl_context)  # type: ignore[attr-defined]
 
 

@@ -39,7 +39,6 @@ from engine.kernels.triton.extend import (
 from engine.kernels.triton.rope_write import HEAD_TILE, rope_write_kernel
 
 ROOT = Path(__file__).parents[3]
-COMPILED = ROOT / ".build/triton"  # of this run and those before
 SLOW = pytest.mark.slow
 SM_90 = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
@@ -320,4 +319,4 @@ def of_cubin(cubin: bytes, asked: str) -> str:
 def own_directory(tmp_path, monkeypatch):
     """Triton names what it has compiled by all that it depends on: sources, constants, options, its own and ptxas' version."""
     monkeypatch.setenv("TRITON_TEST_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(COMPILED))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(ROOT / ".build/triton"))
