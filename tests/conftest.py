@@ -84,7 +84,6 @@ def pytest_collection(session: pytest.Session) -> Any:
         collected = yield
     gc.enable()
     gc.freeze()
-    gc.set_threshold(50_000)  # stories and simulations make little that only the collector frees
     share_tls_contexts()
     places = tuple(f"tests/{place}/" for place in STARTED)
     if not session.config.option.collectonly and any(item.nodeid.startswith(places) for item in session.items):
