@@ -75,7 +75,7 @@ class NextnNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeFamily:
-    """Properties of an architecture's positions and windows.
+    """Properties of an architecture that rope_config.py reads.
 
     interleaved:    RoPE pairs are neighbours
     rotary_share:   default rotary share of a head
