@@ -1,12 +1,12 @@
 """Waits that callbacks end, common pauses, work in threads, the event loop's time."""
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 
@@ -59,7 +59,7 @@ class Pauses:
     def num(self) -> int:
         return len(self._waiters)
 
-    @contextmanager
+    @contextlib.contextmanager
     def taken(self) -> Iterator[Callable[[float], Awaitable[bool]]]:
         """Yield a pause function, which returns False at the end of all."""
         waiter, loop = Waiter(), asyncio.get_running_loop()
@@ -122,7 +122,29 @@ def _share() -> None:
 BODIES = Aside("bodies", inline=128 << 10, huge=1 << 20)  # for request bodies of all servers in the process
 
 
-# ---- threads: work with its outcome in a future, usable cores. Never torch
+# ---- threads: wakers, work with its outcome in a future, usable cores. Never torch
+
+
+class Waker:
+    """Wakes a thread that polls descriptors, this one among them."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed: no thread waits
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 def start_in_thread(work: Callable[[], T], *, name: str, when_done: Callable[[], object]) -> Future[T]:

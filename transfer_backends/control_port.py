@@ -4,7 +4,6 @@ One thread uses a port; any may call `wake`. A secret turns CURVE on.
 """
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from service.security.curve import ZapAuthenticator, guard_connector, guard_listener
+from service.waiter import Waker
 from transfer_backends.wire import MAX_FRAME_BYTES
 
 HIGH_WATER = 16384  # frames queued for a peer that does not read; above it the link counts as lost
@@ -74,26 +74,6 @@ def advertised_host(host: str) -> str:
         except OSError:
             return "::1" if host == "::" else "127.0.0.1"
         return str(probe.getsockname()[0])
-
-
-class Waker:
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed: no thread waits
-            os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
 
 
 class ListenPort:
