@@ -297,7 +297,7 @@ def seen_by(drafter: Any) -> list[bool]:
     seen, forward = list[bool](), drafter.forward
 
     def noted(entries: DraftEntries, attend: Any) -> Any:
-        seen.append(entries.images is not NO_IMAGES)
+        seen.append(entries.images != NO_IMAGES)
         return forward(entries, attend)
 
     drafter.forward = noted
