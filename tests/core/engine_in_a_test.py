@@ -56,6 +56,7 @@ class EngineInATest:
         self.finish: dict[str, FinishReason] = {}
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.plans: list[Plan] = []
+        self.overlapped = 0  # steps launched before the last was collected
         self._checked: object = None
         self.phase: Phase | None = None  # of the next plan
         self.rng = random.Random(7)
@@ -138,6 +139,7 @@ class EngineInATest:
     def launch(self, plan: Plan) -> None:
         self.scheduler.fill_masks(plan)
         self.plans.append(plan)
+        self.overlapped += bool(self.launched)
         self.launched.append((plan, None if self.lag else self.model.run(plan)))
 
     def collect(self, phase: Phase | None = None) -> None:

@@ -4,43 +4,15 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from disagg.metadata import MetadataBuffers
-from engine.messages import MOVED, Bootstrap, FinishReason, KVSource, TokenOutput
-from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import new_request
-from tests.core.named_stops import stops_of
-from tests.core.proof.cycle_grammar import CycleGrammar
+from engine.messages import MOVED, FinishReason, KVSource, TokenOutput
 from tests.disagg.two_roles import BOUNDS, NEVER_S, Engines, RoleEngine, assembly_of
-from tests.disagg.wire_in_a_test import Receiver, Sender, Wire
-from transfer_backends.contract import Route
+from tests.disagg.wire_in_a_test import Ends, Wire
+from tests.grammar.fixed import cycle
 
 NAMES = ("p", "a", "b")
 PATIENCE = 60  # steps in which nothing happens
-
-
-class Ends:
-    """The managers of a decode engine: `wires[sender, receiver]` of all pairs."""
-
-    def __init__(self, wires: Mapping[tuple[str, str], Wire], *, me: str, other: str) -> None:
-        self.wires, self.me, self.other = wires, me, other
-        self.counters: dict[str, int] = {}
-
-    def receiver(
-        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
-    ) -> Receiver:
-        sender = "p" if route is None else route.control
-        return self.wires[sender, self.me].receiver(room, bootstrap=bootstrap, room_attempt=room_attempt)
-
-    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> Sender:
-        return self.wires[self.me, self.other].sender(room, room_attempt=room_attempt)
-
-    def check(self) -> None:
-        """Nothing to check."""
-
-    def close(self) -> bool:
-        return True
 
 
 @dataclass
@@ -97,20 +69,21 @@ class Trio(Engines):
         for me, other in (("a", "b"), ("b", "a")):
             self._add_decode_role(me, other, metadata[me])
         self.asks: dict[str, Ask] = {}
+        self._at: dict[int, str] = {}  # where a room's request decodes
         self._rooms = 0
         self.moved = self.fell_back = self._idle = 0
 
     def _add_prefill_role(self, rows: MetadataBuffers) -> None:
         prefill = self.by_name["p"]
-        wire = _ToBoth(self.wire_of["p", "a"], self.wire_of["p", "b"])
-        prefill.role = assembly_of(prefill, rows).prefill(wire, wire, bounds=BOUNDS)
-        self.to_both = wire
+        wires = [self.wire_of["p", "a"], self.wire_of["p", "b"]]
+        ends = Ends(lambda room: self.wire_of["p", self._at[room]], asked=wires)
+        prefill.role = assembly_of(prefill, rows).prefill(ends, ends, bounds=BOUNDS)
 
     def _add_decode_role(self, me: str, other: str, rows: MetadataBuffers) -> None:
-        engine, ends = self.by_name[me], Ends(self.wire_of, me=me, other=other)
-        role = assembly_of(engine, rows)
-        moves = role.moves(ends, KVSource(me, me))
-        engine.role = role.decode(ends, (moves,), prealloc_timeout_s=NEVER_S)
+        engine, role = self.by_name[me], assembly_of(self.by_name[me], rows)
+        moves = role.moves(Ends(lambda room: self.wire_of[me, other]), KVSource(me, me))
+        gets = Ends(None, lambda control: self.wire_of[control or "p", me])
+        engine.role = role.decode(gets, (moves,), prealloc_timeout_s=NEVER_S)
 
     # ---- what clients and the router do
 
@@ -140,30 +113,18 @@ class Trio(Engines):
             room = self._rooms
         ask.at, ask.by_kv, ask.read = at, source is not None, 0
         ask.wishes.pop("room", None)  # of an order that came too late
+        self._at[room] = at
         if source is None:
-            self.to_both.aim(room, at)
             self._add("p", ask, room, None)
         self._add(at, ask, room, source)
 
     def _add(self, name: str, ask: Ask, room: int, source: KVSource | None) -> None:
         engine, wishes = self.by_name[name], {k: v for k, v in ask.wishes.items() if k != "room"}
-        grammar = None if ask.grammar is None else CycleGrammar(*ask.grammar)
+        grammar = None if ask.grammar is None else cycle(*ask.grammar)
         for token in ask.tokens if grammar is not None else ():
             assert grammar is not None and grammar.accept(token)
-        values: dict[str, Any] = {"sampling": SamplingParams(max_new_tokens=ask.new), "eos_ids": frozenset(), **wishes}
-        request = new_request(
-            rid=ask.name,
-            input_ids=ask.prompt,
-            output_ids=list(ask.tokens),
-            source=source,
-            arrived_s=engine.now_s,
-            bootstrap=Bootstrap("127.0.0.1", 1, room),
-            prefill_only=name == "p",
-            grammar=grammar,
-            stops=stops_of(values["sampling"]),
-            **values,
-        )
-        engine.say(engine.role.add(request, engine.now_s))
+        resumed = {"output_ids": list(ask.tokens), "source": source, "grammar": grammar}
+        engine.submit(ask.name, ask.prompt, room, new=ask.new, prefill_only=name == "p", **resumed, **wishes)
 
     def relay(self) -> None:
         """Give clients what has come, and place the rest of what has moved or could not move."""
@@ -225,35 +186,3 @@ class Trio(Engines):
     @property
     def wires(self) -> Sequence[Wire]:
         return [*self.wire_of.values()]
-
-
-class _ToBoth:
-    """Prefill's manager, over a wire to either decode engine: the one that a room is aimed at."""
-
-    on_room = ()  # its directory is perfect
-
-    def __init__(self, a: Wire, b: Wire) -> None:
-        self._wires = {"a": a, "b": b}
-        self._of_room: dict[int, str] = {}
-        self.counters: dict[str, int] = {}
-        self.paths = a.paths
-
-    def aim(self, room: int, at: str) -> None:
-        self._of_room[room] = at
-
-    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> Sender:
-        return self._wires[self._of_room[room]].sender(room, room_attempt=room_attempt)
-
-    def take_recompute_requests(self) -> list:  # type: ignore[type-arg]
-        taken = [wanted for wire in self._wires.values() for wanted in wire.take_recompute_requests()]
-        for wanted in taken:  # after a move the room is of that, and any prefill worker will do
-            if wanted.room not in self._of_room:
-                names = [name for name, wire in self._wires.items() if (wanted.room, wanted.room_attempt) in wire.rooms]
-                self._of_room[wanted.room] = names[0]
-        return taken
-
-    def check(self) -> None:
-        """Nothing to check."""
-
-    def close(self) -> bool:
-        return True

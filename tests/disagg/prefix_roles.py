@@ -9,7 +9,7 @@ from disagg.prefill_role import PrefillRole
 from engine.messages import KVSource, PrefixSource
 from tests.core.engine_in_a_test import request_of
 from tests.disagg.two_roles import BOUNDS, Cluster, RoleEngine, assembly_of, part_of
-from tests.disagg.wire_in_a_test import Wire
+from tests.disagg.wire_in_a_test import Ends, Wire
 
 ROWS = 16
 
@@ -35,12 +35,13 @@ class PrefixCluster(Cluster):
         rows = MetadataBuffers(ROWS, weights=lambda: weights[0]), MetadataBuffers(ROWS, weights=lambda: weights[1])
         self.prefix_wire = Wire(prefill=self.source.model, decode=self.prefill.model, rows=rows)
         unused = Wire(prefill=self.prefill.model, decode=self.source.model, rows=rows[::-1])
-        self.source.role = self._role(self.source, self.prefix_wire, gets=unused, rows=rows[0])
-        self.prefill.role = self._role(self.prefill, self.wire, gets=self.prefix_wire, rows=self.wire.rows[0])
+        self.gets = Ends.of(self.prefix_wire)
+        self.source.role = self._role(self.source, Ends.of(self.prefix_wire), gets=Ends.of(unused), rows=rows[0])
+        self.prefill.role = self._role(self.prefill, Ends.of(self.wire), gets=self.gets, rows=self.wire.rows[0])
         self.prefix_wire.rows = rows[0], self.wire.rows[0]
         self.policy = part_of(self.prefill.role, PrefixFetches)._policy
 
-    def _role(self, engine: RoleEngine, sends: Wire, *, gets: Wire, rows: MetadataBuffers) -> PrefillRole:
+    def _role(self, engine: RoleEngine, sends: Ends, *, gets: Ends, rows: MetadataBuffers) -> PrefillRole:
         role = assembly_of(engine, rows, page_bytes=engine.scheduler.limits.page_size)  # a byte a token
         source = KVSource("127.0.0.1:1", "source")
         return role.prefill(sends, sends, role.prefixes(sends, gets, source, token_bytes=1), bounds=BOUNDS)

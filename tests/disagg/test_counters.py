@@ -1,8 +1,6 @@
 """Every counter and queue of every role has a metric, from the start: none appears with its first event."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -30,17 +28,16 @@ def test_a_role_counts_only_what_is_exported(name: str) -> None:
     check_exported(role.counters(), role.queues())
 
 
-def _manager_of_moves(engine: RoleEngine) -> tuple[dict[str, int], RoleEngine]:
-    """One of its own, as in a worker."""
-    manager: Any = SimpleNamespace(counters={})
-    part_of(engine.role, Moves)._manager = manager
-    return manager.counters, engine
+def _with_moves() -> tuple[dict[str, int], RoleEngine]:
+    engine = Trio(pages=(9, 9, 9)).by_name["a"]
+    counters: dict[str, int] = part_of(engine.role, Moves)._manager.counters  # type: ignore[assignment]
+    return counters, engine
 
 
 MANAGERS: dict[str, Callable[[], tuple[dict[str, int], RoleEngine]]] = {
-    "moving": lambda: _manager_of_moves(Trio(pages=(9, 9, 9)).by_name["a"]),
-    "prefix": lambda: ((cluster := PrefixCluster()).prefix_wire.counters, cluster.prefill),
-    "fetching": lambda: ((cluster := EncodeCluster()).wire.counters, cluster.engine),
+    "moving": _with_moves,
+    "prefix": lambda: ((cluster := PrefixCluster()).gets.counters, cluster.prefill),
+    "fetching": lambda: ((cluster := EncodeCluster()).gets.counters, cluster.engine),
 }
 
 

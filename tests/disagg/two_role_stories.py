@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.messages import FinishReason, LogprobOptions
 from engine.sampling_params import SamplingParams
-from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.oracle import Answer, answer_of, wishes_of
 from tests.core.proof.story import PRIORITIES, Ask, asks, branches, spread_among
 from tests.disagg.two_roles import Cluster, RoleEngine
+from tests.grammar.fixed import cycle
 
 GRID = 8  # where prompts of a model with recurrent states may be cut
 
@@ -218,7 +218,7 @@ class _Play(Play):
     def _submit(self, rid: str, ask: Ask, **wishes: Any) -> None:
         room, beside = len(self.right), {"priority": ask.priority, "adapter": ask.adapter}
         for engine in self.engines:
-            grammar = None if ask.grammar is None else CycleGrammar(*ask.grammar)
+            grammar = None if ask.grammar is None else cycle(*ask.grammar)
             is_first = engine is self.cluster.prefill
             engine.submit(rid, ask.prompt, room, new=0, prefill_only=is_first, grammar=grammar, **wishes, **beside)
 

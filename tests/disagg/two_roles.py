@@ -15,20 +15,19 @@ from disagg.metadata import MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.role import PartedRole, PeerPart
 from engine.core.outputs import StepEffects
+from engine.core.plan import Plan
 from engine.messages import Bootstrap, FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest, new_request
 from tests.core.hash_model import VOCAB
 from tests.core.named_stops import stops_of
-from tests.disagg.wire_in_a_test import Wire
+from tests.disagg.wire_in_a_test import Ends, Wire
 
 
 class RoleEngine(EngineInATest):
     """An engine under a role instead of alone."""
 
     role: PrefillRole | DecodeRole | EncodeRole | PartedRole
-    now_s = 0.0
-    overlapped = 0  # steps launched before the last was collected
 
     def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object) -> None:
         """`wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
@@ -49,20 +48,15 @@ class RoleEngine(EngineInATest):
 
     def turn(self) -> bool:
         self.say(self.role.poll(self.now_s))
-        plan = self.scheduler.schedule()
-        at_most = self.scheduler.limits.micro_batches  # steps in flight without overlap
-        while plan is not None and plan.sample_deferred and len(self.launched) >= at_most:
-            self.collect()
-        if plan is not None:
-            self.role.on_launch(plan, self.now_s)
-            self.launch(plan)
-            self.overlapped += len(self.launched) > 1
-        worked = bool(self.launched)
-        if self.launched and (plan is None or len(self.launched) >= self.depth):
-            self.collect()
-        self.check()
+        return super().turn()
+
+    def launch(self, plan: Plan) -> None:
+        self.role.on_launch(plan, self.now_s)
+        super().launch(plan)
+
+    def check(self) -> None:
+        super().check()
         self.role.check()
-        return worked
 
     def on_step(self, effects: StepEffects) -> None:
         self.role.on_step(effects, self.now_s)
@@ -151,11 +145,9 @@ class Cluster(Engines):
         self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
         rows_p, rows_d = (MetadataBuffers(rows, weights=partial(int, number)) for number in weights)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
-        prefill_wire: Any = self.wire
-        self.prefill.role = assembly_of(self.prefill, rows_p).prefill(
-            prefill_wire, prefill_wire, bounds=BOUNDS, **handover
-        )
-        self.decode.role = assembly_of(self.decode, rows_d).decode(self.wire, prealloc_timeout_s=NEVER_S)
+        ends = Ends.of(self.wire)
+        self.prefill.role = assembly_of(self.prefill, rows_p).prefill(ends, ends, bounds=BOUNDS, **handover)
+        self.decode.role = assembly_of(self.decode, rows_d).decode(ends, prealloc_timeout_s=NEVER_S)
 
     def submit(self, rid: str, prompt: list[int], room: int, *, new: int, **wishes: object) -> None:
         """To both, as the router does. `wishes`: other fields of the request."""

@@ -58,15 +58,12 @@ class Gated:
 
 
 class Wire:
-    """Both managers at once. `step` lets one drawn event happen; False when none is left."""
-
-    on_room = ()  # its directory is perfect
+    """What crosses from one engine to another. `step` lets one drawn event happen; False when none is left."""
 
     def __init__(self, *, prefill: HashModel, decode: HashModel, rows: tuple[MetadataBuffers, MetadataBuffers]) -> None:
         self.models = (prefill, decode)
         self.rows = rows
         self.rooms: dict[RoomKey, Room] = {}
-        self.counters: dict[str, int] = {}
         self.recompute_requests: list[RecomputeRequest] = []
         self.num_gated = 0
         self.num_skipped = 0
@@ -78,7 +75,7 @@ class Wire:
     def room(self, number: int, attempt: int = 0) -> Room:
         return self.rooms.setdefault((number, attempt), Room())
 
-    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> "Sender":
+    def sender(self, room: int, room_attempt: int = 0) -> "Sender":
         entry = self.room(room, room_attempt)
         assert entry.prefill is None, "a room is opened twice"
         entry.prefill = Side()
@@ -88,17 +85,11 @@ class Wire:
             _advance(entry.prefill, KVPoll.WaitingForInput)
         return Sender(self, entry)
 
-    @property
-    def paths(self) -> list[PeerPath]:
-        return [PeerPath(peer="d", address="10.0.0.7", near=None, transport="tcp", bytes_a_s=2.5e9, at_unix_s=1.0)]
-
     def take_recompute_requests(self) -> list[RecomputeRequest]:
         taken, self.recompute_requests = self.recompute_requests, []
         return taken
 
-    def receiver(
-        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
-    ) -> "Receiver":
+    def receiver(self, room: int, room_attempt: int = 0) -> "Receiver":
         entry = self.room(room, room_attempt)
         assert entry.decode is None, "a room is opened twice"
         side = entry.decode = Side()
@@ -108,12 +99,6 @@ class Wire:
         )
         entry.to_decode.append(handshake)
         return Receiver(self, entry, (room, room_attempt))
-
-    def check(self) -> None:
-        """Nothing to check."""
-
-    def close(self) -> bool:
-        return True
 
     def step(self, rng: random.Random) -> bool:
         if not (events := self.events()):
@@ -175,11 +160,81 @@ def _fail(side: Side, reason: str) -> None:
         side.state, side.reason = KVPoll.Failed, reason
 
 
-class Sender:
+class Ends:
+    """A manager. `out`: the wire of a room that it sends; `into`: of what it gets from the peer of that address, or from prefill.
+
+    `asked`: by which peers ask for work.
+    """
+
+    def __init__(
+        self, out: Callable[[int], Wire] | None, into: Callable[[str], Wire] | None = None, asked: Sequence[Wire] = ()
+    ) -> None:
+        self._out, self._into, self._asked = out, into, asked
+        self.on_room = ()  # its directory is perfect
+        self.counters: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, wire: Wire) -> "Ends":
+        """Either end of it."""
+        return cls(lambda room: wire, lambda control: wire, [wire])
+
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> "Sender":
+        assert self._out is not None, "it sends nothing"
+        return self._out(room).sender(room, room_attempt)
+
+    def receiver(
+        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
+    ) -> "Receiver":
+        assert self._into is not None, "it gets nothing"
+        return self._into("" if route is None else route.control).receiver(room, room_attempt)
+
+    @property
+    def paths(self) -> list[PeerPath]:
+        return [PeerPath(peer="d", address="10.0.0.7", near=None, transport="tcp", bytes_a_s=2.5e9, at_unix_s=1.0)]
+
+    def take_recompute_requests(self) -> list[RecomputeRequest]:
+        return [asked for wire in self._asked for asked in wire.take_recompute_requests()]
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+    def close(self) -> bool:
+        return True
+
+
+class Handle:
+    """One side of a room."""
+
+    def __init__(self, wire: Wire, room: Room, side: Side | None) -> None:
+        assert side is not None
+        self._wire, self._room, self._side = wire, room, side
+
+    def poll(self) -> KVPoll:
+        return self._side.state
+
+    def failure(self) -> str | None:
+        return self._side.reason
+
+    def abort(self, reason: str) -> None:
+        if self._side.state not in FINAL:
+            _fail(self._side, reason)
+            self._say_aborted(reason)
+
+    def _say_aborted(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def _is_safe(self) -> bool:
+        """No write touches this side's pages any more."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        assert self._side.state in FINAL and self._is_safe() and not self._side.closed
+        self._side.closed = True
+
+
+class Sender(Handle):
     def __init__(self, wire: Wire, room: Room) -> None:
-        self._wire, self._room = wire, room
-        assert room.prefill is not None
-        self._side = room.prefill
+        super().__init__(wire, room, room.prefill)
 
     @property
     def num_pages(self) -> int | None:
@@ -188,9 +243,6 @@ class Sender:
     @property
     def skip_pages(self) -> int:
         return self._room.skip_pages
-
-    def poll(self) -> KVPoll:
-        return self._side.state
 
     def send(self, source: SourcePages) -> None:
         if self._side.state in FINAL:
@@ -223,10 +275,7 @@ class Sender:
         assert decode is not None
         self._room.to_decode.append(lambda: _succeed(decode))
 
-    def abort(self, reason: str) -> None:
-        if self._side.state in FINAL:
-            return
-        _fail(self._side, reason)
+    def _say_aborted(self, reason: str) -> None:
         self._seal()
         if (decode := self._room.decode) is not None:
             self._room.to_decode.append(lambda: _fail(decode, reason))
@@ -241,15 +290,11 @@ class Sender:
             room.writes.remove(write)
         room.writes.append(lambda: room.to_decode.append(lambda: _settle(room)))
 
-    def failure(self) -> str | None:
-        return self._side.reason
-
     def released(self) -> bool:
-        return self._side.state in FINAL and not self._room.writes
+        return self._side.state in FINAL and self._is_safe()
 
-    def close(self) -> None:
-        assert self.released() and not self._side.closed
-        self._side.closed = True
+    def _is_safe(self) -> bool:
+        return not self._room.writes
 
 
 def _succeed(decode: Side) -> None:
@@ -263,14 +308,10 @@ def _settle(room: Room) -> None:
         room.decode.settled = True
 
 
-class Receiver:
+class Receiver(Handle):
     def __init__(self, wire: Wire, room: Room, key: RoomKey) -> None:
-        self._wire, self._room, self._key = wire, room, key
-        assert room.decode is not None
-        self._side = room.decode
-
-    def poll(self) -> KVPoll:
-        return self._side.state
+        super().__init__(wire, room, room.decode)
+        self._key = key
 
     def provide(self, target: TargetPages) -> None:
         if self._side.state in FINAL:
@@ -295,10 +336,7 @@ class Receiver:
 
         room.to_prefill.append(arrive)
 
-    def abort(self, reason: str) -> None:
-        if self._side.state in FINAL:
-            return
-        _fail(self._side, reason)
+    def _say_aborted(self, reason: str) -> None:
         room = self._room
 
         def arrive() -> None:
@@ -314,9 +352,6 @@ class Receiver:
 
         room.to_prefill.append(arrive)
 
-    def failure(self) -> str | None:
-        return self._side.reason
-
     def retries(self) -> int:
         return 0
 
@@ -324,8 +359,7 @@ class Receiver:
         return self._room.num_sent
 
     def drained(self) -> bool:
-        return self._side.settled
+        return self._is_safe()
 
-    def close(self) -> None:
-        assert self._side.state in FINAL and self._side.settled and not self._side.closed
-        self._side.closed = True
+    def _is_safe(self) -> bool:
+        return self._side.settled

@@ -3,59 +3,32 @@
 A pair is a prefill and a decode worker whose KV crosses by the real transfer engine; `turn`s take the loop's place.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, sleep
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.transfer_engine import engine_use
-from engine.core.outputs import StepEffects
-from engine.core.plan import Plan
+from disagg.transfer_engine import engine_of, engine_use, memory_of
+from engine.config import EngineConfig
 from engine.loop.role import EngineRole
 from engine.messages import Bootstrap, TokenOutput
+from engine.ranks.rank_parts import RankPools
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import new_request
-from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.engine_in_process import EngineInProcess, PartsInProcess
+from tests.engine.ranks.ranks_in_process import ranks
+from transfer_backends.engines.remote import serve_engine
 
 HOST = "127.0.0.1"
 REST_S = 60.0
-
-
-@dataclass
-class Seen:
-    """What the steps of a worker were."""
-
-    overlapped: int = 0
-    mixed: int = 0
-    chunks: int = 0
-
-    def plan(self, plan: Plan, *, in_flight: int) -> None:
-        self.overlapped += in_flight > 0
-        self.mixed += len({item.extend for item in plan.items}) == 2
-        self.chunks += sum(not item.sample for item in plan.items)
-
-
-@dataclass
-class Outputs:
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)
-    aborted: dict[str, str] = field(default_factory=dict)  # why
-
-    def hear(self, outputs: Sequence[TokenOutput]) -> None:
-        for output in outputs:
-            assert output.rid not in self.ended
-            self.tokens.setdefault(output.rid, []).extend(output.new_ids)
-            if output.finish is not None:
-                self.ended.add(output.rid)
-                if output.finish.kind == "abort":
-                    self.aborted[output.rid] = output.finish.message
 
 
 class WorkerInProcess(EngineInProcess):
@@ -70,18 +43,20 @@ class WorkerInProcess(EngineInProcess):
         disagg: Mapping[str, Any] = MappingProxyType({}),
         **flags: object,
     ) -> None:
-        own = DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg)
-        super().__init__(model_path, use=engine_use(own), **flags)
+        self._disagg = DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg)
+        self.prefill_only = mode == "prefill"
+        self._bootstrap = f"{HOST}:{bootstrap}" if self.prefill_only else None
+        super().__init__(model_path, use=engine_use(self._disagg), **flags)
+
+    def make_role(self) -> EngineRole:
         spec = SchedulerSpec(
             engine=self.parts.config,
-            disagg=own,
+            disagg=self._disagg,
             ipc_dir="",
             control_host=HOST,
-            bootstrap=f"{HOST}:{bootstrap}" if mode == "prefill" else None,
+            bootstrap=self._bootstrap,
         )
-        self.role: EngineRole = make_role(spec, self.parts, wakeup=lambda: None)
-        self.prefill_only = mode == "prefill"
-        self.seen, self.outputs = Seen(), Outputs()
+        return make_role(spec, self.parts, wakeup=lambda: None)
 
     def submit(
         self,
@@ -105,108 +80,83 @@ class WorkerInProcess(EngineInProcess):
             prefill_only=self.prefill_only,
             **deepcopy(dict(wanted)),
         )
-        self.outputs.hear(self.role.add(request, monotonic()))
+        self.hear(self.role.add(request, monotonic()))
 
-    def poll(self) -> None:
-        self.outputs.hear(self.role.poll(monotonic()))
-
-    def turn(self) -> bool:
-        self.poll()
-        plan = self.parts.scheduler.schedule(monotonic())
-        worked = plan is not None or self.pipeline.num_launched > 0
-        if plan is not None:
-            self.role.on_launch(plan, monotonic())
-            self.seen.plan(plan, in_flight=self.pipeline.num_launched)
-        self.outputs.hear(self.pipeline.advance(plan))
-        return worked
-
-    def collect(self, effects: StepEffects) -> list[TokenOutput]:
-        self.role.on_step(effects, monotonic())
-        return effects.outputs
+    def hear(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            assert output.rid not in self.finish, f"{output.rid} spoke after its end"
+            super().hear([output])
 
     @property
-    def at_rest(self) -> bool:
-        return not self.pipeline.num_launched and self.parts.scheduler.idle and not self.role.waits_for_outside()
-
-    def check(self) -> None:
-        self.parts.scheduler.check()
-        self.role.check()
-        counts = self.parts.scheduler.memory.allocator.counts()
-        assert counts["held"] == counts["quarantined"] == 0
-
-    def queues(self) -> dict[str, int]:
-        return self.role.queues()
-
-    def close(self) -> None:
-        self.role.close()
-        super().close()
+    def aborted(self) -> dict[str, str]:
+        """Why."""
+        return {rid: reason.message for rid, reason in self.finish.items() if reason.kind == "abort"}
 
 
-class System(Protocol):
-    """One worker, or a pair."""
+class System:
+    """One worker, or a prefill and a decode worker, which meet at the bootstrap server of `port`."""
 
-    @property
-    def workers(self) -> list[WorkerInProcess]: ...
-
-    def submit(self, rid: str, prompt: list[int], *, new: int) -> None: ...
-
-    def gather(self, count: int) -> None:
-        """Until `count` requests are where they decode; none does yet. So what happens then is the same every time."""
-
-
-class Alone:
-    def __init__(self, worker: WorkerInProcess) -> None:
-        self.workers = [worker]
-
-    def submit(self, rid: str, prompt: list[int], *, new: int) -> None:
-        self.workers[0].submit(rid, prompt, new=new, meeting=None)
-
-    def gather(self, count: int) -> None:
-        """They are."""
-
-
-class Pair:
-    def __init__(self, prefill: WorkerInProcess, decode: WorkerInProcess, *, port: int) -> None:
-        self.workers = [prefill, decode]
+    def __init__(self, *workers: WorkerInProcess, port: int = 0) -> None:
+        self.workers = workers
         self._port = port
         self._rooms = 0
 
     def submit(self, rid: str, prompt: list[int], *, new: int, **more: Mapping[str, Any]) -> None:
         self._rooms += 1
+        meeting = Bootstrap(HOST, self._port, self._rooms) if len(self.workers) > 1 else None
         for worker in self.workers:
-            meeting = Bootstrap(HOST, self._port, self._rooms)
             worker.submit(rid, prompt, new=new, meeting=meeting, **more)
 
     def gather(self, count: int) -> None:
-        prefill, decode = self.workers
+        """Until `count` requests are where they decode; none does yet. So what happens then is the same every time."""
+        *prefills, decode = self.workers
         deadline_s = monotonic() + REST_S
-        while decode.parts.scheduler.num_running < count:
-            assert monotonic() < deadline_s, decode.queues()
-            prefill.turn()
+        while prefills and decode.parts.scheduler.num_running < count:
+            assert monotonic() < deadline_s, decode.role.queues()
+            prefills[0].turn()
             decode.poll()
 
 
 @contextmanager
-def unified(model_path: str, **flags: object) -> Iterator[Alone]:
-    with ExitStack() as stack:
-        worker = WorkerInProcess(model_path, **flags)
-        stack.callback(worker.close)
-        yield Alone(worker)
+def unified(model_path: str, **flags: Any) -> Iterator[System]:
+    with WorkerInProcess(model_path, **flags) as worker:
+        yield System(worker)
 
 
 @contextmanager
-def disaggregated(model_path: str, *, decode: dict[str, object], **flags: object) -> Iterator[Pair]:
-    """`decode`: flags of that worker alone."""
+def disaggregated(
+    model_path: str, *, decode: Mapping[str, Any], prefill: Mapping[str, Any] = MappingProxyType({}), **flags: Any
+) -> Iterator[System]:
+    """`decode`, `prefill`: flags of that worker alone, which may have several ranks."""
     with ExitStack() as stack:
         server = BootstrapServer(BootstrapConfig(port=0), shared=False, secret=None)
         server.start()
         stack.callback(server.close)
-        workers = []
-        for mode, own in (("prefill", {}), ("decode", decode)):
-            worker = WorkerInProcess(model_path, mode=mode, bootstrap=server.port, **{**flags, **own})
-            stack.callback(worker.close)
-            workers.append(worker)
-        yield Pair(*workers, port=server.port)
+        workers = [
+            stack.enter_context(_worker(model_path, mode, server.port, **{**flags, **own}))
+            for mode, own in (("prefill", prefill), ("decode", decode))
+        ]
+        yield System(*workers, port=server.port)
+
+
+@contextmanager
+def _worker(
+    path: str, mode: str, port: int, *, disagg: Mapping[str, Any] = MappingProxyType({}), **flags: Any
+) -> Iterator[WorkerInProcess]:
+    make = partial(WorkerInProcess, mode=mode, bootstrap=port, disagg=disagg)
+    serve = partial(_serve, DisaggConfig(disaggregation_mode=mode, **disagg), path)
+    with ranks(path, make=make, serve=serve, **flags) as group:
+        assert isinstance(group.engine, WorkerInProcess)
+        yield group.engine
+
+
+def _serve(disagg: DisaggConfig, path: str, pools: RankPools, sock: socket.socket) -> None:
+    """A follower's transfer engine."""
+    spec = SchedulerSpec(
+        engine=EngineConfig(model_path=path), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
+    )
+    receives = disagg.disaggregation_mode == "decode"
+    serve_engine(engine_of(spec, pools.kv), memory_of(pools), sock, receives=receives, host=HOST)
 
 
 def run(
@@ -226,16 +176,23 @@ def run(
     for rid, prompt, new in asked[:together]:
         system.submit(rid, prompt, new=new)
     system.gather(together)
-    deadline_s, turns = monotonic() + rest_s, 0
-    while waiting or not all(worker.at_rest for worker in system.workers):
-        assert monotonic() < deadline_s, [worker.queues() for worker in system.workers]
-        if not any([worker.turn() for worker in system.workers]):
-            sleep(0.0005)
-        turns += 1
+    for turns, _ in enumerate(turning(system.workers, lambda: bool(waiting), rest_s=rest_s), 1):
         if waiting and turns % turns_between == 0:
             rid, prompt, new = waiting.pop(0)
             system.submit(rid, prompt, new=new)
-    for worker in system.workers:
+    assert not any(worker.aborted for worker in system.workers)
+    return system.workers[-1].tokens
+
+
+def turning(
+    workers: Sequence[PartsInProcess], more: Callable[[], bool] = lambda: False, *, rest_s: float = REST_S
+) -> Iterator[None]:
+    """Turns of all, until there is no `more` to come and all rest; then each is checked. Fails after `rest_s`."""
+    deadline_s = monotonic() + rest_s
+    while more() or not all(worker.at_rest for worker in workers):
+        assert monotonic() < deadline_s, [worker.role.queues() for worker in workers]
+        if not any([worker.turn() for worker in workers]):
+            sleep(0.0005)
+        yield
+    for worker in workers:
         worker.check()
-        assert not worker.outputs.aborted
-    return system.workers[-1].outputs.tokens

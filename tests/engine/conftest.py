@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.engine.kinds import mark_the_rest
 from tests.models.float64_oracle import Float64Oracle
 from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
-from tests.one_thread import one_thread  # noqa: F401 (a fixture of every test here)
+from tests.one_thread import one_thread, plays  # noqa: F401 (fixtures of every test here)
 
 # Prompts of 1040 tokens are too long for the oracle: there two fp32 programs are compared, which with most seeds of this family are
 # each up to 2e-4 from float64.

@@ -3,7 +3,9 @@
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -12,9 +14,12 @@ from engine.assembly.steps import loop_steps
 from engine.config import EngineConfig
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.outputs import StepEffects
+from engine.core.plan import Plan
 from engine.core.request import Grammar
 from engine.device.step_memory import THIS_MACHINE, EngineUse, LocalMachine
+from engine.hicache.page_files import Disk
 from engine.loop.pipeline import Pipeline, StepStrategy
+from engine.loop.role import EngineRole, UnifiedRole
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_files.model_config import load_model_config
 from engine.ranks.group import Group
@@ -24,7 +29,78 @@ from tests.core.engine_in_a_test import new_request
 T = TypeVar("T")
 
 
-class EngineInProcess:
+@dataclass
+class Seen:
+    """What the steps of a worker were."""
+
+    overlapped: int = 0
+    mixed: int = 0
+    chunks: int = 0
+
+    def plan(self, plan: Plan, *, in_flight: int) -> None:
+        self.overlapped += in_flight > 0
+        self.mixed += len({item.extend for item in plan.items}) == 2
+        self.chunks += sum(not item.sample for item in plan.items)
+
+
+class PartsInProcess(ABC):
+    """Built parts under their role: `turn` takes the place of the loop, but what learns from the time of steps is not given any."""
+
+    parts: Any  # EngineParts or EncoderParts
+    paused = False
+    disk: Disk | None = None
+
+    def begin(self, role: EngineRole, pipeline: Pipeline[Any]) -> None:
+        self.role, self.pipeline, self.seen = role, pipeline, Seen()
+
+    @abstractmethod
+    def hear(self, outputs: Sequence[TokenOutput]) -> None: ...
+
+    def poll(self) -> None:
+        self.hear(self.role.poll(time.monotonic()))
+
+    def turn(self) -> bool:
+        """Whether it did something."""
+        if self.disk is not None:
+            self.disk.on_turn(0.0)
+        self.poll()
+        now_s, in_flight = time.monotonic(), self.pipeline.num_launched
+        plan = self.pipeline.next_plan(now_s, paused=self.paused)
+        if plan is not None:
+            self.role.on_launch(plan, now_s)
+            self.seen.plan(plan, in_flight=in_flight)
+        self.hear(self.pipeline.advance(plan))
+        return self.pipeline.worked
+
+    def collect(self, effects: StepEffects) -> list[TokenOutput]:
+        now_s, reason = time.monotonic(), FinishReason(kind="abort", message=effects.failure, status=503)
+        self.role.on_step(effects, now_s)
+        return effects.outputs + [output for rid in effects.lost for output in self.role.abort(rid, now_s, reason)]
+
+    @property
+    def at_rest(self) -> bool:
+        return not self.pipeline.num_launched and self.parts.scheduler.idle and not self.role.waits_for_outside()
+
+    def check(self) -> None:
+        self.parts.scheduler.check()
+        self.role.check()
+        counts = self.parts.scheduler.memory.allocator.counts()
+        assert counts["held"] == counts["quarantined"] == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.role.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.parts.executor.close()
+
+
+class EngineInProcess(PartsInProcess):
     """`depth=None`: what the configuration resolves to."""
 
     def __init__(
@@ -49,14 +125,18 @@ class EngineInProcess:
             group=group,
             wakeup=self._on_wakeup,
         )
+        self.disk = self.parts.disk
         self._steps = loop_steps(self.parts, depth=depth)
-        self.pipeline = self._pipeline(depth or self.parts.depth)
+        self.begin(self.make_role(), self._pipeline(depth or self.parts.depth))
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
         self.hidden: dict[str, list[bytes]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
+
+    def make_role(self) -> EngineRole:
+        return UnifiedRole(self.parts.scheduler)
 
     def recorded(self, kind: type[T]) -> T | None:
         """Return its recorded steps of a kind."""
@@ -102,37 +182,24 @@ class EngineInProcess:
     def run(self) -> None:
         while self.turn():
             pass
-        self.parts.scheduler.check()
+        self.check()
         windows = self.parts.scheduler.memory.part(WindowPages)
         assert windows is None or windows.num_available == windows.allocator.num_pages, "window pages are left"
-        counts = self.parts.scheduler.memory.allocator.counts()
-        assert counts["held"] == counts["quarantined"] == 0
 
     def turn(self) -> bool:
-        if self.parts.disk is not None:
-            self.parts.disk.on_turn(0.0)
-        if self.parts.config.enable_pdmux:
-            return self._turn_of_lanes()
-        plan = self.parts.scheduler.schedule(time.monotonic())
-        worked = plan is not None or self.pipeline.num_launched > 0
-        self.pipeline.advance(plan)
-        return worked
-
-    def _turn_of_lanes(self) -> bool:
-        pipeline = self.pipeline
-        pipeline.advance(pipeline.next_plan(time.monotonic(), paused=False))
-        if not pipeline.worked and pipeline.num_launched:
+        """As that of parts; where steps have ends that are watched, it waits for one."""
+        if super().turn():
+            return True
+        if self.parts.config.enable_pdmux and self.pipeline.num_launched:
             rest_s = 1.0
             for listener in self._steps.listeners:
                 rest_s = listener.shorten(rest_s, time.monotonic())
             self._attention.wait(rest_s)
             self._attention.clear()
-        return pipeline.worked or pipeline.num_launched > 0
+        return self.pipeline.num_launched > 0
 
-    def collect(self, effects: StepEffects) -> list[TokenOutput]:
-        reason = FinishReason(kind="abort", message=effects.failure, status=503)
-        aborted = [output for rid in effects.lost for output in self.parts.scheduler.abort(rid, reason)]
-        for output in [*effects.outputs, *aborted]:
+    def hear(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
             self.tokens.setdefault(output.rid, []).extend(output.new_ids)
             self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
             self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
@@ -140,18 +207,6 @@ class EngineInProcess:
             self.cached[output.rid] = output.cached_tokens
             if output.finish is not None:
                 self.finish[output.rid] = output.finish
-        return effects.outputs
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self.parts.disk is not None:
-            self.parts.disk.close()
-        self.parts.executor.close()
 
 
 def tokens_of(checkpoint: str, bodies: Sequence[Mapping[str, Any]], **flags: object) -> list[list[int]]:

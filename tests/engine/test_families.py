@@ -1,7 +1,5 @@
 """Families that differ in RoPE, norms and layout of the checkpoint, mix experts, or see a window: transformers' tokens, however they are computed and on two ranks."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
-from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.engine_in_process import prompt_of
 from tests.engine.ranks.dp_in_process import dp_ranks
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import engine_of
 from tests.engine.test_parity import greedy
 from tests.models.test_parity import YARN
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -69,15 +67,6 @@ def as_they_come() -> list[Any]:
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     family, overrides = FAMILIES[request.param]
     return make_tiny_checkpoint(tmp_path_factory.mktemp("family") / request.param, family, **overrides)
-
-
-@contextmanager
-def engine_of(path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) -> Iterator[EngineInProcess]:
-    with ExitStack() as stack:
-        if tp_size * pp_size == 1:
-            yield stack.enter_context(EngineInProcess(path, **flags))
-        else:
-            yield stack.enter_context(ranks(path, tp_size=tp_size, pp_size=pp_size, **flags)).engine
 
 
 def chunk_of(path: str, size: int) -> int:

@@ -10,7 +10,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from engine.model_files.model_config import load_model_config
 from tests.engine.engine_in_process import prompt_of
-from tests.engine.test_families import WAYS, engine_of
+from tests.engine.ranks.ranks_in_process import engine_of
+from tests.engine.test_families import WAYS
 from tests.models.headless import make_classifier, make_embedding_model
 
 PROMPTS = {f"r{n}": prompt_of(n, n) for n in (1, 16, 70)}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.messages import LogprobOptions
-from tests.e2e.two_engines import Pair, disaggregated, run
+from tests.e2e.two_engines import System, disaggregated, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -68,6 +68,6 @@ def test_the_rest_by_two_workers(model: str, backend: str) -> None:
                 assert answer(pair, f"{name}-{cut}", SAMPLINGS[name], before(whole, cut)) == whole[cut:]
 
 
-def answer(pair: Pair, rid: str, sampling: dict[str, Any], wanted: dict[str, Any]) -> list[int]:
+def answer(pair: System, rid: str, sampling: dict[str, Any], wanted: dict[str, Any]) -> list[int]:
     pair.submit(rid, prompt_of(45, 3), new=NEW, sampling=sampling, wanted=wanted)
     return run(pair, [], turns_between=1)[rid]

@@ -68,7 +68,11 @@ def test_a_token_outside_the_grammar_is_an_error_of_its_request() -> None:
     engine.add("plain", [4, 5], max_new_tokens=5)
     engine.run()
     finish = engine.finish["r"]
-    assert (finish.kind, finish.status, finish.message) == ("abort", 400, "grammar: no such word")
+    assert (finish.kind, finish.status, finish.message) == (
+        "abort",
+        400,
+        f"grammar: token {second} cannot stand at place 1",
+    )
     assert engine.tokens["plain"] == expected_tokens([4, 5], 5)
 
 

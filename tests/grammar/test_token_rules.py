@@ -12,9 +12,9 @@ from engine.grammar.queue import GrammarQueue
 from engine.grammar.token_rules import NO_TOKEN, TokenRules, rules_of
 from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, check_sampling_params
 from tests.core.engine_in_a_test import request_of
-from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.e2e.cluster import wait_until
 from tests.grammar.compilers import END, EOS, VOCAB_SIZE, compiler_of, gate, gates, ids_of, in_mask, next_of, say
+from tests.grammar.fixed import cycle
 
 VOCAB = 37  # not a multiple of a word
 
@@ -48,7 +48,7 @@ def test_an_answer_is_possible_where_no_word_of_it_is_bad(allowed: set[int], bad
 
 
 def test_rules_yield_to_the_forced_end_of_the_reasoning() -> None:
-    inner = CycleGrammar(turn=0, length=2)
+    inner = cycle(turn=0, length=2)
     both = TokenRules(inner, allowed=(0, 1), bad_words=(), vocab_size=VOCAB, yields=True)
     assert tokens_of(both.bitmask()) == {1}
     both = TokenRules(inner, allowed=(0, 3), bad_words=(), vocab_size=VOCAB, yields=True)

@@ -9,19 +9,18 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock, VirtualPorts
 from engine.core.dp_agreement import Agreement, PromptGate
 from engine.core.dp_step import AgreedStep, PrefillDelayer, Row, UpdateAgreement
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.request import Request
 from engine.loop.joint_strategy import JointStrategy
 from engine.loop.role import UnifiedRole
-from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import ControlReply, TokenBatch, TokenOutput
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import HashModel, next_token, prefix_hash
 from tests.grammar.fixed import Fixed
-from tests.loop.test_control import FakeProfiler, FakeWeights
+from tests.loop.loop_in_a_test import FakeWeights, loop_of, services_of
 
 LANDS, CONSTRAINED = "lands", "constrained"  # request_id: its KV comes from elsewhere; it has a grammar
 
@@ -121,12 +120,16 @@ class Rank:
         group.board.wake[rank] = self._wake
         scheduler, updates = self.engine.scheduler, UpdateAgreement(group.board, rank=rank)
         strategy = JointStrategy(scheduler, Agreement(group.board, rank=rank, delayer=delayer))
-        services = LoopServices(weights=self.weights, profiler=FakeProfiler(), updates=updates)
-        self.loop = assemble_worker(
-            LoopSettings(eos_ids=frozenset()),
-            WorkerWire(ports=self.ports, role=Role(self.engine, self.model)),
+        self.loop = loop_of(
+            scheduler,
+            self,
+            self.ports,
             Clock(now_s=lambda: float(self.turns)),
-            computing(scheduler, self, services, depth=depth, strategy=strategy, ended=self.ended),
+            role=Role(self.engine, self.model),
+            services=services_of(weights=self.weights, updates=updates),
+            depth=depth,
+            strategy=strategy,
+            ended=self.ended,
         )
 
     def turn(self) -> None:

@@ -6,13 +6,14 @@ import pytest
 
 from engine.messages import GenerateBatch
 from tests.core.hash_model import NO_MEMORY, expected_tokens
-from tests.loop.test_deadlines import Rig, ask
+from tests.loop.loop_in_a_test import LoopInATest
+from tests.loop.test_deadlines import ask
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_its_requests_are_answered_and_the_next_one_runs(depth: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
-    rig = Rig(depth)
+    rig = LoopInATest(depth)
     rig.engine.model.fails = lambda plan: plan.seq == 5
     rig.tell(GenerateBatch([ask("runs", None), ask("waits", None)]))
     rig.turns(100)

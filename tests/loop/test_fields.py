@@ -3,11 +3,11 @@
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.core.hash_model import expected_tokens
-from tests.loop.test_deadlines import Rig
+from tests.loop.loop_in_a_test import LoopInATest
 
 
 def test_a_request_of_the_scheduler_carries_the_message() -> None:
-    rig, start = Rig(), expected_tokens([1, 2, 3], 2)
+    rig, start = LoopInATest(), expected_tokens([1, 2, 3], 2)
     sampling = SamplingParams(max_new_tokens=6)
     message = GenerateRequest(
         "r",

@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 from engine.stamps import Stamp, Stamped, Stamps, stamping
 from tests.core.engine_in_a_test import plan_item
 from tests.frontend.conftest import wait_for
-from tests.loop.test_deadlines import Rig
+from tests.loop.loop_in_a_test import LoopInATest
 
 
 def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
@@ -52,7 +52,7 @@ def test_a_step_has_a_kind(items: list[PlanItem], kind: str) -> None:
 
 
 def test_the_loop_tells_its_step_and_its_end_by_an_error() -> None:
-    rig, seen = Rig(), []
+    rig, seen = LoopInATest(), []
 
     def compute(plan: Plan) -> Any:
         rig.now_s += 30.0

@@ -1,81 +1,39 @@
 """The loop of two lanes: it waits for no step, decodes go first where they are due, and each phase's steps are timed by themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
-from engine.assembly.worker import Clock, VirtualPorts, WorkerWire, assemble_worker, computing
 from engine.core.outputs import StepEffects
-from engine.core.plan import Phase, Plan, StepResult
-from engine.loop.heartbeat import IterationClock
+from engine.core.plan import Phase, Plan
+from engine.core.scheduler import Scheduler
 from engine.loop.listeners import StepDurations
-from engine.loop.pipeline import Pipeline
-from engine.loop.role import UnifiedRole
-from engine.loop.services import LoopServices, LoopSettings
-from engine.messages import GenerateRequest, TokenBatch, TokenOutput
+from engine.messages import TokenOutput
 from engine.pdmux.multiplexing import POLL_S, Multiplexing
 from engine.pdmux.phases import PACE, LaneShare
-from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
-from tests.core.hash_model import HashModel, expected_tokens
+from tests.core.hash_model import expected_tokens
 from tests.grammar.fixed import Fixed
-from tests.loop.test_control import FakeProfiler, FakeWeights
-from tests.loop.test_pipeline import Launched, Recorder
+from tests.loop.loop_in_a_test import Launched, PipelineInATest, Recorder, RunningLoop, services_of
 
 ITL_S = 0.1
 DUE_S = PACE * ITL_S
 
 
-class Lanes(Recorder):
-    """Steps end when the test says so; `all_end`: at once."""
-
-    def __init__(self, model: HashModel, *, all_end: bool = False) -> None:
-        super().__init__(model)
-        self.ended_steps: set[int] = set()
-        self.given: list[int] = []
-        self.all_end = all_end
-
-    def give(self, decode_parts: int) -> None:
-        self.given.append(decode_parts)
-
-    def ended(self, launched: Launched) -> bool:
-        return self.all_end or launched.plan.seq in self.ended_steps
-
-    def collect(self, launched: Launched) -> StepResult:
-        assert self.ended(launched), "the loop waits for a step"
-        return super().collect(launched)
-
-
-class Rig(EngineInATest):
+class Rig(PipelineInATest):
     def __init__(self, *, depth: int = 1, itl_s: float | None = ITL_S, parts: int = 2, **limits: object) -> None:
-        super().__init__(multiplexed=True, **limits)  # type: ignore[arg-type]
-        self.executor = Lanes(self.model)
+        self.given: list[int] = []
         self.share = LaneShare(parts=parts, itl_s=itl_s, waits=True)
-        self.strategy = Multiplexing(self.scheduler, share=self.share, give=self.executor.give)
+        super().__init__(depth, watched=True, strategy=self._strategy, streams=2, multiplexed=True, **limits)
         self.beside_prompts: list[bool] = []  # for each step that was collected
-        self.pipeline = Pipeline(
-            self._collected,
-            strategy=self.strategy,
-            executor=self.executor,
-            depth=depth,
-            ended=self.executor.ended,
-            streams=2,
-        )
 
-    def _collected(self, effects: StepEffects) -> list[TokenOutput]:
+    def _strategy(self, scheduler: Scheduler) -> Multiplexing:
+        self.strategy = Multiplexing(scheduler, share=self.share, give=self.given.append)
+        return self.strategy
+
+    def collected(self, effects: StepEffects) -> list[TokenOutput]:
         self.beside_prompts.append(self.strategy.beside_prompts)
         return effects.outputs
-
-    def move(self, now_s: float | None = None) -> Plan | None:
-        self.now_s = self.now_s if now_s is None else now_s
-        plan = self.pipeline.next_plan(self.now_s, paused=False)
-        self.say(self.pipeline.advance(plan))
-        self.scheduler.check()
-        return plan
-
-    def end(self, *seqs: int) -> None:
-        self.executor.ended_steps |= set(seqs)
-        self.say(self.pipeline.advance(None))
 
     def beside_a_prompt(self) -> "Rig":
         """Request a decodes its third token in step 2 beside the prompt of b, step 3."""
@@ -143,15 +101,15 @@ def test_a_request_that_comes_from_the_prefill_lane_has_its_next_token_in_time()
 def test_the_executor_gets_the_share_at_first_and_when_it_changes() -> None:
     rig = Rig(parts=4).beside_a_prompt()
     plan = rig.pipeline.last
-    assert rig.executor.given == [2] and plan is not None
+    assert rig.given == [2] and plan is not None
     for _ in range(3):
         rig.strategy.note(plan, 2 * ITL_S)
-    assert rig.executor.given == [2, 3]
+    assert rig.given == [2, 3]
     rig.scheduler.abort("b")
     rig.end(2, 3)
     for _ in range(3):
         rig.strategy.note(plan, 2 * ITL_S)
-    assert rig.executor.given == [2, 3], "a step alone says nothing"
+    assert rig.given == [2, 3], "a step alone says nothing"
 
 
 def test_a_decode_step_that_ends_as_a_prompt_is_launched_was_not_beside_it() -> None:
@@ -195,7 +153,7 @@ def test_deferred_sampling_waits_for_a_step_of_its_lane_alone() -> None:
     rig.add("b", list(range(40)))
     for _ in range(3):
         rig.move()
-    assert ", ".join(f"{what} {seq}" for what, seq in rig.executor.calls[2:]) == "launch 2, forward 3, launch 4"
+    assert rig.executor.said.removeprefix("launch 1, collect 1, ") == "launch 2, forward 3, launch 4"
     masks = grammar.masks
     rig.end(2)
     assert rig.executor.calls[-1] == ("sample", 3) and grammar.masks == masks + 1
@@ -211,58 +169,36 @@ def test_steps_are_timed_by_lane() -> None:
     assert found == [(2, 2.0), (3, 6.0)]
 
 
-class LoopRig(VirtualPorts):
-    """A loop of two lanes with requests a and b, which is its own ports: only its rests take time."""
+PROMPTS = {"a": [1, 2, 3], "b": list(range(60))}
 
-    prompts = {"a": [1, 2, 3], "b": list(range(60))}
 
-    def __init__(self, executor: Lanes, engine: EngineInATest, *, until: Callable[["LoopRig"], bool]) -> None:
-        self.now_s, self.rests = 0.0, 0
-        self.stalled_s: float | None = None
-        self.tokens: dict[str, list[int]] = {rid: [] for rid in self.prompts}
-        self.turns = IterationClock(limit_s=1e-9)
-        self._until = until
-        super().__init__(self._say)
-        self.inbox += [
-            GenerateRequest(rid, ids, SamplingParams(max_new_tokens=9), stream=True)
-            for rid, ids in self.prompts.items()
-        ]
-        share = LaneShare(parts=2, itl_s=ITL_S, waits=True)
-        strategy = Multiplexing(engine.scheduler, share=share, give=executor.give)
-        services = LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), listeners=[strategy])
-        self._loop = assemble_worker(
-            LoopSettings(eos_ids=frozenset()),
-            WorkerWire(ports=self, role=UnifiedRole(engine.scheduler)),
-            Clock(now_s=lambda: self.now_s, turns=self.turns),
-            computing(engine.scheduler, executor, services, strategy=strategy, ended=executor.ended, streams=2),
-        )
-
-    def run(self) -> None:
-        self._loop.run()
-
-    def wait(self, timeout_s: float) -> None:
-        self.now_s += timeout_s
-        self.rests += 1
-        assert self.rests < 200
-        self.stalled_s = self.turns.stalled_s(self.now_s)
-        self._loop.stopped = self._until(self)
-
-    def _say(self, message: object) -> None:
-        for output in message.outputs if isinstance(message, TokenBatch) else ():
-            self.tokens[output.rid] += output.new_ids
+def running(
+    executor: Recorder, engine: EngineInATest, *, until: Callable[[Mapping[str, list[int]]], bool]
+) -> RunningLoop:
+    """A loop of two lanes with both requests. `until`: of their tokens."""
+    share = LaneShare(parts=2, itl_s=ITL_S, waits=True)
+    strategy = Multiplexing(engine.scheduler, share=share, give=lambda decode_parts: None)
+    rig = RunningLoop(
+        engine,
+        executor,
+        until=lambda rig: until(engine.tokens),
+        limit_s=1e-9,
+        services=services_of(listeners=[strategy]),
+        strategy=strategy,
+        streams=2,
+    )
+    rig.run(PROMPTS, new=9)
+    return rig
 
 
 def test_the_loop_serves_requests_in_two_lanes_and_wakes_for_a_step_that_is_due() -> None:
     engine = EngineInATest(multiplexed=True)
-    rig = LoopRig(
-        Lanes(engine.model, all_end=True), engine, until=lambda rig: all(len(ids) == 9 for ids in rig.tokens.values())
-    )
-    rig.run()
-    assert rig.tokens == {rid: expected_tokens(ids, 9) for rid, ids in rig.prompts.items()}
+    running(Recorder(engine.model), engine, until=lambda tokens: sum(map(len, tokens.values())) == 18)
+    assert engine.tokens == {rid: expected_tokens(ids, 9) for rid, ids in PROMPTS.items()}
 
 
 def test_the_watchdog_counts_a_lane_that_stands_still_while_the_loop_turns() -> None:
-    class Stuck(Lanes):
+    class Stuck(Recorder):
         """Steps of request a take a turn, b's prompt takes for ever."""
 
         def ended(self, launched: Launched) -> bool:
@@ -272,6 +208,5 @@ def test_the_watchdog_counts_a_lane_that_stands_still_while_the_loop_turns() -> 
             return not runs
 
     engine = EngineInATest(multiplexed=True, prefill_max_requests=1)
-    rig = LoopRig(Stuck(engine.model), engine, until=lambda rig: len(rig.tokens["a"]) == 9)
-    rig.run()
-    assert rig.stalled_s == rig.now_s > 4 * DUE_S
+    rig = running(Stuck(engine.model, watched=True), engine, until=lambda tokens: len(tokens.get("a", [])) == 9)
+    assert rig.stalls[-1] == rig.now_s > 4 * DUE_S

@@ -1,68 +1,11 @@
 """When steps are launched, sampled and collected: the production scheduler, the hash model, and a note of every call."""
 
-from dataclasses import dataclass
-
 import pytest
 
-from engine.core.outputs import StepEffects
-from engine.core.plan import Plan, StepResult
-from engine.loop.pipeline import Pipeline, StepStrategy
-from engine.messages import TokenOutput
 from tests.core.engine_in_a_test import EngineInATest
-from tests.core.hash_model import HashModel, expected_tokens
+from tests.core.hash_model import expected_tokens
 from tests.grammar.fixed import Fixed
-
-
-@dataclass(eq=False)
-class Launched:
-    plan: Plan
-    result: StepResult | None = None
-
-
-class Recorder:
-    """The executor's side; a deferred step runs when its sampling is launched."""
-
-    def __init__(self, model: HashModel) -> None:
-        self._model = model
-        self.calls: list[tuple[str, int]] = []
-
-    def launch(self, plan: Plan) -> Launched:
-        self.calls.append(("launch", plan.seq))
-        return Launched(plan, self._model.run(plan))
-
-    def launch_forward(self, plan: Plan) -> Launched:
-        self.calls.append(("forward", plan.seq))
-        assert plan.masks == {}
-        return Launched(plan)
-
-    def launch_sampling(self, launched: Launched) -> None:
-        self.calls.append(("sample", launched.plan.seq))
-        launched.result = self._model.run(launched.plan)
-
-    def collect(self, launched: Launched) -> StepResult:
-        self.calls.append(("collect", launched.plan.seq))
-        assert launched.result is not None
-        return launched.result
-
-
-def _outputs(effects: StepEffects) -> list[TokenOutput]:
-    return effects.outputs
-
-
-class Rig(EngineInATest):
-    def __init__(self, depth: int, **limits: object) -> None:
-        super().__init__(**limits)  # type: ignore[arg-type]
-        self.executor = Recorder(self.model)
-        self.pipeline = Pipeline(_outputs, strategy=StepStrategy(self.scheduler), executor=self.executor, depth=depth)
-
-    def turn(self) -> bool:
-        plan = self.scheduler.schedule()
-        worked = plan is not None or self.pipeline.num_launched > 0
-        if plan is not None:
-            self.plans.append(plan)
-        self.say(self.pipeline.advance(plan))
-        self.scheduler.check()
-        return worked
+from tests.loop.loop_in_a_test import PipelineInATest, Recorder, RunningLoop
 
 
 @pytest.mark.parametrize(
@@ -74,25 +17,24 @@ class Rig(EngineInATest):
     ],
 )
 def test_depth_is_how_many_steps_are_launched_before_the_oldest_is_collected(depth: int, order: str) -> None:
-    rig = Rig(depth)
+    rig = PipelineInATest(depth)
     rig.add("r", [1, 2, 3], max_new_tokens=3)
     rig.run()
-    assert ", ".join(f"{what} {seq}" for what, seq in rig.executor.calls) == order
+    assert rig.executor.said == order
 
 
 def test_the_forward_of_a_constrained_step_does_not_wait_for_the_token_before_it() -> None:
-    rig = Rig(depth=2)
+    rig = PipelineInATest(depth=2)
     rig.add("r", [1, 2, 3], max_new_tokens=3).grammar = Fixed(9)
     rig.run()
-    calls = ", ".join(f"{what} {seq}" for what, seq in rig.executor.calls)
-    assert calls == "launch 1, forward 2, collect 1, sample 2, forward 3, collect 2, sample 3, collect 3"
+    assert rig.executor.said == "launch 1, forward 2, collect 1, sample 2, forward 3, collect 2, sample 3, collect 3"
     assert rig.scheduler.counters.deferred_samples == 2
 
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_a_grammar_that_ends_wastes_one_sample(depth: int) -> None:
     """Its request has ended when the masks are filled in: no mask for it, its token is dropped, the others go on."""
-    rig = Rig(depth)
+    rig = PipelineInATest(depth)
     ends, goes_on = Fixed(3), Fixed(8)
     rig.add("ends", [1, 2, 3], max_new_tokens=20).grammar = ends
     rig.add("goes-on", [4, 5, 6], max_new_tokens=20).grammar = goes_on
@@ -105,3 +47,44 @@ def test_a_grammar_that_ends_wastes_one_sample(depth: int) -> None:
     assert len(wasted) == rig.scheduler.counters.wasted_samples == 2  # one each
     counts = rig.scheduler.memory.allocator.counts()
     assert counts["held"] == 0 and rig.scheduler.idle
+
+
+# ---- Steps whose ends are watched: the loop rests while they run, and its watchdog counts the wait.
+# In time: tests/simulation/test_stages.py.
+
+
+def test_depth_bounds_the_steps_in_flight_and_a_turn_waits_for_none() -> None:
+    rig = PipelineInATest(2, watched=True, chunk=8, radix=False)
+    rig.add("r", list(range(40)), max_new_tokens=1)
+    assert [rig.move() is not None for _ in range(4)] == [True, True, False, False]
+    assert rig.executor.said == "launch 1, launch 2" and not rig.pipeline.worked
+    rig.end(1)
+    assert rig.pipeline.worked and rig.move() is not None
+    assert rig.executor.said == "launch 1, launch 2, collect 1, launch 3"
+
+
+def test_a_step_whose_masks_follow_from_one_in_flight_is_sampled_when_that_has_ended() -> None:
+    rig = PipelineInATest(2, watched=True)
+    grammar = rig.add("r", [1, 2, 3], max_new_tokens=3).grammar = Fixed(9)
+    rig.move(), rig.move(), rig.move()
+    assert rig.executor.said == "launch 1, forward 2" and grammar.masks == 1
+    rig.end(1)
+    assert rig.executor.said == "launch 1, forward 2, collect 1, sample 2"
+    rig.end(2)
+    rig.move()
+    rig.end(3)
+    assert rig.tokens["r"] == expected_tokens([1, 2, 3], 3)
+
+
+def test_the_watchdog_counts_the_wait_for_a_step_and_no_rest() -> None:
+    """Else a rank that hangs would never be noticed: the loop of its leader turns."""
+    engine = EngineInATest(pp_size=2)
+    executor = Recorder(engine.model, watched=True)
+
+    def until(rig: RunningLoop) -> bool:
+        executor.ended_steps |= {1} if len(rig.stalls) >= 5 else set()
+        return len(rig.stalls) == 12
+
+    rig = RunningLoop(engine, executor, until=until, limit_s=3.0, depth=2)
+    rig.run({"r": [1, 2, 3]}, new=1)
+    assert rig.stalls == [None, None, None, 4.0, 5.0, *[None] * 7]

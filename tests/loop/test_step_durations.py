@@ -7,7 +7,7 @@ from engine.loop.listeners import StepDurations
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from tests.core.hash_model import expected_tokens
-from tests.loop.test_deadlines import Rig
+from tests.loop.loop_in_a_test import LoopInATest
 
 SECONDS_A_TOKEN = 0.25
 
@@ -39,7 +39,7 @@ def test_with_pipeline_stages_the_time_is_that_of_one_stage() -> None:
 def test_the_loop_keeps_steps_within_their_time() -> None:
     """The first chunk is too long; from then on each fits, and the tokens are the same."""
     budget = StepBudget(max_step_s=2.0, page_size=4, attention_tokens=1e9, first_rate=0.001)
-    rig = Rig(step_budget=budget)
+    rig = LoopInATest(step_budget=budget)
     plans: list[Plan] = []
     compute = rig.engine.model.run
 

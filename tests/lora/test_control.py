@@ -1,4 +1,4 @@
-"""Loads and unloads beside the production scheduler at depth 2, by a store whose reading the test finishes."""
+"""Loads and unloads by the production loop at depth 2, and a store whose reading the test finishes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,16 +8,18 @@ import pytest
 
 from engine.core.request import Request
 from engine.loop.adapter_control import AdapterControl
-from engine.messages import ControlReply, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
+from engine.messages import AbortRequest, ControlReply, GenerateRequest, LoadAdapter, UnloadAdapter
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
+from tests.loop.loop_in_a_test import LoopInATest
 
 
 class FakeStore:
-    """`events`: what was done to the stream, in order."""
+    """`events`: what was done to the stream, in order. `used`: by requests that go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: Callable[[], set[int]]) -> None:
+        self._used = used
         self.futures: dict[str, Future[Any]] = {}
         self.events: list[tuple[str, int]] = []
 
@@ -32,51 +34,33 @@ class FakeStore:
         self.events.append(("install", number))
 
     def remove(self, number: int) -> None:
+        assert number not in self._used(), "an adapter was removed under a request"
         self.events.append(("remove", number))
 
 
-class Rig(EngineInATest):
-    """What the loop does with adapters: acquire, told, a turn of control before planning."""
-
+class Rig(LoopInATest):
     def __init__(self) -> None:
-        super().__init__(depth=2, max_loras_per_batch=2)
-        self.store = FakeStore()
-        self.replies: dict[str, ControlReply] = {}
-        self.control = AdapterControl(
+        super().__init__(2, max_running=8, max_loras_per_batch=2)
+
+    def more_services(self) -> dict[str, Any]:
+        self.store = FakeStore(self._used)
+        self.adapters = AdapterControl(
             store=self.store,
             max_loaded=3,
             forget_prefixes_of=self.scheduler.memory.cache.forget,
-            reply=lambda reply: self.replies.__setitem__(reply.call_id, reply),
-            wakeup=lambda: None,
+            reply=self.ports.to_frontend,
+            wakeup=self.ports.call_attention,
         )
+        return {"adapters": self.adapters, "listeners": [self.adapters]}
+
+    def _used(self) -> set[int]:
+        return {request.adapter for request in self.scheduler.stages.live.values() if request.finish is None}
 
     def load(self, name: str) -> None:
-        self.control.on_message(LoadAdapter(f"load-{name}", name, f"/{name}"))
+        self.tell(LoadAdapter(f"load-{name}", name, f"/{name}"))
         self.store.futures[f"/{name}"].set_result("weights")
-        self.turn()
-
-    def ask(self, rid: str, lora: str, prompt: list[int], new: int = 6) -> None:
-        message = GenerateRequest(rid, prompt, SamplingParams(max_new_tokens=new), lora=lora)
-        if (refused := self.control.refuse(message)) is not None:
-            self.say([refused])
-        else:
-            request = Request(message=message, arrived_s=0.0)
-            self.control.on_added(request, 0.0)
-            self.add(rid, prompt, adapter=request.adapter, max_new_tokens=new)
-
-    def say(self, outputs: list[TokenOutput]) -> None:
-        super().say(outputs)
-        self.control.on_outputs(outputs, 0.0)
-
-    def turn(self) -> bool:
-        self.control.on_turn(0.0)
-        self.control.check()
-        for plan, _ in self.launched:
-            gone = {number for event, number in self.store.events if event == "remove"}
-            requests = [self.scheduler.stages.live[item.rid] for item in plan.items]
-            live = {request.adapter for request in requests if request.finish is None}
-            assert not gone & live, "an adapter was removed under a request"
-        return super().turn()
+        self.turns(1)
+        self.adapters.check()
 
 
 def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
@@ -84,21 +68,22 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
     rig.load("a")
     rig.load("b")
     assert rig.replies["load-b"].ok and rig.replies["load-b"].adapters == {"a": "/a", "b": "/b"}
-    rig.ask("old", "a", [1, 2, 3], new=12)
-    rig.ask("other", "b", [1, 2, 3], new=20)
-    rig.turn()
-    rig.control.on_message(UnloadAdapter("u", "a"))
-    rig.ask("new", "a", [1, 2, 3])
-    refused = rig.finish["new"]
+    rig.ask("old", [1, 2, 3], 12, lora="a")
+    rig.ask("other", [1, 2, 3], 20, lora="b")
+    rig.turns(1)
+    rig.tell(UnloadAdapter("u", "a"))
+    rig.ask("new", [1, 2, 3], lora="a")
+    refused = rig.engine.finish["new"]
     assert (refused.status, refused.field) == (400, "lora_path") and "being unloaded" in refused.message
-    while "old" not in rig.finish:
+    while "old" not in rig.engine.finish:
         assert "u" not in rig.replies
-        rig.turn()
-    rig.run()
+        rig.turns(1)
+    rig.settle()
+    rig.adapters.check()
     assert rig.replies["u"].ok and rig.replies["u"].adapters == {"b": "/b"}
     assert rig.store.events == [("install", 1), ("install", 2), ("remove", 1)]
-    assert rig.tokens["old"] == expected_tokens([1, 2, 3], 12, adapter=1)
-    assert rig.control.gauges() == {"num_loaded_loras": 1.0, "num_used_loras": 0.0}
+    assert rig.engine.tokens["old"] == expected_tokens([1, 2, 3], 12, adapter=1)
+    assert rig.adapters.gauges() == {"num_loaded_loras": 1.0, "num_used_loras": 0.0}
 
 
 @pytest.mark.parametrize("message", [LoadAdapter("c", "a", "/a"), UnloadAdapter("c", "a")])
@@ -116,11 +101,12 @@ def test_without_enable_lora_all_is_refused(message: LoadAdapter | UnloadAdapter
 def test_aborted_requests_no_longer_use_their_adapter() -> None:
     rig = Rig()
     rig.load("a")
-    rig.ask("r", "a", [1, 2, 3], new=100)
+    rig.ask("r", [1, 2, 3], 100, lora="a")
     rig.turns(2)
-    rig.control.on_message(UnloadAdapter("u", "a"))
-    rig.abort("r")
-    rig.turn()
+    rig.tell(UnloadAdapter("u", "a"))
+    rig.tell(AbortRequest("r"))
+    rig.turns(1)
     assert rig.replies["u"].ok
-    rig.run()
+    rig.settle()
+    rig.adapters.check()
     assert rig.scheduler.idle

@@ -1,1 +1,1 @@
-from tests.one_thread import one_thread  # noqa: F401 (a fixture of every test here)
+from tests.one_thread import one_thread, plays  # noqa: F401 (fixtures of every test here)

@@ -36,7 +36,7 @@ from engine.ranks.rank_checksum import GroupChecksum
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, socket_pair
 from tests.e2e.cluster import wait_until
-from tests.loop.test_control import FakeProfiler
+from tests.loop.loop_in_a_test import FakeProfiler
 
 SOON_S = 10.0
 

@@ -10,15 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.assembly.worker import Clock, WorkerWire, assemble_worker, computing
+from engine.assembly.worker import Clock
 from engine.core.plan import Plan, StepResult
-from engine.loop.role import UnifiedRole
-from engine.loop.services import LoopServices, LoopSettings
 from engine.messages import GenerateRequest, TokenBatch
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import HashModel
-from tests.loop.test_control import FakeProfiler, FakeWeights
+from tests.loop.loop_in_a_test import loop_of
 
 WEIGHTS_S, TOKEN_S = 0.020, 0.001  # of a step on one stage alone: it reads the weights, and computes each token
 
@@ -62,14 +60,9 @@ class StagedEngine:
         self.first_s: dict[str, float] = {}
         self._plan_s = plan_s
         self._chunk_ends: dict[str, int] = {}
-        scheduler, services = self.engine.scheduler, LoopServices(weights=FakeWeights(), profiler=FakeProfiler())
+        scheduler = self.engine.scheduler
         depth, ended = scheduler.limits.micro_batches + overlap, self.ended if stages > 1 else None
-        self.loop = assemble_worker(
-            LoopSettings(eos_ids=frozenset()),
-            WorkerWire(ports=self, role=UnifiedRole(scheduler)),
-            Clock(now_s=lambda: self.now_s),
-            computing(scheduler, self, services, depth=depth, ended=ended),
-        )
+        self.loop = loop_of(scheduler, self, self, Clock(now_s=lambda: self.now_s), depth=depth, ended=ended)
 
     def ask(self, rid: str, prompt: list[int], *, new: int, at_s: float = 0.0) -> None:
         sampling = SamplingParams(max_new_tokens=new, temperature=0.0)

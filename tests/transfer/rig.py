@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from tests.transfer.pool import Pool
 from transfer_backends.contract import LookupFailed, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.ports import Lookup
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.sides import KVPoll
 
@@ -115,6 +119,28 @@ class ChildWorker:
             self.process.kill()
             self.process.wait()
             self.process.stdout.close()
+
+
+@dataclass
+class Workers:
+    """Starts managers; they are checked, and end with the block. `config`: of each."""
+
+    ends: ExitStack
+    config: TransferConfig
+
+    def decode(self, look_up: Lookup, *, pool: Pool | None = None) -> DecodeManager:
+        pool = pool or Pool(num_pages=16, page_bytes=64, seed=0)
+        return self._started(DecodeManager(pool.args, FakeEngine(), self.config, lookup=look_up))
+
+    def prefill(self, *followers: ProcessMark) -> PrefillManager:
+        args = Pool(num_pages=16, page_bytes=64, seed=1).args
+        return self._started(PrefillManager(args, FakeEngine(), self.config, followers=followers))
+
+    def _started(self, manager: Any) -> Any:
+        manager.start()
+        self.ends.callback(manager.close)
+        self.ends.callback(manager.check)
+        return manager
 
 
 class Pair:

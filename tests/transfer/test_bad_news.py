@@ -3,18 +3,16 @@
 Every timeout and the heartbeat are an hour here, but for the one that is itself the failure, and that on one side only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.transfer.pool import Pool
-from tests.transfer.rig import ChildWorker, meet, until
+from tests.transfer.rig import ChildWorker, Workers, meet, until
 from tests.transfer.ways import SlowEngine
 from transfer_backends.contract import Route, SourcePages, TargetPages, TransferConfig
-from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import FakeEngine
-from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.sides import KVPoll
 
 HOUR = 3600.0
@@ -87,58 +85,52 @@ def child(role: str, **config: Any) -> ChildWorker:
     return ChildWorker(role=role, backend="fake", pool=pool, config={**NO_CLOCK, **config})
 
 
-def test_the_death_of_decode() -> None:
-    prefill = PrefillManager(Pool(num_pages=16, page_bytes=64, seed=0).args, FakeEngine(), TransferConfig(**NO_CLOCK))
-    prefill.start()
-    try:
-        with child("decode") as decode:
-            decode.route("b", prefill.control_address, prefill.incarnation)
-            sender = prefill.sender(1)
-            decode.receiver(1, "b")
-            until(lambda: decode.poll(1) is KVPoll.WaitingForInput)
-            decode.provide(1, PAGES, 0)
-            until(lambda: sender.poll() is KVPoll.WaitingForInput)
-            sender.send(SourcePages(PAGES))
-            decode.kill()
-            until(lambda: sender.poll() is KVPoll.Failed and sender.released())
-            sender.close()
-            until(lambda: prefill.counters["peers"] == 0)
-    finally:
-        prefill.close()
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    with ExitStack() as ends:
+        yield Workers(ends, TransferConfig(**NO_CLOCK))
 
 
-def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_heartbeat() -> None:
+def test_the_death_of_decode(workers: Workers) -> None:
+    prefill = workers.prefill()
+    with child("decode") as decode:
+        decode.route("b", prefill.control_address, prefill.incarnation)
+        sender = prefill.sender(1)
+        decode.receiver(1, "b")
+        until(lambda: decode.poll(1) is KVPoll.WaitingForInput)
+        decode.provide(1, PAGES, 0)
+        until(lambda: sender.poll() is KVPoll.WaitingForInput)
+        sender.send(SourcePages(PAGES))
+        decode.kill()
+        until(lambda: sender.poll() is KVPoll.Failed and sender.released())
+        sender.close()
+        until(lambda: prefill.counters["peers"] == 0)
+
+
+def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_heartbeat(workers: Workers) -> None:
     routes: list[Route] = []
-    pool = Pool(num_pages=16, page_bytes=64, seed=None)
-    decode = DecodeManager(
-        pool.args, FakeEngine(), TransferConfig(**NO_CLOCK), lookup=lambda server, room, _: routes[-1]
-    )
-    decode.start()
-    try:
-        with child("prefill") as old:
-            control, name = old.address()
-            routes.append(Route(control, name, shared=True))
-            old.sender(1)
-            first = decode.receiver(1, bootstrap="b")
-            meet(old, 1, first, PAGES, 0)
-            old.send(1, PAGES, 0, None)
-            until(lambda: first.poll() is KVPoll.Transferring)
-            old.kill()
-        with child("prefill", control_port=int(control.rpartition(":")[2])) as new:
-            until(lambda: first.poll() is KVPoll.Failed and first.drained())
-            first.close()
-            of_the_dead = decode.receiver(2, bootstrap="b")  # the bootstrap server does not know of it yet
-            until(lambda: of_the_dead.poll() is KVPoll.Failed)
-            assert "has ended" in (of_the_dead.failure() or "")
-            of_the_dead.close()
-            routes.append(Route(*new.address(), shared=True))
-            new.sender(3)
-            second = decode.receiver(3, bootstrap="b")
-            meet(new, 3, second, PAGES, 1)
-            new.send(3, PAGES, 0, 0)
-            until(lambda: second.poll() is KVPoll.Success)
-            second.close()
-            assert decode.counters["peers"] == 1
-            decode.check()
-    finally:
-        decode.close()
+    decode = workers.decode(lambda server, room, _: routes[-1])
+    with child("prefill") as old:
+        control, name = old.address()
+        routes.append(Route(control, name, shared=True))
+        old.sender(1)
+        first = decode.receiver(1, bootstrap="b")
+        meet(old, 1, first, PAGES, 0)
+        old.send(1, PAGES, 0, None)
+        until(lambda: first.poll() is KVPoll.Transferring)
+        old.kill()
+    with child("prefill", control_port=int(control.rpartition(":")[2])) as new:
+        until(lambda: first.poll() is KVPoll.Failed and first.drained())
+        first.close()
+        of_the_dead = decode.receiver(2, bootstrap="b")  # the bootstrap server does not know of it yet
+        until(lambda: of_the_dead.poll() is KVPoll.Failed)
+        assert "has ended" in (of_the_dead.failure() or "")
+        of_the_dead.close()
+        routes.append(Route(*new.address(), shared=True))
+        new.sender(3)
+        second = decode.receiver(3, bootstrap="b")
+        meet(new, 3, second, PAGES, 1)
+        new.send(3, PAGES, 0, 0)
+        until(lambda: second.poll() is KVPoll.Success)
+        second.close()
+        assert decode.counters["peers"] == 1

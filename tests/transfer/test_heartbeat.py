@@ -4,7 +4,7 @@ import pytest
 
 from transfer_backends.contract import TransferConfig
 from transfer_backends.control_thread import TICK_S
-from transfer_backends.sides import Heartbeat
+from transfer_backends.sides import MAX_A_TICK_S, Heartbeat, RunningTime
 
 TICKS = range(int(TransferConfig.heartbeat_interval_s / TICK_S) + 1)
 
@@ -42,3 +42,25 @@ def test_a_freeze_is_noticed_within_a_second_and_a_half_and_a_shorter_pause_than
 def test_a_pause_of_our_own_process_is_one_miss_however_long_it_was() -> None:
     heartbeat = new()
     assert heartbeat.due(3600.0) and not heartbeat.due(3600.0) and not heartbeat.silent
+
+
+# ---- Waits for bytes that this machine may still hold: what a clock jumped over does not count.
+
+
+def test_ticks_add_up_and_a_jump_counts_for_one_tick() -> None:
+    ran = RunningTime()
+    for k in range(21):
+        ran.tick(100.0 + 0.05 * k)
+    assert ran.at(101.0) == pytest.approx(1.0)
+    assert ran.at(101.03) == pytest.approx(1.03)
+    ran.tick(5000.0)
+    assert ran.at(5000.0) == pytest.approx(1.0 + MAX_A_TICK_S)
+    ran.tick(4000.0)  # no clock of ours goes back, and nothing is taken off if one does
+    assert ran.at(4000.05) == pytest.approx(1.05 + MAX_A_TICK_S)
+
+
+def test_nothing_counts_before_the_first_tick() -> None:
+    ran = RunningTime()
+    assert ran.at(9.0) == 0.0
+    ran.tick(9.0)
+    assert ran.at(9.0) == 0.0

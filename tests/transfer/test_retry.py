@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.transfer.cores import JoinedCores
 from tests.transfer.rig import Pair, succeed, until
 from tests.transfer.ways import SlowEngine
 from transfer_backends.contract import Pieces, SourcePages
 from transfer_backends.sides import KVPoll
+from transfer_backends.wire import Status
 
 SRC, DST = [9, 4, 17, 30], [5, 6, 20, 3]
 NUM_POSTS = len(SRC) + 1  # of one piece each, and the metadata row
@@ -22,12 +24,10 @@ class Copying(SlowEngine):
         super().__init__(delay_s)
         self.caps = replace(self.caps, max_post_pieces=1)
         self.bad = bad
-        self.num_posts = 0
         self.events: list[str] = []
 
     def post(self, peer: Any, pieces: Pieces) -> Any:
-        self.fails = failed = self.num_posts in self.bad
-        self.num_posts += 1
+        self.fails = failed = self.calls["post"] in self.bad
         self.events.append("bad" if failed else "post")
         for src, dst, length in zip(pieces.src, pieces.dst, pieces.lengths, strict=True):
             if failed:
@@ -84,7 +84,31 @@ def test_a_second_failed_write_fails_both_sides(begin: Any) -> None:
 def test_an_abort_between_the_attempts_ends_it(begin: Any, side: str) -> None:
     """The failed attempt takes long to end: nothing is written after the abort, and all is released."""
     rig, sender, receiver = begin({0}, delay_s=0.3)
-    until(lambda: rig.engine.num_posts)
+    until(lambda: rig.engine.calls["post"])
     (sender if side == "prefill" else receiver).abort("enough")
     rig.fail(sender, receiver)
-    assert rig.engine.num_posts <= NUM_POSTS
+    assert rig.engine.calls["post"] <= NUM_POSTS
+
+
+# ---- Small operations leave together, and after one that is refused none of its try.
+
+
+def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -> None:
+    """At time 5: no progress was reported before, and that alone is no reason to report it."""
+    pair = JoinedCores(sends=False)
+    pair.send(SRC, row=1, now_s=5.0)
+    posts = pair.core.outbox.next_posts(5.0)
+    assert len(posts) == 3 and [post.kv_bytes == 0 for post in posts] == [False, False, True]
+    for post in posts:
+        pair.core.completions.on_op_final(post, ok=True, error="", now_s=5.0)
+    (said,) = [message for _, message in pair.core.effects.queue]
+    assert isinstance(said, Status) and said.state == KVPoll.Success
+
+
+def test_after_a_refusal_nothing_more_of_its_try_is_posted(pairs: Any) -> None:
+    pair = pairs(SlowEngine(post=1))
+    sender, receiver = pair.meet(7)
+    sender.send(SourcePages([4, 5, 6], metadata_row=0))
+    until(lambda: receiver.poll() is KVPoll.Success)
+    assert pair.engine.calls["post"] == 1 + 2 and receiver.retries() == 1
+    succeed(sender, receiver)

@@ -5,7 +5,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from dataclasses import replace as with_values
 from typing import Any
 
@@ -13,17 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from tests.transfer.cores import CAPS, CONFIG, KEY, MARK, decode_core
-from tests.transfer.pool import Pool
-from tests.transfer.rig import join, succeed, until
+from tests.transfer.rig import Workers, join, succeed, until
 from transfer_backends.contract import LookupFailed, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.lookup import Connect
-from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
 from transfer_backends.decode.rooms import MAX_LOOKUPS_A_SERVER, MAX_PENDING_ABORTS
-from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import GONE, UNMARKED, Liveness, ProcessMark, liveness, of_worker
-from transfer_backends.ports import Lookup
-from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.sides import KVPoll
 from transfer_backends.wire import Abort, Refused, Registered, TransferInfo
 
@@ -32,30 +26,9 @@ PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # 
 
 
 @pytest.fixture
-def workers() -> Iterator["Workers"]:
+def workers() -> Iterator[Workers]:
     with contextlib.ExitStack() as ends:
-        yield Workers(ends)
-
-
-@dataclass
-class Workers:
-    """Starts managers; they are checked, and end with the test."""
-
-    ends: contextlib.ExitStack
-
-    def decode(self, look_up: Lookup) -> DecodeManager:
-        pool = Pool(num_pages=16, page_bytes=64, seed=0)
-        return self._started(DecodeManager(pool.args, FakeEngine(), PATIENT, lookup=look_up))
-
-    def prefill(self, *followers: ProcessMark) -> PrefillManager:
-        args = Pool(num_pages=16, page_bytes=64, seed=1).args
-        return self._started(PrefillManager(args, FakeEngine(), PATIENT, followers=followers))
-
-    def _started(self, manager: Any) -> Any:
-        manager.start()
-        self.ends.callback(manager.close)
-        self.ends.callback(manager.check)
-        return manager
+        yield Workers(ends, PATIENT)
 
 
 def closed_port() -> int:

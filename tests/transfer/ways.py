@@ -1,10 +1,11 @@
 """The engines by which the contract suite moves bytes, each by its name, or with ROWS: as if it carried no host memory."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transfer_backends.contract import OpState, Pieces
+from transfer_backends.contract import EngineError, OpState, Pieces
 from transfer_backends.engines.registry import FakeEngine, make_engine
 
 ROWS = ", rows by message"
@@ -17,15 +18,36 @@ class SlowOp:
 
 
 class SlowEngine(FakeEngine):
-    """Posts end `delay_s` later, and fail if `fails`."""
+    """Posts end `delay_s` later, and fail if `fails`. `refusals`: calls of a kind that are refused at first; `calls`: all of them.
 
-    def __init__(self, delay_s: float = 0.0, *, fails: bool = False) -> None:
+    `trial_s`: what a trial write of a gigabyte takes of `now_s`; None: it moves nothing.
+    """
+
+    def __init__(
+        self, delay_s: float = 0.0, *, fails: bool = False, trial_s: float | None = None, **refusals: int
+    ) -> None:
         super().__init__()
         self.delay_s = delay_s
         self.fails = fails
+        self.now_s = 0.0
+        self.calls: Counter[str] = Counter()
+        self._trial_s, self._refusals = trial_s, refusals
+
+    def _count(self, what: str) -> None:
+        self.calls[what] += 1
+        if self.calls[what] <= self._refusals.get(what, 0):
+            raise EngineError(f"{what} is refused")
 
     def post(self, peer: Any, pieces: Pieces) -> Any:
+        self._count("post")
         return SlowOp(time.monotonic() + self.delay_s, OpState.FAILED if self.fails else OpState.DONE)
+
+    def trial(self, peer: Any) -> Any:
+        self._count("trial")
+        if self._trial_s is None:
+            return None
+        self.now_s += self._trial_s
+        return self.probe(peer), 10**9
 
     def poll(self, op: Any) -> OpState:
         if isinstance(op, OpState):

@@ -22,10 +22,10 @@ from tests.core.announced import Announced
 from tests.core.engine_in_a_test import EngineInATest, new_request
 from tests.core.hash_model import Slot, State, is_bad, logprob_of, next_token, prefix_hash
 from tests.core.named_stops import stops_of
-from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.oracle import Wishes, turns_of, wishes_of
 from tests.core.proof.story import SIZES, Ask, Event, Setup, Story
 from tests.core.proof.verdict import judge
+from tests.grammar.fixed import cycle
 
 MAX_TURNS_TO_REST = 3000
 OF_THE_STORY = ("role", "capacity", "chunk_pages", "gives_nan")  # the rest of a setup is the engine's
@@ -76,7 +76,6 @@ class Driver(EngineInATest):
         self.updates = 0
         self.branch_of: dict[int, Branch] = {}  # of each page's KV
         self.announced = Announced()
-        self.overlapped = 0  # steps launched before the last was collected
         self.beside = 0  # steps launched while the other phase had one
         self.piped = 0  # steps with decodes, planned while all other stages had theirs
         self.encoded = 0  # images, each time
@@ -154,7 +153,7 @@ class Driver(EngineInATest):
             arrived_s=self.now_s,
             priority=ask.priority,
             prefill_only=prefill_only,
-            grammar=None if ask.grammar is None or pooling else CycleGrammar(*ask.grammar),
+            grammar=None if ask.grammar is None or pooling else cycle(*ask.grammar),
             logprobs=self._logprob_options(ask),
             return_hidden_states=ask.hidden and not pooling,
             pooling=pooling,
@@ -415,7 +414,6 @@ class Driver(EngineInATest):
 
     def launch(self, plan: Plan) -> None:
         self._check_plan(plan)
-        self.overlapped += bool(self.launched)
         self.beside += any(launched.phase is not plan.phase for launched, _ in self.launched)
         super().launch(plan)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from tests.core.hash_model import hidden_of, is_bad, logprob_of, next_token, prefix_hash, step_hash
 from tests.core.named_stops import text_of
-from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.story import Ask
+from tests.grammar.fixed import cycle
 
 
 @dataclass
@@ -56,7 +56,7 @@ def wishes_of(ask: Ask, *, new: int, gives_nan: bool, hands_on: bool = False) ->
 def answer_of(wishes: Wishes, since: list[int], weights: list[int]) -> Answer:
     """`weights[i]`, those of its adapter added, were in use from token number `since[i]` on."""
     ask, answer = wishes.ask, Answer()
-    grammar = CycleGrammar(*ask.grammar) if ask.grammar is not None else None
+    grammar = cycle(*ask.grammar) if ask.grammar is not None else None
     if wishes.new == 0:
         used = weights[bisect_right(since, 0) - 1]
         answer.why = "abort" if wishes.gives_nan and is_bad(prefix_hash(ask.read, used)) else "length"

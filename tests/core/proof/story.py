@@ -226,8 +226,7 @@ def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.Se
             window=st.sampled_from([1, 2, 3, 5, 6, 9, 16]),
             more_window_pages=st.sampled_from([0, 0, 1, 3] if states else [0, 3, 10, 30]),
         )
-    event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, _setups(**drawn).map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
+    return _stories(_setups(**drawn).map(_on_the_grid))
 
 
 def stories_with_images() -> st.SearchStrategy[Story]:
@@ -243,8 +242,7 @@ def stories_with_images() -> st.SearchStrategy[Story]:
         state_slots=st.sampled_from([0, 0, 0, 5, 12]),
         grid=st.sampled_from([4, 8]),
     )
-    event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    told = st.builds(Story, setup.map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
+    told = _stories(setup.map(_on_the_grid))
     place = st.tuples(st.sampled_from([0, 0, 1, 2, 3, 5]), st.sampled_from(range(len(SIZES))))
     some = st.lists(st.lists(place, max_size=5).map(tuple), min_size=4, max_size=12)
     return st.builds(shown, told, some)
@@ -279,54 +277,46 @@ def _events() -> st.SearchStrategy[Event]:
     return st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(10)))
 
 
-def stories(*, min_events: int = 25, max_events: int = 60) -> st.SearchStrategy[Story]:
+def _stories(setup: st.SearchStrategy[Setup]) -> st.SearchStrategy[Story]:
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, _setups(), st.lists(event, min_size=min_events, max_size=max_events).map(tuple))
+    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
 
 
-def stories_with_drafts() -> st.SearchStrategy[Story]:
-    """One pipeline stage: drafts follow known tokens, and stages have others in flight."""
-    setup = _setups(
+def stories() -> st.SearchStrategy[Story]:
+    return _stories(_setups())
+
+
+def _drafting(**own: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
+    """Of one pipeline stage: drafts follow known tokens, and stages have others in flight."""
+    return _setups(
         role=st.sampled_from(["unified", "decode"]),
         pp_size=st.just(1),
-        drafts=st.sampled_from(GUESSES),
-        most_drafts=st.sampled_from([1, 2, 3, 7, 20]),
+        **own,
         window=st.sampled_from([0, 0, 1, 5, 9]),
         more_window_pages=st.sampled_from([0, 3, 10]),
     )
-    event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
+
+
+def stories_with_drafts() -> st.SearchStrategy[Story]:
+    return _stories(_drafting(drafts=st.sampled_from(GUESSES), most_drafts=st.sampled_from([1, 2, 3, 7, 20])))
 
 
 def stories_with_a_drafter() -> st.SearchStrategy[Story]:
     """As with drafts, which a model in the executor makes: its entries of tokens and the tails of pages follow from prefixes, too."""
-    setup = _setups(
-        role=st.sampled_from(["unified", "decode"]),
-        pp_size=st.just(1),
-        drafts=st.sampled_from([begin + kind for begin in (MODELED, TREES) for kind in GUESSES]),
-        most_drafts=st.sampled_from([1, 2, 3, 7, 12]),
-        window=st.sampled_from([0, 0, 1, 5, 9]),
-        more_window_pages=st.sampled_from([0, 3, 10]),
-    )
-    event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
+    drafts = [begin + kind for begin in (MODELED, TREES) for kind in GUESSES]
+    return _stories(_drafting(drafts=st.sampled_from(drafts), most_drafts=st.sampled_from([1, 2, 3, 7, 12])))
 
 
 def stories_with_states_and_drafts() -> st.SearchStrategy[Story]:
     """Drafts that move recurrent states, of any drafter, with windows or without, and now and then for fewer requests than run."""
-    setup = _setups(
-        role=st.sampled_from(["unified", "decode"]),
-        pp_size=st.just(1),
+    setup = _drafting(
         drafts=st.sampled_from([*GUESSES, *(MODELED + kind for kind in GUESSES)]),
         most_drafts=st.sampled_from([1, 2, 3, 7, 20]),
         shadows=st.sampled_from([1, 2, 7, 7]),
         state_slots=st.sampled_from([1, 2, 3, 5, 12, 20]),
         grid=st.sampled_from([4, 8]),
-        window=st.sampled_from([0, 0, 1, 5, 9]),
-        more_window_pages=st.sampled_from([0, 3, 10]),
     )
-    event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, setup.map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
+    return _stories(setup.map(_on_the_grid))
 
 
 def stories_with_lanes() -> st.SearchStrategy[Story]:
@@ -340,8 +330,7 @@ def stories_with_lanes() -> st.SearchStrategy[Story]:
         more_window_pages=st.sampled_from([0, 3, 10]),
         image_room=st.sampled_from([0, 0, 9, 100]),
     )
-    event = st.one_of(asks(), _events(), asks(), _events(), _events())
-    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
+    return _stories(setup)
 
 
 def rushes() -> st.SearchStrategy[Story]:

@@ -17,7 +17,7 @@ from engine.messages import FeatureSource, KVSource
 from tests.core.hash_model import KV, NO_MEMORY, VOCAB, HashModel, Slot
 from tests.core.mem_cache.images import SEES, prompt_of
 from tests.disagg.two_roles import Engines, RoleEngine, assembly_of
-from tests.disagg.wire_in_a_test import Wire
+from tests.disagg.wire_in_a_test import Ends, Wire
 
 PAGE = 4
 ROWS = 8
@@ -94,10 +94,11 @@ class EncodeCluster(Engines):
         landing = ArrivingPages(self.engine.model.arrivals)
         self.wire = Wire(prefill=self.encoder.model, decode=landing, rows=rows)  # type: ignore[arg-type]
         source = KVSource(SOURCE.control, SOURCE.incarnation)
-        self.encoder.role = assembly_of(self.encoder, rows[0]).encode(self.wire, source, SEEN)
+        self.gets = Ends.of(self.wire)
+        self.encoder.role = assembly_of(self.encoder, rows[0]).encode(Ends.of(self.wire), source, SEEN)
         self.fetches = FeatureFetches(
             memory=self.engine.scheduler.memory,
-            manager=self.wire,
+            manager=self.gets,
             metadata=rows[1],
             allocator=PageAllocator(num_pages=arriving, page_size=PAGE),
             rooms=itertools.count(1),

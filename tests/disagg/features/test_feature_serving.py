@@ -30,7 +30,7 @@ RNG = random.Random(1)
 
 def provided(cluster: EncodeCluster, work: Work, *, number: int = 0, pages: Sequence[int] | None = None) -> KVReceiver:
     """A peer's receiver, which has given its pages and row `number`."""
-    receiver = cluster.wire.receiver(900 + number, bootstrap="", room_attempt=1)
+    receiver = cluster.wire.receiver(900 + number, 1)
     while receiver.poll() is not KVPoll.WaitingForInput:
         assert cluster.wire.step(RNG)
     receiver.provide(TargetPages(pages or [1 + 2 * number, 2 + 2 * number], number, work=work))

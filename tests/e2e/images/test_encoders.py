@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from engine.model_files.model_config import load_model_config
 from engine.models.vision.tower import Pixels
 from tests.e2e.images.encoder_in_process import EncoderInProcess
 from tests.e2e.images.test_images import FLAGS, NEW, Asked, Tokens, counters, prompts_of
-from tests.e2e.two_engines import REST_S, Alone, Pair, System, WorkerInProcess, disaggregated
+from tests.e2e.two_engines import System, WorkerInProcess, disaggregated, turning, unified
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.dp_in_process import dp_ranks
 from tests.engine.ranks.ranks_in_process import ranks
@@ -61,15 +60,9 @@ def encoding(
     with ExitStack() as stack:
         encodes = EncoderInProcess(encoder or path, disagg=disagg, num_threads=1, dtype=dtype)
         stack.callback(encodes.close)
-        fetching = {**disagg, "feature_fetch": True}
-        if mode == "pair":
-            system: System = stack.enter_context(
-                disaggregated(path, decode={"disagg": disagg}, disagg=fetching, chunked_prefill_size=CHUNK, **FLAGS)
-            )
-        else:
-            worker = WorkerInProcess(path, disagg=fetching, chunked_prefill_size=CHUNK, **FLAGS)
-            stack.callback(worker.close)
-            system = Alone(worker)
+        flags = {"disagg": {**disagg, "feature_fetch": True}, "chunked_prefill_size": CHUNK, **FLAGS}
+        of_pair = disaggregated(path, decode={"disagg": disagg}, **flags)
+        system = stack.enter_context(of_pair if mode == "pair" else unified(path, **flags))
         yield encodes, system
 
 
@@ -77,19 +70,10 @@ def ask(system: System, asked: Asked, sources: Sequence[FeatureSource | None], *
     """Ask all at once; `others`: encoders that turn meanwhile."""
     for rid, (prompt, images) in asked.items():
         wanted = {"images": images, "encoders": tuple(sources[: len(images)])}
-        if isinstance(system, Pair):
-            system.submit(rid, prompt, new=NEW, wanted=wanted)
-        else:
-            system.workers[0].submit(rid, prompt, new=NEW, meeting=None, wanted=wanted)
-    everyone = [*system.workers, *others]
-    deadline_s = monotonic() + REST_S
-    while not all(one.at_rest for one in everyone):
-        assert monotonic() < deadline_s, [worker.queues() for worker in system.workers]
-        if not any([one.turn() for one in everyone]):
-            sleep(0.0005)
-    for one in everyone:
-        one.check()
-    last = system.workers[-1].outputs
+        system.submit(rid, prompt, new=NEW, wanted=wanted)
+    for _ in turning([*system.workers, *others]):
+        pass
+    last = system.workers[-1]
     assert not last.aborted, last.aborted
     return {rid: last.tokens[rid] for rid in asked}
 
@@ -130,7 +114,7 @@ def test_all_ranks_of_a_stage_get_what_the_first_one_has_fetched(way: dict[str, 
         make = partial(WorkerInProcess, disagg=disagg)
         group = stack.enter_context(ranks(path, tp_size=2, chunked_prefill_size=CHUNK, make=make, **way, **FLAGS))
         assert isinstance(group.engine, WorkerInProcess)
-        system = Alone(group.engine)
+        system = System(group.engine)
         assert ask(system, asked, [encoder.source] * 2, encoder) == right
         assert counters(group.engine)["mm_encoded_images"] == 0 and fetched(system)["features_fetched"] == 3
 
@@ -149,7 +133,7 @@ def test_features_that_have_crossed_are_bit_for_bit_those_of_the_worker_s_own_to
         stack.callback(encoder.close)
         worker = WorkerInProcess(path, disagg={"feature_fetch": True}, **flags)
         stack.callback(worker.close)
-        ask(Alone(worker), asked, [encoder.source] * 2, encoder)
+        ask(System(worker), asked, [encoder.source] * 2, encoder)
         crossed = features_of(worker)
     assert len(own) == 3 and own.keys() == crossed.keys()
     assert all(torch.equal(own[key], crossed[key]) and own[key].dtype == crossed[key].dtype for key in own)

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from engine.models.draft_model import DraftEntries
 from engine.models.vision.tower import NO_IMAGES, Pixels
 from engine.models.vision.towers import DeepstackTower, ProjectedClip, WindowedTower
 from tests.core.hash_model import NO_MEMORY
-from tests.e2e.two_engines import REST_S, Pair, disaggregated
+from tests.e2e.two_engines import REST_S, System, disaggregated, turning
 from tests.engine.drafts.drafters import always
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.dp_in_process import dp_ranks
@@ -67,17 +67,12 @@ def ask_in_turn(engine: EngineInProcess, asked: Asked) -> Tokens:
     return {rid: tokens for one in asked for rid, tokens in ask(engine, {one: asked[one]}).items()}
 
 
-def ask_pair(pair: Pair, asked: Asked) -> Tokens:
+def ask_pair(pair: System, asked: Asked) -> Tokens:
     for rid, (prompt, images) in asked.items():
         pair.submit(rid, prompt, new=NEW, wanted={"images": images})
-    deadline_s = monotonic() + REST_S
-    while not all(worker.at_rest for worker in pair.workers):
-        assert monotonic() < deadline_s, [worker.queues() for worker in pair.workers]
-        if not any([worker.turn() for worker in pair.workers]):
-            sleep(0.0005)
-    for worker in pair.workers:
-        worker.check()
-    decode = pair.workers[1].outputs
+    for _ in turning(pair.workers):
+        pass
+    decode = pair.workers[1]
     assert not decode.aborted, decode.aborted
     return {rid: decode.tokens[rid] for rid in asked}
 

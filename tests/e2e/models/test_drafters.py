@@ -114,9 +114,9 @@ def test_a_pair_with_other_drafters_is_refused_with_both_names(kind: str | None,
     with disaggregated(WIDE_MODEL_PATH, decode=other, **FLAGS, **by("EAGLE", paths)) as pair:
         rid, prompt, new = ASKED[0]
         pair.submit(rid, prompt, new=new)
-        while not pair.workers[-1].outputs.ended:
+        while not pair.workers[-1].finish:
             for worker in pair.workers:
                 worker.turn()
-        why = pair.workers[-1].outputs.aborted[rid]
+        why = pair.workers[-1].aborted[rid]
     theirs = "drafts by EAGLE3 of 1,2,3 LlamaForCausalLM/L1" if kind else "/kv4x128"
     assert "signature differs" in why and "drafts by EAGLE LlamaForCausalLM/L1" in why and theirs in why

@@ -1,25 +1,14 @@
 """Workers that hold whole experts on each rank, or parts of all, share KV: it does not know of experts."""
 
-import socket
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bootstrap_server.app import BootstrapServer
-from bootstrap_server.registry import BootstrapConfig
-from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.transfer_engine import engine_of, memory_of
-from engine.config import EngineConfig
 from engine.kernels.linear import linear_kernel
-from engine.ranks.rank_parts import RankPools
-from tests.e2e.two_engines import HOST, Pair, WorkerInProcess, run
+from tests.e2e.two_engines import disaggregated, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
-from transfer_backends.engines.remote import serve_engine
 
 FLAGS: dict[str, Any] = {
     "chunked_prefill_size": 32,
@@ -49,30 +38,8 @@ def test_one_side_holds_whole_experts(
             alone.add(str(i), prompt, max_new_tokens=16, temperature=0.0, ignore_eos=True)
         alone.run()
     disagg = {"disaggregation_transfer_backend": backend}
-    with ExitStack() as stack:
-        server = BootstrapServer(BootstrapConfig(port=0), shared=False, secret=None)
-        server.start()
-        stack.callback(server.close)
-        workers = []
-        for mode, shape in (("prefill", prefill), ("decode", decode)):
-            make: Any = partial(WorkerInProcess, mode=mode, bootstrap=server.port, disagg=disagg)
-            if shape:
-                serve = partial(_serve, path, DisaggConfig(disaggregation_mode=mode, **disagg))
-                worker = stack.enter_context(ranks(path, make=make, serve=serve, **FLAGS, **shape)).engine
-            else:
-                worker = stack.enter_context(make(path, **FLAGS))
-            assert isinstance(worker, WorkerInProcess)
-            workers.append(worker)
-        pair = Pair(*workers, port=server.port)
+    with disaggregated(path, prefill=prefill, decode=decode, disagg=disagg, **FLAGS) as pair:
         assert run(pair, [(str(i), prompt, 16) for i, prompt in enumerate(prompts)], turns_between=4) == alone.tokens
-        for worker, shape in zip(workers, (prefill, decode), strict=True):
+        for worker, shape in zip(pair.workers, (prefill, decode), strict=True):
             balance = worker.parts.executor.runner.balance
             assert (balance is not None) == (shape is MOVING)
-
-
-def _serve(path: str, disagg: DisaggConfig, pools: RankPools, sock: socket.socket) -> None:
-    spec = SchedulerSpec(
-        engine=EngineConfig(model_path=path), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
-    )
-    receives = disagg.disaggregation_mode == "decode"
-    serve_engine(engine_of(spec, pools.kv), memory_of(pools), sock, receives=receives, host=HOST)

@@ -3,30 +3,20 @@
 
 import math
 import random
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from bootstrap_server.app import BootstrapServer
-from bootstrap_server.registry import BootstrapConfig
-from disagg.config import DisaggConfig, SchedulerSpec
-from disagg.transfer_engine import engine_of, memory_of
-from engine.config import EngineConfig
 from engine.model_files.model_config import WIDE_MODEL_PATH
-from engine.ranks.rank_parts import RankPools
 from tests.e2e.models.group_models import Made
-from tests.e2e.two_engines import HOST, Pair, WorkerInProcess, run
+from tests.e2e.two_engines import System, disaggregated, run
 from tests.e2e.workload import recall_prompt
-from tests.engine.ranks.ranks_in_process import ranks
 from tools.recall.oracle import continuation
-from transfer_backends.engines.remote import serve_engine
 
 FLAGS: dict[str, Any] = {
     "chunked_prefill_size": 32,
@@ -100,14 +90,13 @@ def test_kv_crosses_between_all_ranks_and_comes_back(name: str) -> None:
     assert (sent["posts"] > 2 * whole) == layers, (sent["posts"], whole)
 
 
-@contextmanager
 def pair_of(
     cell: Cell,
     path: str = WIDE_MODEL_PATH,
     *,
     flags: Mapping[str, Any] = MappingProxyType(FLAGS),
     decode: Mapping[str, Any] = MappingProxyType(TIGHT),
-) -> Iterator[Pair]:
+) -> AbstractContextManager[System]:
     """`flags`: of both workers; `decode`: of that one alone."""
     disagg: dict[str, Any] = {
         "disaggregation_transfer_backend": cell.backend,
@@ -115,32 +104,8 @@ def pair_of(
         "disaggregation_layerwise_transfer": cell.layerwise,
         "disaggregation_decode_retraction_backup": cell.backup,
     }
-    with ExitStack() as stack:
-        server = BootstrapServer(BootstrapConfig(port=0), shared=False, secret=None)
-        server.start()
-        stack.callback(server.close)
-        workers = []
-        for mode, shape, nnodes, more in (
-            ("prefill", cell.prefill, cell.nnodes[0], {}),
-            ("decode", cell.decode, cell.nnodes[1], decode),
-        ):
-            make = partial(WorkerInProcess, mode=mode, bootstrap=server.port, disagg=disagg)
-            all_flags = {**flags, **more, "nnodes": nnodes, "dist_init_addr": "127.0.0.1:1"}  # they meet by hand
-            if shape == (1, 1):
-                workers.append(stack.enter_context(make(path, **all_flags)))
-                continue
-            own, (tp_size, pp_size) = DisaggConfig(disaggregation_mode=mode, **disagg), shape
-            serve = partial(_serve, own, path)
-            group = ranks(path, tp_size=tp_size, pp_size=pp_size, make=make, serve=serve, **all_flags)
-            worker = stack.enter_context(group).engine
-            assert isinstance(worker, WorkerInProcess)
-            workers.append(worker)
-        yield Pair(*workers, port=server.port)
-
-
-def _serve(disagg: DisaggConfig, path: str, pools: RankPools, sock: socket.socket) -> None:
-    spec = SchedulerSpec(
-        engine=EngineConfig(model_path=path), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
+    one, other = (
+        {"tp_size": tp, "pp_size": pp, "nnodes": nnodes, "dist_init_addr": "127.0.0.1:1"}  # they meet by hand
+        for (tp, pp), nnodes in zip((cell.prefill, cell.decode), cell.nnodes, strict=True)
     )
-    receives = disagg.disaggregation_mode == "decode"
-    serve_engine(engine_of(spec, pools.kv), memory_of(pools), sock, receives=receives, host=HOST)
+    return disaggregated(path, prefill=one, decode={**decode, **other}, disagg=disagg, **flags)

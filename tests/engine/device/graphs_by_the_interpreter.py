@@ -6,8 +6,8 @@ The whole engine with decode graphs (eager ones: the same work over the same buf
 import sys
 import tempfile
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +23,12 @@ from tests.engine.device.late_copies import copy_late
 from tests.engine.drafts.drafters import always, fared
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.three_requests import PROMPTS, SAMPLING, run, two_models
+from tests.grammar.fixed import Fixed
 from tests.models.tiny_seeing import FAMILIES, PromptMaker, make_seeing_checkpoint
 
 LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
+SMALL: dict[str, Any] = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160}
+UNCACHED: dict[str, Any] = {**SMALL, "disable_radix_cache": True}
 
 
 def main() -> None:
@@ -42,30 +45,9 @@ def main() -> None:
         check_images(Path(folder) / "seeing")
 
 
-class EveryThird:
+def every_third(vocab_size: int) -> Fixed:
     """A grammar: token number n is n modulo 3. Its masks come late at depth 2."""
-
-    ended, problem = False, ""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size, self._seen = vocab_size, 0
-
-    def accept(self, token: int) -> bool:
-        assert token % 3 == self._seen % 3
-        self._seen += 1
-        return True
-
-    def forced(self) -> list[int]:
-        return []
-
-    def fork(self) -> "EveryThird":
-        return deepcopy(self)
-
-    def bitmask(self) -> bytes:
-        words = bytearray(4 * -(-self._vocab_size // 32))
-        for t in range(self._seen % 3, self._vocab_size, 3):
-            words[t // 8] |= 1 << (t % 8)
-        return bytes(words)
+    return Fixed(1000, lambda before, token: token % 3 == len(before) % 3, vocab_size=vocab_size)
 
 
 class CountingCapture:
@@ -86,20 +68,19 @@ class CountingCapture:
         return replay
 
 
+def plain_engine(path: str, **flags: Any) -> EngineInProcess:
+    return EngineInProcess(path, attention_backend="torch", **flags)
+
+
+def recording(path: str, capture: CountingCapture, **flags: Any) -> EngineInProcess:
+    return EngineInProcess(path, attention_backend="triton", machine=LocalMachine(capture=lambda: capture), **flags)
+
+
 def check(folder: str, other: str) -> None:
-    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
-    plain = [EngineInProcess(path, attention_backend="torch", **flags) for path in (folder, other)]
+    plain = [plain_engine(path, **UNCACHED) for path in (folder, other)]
     (expected, expected_logprobs), (expected_of_other, _) = (run(engine, LENGTHS) for engine in plain)
     capture = CountingCapture()
-    engine = EngineInProcess(
-        folder,
-        depth=2,
-        stream="threaded",
-        attention_backend="triton",
-        machine=LocalMachine(capture=lambda: capture),
-        use=EngineUse(prefills=False),
-        **flags,
-    )
+    engine = recording(folder, capture, depth=2, stream="threaded", use=EngineUse(prefills=False), **UNCACHED)
     graphs, pool = engine.recorded(DecodeGraphs), engine.parts.pool
     assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
     pool.k(0)[0] = 7.0
@@ -110,7 +91,7 @@ def check(folder: str, other: str) -> None:
     assert len(capture.logits) == 1, "each size has logits of its own, which stay taken beside the others"
     assert (pool.k(0)[0, 0] != 7.0).all(), "nothing was padded"
     # masked steps are sampled behind the graph, and count the tokens of a penalty once
-    masked = [run(e, LENGTHS, grammars={"a": EveryThird(e.model.vocab_size)})[0] for e in (engine, plain[0])]
+    masked = [run(e, LENGTHS, grammars={"a": every_third(e.model.vocab_size)})[0] for e in (engine, plain[0])]
     assert masked[0] == masked[1] != expected, masked
     model = load_model(other, engine.model, dtype="float32", device="cpu", progress=False)
     engine.parts.weights.take(model, model_path=other, version=None)
@@ -121,17 +102,10 @@ def check(folder: str, other: str) -> None:
 
 def check_prompts(folder: str) -> None:
     """Chunks of 16 tokens, of one request or several: prompts that begin, go on behind a prefix and end in a step."""
-    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "chunked_prefill_size": 16}
-    plain = EngineInProcess(folder, attention_backend="torch", **flags)
+    plain = plain_engine(folder, chunked_prefill_size=16, **SMALL)
     expected = run(plain, dict.fromkeys(PROMPTS, 1))
     capture, marks = CountingCapture(), list[tuple[int, int]]()
-    engine = EngineInProcess(
-        folder,
-        attention_backend="triton",
-        machine=LocalMachine(capture=lambda: capture),
-        use=EngineUse(decodes=False),
-        **flags,
-    )
+    engine = recording(folder, capture, use=EngineUse(decodes=False), chunked_prefill_size=16, **SMALL)
     device, pool = engine.parts.device, engine.parts.pool
     assert engine.recorded(DecodeGraphs) is None and engine.recorded(PrefillGraphs) is not None
     device.layers.watch([1], lambda: marks.append(device.layers.reached()))
@@ -151,14 +125,7 @@ def check_loads(folder: str) -> None:
     """A recorded prompt whose prefix comes from the host, on streams that run as late as they may."""
     flags = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 64, "enable_hierarchical_cache": True}
     capture, prompt = CountingCapture(), list(range(20, 45))
-    with EngineInProcess(
-        folder,
-        attention_backend="triton",
-        machine=LocalMachine(capture=lambda: capture),
-        use=EngineUse(decodes=False),
-        page_size=8,
-        **flags,
-    ) as engine:
+    with recording(folder, capture, use=EngineUse(decodes=False), page_size=8, **flags) as engine:
         copy_late(engine)
         for rid, asked in (("first", prompt), ("other", list(range(60, 120))), ("again", prompt)):
             engine.add(rid, asked, max_new_tokens=1)
@@ -170,7 +137,6 @@ def check_loads(folder: str) -> None:
 
 def check_drafter(folder: str, *, topk: int = 1) -> None:
     """Recorded verify steps and prompts, behind which a drafter, the model itself, keeps what it needs of their tokens."""
-    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
 
     def ask(engine: EngineInProcess) -> dict[str, list[int]]:
         for rid in ("a", "c"):
@@ -181,12 +147,7 @@ def check_drafter(folder: str, *, topk: int = 1) -> None:
     capture = CountingCapture()
     own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": topk}
     own |= {"speculative_eagle_topk": topk}
-    with (
-        EngineInProcess(folder, attention_backend="torch", **flags) as plain,
-        EngineInProcess(
-            folder, attention_backend="triton", machine=LocalMachine(capture=lambda: capture), **flags, **own
-        ) as engine,
-    ):
+    with plain_engine(folder, **UNCACHED) as plain, recording(folder, capture, **UNCACHED, **own) as engine:
         always(engine.parts.scheduler)
         assert ask(engine) == ask(plain)
         how = fared(engine)
@@ -199,7 +160,6 @@ def check_images(folder: Path) -> None:
     text = {**FAMILIES["qwen2_5_vl"]["text_config"], "num_hidden_layers": 1}
     path = make_seeing_checkpoint(folder, "qwen2_5_vl", text_config=text)
     prompt = PromptMaker().text(4).image(4, 6).text(3).done()
-    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
 
     def ask(engine: EngineInProcess) -> dict[str, list[int]]:
         for rid, images in (("sees", tuple(prompt.images)), ("reads", ())):
@@ -208,12 +168,7 @@ def check_images(folder: Path) -> None:
         return engine.tokens
 
     capture = CountingCapture()
-    with (
-        EngineInProcess(path, attention_backend="torch", **flags) as plain,
-        EngineInProcess(
-            path, attention_backend="triton", machine=LocalMachine(capture=lambda: capture), **flags
-        ) as engine,
-    ):
+    with plain_engine(path, **UNCACHED) as plain, recording(path, capture, **UNCACHED) as engine:
         right = ask(plain)
         assert ask(engine) == right and right["sees"] != right["reads"], right
     assert capture.replays >= 4, capture.replays

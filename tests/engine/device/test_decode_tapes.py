@@ -12,11 +12,12 @@ from torch import Tensor
 
 from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import LinearKernel, PackedMatrix, linear_kernel
-from engine.kernels.tape import TURNS, Tape, tape_library
+from engine.kernels.tape import TURNS, tape_library
 from engine.models.load import load_model
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.three_requests import run, two_models
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.one_thread import Plays
 
 LENGTHS = {"a": 13, "b": 4, "c": 9}  # three steps of three requests, five of two, four of one
 PLAYS = 2 + 4 + 3  # of each size the first step is recorded
@@ -38,22 +39,9 @@ def start() -> Iterator[Callable[..., EngineInProcess]]:
         yield lambda path, **flags: stack.enter_context(EngineInProcess(path, **FLAGS, **flags))
 
 
-@pytest.fixture
-def plays(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
-    """The tapes that were played, in order."""
-    played, play = [], Tape.play
-
-    def noted(tape: Tape) -> None:
-        played.append(tape)
-        play(tape)
-
-    monkeypatch.setattr(Tape, "play", noted)
-    return played
-
-
 @pytest.mark.parametrize("stream", ["inline", "threaded"])
 def test_tokens_and_logprobs_are_the_same_to_the_bit(
-    models: tuple[str, str], start: Callable[..., EngineInProcess], plays: list[Tape], stream: str
+    models: tuple[str, str], start: Callable[..., EngineInProcess], plays: Plays, stream: str
 ) -> None:
     expected, expected_of_other = (run(start(path, disable_cuda_graph=True), LENGTHS) for path in models)
     engine = start(models[0], stream=stream)
@@ -72,7 +60,7 @@ def test_tokens_and_logprobs_are_the_same_to_the_bit(
     "family", ["falcon_h1", "gemma2", "gemma3_text", "granite", "granitemoehybrid", "qwen3_5_text", "smollm3"]
 )
 def test_steps_of_families_with_arithmetic_of_their_own_are_played(
-    family: str, tmp_path: Path, start: Callable[..., EngineInProcess], plays: list[Tape]
+    family: str, tmp_path: Path, start: Callable[..., EngineInProcess], plays: Plays
 ) -> None:
     dense = {"num_local_experts": 0} if family == "granitemoehybrid" else {}
     path = make_tiny_checkpoint(tmp_path, family, dtype="bfloat16", head_dim=32, **dense)
@@ -118,7 +106,7 @@ def held_for_long(matrix: PackedMatrix, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_number_of_threads_may_change_from_step_to_step(kernel: LinearKernel, plays: list[Tape]) -> None:
+def test_the_number_of_threads_may_change_from_step_to_step(kernel: LinearKernel, plays: Plays) -> None:
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     model: Any = TwoProducts(kernel.pack(weight, None), nothing)
     tapes, nobody, before = DecodeTapes(), None, torch.get_num_threads()
@@ -140,7 +128,7 @@ def test_what_a_tape_does_not_know_is_found_out(
     kernel: LinearKernel,
     between: Callable[[PackedMatrix, Tensor], Tensor],
     expected_plays: int,
-    plays: list[Tape],
+    plays: Plays,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).bfloat16()

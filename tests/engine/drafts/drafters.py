@@ -1,18 +1,17 @@
 """Engines whose drafter always drafts, whatever steps cost on this machine; and what its drafts came to."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.core.plan import StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.messages import LogprobOptions
 from engine.speculative.drafts import Draft
 from tests.core.guesses import Free, drafting_of
 from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.ranks.ranks_in_process import ranks
 
 
 def always(scheduler: Scheduler) -> None:
@@ -35,23 +34,45 @@ def fared(engine: EngineInProcess) -> Fared:
     return Fared(counters.draft_steps, counters.drafts, counters.accepted_drafts)
 
 
-@contextmanager
-def engine_of(path: str, *, tp_size: int, **flags: Any) -> Iterator[EngineInProcess]:
-    """An engine of one rank, or the leader of several."""
-    if tp_size == 1:
-        with EngineInProcess(path, **flags) as engine:
-            yield engine
-        return
-    with ranks(path, tp_size=tp_size, **flags) as group:
-        yield group.engine
-
-
 def answers_to(engine: EngineInProcess, prompts: Sequence[list[int]], *, new: int) -> list[list[int]]:
     """Run all prompts together; return the tokens of each."""
     for i, prompt in enumerate(prompts):
         engine.add(f"r{i}", prompt, max_new_tokens=new)
     engine.run()
     return [engine.tokens[f"r{i}"] for i in range(len(prompts))]
+
+
+Answers = tuple[Any, ...]
+# Few tokens are likely, so that their n-grams come again.
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "top_k": 3},
+    "min_p": {"temperature": 1.0, "min_p": 0.3, "top_p": 0.8},
+    "penalties": {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.05, "frequency_penalty": 0.02},
+    "presence": {"presence_penalty": 0.05, "logit_bias": {21: 4.0, 22: 4.0, 23: 3.9}},
+    "bias": {"temperature": 1.0, "logit_bias": {30: 40.0, 31: 40.0}},
+    "rules": {"temperature": 1.0, "allowed_token_ids": (40, 41, 42)},
+    "end": {"temperature": 1.0, "top_k": 3, "min_new_tokens": 20, "ignore_eos": False},
+    "stop": {"temperature": 1.0, "logit_bias": {30: 40.0, 31: 40.0}, "stop_token_ids": (30,), "min_new_tokens": 30},
+}
+UNSURE = ("penalties", "presence", "min_p")  # counts of tokens in flight, or a bound that rounding moves, differ
+
+
+def ask_all(engine: EngineInProcess, *, new: int = 40, length: int = 50, sure: bool = False) -> Answers:
+    """Tokens, logprobs, hidden states and ends of `ASKED`, whose prompts have up to `length` tokens.
+
+    `sure`: leave out requests whose drafts may be wrong though the drafter is right.
+    """
+    prompt = [20 + i * i % 11 for i in range(length)]
+    for i, (name, sampling) in enumerate(ASKED.items()):
+        if sure and (name in UNSURE or name == "stop"):
+            continue
+        wanted = {"return_hidden_states": i % 2 == 0}
+        sampling = {"seed": i, "max_new_tokens": new, **sampling}
+        engine.add(name, prompt[i:], logprobs=LogprobOptions(-1, 2), wanted=wanted, **sampling)
+    engine.run()
+    hidden = {name: b"".join(rows) for name, rows in engine.hidden.items()}  # several a step
+    return engine.tokens, engine.logprobs, hidden, engine.finish
 
 
 def spoil_all_but_the_first(engine: EngineInProcess) -> None:

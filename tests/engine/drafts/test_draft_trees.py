@@ -17,10 +17,11 @@ from engine.sampler.sampler import TokenSampler
 from engine.speculative.draft_steps import DraftSteps
 from engine.speculative.drafts import Draft, Drafts
 from tests.core.guesses import drafting_of
-from tests.engine.drafts.drafters import always, answers_to, engine_of, fared
+from tests.engine.drafts.drafters import always, answers_to, fared
 from tests.engine.drafts.test_eagle import NEW, PROMPTS, RIGHT
 from tests.engine.drafts.test_standalone_drafter import answers, by
 from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.ranks.ranks_in_process import engine_of
 from tests.models.recall_drafters import build
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.models.tiny_drafters import make_tiny_eagle

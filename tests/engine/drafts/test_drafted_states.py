@@ -9,17 +9,17 @@ import torch
 from engine.device.step_memory import EngineUse
 from engine.executor import decode_tapes
 from engine.kernels.linear import linear_kernel
-from engine.kernels.tape import Tape, tape_library
-from engine.messages import LogprobOptions
-from tests.engine.drafts.drafters import KINDS, always, draft_from, fared
-from tests.engine.drafts.test_speculation import ASKED, in_grammar
+from engine.kernels.tape import tape_library
+from tests.engine.drafts.drafters import KINDS, Answers, always, ask_all, draft_from, fared
+from tests.engine.drafts.test_speculation import in_grammar
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.engine.test_recurrent import states_at
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.one_thread import Plays
 
 pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="products of torch depend on the batch")
-NEW, MOST = 40, 4
+LENGTH, MOST = 78, 4  # of prompts: a chunk and a snapshot end inside
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # whose steps can be tapes
     "delta": ("qwen3_5_text", {"head_dim": 32}),
     "mamba": ("granitemoehybrid", {"head_dim": 32, "num_local_experts": 0}),
@@ -33,7 +33,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "few slots": {"max_mamba_cache_size": 3},
     "pages of 4": {"page_size": 4},
 }
-Answers = tuple[Any, ...]
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +49,6 @@ def plain(paths: dict[str, str]) -> dict[str, Answers]:
     return {name: answers(path) for name, path in paths.items()}
 
 
-def ask_all(engine: EngineInProcess) -> Answers:
-    """Greedy, seeded, with penalties, ends and rules: prompts of 70 to 78 tokens, so that a chunk and a snapshot end inside."""
-    prompt = [20 + i * i % 11 for i in range(78)]
-    for i, (name, sampling) in enumerate(ASKED.items()):
-        wanted = {"return_hidden_states": i % 2 == 0}
-        sampling = {"seed": i, "max_new_tokens": NEW, **sampling}
-        engine.add(name, prompt[i:], logprobs=LogprobOptions(-1, 2), wanted=wanted, **sampling)
-    engine.run()
-    hidden = {name: b"".join(rows) for name, rows in engine.hidden.items()}
-    return engine.tokens, engine.logprobs, hidden, engine.finish
-
-
 def answers(path: str, right: Answers | None = None, kind: str = "", **flags: Any) -> Answers:
     """With drafts as `kind` says of the `right` answers; ""; without."""
     if right is not None:
@@ -69,7 +56,7 @@ def answers(path: str, right: Answers | None = None, kind: str = "", **flags: An
     with EngineInProcess(path, **flags) as engine:
         if right is not None:
             draft_from(engine.parts.scheduler, right[0], kind, most=MOST)
-        said = ask_all(engine)
+        said = ask_all(engine, length=LENGTH)
         how = fared(engine)
         assert (how.drafts > 100) == (right is not None)
         assert how.accepted == {"right": how.drafts, "wrong": 0}.get(kind, how.accepted)
@@ -79,15 +66,17 @@ def answers(path: str, right: Answers | None = None, kind: str = "", **flags: An
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_are_those_of_plain_decoding(
-    paths: dict[str, str], plain: dict[str, Answers], name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    paths: dict[str, str],
+    plain: dict[str, Answers],
+    name: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    plays: Plays,
 ) -> None:
     """By tapes, too, whose products stay until states go back."""
-    played: list[Tape] = []
-    play = Tape.play
     monkeypatch.setattr(decode_tapes, "OFTEN", 2)
-    monkeypatch.setattr(Tape, "play", lambda tape: (played.append(tape), play(tape))[1])
     assert answers(paths[name], plain[name], kind) == plain[name]
-    lasting = [tape for tape in played if tape._num_lasting]
+    lasting = [tape for _, tape in plays if tape._num_lasting]
     often = kind in ("wrong", "half") and tape_library() is not None
     assert not often or len(lasting) > 1, "states went back from what tapes had kept: the first play is a check"
 
@@ -101,11 +90,11 @@ def test_whatever_else_happens(paths: dict[str, str], plain: dict[str, Answers],
 def test_ranks_take_back_their_own_parts(paths: dict[str, str], name: str) -> None:
     flags = {"tp_size": 2, "reduce_units": 2, "num_threads": 1}
     with ranks(paths[name], **flags) as group:
-        wanted = ask_all(group.engine)
+        wanted = ask_all(group.engine, length=LENGTH)
     flags |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1 + MOST}
     with ranks(paths[name], **flags) as group:
         draft_from(group.engine.parts.scheduler, wanted[0], "mixed", most=MOST)
-        assert ask_all(group.engine) == wanted
+        assert ask_all(group.engine, length=LENGTH) == wanted
         how = fared(group.engine)
         assert 0 < how.accepted < how.drafts
 
@@ -142,7 +131,7 @@ def test_a_model_of_its_own_drafts_for_one_with_states(
         by_model = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": other}
         with EngineInProcess(paths[name], **by_model) as engine:
             always(engine.parts.scheduler)
-            assert ask_all(engine) == plain[name]
+            assert ask_all(engine, length=LENGTH) == plain[name]
             how = fared(engine)
             assert how.passes > 0 and 0 < how.accepted < how.drafts
 

@@ -1,9 +1,12 @@
-"""EAGLE and EAGLE-3: answers are those of plain decoding; drafters that are right accept as many as is known, whatever happens to pages.
+"""EAGLE, EAGLE-3 and MTP layers: answers are those of plain decoding; drafters that are right accept as many as is known.
 
-The right drafters' first draft needs the model's hidden state before the last known token, which lies in the tail of its page.
+The first draft of one that is right needs the model's hidden state before the last known token, which lies in the tail of its page. With
+recurrent states the answer needs the one behind the last token that counts, too.
 """
 
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +20,56 @@ from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError
 from tests.e2e.workload import recall_prompt
-from tests.engine.drafts.drafters import always, answers_to, engine_of, fared, spoil_all_but_the_first
-from tests.engine.drafts.test_standalone_drafter import Answers, answers, ask_all
+from tests.engine.drafts.drafters import (
+    Answers,
+    always,
+    answers_to,
+    ask_all,
+    fared,
+    spoil_all_but_the_first,
+)
+from tests.engine.drafts.test_standalone_drafter import answers
 from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import engine_of, ranks
 from tests.models.recall_drafters import build
 from tests.models.tiny_checkpoints import HYBRIDS, make_tiny_checkpoint
 from tests.models.tiny_drafters import make_tiny_eagle
+from tools.recall.build import build as build_model
 from tools.recall.oracle import continuation
 
 KINDS = ("EAGLE", "EAGLE3")
 NEW = 41
-RNG = random.Random(5)
-PROMPTS = [recall_prompt(RNG, 30 + i) for i in range(4)]  # some end with a page, some within
-RIGHT = [continuation(prompt, NEW, ignore_eos=True) for prompt in PROMPTS]
+
+
+def recalled(shortest: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of `shortest` pairs and more, some of which end with a page and some within, and their answers."""
+    draw = random.Random(5)
+    prompts = [recall_prompt(draw, shortest + i) for i in range(4)]
+    return prompts, [continuation(prompt, NEW, ignore_eos=True) for prompt in prompts]
+
+
+PROMPTS, RIGHT = recalled(30)
+
+
+@dataclass(frozen=True)
+class Right:
+    """A model and a drafter that is right. `chunk`: tokens, fewer than a prompt has."""
+
+    path: str
+    flags: Mapping[str, Any]
+    chunk: int
+    prompts: list[list[int]]
+    answers: list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Right]:
+    """By the algorithm; NEXTN is the layer of a model with recurrent states."""
     folder = tmp_path_factory.mktemp("right")
-    return {kind: build(kind, folder / kind) for kind in KINDS}
+    build_model("recall-hybrid", folder / "hybrid")
+    by_hybrid = Right(str(folder / "hybrid"), {"speculative_algorithm": "NEXTN"}, 64, *recalled(40))
+    beside = {kind: Right(WIDE_MODEL_PATH, by(kind, build(kind, folder / kind)), 16, PROMPTS, RIGHT) for kind in KINDS}
+    return {**beside, "NEXTN": by_hybrid}
 
 
 def by(kind: str, path: str, **flags: Any) -> dict[str, Any]:
@@ -45,8 +78,8 @@ def by(kind: str, path: str, **flags: Any) -> dict[str, Any]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "chunked": {"chunked_prefill_size": 16, "page_size": 4},
-    "mixed": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    "chunked": {"page_size": 4},
+    "mixed": {"enable_mixed_chunk": True},
     "overlapped": {"stream": "threaded", "stream_delay_s": 0.001},
     "retracted": {"test_retract": 4, "use": EngineUse(retracted_kv="host")},
     "recomputed": {"test_retract": 4},
@@ -54,54 +87,68 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "way"), [(KINDS[i % 2], way) for i, way in enumerate(WAYS)])
-def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str, str], kind: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "way"), [*((KINDS[i % 2], way) for i, way in enumerate(WAYS)), *(("NEXTN", way) for way in WAYS)]
+)
+def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str, Right], kind: str, way: str) -> None:
     """40 tokens behind the first: eight steps of four drafts, one of them without where the last page is full."""
-    with EngineInProcess(WIDE_MODEL_PATH, **by(kind, right[kind]), **WAYS[way]) as engine:
+    one = right[kind]
+    chunked = {"chunked_prefill_size": one.chunk} if way in ("chunked", "mixed") else {}
+    with EngineInProcess(one.path, **one.flags, **chunked, **WAYS[way]) as engine:
         always(engine.parts.scheduler)
-        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
+        assert answers_to(engine, one.prompts, new=NEW) == one.answers
         how = fared(engine)
     assert how.accepted == how.drafts
-    assert how.drafts == 4 * 32 or (
-        ("retract" in way or way in ("recomputed", "mixed", "overlapped")) and how.drafts > 90
-    )
+    assert how.drafts == 4 * 32 or (way in ("retracted", "recomputed", "mixed", "overlapped") and how.drafts > 90)
 
 
+@pytest.mark.parametrize("kind", ["EAGLE", "NEXTN"])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_behind_rejected_drafts_the_next_ones_are_right(right: dict[str, str], tp_size: int) -> None:
+def test_behind_rejected_drafts_the_next_ones_are_right(right: dict[str, Right], tp_size: int, kind: str) -> None:
     """Each second draft is made wrong on its way to the core, so a step accepts one, and the next begins behind rejected rows."""
-    flags = {"tp_size": tp_size, "num_threads": 1, "kv_units": 2, **by("EAGLE", right["EAGLE"])}
-    with engine_of(WIDE_MODEL_PATH, **flags) as engine:
+    one = right[kind]
+    with engine_of(one.path, tp_size=tp_size, num_threads=1, kv_units=2, **one.flags) as engine:
         always(engine.parts.scheduler)
         spoil_all_but_the_first(engine)
-        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
+        assert answers_to(engine, one.prompts, new=NEW) == one.answers
         counters = engine.parts.scheduler.counters
-    assert counters.accepted_drafts == 4 * 20 and counters.verify_steps == 20  # 40 tokens behind the first, two a step
+    assert counters.accepted_drafts == 4 * 20  # 40 tokens behind the first, two a step at most
+    assert kind == "NEXTN" or counters.verify_steps == 20, "prompts of one chunk decode together"
 
 
-def test_prefixes_bring_their_tails(right: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "flags", "new", "turns", "least"),
+    [
+        ("EAGLE", {"max_total_tokens": 400, "enable_hierarchical_cache": True}, 64, 3, 70),  # no eviction for a draft
+        ("NEXTN", {}, 80, 2, 8 * 60),
+    ],
+)
+def test_prefixes_bring_their_tails(
+    right: dict[str, Right], kind: str, flags: dict[str, Any], new: int, turns: int, least: int
+) -> None:
     """From the tree, and from the host. Answers pass the end of the prompt, whose first token behind the prefix needs the tail."""
-    new = 64
-    flags = {"page_size": 4, "max_total_tokens": 400, "enable_hierarchical_cache": True}
-    with EngineInProcess(WIDE_MODEL_PATH, **flags, **by("EAGLE", right["EAGLE"])) as engine:
+    one = right[kind]
+    with EngineInProcess(one.path, page_size=4, **flags, **one.flags) as engine:
         always(engine.parts.scheduler)
-        for turn in range(3):
-            for i, prompt in enumerate(PROMPTS):
+        for turn in range(turns):
+            for i, prompt in enumerate(one.prompts):
                 engine.add(f"{turn}-{i}", prompt, max_new_tokens=new)
                 engine.run()
                 assert engine.tokens[f"{turn}-{i}"] == continuation(prompt, new, ignore_eos=True)
         host = engine.parts.scheduler.memory.part(HostCache)
-        assert host is not None and host.counted["hicache_loaded_pages"] > 0 and engine.cached["2-3"] > 0
+        assert (host is None) == (not flags) and (host is None or host.counted["hicache_loaded_pages"] > 0)
+        cached = [engine.cached[f"{turns - 1}-{i}"] for i in range(4)]
+        assert cached == [64] * 4 if kind == "NEXTN" else cached[3] > 0
         how = fared(engine)
-    assert how.accepted == how.drafts > 70  # nothing is evicted for a draft, so some steps have fewer
+    assert how.accepted == how.drafts > least
 
 
-def test_ranks_draft_the_same(right: dict[str, str]) -> None:
+def test_ranks_draft_the_same(right: dict[str, Right]) -> None:
     flags = {"tp_size": 2, "num_threads": 1, "chunked_prefill_size": 32}
-    for kind in KINDS:
-        with ranks(WIDE_MODEL_PATH, **flags, **by(kind, right[kind])) as group:
+    for one in (right[kind] for kind in KINDS):
+        with ranks(one.path, **flags, **one.flags) as group:
             always(group.engine.parts.scheduler)
-            assert answers_to(group.engine, PROMPTS, new=NEW) == RIGHT
+            assert answers_to(group.engine, one.prompts, new=NEW) == one.answers
             how = fared(group.engine)
         assert how.accepted == how.drafts > 100
 
@@ -114,25 +161,25 @@ def test_any_sampling_gives_the_tokens_of_plain_decoding(tmp_path: Path, kind: s
     assert how.passes > 0 and how.accepted < how.drafts
 
 
-def test_kv_of_8_bits_and_measured_memory(right: dict[str, str]) -> None:
+def test_kv_of_8_bits_and_measured_memory(right: dict[str, Right]) -> None:
     """Tails stay as they are; the largest steps, the drafter's among them, are measured before there are pages."""
     flags = {"kv_cache_dtype": "fp8_e4m3", "max_total_tokens": None, "mem_fraction_static": 0.01, "context_length": 512}
-    with EngineInProcess(WIDE_MODEL_PATH, **flags, **by("EAGLE3", right["EAGLE3"])) as engine:
+    one = right["EAGLE3"]
+    with EngineInProcess(one.path, **flags, **one.flags) as engine:
         always(engine.parts.scheduler)
-        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
+        assert answers_to(engine, one.prompts, new=NEW) == one.answers
         how = fared(engine)
     assert how.accepted == how.drafts == 4 * 32
 
 
-def test_other_weights_come_with_the_drafter(right: dict[str, str]) -> None:
-    with EngineInProcess(WIDE_MODEL_PATH, **by("EAGLE", right["EAGLE"])) as engine:
+def test_other_weights_come_with_the_drafter(right: dict[str, Right]) -> None:
+    one = right["EAGLE"]
+    with EngineInProcess(one.path, **one.flags) as engine:
         always(engine.parts.scheduler)
         weights = engine.parts.weights
         model = weights.read(WIDE_MODEL_PATH, when_done=lambda: None).result(60.0)
         weights.take(model, model_path=WIDE_MODEL_PATH, version="next")
-        engine.add("r", PROMPTS[0], max_new_tokens=NEW)
-        engine.run()
-        assert engine.tokens["r"] == RIGHT[0]
+        assert answers_to(engine, one.prompts[:1], new=NEW) == one.answers[:1]
         assert fared(engine).accepted == fared(engine).drafts == 32
 
 

@@ -10,27 +10,15 @@ from engine.core.request import Grammar
 from engine.device.step_memory import EngineUse
 from engine.grammar.compiler import GrammarCompiler
 from engine.kernels.linear import linear_kernel
-from engine.messages import LogprobOptions
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import load_tokenizer
+from tests.engine.drafts.drafters import Answers, ask_all
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, make_tiny_checkpoint
 
 NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
 NEW = 60
-# Few tokens are likely, so that their n-grams come again.
-ASKED: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "seeded": {"temperature": 1.0, "top_k": 3},
-    "min_p": {"temperature": 1.0, "min_p": 0.3, "top_p": 0.8},
-    "penalties": {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.05, "frequency_penalty": 0.02},
-    "presence": {"presence_penalty": 0.05, "logit_bias": {21: 4.0, 22: 4.0, 23: 3.9}},
-    "bias": {"temperature": 1.0, "logit_bias": {30: 40.0, 31: 40.0}},
-    "rules": {"temperature": 1.0, "allowed_token_ids": (40, 41, 42)},
-    "end": {"temperature": 1.0, "top_k": 3, "min_new_tokens": 20, "ignore_eos": False},
-    "stop": {"temperature": 1.0, "logit_bias": {30: 40.0, 31: 40.0}, "stop_token_ids": (30,), "min_new_tokens": 30},
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +26,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", dtype="bfloat16")
 
 
-def ask_all(engine: EngineInProcess) -> tuple[Any, ...]:
-    prompt = [20 + i * i % 11 for i in range(50)]
-    for i, (name, sampling) in enumerate(ASKED.items()):
-        wanted = {"return_hidden_states": i % 2 == 0}
-        sampling = {"seed": i, "max_new_tokens": NEW, **sampling}
-        engine.add(name, prompt[i:], logprobs=LogprobOptions(-1, 2), wanted=wanted, **sampling)
-    engine.run()
-    hidden = {name: b"".join(rows) for name, rows in engine.hidden.items()}  # several a step
-    return engine.tokens, engine.logprobs, hidden, engine.finish
-
-
-def answers(path: str, **flags: Any) -> tuple[Any, ...]:
+def answers(path: str, **flags: Any) -> Answers:
     with EngineInProcess(path, **flags) as engine:
-        said = ask_all(engine)
+        said = ask_all(engine, new=NEW)
         counters = engine.parts.scheduler.counters
         assert (counters.accepted_drafts > 20) == (flags.get("speculative_algorithm") is not None), counters
         return said
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint: str) -> tuple[Any, ...]:
+def plain(checkpoint: str) -> Answers:
     return answers(checkpoint)
 
 
@@ -77,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_those_of_plain_decoding(checkpoint: str, plain: tuple[Any, ...], way: str) -> None:
+def test_answers_are_those_of_plain_decoding(checkpoint: str, plain: Answers, way: str) -> None:
     assert answers(checkpoint, **NGRAM, **WAYS[way]) == plain
 
 
@@ -90,9 +67,9 @@ def test_windows_latents_and_experts(tmp_path: Path, family: str) -> None:
 @pytest.mark.skipif(linear_kernel() is None, reason="--reduce-units needs the C kernel")
 def test_ranks(checkpoint: str) -> None:
     with ranks(checkpoint, tp_size=2, reduce_units=2, num_threads=1) as group:
-        wanted = ask_all(group.engine)
+        wanted = ask_all(group.engine, new=NEW)
     with ranks(checkpoint, tp_size=2, reduce_units=2, num_threads=1, **NGRAM) as group:
-        assert ask_all(group.engine) == wanted
+        assert ask_all(group.engine, new=NEW) == wanted
         assert group.engine.parts.scheduler.counters.accepted_drafts > 20
 
 

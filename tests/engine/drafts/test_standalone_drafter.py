@@ -9,17 +9,14 @@ import pytest
 from engine.core.mem_cache.host_cache import HostCache
 from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
-from engine.messages import LogprobOptions
-from tests.engine.drafts.drafters import Fared, always, fared
-from tests.engine.drafts.test_speculation import ASKED, in_grammar
+from tests.engine.drafts.drafters import Answers, Fared, always, ask_all, fared
+from tests.engine.drafts.test_speculation import in_grammar
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 NEW = 40
-UNSURE = ("penalties", "presence", "min_p")  # counts of tokens in flight, or a bound that rounding moves, differ
-Answers = tuple[Any, ...]
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +34,6 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def by(path: str, **flags: Any) -> dict[str, Any]:
     return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": path, **flags}
-
-
-def ask_all(engine: EngineInProcess, *, sure: bool = False) -> Answers:
-    """`sure`: leave out requests whose drafts may be wrong though the drafter is right."""
-    prompt = [20 + i * i % 11 for i in range(50)]
-    for i, (name, sampling) in enumerate(ASKED.items()):
-        if sure and (name in UNSURE or name == "stop"):
-            continue
-        wanted = {"return_hidden_states": i % 2 == 0}
-        sampling = {"seed": i, "max_new_tokens": NEW, **sampling}
-        engine.add(name, prompt[i:], logprobs=LogprobOptions(-1, 2), wanted=wanted, **sampling)
-    engine.run()
-    hidden = {name: b"".join(rows) for name, rows in engine.hidden.items()}
-    return engine.tokens, engine.logprobs, hidden, engine.finish
 
 
 def answers(path: str, *, sure: bool = False, **flags: Any) -> tuple[Answers, Fared]:

@@ -1,7 +1,6 @@
 """The DP ranks of a worker with DP attention in one process: a real engine each, over shared memory, and one thread that turns their loops."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -17,7 +16,7 @@ from engine.parallel.region import SharedRegion
 from engine.ranks.group import Group
 from engine.ranks.links import Joint
 from engine.ranks.shared_board import SharedBoard
-from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.engine_in_process import EngineInProcess, PartsInProcess
 from tests.engine.ranks.ranks_in_process import ranks
 
 WITHIN_S = 60.0
@@ -33,15 +32,12 @@ class DpEngine(EngineInProcess):
         rank = group.joint.dp_rank
         others = {other: called.set for other in range(config.dp_size) if other != rank}
         self.board = SharedBoard(group.joint.region, rank=rank, wakes=others)
-        self.paused = False
         agreement = agreement_of(config, self.board, rank, decodes_only=False)
         steps = loop_steps(self.parts, agreement=agreement)
         self.pipeline = steps.pipeline(self.collect)
 
     def turn(self) -> bool:
-        """Whether it did something."""
-        self.pipeline.advance(self.pipeline.next_plan(time.monotonic(), paused=self.paused))
-        return self.pipeline.worked
+        return PartsInProcess.turn(self)  # others are called while it waits
 
     @property
     def done(self) -> bool:

@@ -19,18 +19,10 @@ from triton.runtime.interpreter import InterpretedFunction
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.kernels.triton import sample
-from tests.engine.device.graphs_by_the_interpreter import CountingCapture, EveryThird
+from tests.engine.device.graphs_by_the_interpreter import LENGTHS, UNCACHED, CountingCapture, every_third, plain_engine
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.engine.three_requests import run, two_models
-
-LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
-FLAGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_running_requests": 4,
-    "max_total_tokens": 160,
-    "disable_radix_cache": True,
-}
 
 
 def main() -> None:
@@ -40,16 +32,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-graphs-") as folder:
         random_model.HEADS, random_model.KV_HEADS = 4, 2  # the interpreter is slow
         model, other = two_models(Path(folder), layers=2, hidden=64, intermediate=64)
-        with EngineInProcess(model, attention_backend="torch", **FLAGS) as plain:
+        with plain_engine(model, **UNCACHED) as plain:
             expected, masked = (
                 run(plain, LENGTHS),
-                run(plain, LENGTHS, grammars={"a": EveryThird(plain.model.vocab_size)}),
+                run(plain, LENGTHS, grammars={"a": every_third(plain.model.vocab_size)}),
             )
-        with EngineInProcess(other, attention_backend="torch", **FLAGS) as plain:
+        with plain_engine(other, **UNCACHED) as plain:
             expected_of_other = run(plain, LENGTHS)
         with recording_ranks(model, tp_size=2) as engine:
             check(run(engine, LENGTHS), expected)
-            check(run(engine, LENGTHS, grammars={"a": EveryThird(engine.model.vocab_size)}), masked)
+            check(run(engine, LENGTHS, grammars={"a": every_third(engine.model.vocab_size)}), masked)
         with recording_ranks(model, pp_size=2) as engine:
             check(run(engine, LENGTHS), expected)
             weights = engine.parts.weights
@@ -77,7 +69,7 @@ def recording_ranks(model: str, **sizes: int) -> Iterator[EngineInProcess]:
         captures.append(CountingCapture())
         return captures[-1]
 
-    flags = {"stream": "threaded", "attention_backend": "triton", **FLAGS}
+    flags = {"stream": "threaded", "attention_backend": "triton", **UNCACHED}
     with ranks(model, by_groups=True, capture=capture, **sizes, **flags) as group:
         yield group.engine
     replays = sorted(capture.replays for capture in captures)

@@ -65,7 +65,7 @@ def ranks(
     host: HostMemory = HERE,
     **flags: Any,
 ) -> Iterator[Ranks]:
-    """An engine of `tp_size` times `pp_size` ranks, or with `joint` one of several, with the ranks of its DP rank. A follower's error ends the waits of all, and is raised at the end.
+    """An engine of `tp_size` times `pp_size` ranks, be it one, or with `joint` one of several, with the ranks of its DP rank. A follower's error ends the waits of all, and is raised at the end.
 
     `make`, `serve`: of a worker with a peer. `capture`, `gauge`, `host`: of every rank.
     """
@@ -75,10 +75,21 @@ def ranks(
     def machine() -> LocalMachine:
         return LocalMachine(capture=capture, gauge=gauge and gauge(), host=host)
 
-    group = _Group(config, machine=machine, serve=serve, joint=joint, by_groups=by_groups)
     given: dict[str, Any] = {"machine": machine(), **({} if use is None else {"use": use})}
+    if config.num_ranks == 1 and joint is None:
+        with make(model_path, **given, **flags) as engine:
+            yield Ranks(engine, {}, {})
+        return
+    group = _Group(config, machine=machine, serve=serve, joint=joint, by_groups=by_groups)
     with group.started() as leader, make(model_path, group=leader, **given, **flags) as engine:
         yield Ranks(engine, group.pools, group.followers)
+
+
+@contextmanager
+def engine_of(model_path: str, **flags: Any) -> Iterator[EngineInProcess]:
+    """The engine of `ranks`."""
+    with ranks(model_path, **flags) as group:
+        yield group.engine
 
 
 class _Group:

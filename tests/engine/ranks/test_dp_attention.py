@@ -3,7 +3,6 @@
 With `--reduce-units 4` all logprobs are equal to the bit. The model has random weights: the shipped ones have MLPs of zeros.
 """
 
-import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 
 from engine.kernels.linear import linear_kernel
-from engine.kernels.tape import Tape
 from engine.messages import LogprobOptions
 from engine.ranks.rank_parts import kernels_here
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.dp_in_process import dp_ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.one_thread import Plays
 
 FLAGS: dict[str, Any] = {"chunked_prefill_size": 64, "page_size": 4, "num_threads": 1, "max_total_tokens": 2048}
 PROMPTS = [(150, 1), (7, 2), (64, 3), (33, 4), (7, 2), (90, 6)]  # (length, seed): chunks, a prompt twice
@@ -100,18 +99,11 @@ def test_it_answers_as_one_rank_does(
 
 
 @pytest.mark.skipif(len(kernels_here()) < 3, reason="tapes need all C kernels")
-def test_all_ranks_replay_decode_steps_at_one_size(model: str, alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_replay_decode_steps_at_one_size(model: str, alone: Answers, plays: Plays) -> None:
     """Also those that have fewer requests, or none: a rank that records or plays what another does not is out of step."""
-    counts: Counter[int] = Counter()
-    play = Tape.play
-
-    def counted(tape: Tape) -> None:
-        counts[threading.get_ident()] += 1
-        play(tape)
-
-    monkeypatch.setattr(Tape, "play", counted)
     got, _ = answers_by(model, (4, 2), [0, 0, 0, 0, 0, 1])
     assert got.tokens == alone.tokens
+    counts = Counter(thread for thread, _ in plays)
     assert len(counts) == 4 and len(set(counts.values())) == 1 and min(counts.values()) > 10, counts
 
 

@@ -20,7 +20,7 @@ from engine.models.expert_parallel import Placed
 from engine.parallel.expert_placement import imbalance, trivial
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.dp_in_process import dp_ranks
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import engine_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_tensors
 
 PROMPTS = [prompt_of(70, 1), prompt_of(9, 2), prompt_of(33, 3), prompt_of(5, 4)]
@@ -50,11 +50,8 @@ def engines_of(path: str, *, tp_size: int = 1, pp_size: int = 1, **flags: Any) -
         if "dp_size" in flags:
             group = stack.enter_context(dp_ranks(path, tp_size=tp_size, **given))
             yield group.engines, group.run
-        elif tp_size * pp_size > 1:
-            engine = stack.enter_context(ranks(path, tp_size=tp_size, pp_size=pp_size, **given)).engine
-            yield [engine], engine.run
         else:
-            engine = stack.enter_context(EngineInProcess(path, **given))
+            engine = stack.enter_context(engine_of(path, tp_size=tp_size, pp_size=pp_size, **given))
             yield [engine], engine.run
 
 

@@ -4,9 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from service.flags import ConfigError
 from service.kv_events import BlockStored
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
+from tests.grammar.fixed import Fixed
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -76,19 +75,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     return Paths(model, other, make_tiny_adapter(folder / "adapter", model, seed=1), larger)
 
 
-@contextmanager
-def engine_of(
-    path: str, tp_size: int, pp_size: int, *, use: EngineUse | None, **flags: Any
-) -> Iterator[EngineInProcess]:
-    if tp_size * pp_size == 1:
-        with EngineInProcess(path, use=use, **flags) as engine:
-            yield engine
-    else:
-        with ranks(path, tp_size=tp_size, pp_size=pp_size, use=use, **flags) as group:
-            yield group.engine
-            assert not any(follower.num_prepared for follower in group.followers.values()), "left on a follower"
-
-
 def run(engine: EngineInProcess, suffix: str = "", prompts: Mapping[str, list[int]] = PROMPTS, **more: Any) -> Answers:
     """Tokens and the logprobs of prompts and tokens."""
     for seed, (name, prompt) in enumerate(prompts.items()):
@@ -137,37 +123,16 @@ def penalties(engine: EngineInProcess, paths: Paths) -> Answers:
     return answers
 
 
-class Steps:
-    """A grammar whose next tokens follow from the last one: multiples of 7, moved by it. Ends after `length` tokens."""
+MULTIPLES = {7 * i for i in range(20)}
 
-    problem = ""
 
-    def __init__(self, length: int) -> None:
-        self.seen: list[int] = []
-        self._length = length
-
-    @property
-    def ended(self) -> bool:
-        return len(self.seen) >= self._length
-
-    def accept(self, token: int) -> bool:
-        self.seen.append(token)
-        return True
-
-    def forced(self) -> list[int]:
-        return []
-
-    def fork(self) -> "Steps":
-        return deepcopy(self)
-
-    def bitmask(self) -> bytes:
-        last = self.seen[-1] if self.seen else 0
-        bits = sum(1 << (16 + (7 * i + last) % 250) for i in range(20))
-        return bits.to_bytes(36, "little")
+def moved_by_the_last(before: Sequence[int], token: int) -> bool:
+    """A rule of a grammar: multiples of 7, moved by the token before."""
+    return 16 <= token < 266 and (token - 16 - (before[-1] if before else 0)) % 250 in MULTIPLES
 
 
 def grammars(engine: EngineInProcess, paths: Paths) -> Answers:
-    grammar = {name: Steps(8) for name in PROMPTS}
+    grammar = {name: Fixed(8, moved_by_the_last, vocab_size=engine.model.vocab_size) for name in PROMPTS}
     for seed, (name, prompt) in enumerate(PROMPTS.items()):
         engine.add(name, prompt, grammar=grammar[name], temperature=1.0, seed=seed, max_new_tokens=8)
         engine.add(f"{name}-free", prompt, temperature=1.0, seed=seed, max_new_tokens=8)
@@ -217,7 +182,7 @@ def pauses(engine: EngineInProcess, paths: Paths) -> Answers:
     while not all(len(engine.tokens.get(name, [])) > 3 for name in PROMPTS):
         assert engine.turn()
     while engine.pipeline.num_launched:
-        engine.pipeline.advance(None)
+        engine.hear(engine.pipeline.advance(None))
     retracted = engine.parts.scheduler.retract_all()
     engine.run()
     assert engine.parts.scheduler.flush_cache()
@@ -406,8 +371,9 @@ def answers(feature: Feature, paths: Paths, tp_size: int, pp_size: int) -> Answe
     flags = {**FLAGS, **feature.flags}
     if pp_size > 1 and flags.get("stream") == "inline":
         flags.pop("stream")
-    with engine_of(paths.model, tp_size, pp_size, use=feature.use, **flags) as engine:
-        got = feature.drive(engine, paths)
+    with ranks(paths.model, tp_size=tp_size, pp_size=pp_size, use=feature.use, **flags) as group:
+        got = feature.drive(group.engine, paths)
+        assert not any(follower.num_prepared for follower in group.followers.values()), "left on a follower"
     unused = [name for name, times in got.used.items() if times <= 0]
     assert not unused, f"--tp-size {tp_size} --pp-size {pp_size}: not at work: {unused}"
     return got

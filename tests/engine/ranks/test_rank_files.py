@@ -1,7 +1,7 @@
 """Files of the hierarchical cache with several ranks: each rank's part of a page comes back to it, or the page is computed again."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import engine_of
 from tests.engine.test_host_tier import counters, settle
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -19,10 +19,9 @@ DEADLINE_S = 60.0
 SHAPES = [(2, 1), (1, 2), (2, 2)]
 
 
-@contextmanager
-def engine_of(
+def engine_in(
     folder: Path, tp_size: int, pp_size: int, *, model: str = WIDE_MODEL_PATH, **more: Any
-) -> Iterator[EngineInProcess]:
+) -> AbstractContextManager[EngineInProcess]:
     flags: dict[str, Any] = {
         "page_size": 4,
         "max_total_tokens": 512,
@@ -34,11 +33,7 @@ def engine_of(
         "hicache_storage_prefetch_policy": "wait_complete",
         **more,
     }
-    with ExitStack() as stack:
-        if tp_size * pp_size == 1:
-            yield stack.enter_context(EngineInProcess(model, **flags))
-        else:
-            yield stack.enter_context(ranks(model, tp_size=tp_size, pp_size=pp_size, **flags)).engine
+    return engine_of(model, tp_size=tp_size, pp_size=pp_size, **flags)
 
 
 def answers(engine: EngineInProcess) -> list[list[int]]:
@@ -58,7 +53,7 @@ def files_of(folder: Path) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    with engine_of(tmp_path_factory.mktemp("alone"), 1, 1) as engine:
+    with engine_in(tmp_path_factory.mktemp("alone"), 1, 1) as engine:
         return answers(engine)
 
 
@@ -66,14 +61,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 def test_another_life_reads_what_every_rank_has_written(
     tp_size: int, pp_size: int, tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    with engine_of(tmp_path, tp_size, pp_size) as engine:
+    with engine_in(tmp_path, tp_size, pp_size) as engine:
         assert answers(engine) == expected
         written = counters(engine)["hicache_written_pages"]
     files = files_of(tmp_path)
     assert set(files) == {f"rank{rank}" for rank in range(tp_size * pp_size)}
     assert len(set(map(frozenset, files.values()))) == 1 and len(files["rank0"]) == written > PAGES
 
-    with engine_of(tmp_path, tp_size, pp_size) as engine:
+    with engine_in(tmp_path, tp_size, pp_size) as engine:
         assert answers(engine) == expected
         assert counters(engine)["hicache_disk_hit_tokens"] == 4 * PAGES
         assert counters(engine)["hicache_bad_files"] == 0
@@ -87,9 +82,9 @@ def test_files_of_other_weights_are_found_under_them_alone(tmp_path: Path) -> No
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128}
     first, second = (make_tiny_checkpoint(tmp_path / f"{seed}", "qwen3", seed=seed, **sizes) for seed in (1, 2))
     folder = tmp_path / "files"
-    with engine_of(tmp_path / "none", 2, 1, model=second) as engine:
+    with engine_in(tmp_path / "none", 2, 1, model=second) as engine:
         expected = answers(engine)
-    with engine_of(folder, 2, 1, model=first) as engine:
+    with engine_in(folder, 2, 1, model=first) as engine:
         before, weights = answers(engine), engine.parts.weights
         model = weights.read(second, when_done=lambda: None).result(DEADLINE_S)
         engine.parts.scheduler.forget_prefixes()
@@ -98,7 +93,7 @@ def test_files_of_other_weights_are_found_under_them_alone(tmp_path: Path) -> No
         assert answers(engine) == expected != before
         assert counters(engine)["hicache_disk_hit_tokens"] == 0
     for model, wanted in ((first, before), (second, expected)):
-        with engine_of(folder, 2, 1, model=model) as engine:
+        with engine_in(folder, 2, 1, model=model) as engine:
             assert answers(engine) == wanted
             assert counters(engine)["hicache_disk_hit_tokens"] == 4 * PAGES
             assert counters(engine)["hicache_bad_files"] == 0
@@ -120,12 +115,12 @@ def test_a_part_that_is_gone_or_wrong_at_one_rank_is_a_miss_for_all(
     harm: Callable[[Path], None], when: str, rank: int, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     """The leader's rank is 0. What the others have of such a page is deleted."""
-    with engine_of(tmp_path, 2, 1) as engine:
+    with engine_in(tmp_path, 2, 1) as engine:
         answers(engine)
     broken = sorted((tmp_path / "0" / f"rank{rank}").glob("*.kv"))
     if when == "before":
         [harm(file) for file in broken]
-    with engine_of(tmp_path, 2, 1) as engine:
+    with engine_in(tmp_path, 2, 1) as engine:
         if when == "while":
             [harm(file) for file in broken]
         assert answers(engine) == expected
@@ -139,7 +134,7 @@ def test_a_part_that_is_gone_or_wrong_at_one_rank_is_a_miss_for_all(
 
 
 def test_a_page_that_one_rank_cannot_write_is_in_no_file(tmp_path: Path, expected: list[list[int]]) -> None:
-    with engine_of(tmp_path, 2, 1) as engine:
+    with engine_in(tmp_path, 2, 1) as engine:
         (tmp_path / "0" / "rank1").rmdir()
         assert answers(engine) == expected
         assert counters(engine)["hicache_failed_writes"] > 0 == counters(engine)["hicache_written_pages"]
@@ -149,7 +144,7 @@ def test_a_page_that_one_rank_cannot_write_is_in_no_file(tmp_path: Path, expecte
 def test_the_limit_is_of_all_ranks_and_what_another_shape_has_left_goes(tmp_path: Path) -> None:
     limit_gb = 2e-4
     for tp_size in (2, 1, 2):
-        with engine_of(tmp_path, tp_size, 1, hicache_storage_size_gb=limit_gb) as engine:
+        with engine_in(tmp_path, tp_size, 1, hicache_storage_size_gb=limit_gb) as engine:
             answers(engine)
         files = list((tmp_path / "0").rglob("*.kv"))
         assert {file.parent.name for file in files} == ({"rank0", "rank1"} if tp_size == 2 else {"0"})

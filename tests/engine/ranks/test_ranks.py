@@ -6,9 +6,9 @@ The wide model needs every KV head of every layer, so a rank whose part is wrong
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import linear_kernel
-from engine.kernels.tape import Tape
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.ranks.rank_parts import check_same_kernels, kernels_here
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import engine_of
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.one_thread import Plays
 
 FLAGS: dict[str, Any] = {"chunked_prefill_size": 64, "page_size": 4, "num_threads": 1, "max_total_tokens": 2048}
 PROMPTS = [(150, 1), (7, 2), (64, 3), (33, 4), (7, 2), (90, 6)]  # (length, seed): chunks, a prompt twice
@@ -50,18 +51,8 @@ class Answers:
     depth: int
 
 
-@contextmanager
-def engine_of(tp_size: int, pp_size: int, **flags: Any) -> Iterator[EngineInProcess]:
-    if tp_size * pp_size == 1:
-        with EngineInProcess(WIDE_MODEL_PATH, **flags) as engine:
-            yield engine
-    else:
-        with ranks(WIDE_MODEL_PATH, tp_size=tp_size, pp_size=pp_size, **flags) as group:
-            yield group.engine
-
-
-def answers(tp_size: int, pp_size: int, **flags: Any) -> Answers:
-    with engine_of(tp_size, pp_size, **{**FLAGS, **flags}) as engine:
+def answers(tp_size: int, pp_size: int, *, path: str = WIDE_MODEL_PATH, **flags: Any) -> Answers:
+    with engine_of(path, tp_size=tp_size, pp_size=pp_size, **{**FLAGS, **flags}) as engine:
         for i, (length, seed) in enumerate(PROMPTS):
             sampling = {"temperature": 0.0} if i % 2 else {"temperature": 0.8, "seed": i, "repetition_penalty": 1.1}
             engine.add(
@@ -141,32 +132,48 @@ def test_every_way_on_every_shape(alone_in_units: Answers, way: str, stream: str
         check(way, stream, shape, alone_in_units)
 
 
+# ---- models that ranks cut in other ways
+
+# KV heads replicated and not, biases of columns and of rows, norms of heads, tied heads, uneven vocabulary.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "two KV heads": ("qwen3", {"num_key_value_heads": 2}),
+    "tied and biased": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    "eight KV heads": ("qwen2", {"num_key_value_heads": 8, "vocab_size": 275}),
+}
+# Wide enough that another order of a sum shows in some result.
+SIZES = {"num_attention_heads": 8, "head_dim": 32, "hidden_size": 128, "intermediate_size": 832, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_compute_what_one_rank_does(name: str, tmp_path: Path) -> None:
+    """To the bit in bf16, and nearly in float32."""
+    family, overrides = MODELS[name]
+    path = make_tiny_checkpoint(tmp_path, family, dtype="bfloat16", **SIZES | overrides)
+    for flags, shapes in (({"dtype": "float32"}, [(4, 1)]), (EQUAL, [(2, 1), (4, 1), (2, 2)] if EQUAL else [])):
+        alone = answers(1, 1, path=path, **flags)
+        for shape in shapes:
+            got = answers(*shape, path=path, **flags)
+            assert got.tokens == alone.tokens, shape
+            for rid, values in alone.logprobs.items():
+                assert got.logprobs[rid] == (values if flags is EQUAL else pytest.approx(values, abs=1e-4)), shape
+
+
 # ---- what must be alike on all ranks
 
 
-@pytest.fixture
-def plays(monkeypatch: pytest.MonkeyPatch) -> "Counter[str]":
-    """How often each thread has played a tape."""
-    counts: Counter[str] = Counter()
-    play = Tape.play
-
-    def counted(tape: Tape) -> None:
-        counts[threading.current_thread().name] += 1
-        play(tape)
-
-    monkeypatch.setattr(Tape, "play", counted)
-    return counts
+def by_thread(plays: Plays) -> Counter[str]:
+    return Counter(thread.name for thread, _ in plays)
 
 
 @pytest.mark.skipif(len(kernels_here()) < 3, reason="tapes need all C kernels")
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (2, 2)])
 def test_all_ranks_play_tapes_and_one_that_drops_its_own_stays_in_step(
-    alone: Answers, plays: "Counter[str]", monkeypatch: pytest.MonkeyPatch, tp_size: int, pp_size: int
+    alone: Answers, plays: Plays, monkeypatch: pytest.MonkeyPatch, tp_size: int, pp_size: int
 ) -> None:
     assert answers(tp_size, pp_size).tokens == alone.tokens
-    num_ranks = tp_size * pp_size
-    assert len(plays) == num_ranks and len(set(plays.values())) == 1, plays
-    before, compare = dict(plays), DecodeTapes._compare
+    num_ranks, before, compare = tp_size * pp_size, by_thread(plays), DecodeTapes._compare
+    assert len(before) == num_ranks and len(set(before.values())) == 1, before
+    plays.clear()
 
     def differs(
         self: DecodeTapes, kind: tuple[int, bool], recorded: Any, played: list[Tensor], computed: list[Tensor]
@@ -177,7 +184,7 @@ def test_all_ranks_play_tapes_and_one_that_drops_its_own_stays_in_step(
 
     monkeypatch.setattr(DecodeTapes, "_compare", differs)
     assert answers(tp_size, pp_size).tokens == alone.tokens
-    again = {name: plays[name] - count for name, count in before.items()}
+    again = by_thread(plays)
     assert 0 < again["rank 1" if num_ranks == 2 else "rank 0"] < max(again.values()), "no rank has dropped a tape"
 
 

@@ -1,8 +1,10 @@
 """Choosing an engine, the message when its library is missing, and the end of processes that used one."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.transfer.rig import ROOT
 from transfer_backends.contract import BackendUnavailable
 from transfer_backends.control_port import advertised_host
+from transfer_backends.engines.environment import quiet
 from transfer_backends.engines.registry import BACKENDS, make_engine
 from transfer_backends.engines.wheels import MOONCAKE, NIXL, torch_cuda_major, wheel_of
 
@@ -110,3 +113,23 @@ def test_the_address_of_one_engine_is_no_setting_of_later_processes(
 def listening() -> set[tuple[str, int]]:
     sockets = psutil.Process().net_connections("inet")
     return {tuple(sock.laddr) for sock in sockets if sock.status == psutil.CONN_LISTEN}
+
+
+# ---- Output that engine libraries print at their start is dropped, and nothing else, also when ranks of one process start at once.
+
+
+@pytest.mark.parametrize("first_leaves_first", [True, False])
+def test_a_file_has_all_but_what_overlapping_blocks_drop(tmp_path: Path, first_leaves_first: bool) -> None:
+    path = tmp_path / "out"
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY)
+    with contextlib.closing(os.fdopen(fd, "wb", buffering=0)) as out:
+        out.write(b"before ")
+        first, second = quiet(fd), quiet(fd)
+        first.__enter__()
+        second.__enter__()
+        out.write(b"dropped ")
+        for block in (first, second) if first_leaves_first else (second, first):
+            out.write(b"dropped, too ")
+            block.__exit__(None, None, None)
+        out.write(b"after")
+    assert path.read_bytes() == b"before after"

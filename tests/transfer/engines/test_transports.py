@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.transfer.rig import Pair, until
-from transfer_backends.contract import BackendUnavailable, EngineError
+from tests.transfer.ways import SlowEngine
+from transfer_backends.contract import BackendUnavailable
 from transfer_backends.engines import registry
-from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.paths import ConnectPeer
 from transfer_backends.prefill.trials import MAX_REPORTED, Trials, delivered
 from transfer_backends.sides import KVPoll
@@ -135,24 +135,7 @@ def test_bytes_of_this_process_s_sockets_are_counted() -> None:
     assert delivered(None, before, known) == (None, None)
 
 
-class Tried(FakeEngine):
-    """Its trial writes take `seconds` of `now_s`, or are refused."""
-
-    def __init__(self, *, refuses: int = 0) -> None:
-        super().__init__()
-        self.refuses = refuses
-        self.tried = 0
-        self.now_s = 0.0
-
-    def trial(self, peer: Any) -> Any:
-        self.tried += 1
-        if self.tried <= self.refuses:
-            raise EngineError("out of range")
-        self.now_s += 0.5
-        return self.probe(peer), 10**9
-
-
-def trials_of(engine: Tried, *, on_gpu: bool) -> Trials:
+def trials_of(engine: SlowEngine, *, on_gpu: bool) -> Trials:
     return Trials(
         caps=engine.caps,
         machine="boot-1/pid:[1]",
@@ -166,7 +149,7 @@ def trials_of(engine: Tried, *, on_gpu: bool) -> Trials:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_slow_way_is_a_warning_for_a_gpu_alone(caplog: pytest.LogCaptureFixture, on_gpu: bool) -> None:
     caplog.set_level(logging.INFO)
-    engine = Tried()
+    engine = SlowEngine(trial_s=0.5)
     engine.caps = replace(engine.caps, name="nixl")
     trials = trials_of(engine, on_gpu=on_gpu)
     for number in range(MAX_REPORTED + 3):
@@ -175,7 +158,7 @@ def test_a_slow_way_is_a_warning_for_a_gpu_alone(caplog: pytest.LogCaptureFixtur
         started = trials.start(command, engine, "peer")
         assert started is not None
         trials.end(started[0])
-    assert engine.tried == MAX_REPORTED + 3 and len(trials.paths) == MAX_REPORTED
+    assert engine.calls["trial"] == MAX_REPORTED + 3 and len(trials.paths) == MAX_REPORTED
     assert [path.bytes_a_s for path in trials.paths] == [2e9] * MAX_REPORTED
     trials.forget("life-66")
     assert trials.paths[-1].peer == "life-65"
@@ -186,14 +169,14 @@ def test_a_slow_way_is_a_warning_for_a_gpu_alone(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_path_opens_after_its_trial_and_a_refused_one_is_tried_again(pairs: Any) -> None:
-    pair: Pair = pairs(Tried(refuses=1), handshake_timeout_s=5.0)
+    pair: Pair = pairs(SlowEngine(trial_s=0.5, trial=1), handshake_timeout_s=5.0)
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-    assert pair.engine.tried == 2 and pair.prefill.counters["connect_failures"] == 1
+    assert pair.engine.calls["trial"] == 2 and pair.prefill.counters["connect_failures"] == 1
     receiver.abort("enough")
     pair.works(2)
     pair.works(3)
-    assert pair.engine.tried == 2, "a request entered the code of a connection"
+    assert pair.engine.calls["trial"] == 2, "a request entered the code of a connection"
     assert len(pair.prefill.paths) == 1
     until(receiver.drained)
     receiver.close()
