@@ -49,7 +49,7 @@ class PrefillRole(PeerRole):
             return super().add(request, now_s)
         if request.message.bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
-        for part in self.parts:
+        for part in self.parts if request.message.only_copies else ():
             if (answer := part.answer(request, now_s)) is not None:
                 return answer
         if error := self._scheduler.refusal(request):

@@ -25,7 +25,7 @@ class PeerPart(RolePart):
     """A feature of a role. Hooks that it does not need do nothing."""
 
     def answer(self, request: Request, now_s: float) -> list[TokenOutput] | None:
-        """Answer a request, now or later, instead of the role; None: it is the role's."""
+        """Answer a request that only copies, now or later; None: it is another part's."""
         return None
 
     def begin(self, request: Request, now_s: float) -> None:

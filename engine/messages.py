@@ -102,6 +102,11 @@ class GenerateRequest(_Message, frozen=True):
     images: list[ImageInput] = []  # of the prompt, in order
     encoders: list[FeatureSource | None] = []  # of `images`; None: encode here
 
+    @property
+    def only_copies(self) -> bool:
+        """True if it only fetches a prefix, for requests to come."""
+        return self.prefix_source is not None and self.prefix_source.copy
+
 
 class GenerateBatch(_Message, frozen=True):
     """Samples of one HTTP request, to enter the same step (engine/messages.py)."""

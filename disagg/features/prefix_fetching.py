@@ -167,10 +167,8 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         self._copies: dict[str, Request] = {}  # requested by routers, by rid
         self._page_size = scheduler.memory.allocator.page_size
 
-    def answer(self, request: Request, now_s: float) -> list[TokenOutput] | None:
+    def answer(self, request: Request, now_s: float) -> list[TokenOutput]:
         """Fetch a prefix that no request needs yet, and answer at the end."""
-        if request.message.prefix_source is None or not request.message.prefix_source.copy:
-            return None
         if request.rid in self._copies:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
         self._fetch(request, now_s)

@@ -126,9 +126,8 @@ class Recomputes(PeerPart):
         self._num_refused = 0
         self._closed: str | None = None
 
-    def answer(self, request: Request, now_s: float) -> list[TokenOutput] | None:
-        source = request.message.prefix_source
-        return [refused(request, refusal(OFF, status=409))] if source is not None and source.copy else None
+    def answer(self, request: Request, now_s: float) -> list[TokenOutput]:
+        return [refused(request, refusal(OFF, status=409))]
 
     def take(self, wanted: RecomputeRequest, now_s: float) -> bool:
         images, unseen = self._images_of(wanted.work)

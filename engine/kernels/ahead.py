@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.kernels.build import CSRC, TEAM, load_library
-from engine.kernels.sample import SOURCE as SAMPLE
+from engine.kernels.rows import SAMPLE
 from service.waiter import usable_cores
 
 FLAGS = {source.path.name: source.flags for source in (SAMPLE, TEAM)}

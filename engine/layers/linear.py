@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from engine.kernels.elementwise import LANES, elementwise_for, elementwise_on_cpu
 from engine.kernels.integer_layout import fits
 from engine.kernels.linear import PANEL, LinearKernel, PackedMatrix, linear_kernel
+from engine.kernels.rows import LANES, elementwise_for, elementwise_on_cpu
 from engine.parallel.collectives import Collectives, tree_sum
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Weight, dense_of

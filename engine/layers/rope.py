@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from engine.kernels.elementwise import LANES, elementwise_on_cpu
 from engine.kernels.paged_attention import Softmax
+from engine.kernels.rows import LANES, elementwise_on_cpu
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import FrequencyFactors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import SlotOpen
-from engine.kernels.sample import SampledRows, sample_kernel
+from engine.kernels.rows import SampledRows, sample_kernel
 from engine.kv.step_batch import upload
 from engine.sampler.sampling import Penalties, PenaltyRows, TokenMask, row_max, sample_keys, sample_tokens
 from engine.sampling_params import SamplingParams

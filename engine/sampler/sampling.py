@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.core.plan import SlotOpen
 from engine.kernels import fixed_math
-from engine.kernels.sample import SampledRows, sample_kernel
+from engine.kernels.rows import SampledRows, sample_kernel
 from engine.kv.page_checksum import GOLDEN, MUL_1, MUL_2, mix, shift, signed
 from engine.kv.step_batch import upload
 

@@ -14,8 +14,6 @@ import torch
 
 from engine.kernels import build, paged_attention, tape
 from engine.kernels.build import CSource, Kind, flags_of
-from engine.kernels.elementwise import SOURCE as ELEMENTWISE
-from engine.kernels.elementwise import Elementwise, elementwise
 from engine.kernels.latent_attention import SOURCE as LATENTS
 from engine.kernels.latent_attention import LatentKernel
 from engine.kernels.linear import SOURCE as LINEAR
@@ -35,8 +33,7 @@ from engine.kernels.recurrent import (
     delta_kernel,
     mamba_kernel,
 )
-from engine.kernels.sample import SOURCE as SAMPLE
-from engine.kernels.sample import SampleKernel, sample_kernel
+from engine.kernels.rows import ELEMENTWISE, SAMPLE, Elementwise, SampleKernel, elementwise, sample_kernel
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.kernels.elementwise import elementwise
+from engine.kernels.rows import elementwise
 from engine.layers import linear
 from engine.layers.experts import _product_by_expert, grouped_product
 from engine.layers.linear import Linear, OffsetNorm, RMSNorm, Scaled, gelu_mul, sigmoid_mul, silu_mul
@@ -21,7 +21,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Who computes bf16 on this CPU."""
     if request.param == "torch":
         monkeypatch.setattr(linear, "linear_kernel", lambda: None)
-        monkeypatch.setattr("engine.kernels.elementwise.elementwise", lambda: None)
+        monkeypatch.setattr("engine.kernels.rows.elementwise", lambda: None)
     yield request.param
 
 

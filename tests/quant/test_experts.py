@@ -9,6 +9,7 @@ import torch
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
 from engine.models.expert_mlp import ExpertMLP
+from engine.models.layer_kinds import mixtures_in
 from engine.models.load import load_model
 from engine.quant.integers import SCHEMES, quantized
 from service.flags import ConfigError
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="integers are mu
 def mixture(path: str, **flags: Any) -> ExpertMLP:
     """The first layer's that has one."""
     model = load_model(path, load_model_config(path), dtype="bfloat16", device="cpu", progress=False, **flags)
-    found = next(mixture for layer in model._layers for mixture in layer.mixtures)
+    found = next(mixture for layer in model._layers for mixture in mixtures_in(layer))
     assert isinstance(found, ExpertMLP)
     return found
 

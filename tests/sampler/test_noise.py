@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import fixed_math
-from engine.kernels.sample import sample_kernel
+from engine.kernels.rows import sample_kernel
 from engine.sampler.sampling import gumbel_noise, noise_of
 
 WORDS = 1 << 32

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.sample import SampledRows, sample_kernel
+from engine.kernels.rows import SampledRows, sample_kernel
 from engine.sampler.sampling import row_max, sample_by_torch, sample_tokens
 
 TEMPERATURES, TOP_P, MIN_P = (0.05, 1.0, 40.0), (1.0, 0.999, 0.5, 1e-6), (-torch.inf, -3.0, 0.0)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.expert_parallel import ExpertParallelMLP
+from engine.models.layer_kinds import mixtures_in
 from tests.e2e.images.test_images import FLAGS, ask, prompts_of
 from tests.engine.drafts.drafters import always, answers_to, fared
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -26,7 +27,7 @@ def test_mtp_of_a_mixture_that_sees_changes_no_answer(tmp_path: Path) -> None:
         assert fared(group.engine).drafts
         model = group.engine.parts.device.executor.runner.running.model
         drafter: Any = model.drafter
-        (mixture,) = drafter._layer.mixtures
+        (mixture,) = mixtures_in(drafter._layer)
         assert isinstance(mixture, ExpertParallelMLP)
         assert model.balance is not None and model.balance.moved_layers
         assert mixture not in model.balance.layers and len(model.balance.layers) == model.num_layers
