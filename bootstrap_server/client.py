@@ -89,8 +89,8 @@ class Registrar:
     """Registers `worker`, its lease and, on a shared server, its rooms, retrying forever.
 
     A restarted server gets the rooms of the last `REMEMBER_S`. `is_own`: the server ends with the
-    worker, so only the lease needs renewal. `on_room` takes each room; it is empty where the
-    server finds its one worker without.
+    worker, so only the lease needs renewal. `on_room` takes each room; it is empty for a
+    server of one worker, which needs no rooms.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class Directory(Protocol):
 
     @property
     def on_room(self) -> Sequence[Callable[[int], None]]:
-        """Receivers of each room: none where it finds the worker without."""
+        """Take each room of a prompt; none for a server of one worker, which needs no rooms."""
 
     def close(self) -> None: ...
 

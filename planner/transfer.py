@@ -228,9 +228,6 @@ class PlannedSenders:
     def take_recompute_requests(self) -> list[RecomputeRequest]:
         return []
 
-    def add_room(self, room: int) -> None:
-        """Do nothing: decode finds rooms by number."""
-
     def check(self) -> None:
         """Do nothing."""
 

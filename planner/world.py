@@ -1,7 +1,7 @@
 """The virtual world of plans and of simulated clusters: time, threads and workers."""
 
 import heapq
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -95,7 +95,7 @@ class Activity:
             self._within(pause_s)
 
 
-class VirtualWorker:
+class VirtualWorker(ABC):
     """A production loop over virtual ports. `wake`: lets it turn."""
 
     def __init__(

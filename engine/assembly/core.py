@@ -46,7 +46,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """Parts of request memory, of workers, of engines in tests and of simulated ones; None is none."""
+    """Parts of request memory that an engine has, real, simulated or of a test."""
 
     host: HostCache | None = None
     states: StateSlots | None = None
@@ -55,7 +55,7 @@ class MemoryParts:
 
     @property
     def present(self) -> Sequence[MemoryPart]:
-        """Return those there are, in the order that engine/core/mem_cache/memory_part.py describes."""
+        """Return those there are, in the order of their hooks."""
         return [part for part in (self.host, self.states, self.windows, self.images) if part is not None]
 
 

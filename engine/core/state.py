@@ -276,7 +276,7 @@ class Counters:
 
 
 class SchedulerState:
-    """Each piece with its owner."""
+    """What the parts of the scheduler share."""
 
     def __init__(self, *, limits: Limits, memory: Memory, ratio: NewTokenRatio | None = None) -> None:
         self.limits = limits
@@ -302,6 +302,9 @@ class SchedulerState:
     def refusal(self, request: Request) -> FinishReason | None:
         """Return why `request` can never run here, or None."""
         limits = self.limits
+        if request.message.lora and not request.adapter:
+            message = "lora_path: this server was started without --enable-lora"
+            return FinishReason(kind="abort", message=message, status=400, field="lora_path")
         if request.rid in self.stages.live:
             return refusal(f"rid: a request with id {request.rid!r} is running", status=400)
         if not request.input_ids:
@@ -315,9 +318,6 @@ class SchedulerState:
                 f"({request.max_new_tokens}) exceeds the KV capacity of {allocator.num_pages * allocator.page_size}",
                 status=400,
             )
-        if request.message.lora and not request.adapter:
-            message = "lora_path: this server was started without --enable-lora"
-            return FinishReason(kind="abort", message=message, status=400, field="lora_path")
         if reason := self.memory.refusal(request, part_tokens=limits.part_tokens):
             return reason
         if request.images and not self.features.sees_images:

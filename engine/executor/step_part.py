@@ -70,17 +70,13 @@ class FutureMap:
         """Share stored tokens, in maps over ranks."""
 
 
-# ---- rows for logits
+# ---- rows of hidden states for logits, by call and by request. Ranks that share a vocabulary compute calls together.
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions with logits at once: [rows, vocab] float32
 
 
 def first_rows(items: Sequence[PlanItem]) -> list[int]:
-    """Each item's first row, and the end.
-
-    Rows of hidden states for logits, by call, and by request. Ranks that share a vocabulary compute
-    calls together.
-    """
+    """Return each item's first row, and the end."""
     return list(accumulate((item.q_len for item in items), initial=0))
 
 

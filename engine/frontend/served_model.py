@@ -1,4 +1,4 @@
-"""The served model: checkpoint, tokenizer, template, limits, defaults."""
+"""The served model: checkpoint, tokenizer, template, limits, defaults; its work with texts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -263,7 +263,7 @@ class SampleKernel:
         return tokens
 
     def noise(self, bits: Tensor) -> Tensor:
-        """gumbel.noise_of for int64 bits, a multiple of 16."""
+        """sampling.noise_of for int64 bits, a multiple of 16."""
         assert len(bits) % 16 == 0, bits.shape
         words, noise = bits.to(torch.uint32), torch.empty(len(bits))
         self._library.tandem_noise(words.data_ptr(), noise.data_ptr(), len(bits))

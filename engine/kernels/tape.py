@@ -1,4 +1,4 @@
-"""Calls of C kernels by a thread team (team.c), and tapes: recorded calls, like CUDA graphs.
+"""Calls of C kernels by a thread team (team.c), tapes (recorded calls, like CUDA graphs), huge-page memory.
 
 Python and torch took a fifth of a small batch's step (docs/reports/benchmarks.md). A tape repeats
 calls with the same memory: while it records, outputs come from its workspace, and torch must

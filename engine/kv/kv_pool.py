@@ -349,7 +349,7 @@ def weights_number(model_path: str, *, dummy: bool = False) -> int:
 
 
 class WeightsNumber:
-    """64-bit number of the weights in use, computed on demand, which vouches for KV of two workers."""
+    """64-bit number of the weights in use, computed on demand. Workers take KV of equal numbers only."""
 
     def __init__(self, compute: Callable[[], int]) -> None:
         self._compute = compute

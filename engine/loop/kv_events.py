@@ -72,7 +72,7 @@ class ZmqPublisher(LoopListener):
         }
         return json.dumps(shown)
 
-    def on_worked(self, taken_s: float) -> None:
+    def on_planned(self, now_s: float) -> None:
         self._publish_changes()
 
     def on_rest(self, now_s: float) -> None:

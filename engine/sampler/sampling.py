@@ -1,4 +1,4 @@
-"""Token sampling under temperature, top_k, top_p, min_p.
+"""Token sampling under temperature, top_k, top_p, min_p; counts for penalties; masks of grammars.
 
 Filter order is temperature, top_k, top_p (renormalized), min_p relative to the best, as in Hugging
 Face's generate and vLLM. The lower token id wins ties. Probabilities are multiples of 2**-40 of the

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from engine.text.json_value import JsonValue
-from engine.text.sample import Arguments, CallBegins, Part, PlainAnswers, PlainText, ReasoningText, TextOutput
+from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, TextAnswers, TextOutput
 
 
 class PartReader(Protocol):
@@ -115,7 +115,7 @@ def _input_in(written: str) -> str:
 MintId = Callable[[str, int], str]  # of function name and index of the call
 
 
-class AnswerReaders(PlainAnswers):
+class AnswerReaders(TextAnswers):
     """Reads the samples. `make`: a sample's reader. `mint_id`: of calls without id."""
 
     is_plain = False

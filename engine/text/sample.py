@@ -159,8 +159,8 @@ def joined(parts: Iterable[Part]) -> WholeAnswer:
     return whole
 
 
-class PlainAnswers:
-    """Reads the samples of a request whose answers are plain text."""
+class TextAnswers:
+    """Reads the samples of a request as plain text; `AnswerReaders` finds reasoning and calls, too."""
 
     is_plain = True
 

@@ -1,4 +1,4 @@
-"""Id and trace of the current task's request.
+"""Id and trace of the current task's request; spans, and their export.
 
 W3C `traceparent` (https://www.w3.org/TR/trace-context/): 00-TRACE(32 hex)-SPAN(16 hex)-FLAGS.
 """

@@ -76,8 +76,11 @@ def test_no_command_is_an_error_that_lists_them(tmp_path: Path) -> None:
     assert status == 2 and "Traceback" not in text and all(f"  {name} " in text for name in COMMANDS)
 
 
-def test_version(tmp_path: Path) -> None:
-    assert tandem(tmp_path / "log", "--version")[1].startswith("tandem ")
+@pytest.mark.parametrize(("word", "says", "complains"), [("--version", "tandem ", ""), ("nope", "", "unknown command")])
+def test_errors_and_answers_have_streams_of_their_own(word: str, says: str, complains: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "deploy", word], capture_output=True, text=True, timeout=60)
+    for text, want in ((done.stdout, says), (done.stderr, complains)):
+        assert want in text and bool(text) == bool(want)
 
 
 def test_a_bug_keeps_its_traceback() -> None:

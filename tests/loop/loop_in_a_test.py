@@ -246,7 +246,10 @@ class RunningLoop(VirtualPorts):
 
 
 class LoopInATest:
-    """A worker's loop. `tell` and `turn` are all there is; time is `now_s`. `engine`: by default one request runs at a time."""
+    """A worker's loop: `tell` and `ask` bring messages, `turns`, `settle` and `rest` let it turn. Time is `now_s`.
+
+    `engine`: of EngineInATest; by default one request runs at a time.
+    """
 
     def __init__(self, depth: int = 1, *, kv: KVMemory | None = None, **engine: Any) -> None:
         self.engine = EngineInATest(**{"max_running": 1, **engine})

@@ -109,7 +109,9 @@ def test_a_profile_ends_on_request_or_after_its_steps() -> None:
     assert rig.profiler.running, "one step has been collected"
     rig.turns(1)
     assert not rig.profiler.running
-    rig.tell(StartProfile("s2"))
+    rig.tell(StartProfile("s2", num_steps=3))
+    rig.turns(1)
+    assert rig.profiler.running, "each step counts once"
     rig.tell(StopProfile("e2"))
     assert rig.replies["e2"].ok and not rig.profiler.running
 

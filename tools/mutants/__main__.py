@@ -27,7 +27,7 @@ from tools.progress import progress
 FOUND = 1
 OUT_OF_DATE = 70
 CPU_LIMIT_S = 720  # a bug may also show by a run that has no end; not by the clock, as others may load the machine
-LIMIT_S = 20.0 * CPU_LIMIT_S  # by the clock, for a run that waits for ever
+LIMIT_S = 3.0 * CPU_LIMIT_S  # by the clock, for a run that waits for ever
 
 
 def look_with(table: str, bug: Bug) -> int:

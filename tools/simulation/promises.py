@@ -34,15 +34,15 @@ class Promise:
         found = {**outcome.injected, **outcome.seen}
         if outcome.outcomes.keys() - self.outcomes:
             return f"requests end as {outcome.outcomes}"
-        for what, count in self.least.items():
-            if found.get(what, 0) < count:
-                why = f"{TOO_FEW_FAULTS}: " if what in self.options.faults else ""
-                return f"{why}{what}: {found.get(what, 0)}, and at least {count} are promised"
         for what in self.never:
             if found.get(what, 0):
                 return f"{what}: {found[what]}, and none is promised"
         if outcome.longest_gap_s > self.most_gap_s:
             return f"a client waits {outcome.longest_gap_s:.2f} s for its next event"
+        for what, count in self.least.items():
+            if found.get(what, 0) < count:
+                why = f"{TOO_FEW_FAULTS}: " if what in self.options.faults else ""
+                return f"{why}{what}: {found.get(what, 0)}, and at least {count} are promised"
         return ""
 
 

@@ -74,6 +74,7 @@ def _strange_features(worker: Worker) -> int:
 def check_cached(worker: Worker) -> None:
     """Every page that others may find holds the KV of its prefix, in its namespace; or features by the present weights."""
     cache = worker.scheduler.memory.cache
+    assert not (isinstance(worker, Encoder) and cache._tops), f"images have no namespace but {TRUNK}"
     for branch, top in [(TRUNK, cache.root), *cache._tops.items()]:
         stack = [(node, list(node.key), list(node.pages)) for node in top.children.values()]
         while stack:

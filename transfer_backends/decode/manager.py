@@ -1,4 +1,4 @@
-"""Decode's manager: a `DecodeCore` under a control thread, with pools for blocking calls."""
+"""Decode's side: its pure core, and the manager that runs it in a control thread, with pools for blocking calls."""
 
 import time
 from collections.abc import Callable

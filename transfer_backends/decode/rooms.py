@@ -1,4 +1,4 @@
-"""Decode's transfers and the role's calls. Pure.
+"""Decode's transfers, the role's calls and prefill's messages about them. Pure.
 
   receiver opened --route, peer live--> WaitingForInput
       --provide, first Status--> Transferring --> Success

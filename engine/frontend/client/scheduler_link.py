@@ -229,8 +229,7 @@ def open_sockets(ipc: IpcPaths, *, row: int = MAIN_FRONTEND) -> Iterator[tuple[S
 # ---- Live requests over a worker's frontends: counts and tokens per DP rank, names.
 #
 # A count is a cell of shared memory with one writer. A name is a locked byte of a file, at its
-# hash,
-# so the kernel releases it with its process.
+# hash, so the kernel releases it with its process.
 
 
 class SharedRequests:

@@ -41,7 +41,7 @@ static struct loop rows_of(int64_t rows, int64_t elements) { return team_loop(ro
 
 int tandem_elementwise_abi(void) { return ABI_VERSION; }
 
-/* Arguments are mirrored by elementwise.py. Each function returns 0: a tape asks (team.c). */
+/* Arguments are mirrored by rows.py. Each function returns 0: a tape asks (team.c). */
 
 struct norm {
     bf16 *x;                    /* [rows, width] dense; width a multiple of 16 */

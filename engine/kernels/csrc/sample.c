@@ -185,7 +185,7 @@ static int64_t sample_row(const struct row *row, int64_t top_k, float top_p, int
 
 int tandem_sample_abi(void) { return ABI_VERSION; }
 
-/* Mirrored by sample.py. */
+/* Mirrored by rows.py. */
 struct sample {
     const float *logits;              /* [n, vocab] with rows `stride` apart */
     const int64_t *rows;              /* [count]: which are sampled; the arrays below are parallel to it */

@@ -116,7 +116,7 @@ class _Paths(NamedTuple):
     """KV slots of tokens that do not lie at their positions, see TreePaths."""
 
     starts_ptr: Any  # [B] int32; None: all tokens lie at their positions
-    kv_slots_ptr: Any  # [B, stride] int32
+    places_ptr: Any  # [B, stride] int32
     stride: Any
 
 
@@ -225,7 +225,7 @@ def _path_of(request, paths):
     kv_slots, first = 0, 0
     if paths.starts_ptr is not None:
         first = tl.load(paths.starts_ptr + request)
-        kv_slots = paths.kv_slots_ptr + (request.to(tl.int64) * paths.stride - first)
+        kv_slots = paths.places_ptr + (request.to(tl.int64) * paths.stride - first)
     return kv_slots, first
 
 

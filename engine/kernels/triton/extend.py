@@ -285,7 +285,7 @@ def extend_merge_kernel(
     part_ptr,  # [part_rows, kv_heads, dim] fp32
     lse_ptr,  # [part_rows, kv_heads] fp32
     out_ptr,  # [T, heads, dim] dense
-    merges_ptr,  # (request, tile, part row, _spans) int32
+    merges_ptr,  # (request, tile, part row, spans) int32
     starts_ptr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,

@@ -51,7 +51,7 @@ def _fraction_of(x, exponent):
 
 @triton.jit
 def noise_of(bits):
-    """gumbel.noise_of for uint32."""
+    """sampling.noise_of for uint32."""
     u = (bits.to(tl.float32) + 0.5) * _WORD
     v = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _WORD
     exponent = _exponent_of(v)
@@ -88,11 +88,11 @@ def _mix(x):
 
 @triton.jit
 def noise_at(key, ids):
-    """gumbel.gumbel_noise for a uint64 key."""
+    """sampling.gumbel_noise for a uint64 key."""
     return noise_of((_mix(key + ids.to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32))
 
 
 @triton.jit
 def key_of(seed, output_len):
-    """gumbel.sample_keys."""
+    """sampling.sample_keys."""
     return _mix(_mix(seed.to(tl.uint64)) + (output_len + 1).to(tl.uint64) * _GOLDEN)

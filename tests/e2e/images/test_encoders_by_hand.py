@@ -131,12 +131,11 @@ def test_the_encoder_generates_nothing_and_stays_what_it_is(epd: Cluster) -> Non
 def test_an_encoder_that_is_killed_costs_no_request(epd: Cluster, right: list[int]) -> None:
     """By the router, too, which may not know of it yet."""
     encoder, unified = one(epd, "encode"), one(epd, "unified")
-    header, before = named_by(encoder), counters(unified)["mm_encoded_images"]
-    processes = family(encoder.pid)  # its engine outlives it for a moment
+    header, processes = named_by(encoder), family(encoder.pid)
     os.kill(encoder.pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(lives, processes)), within_s=SETTLE_S, what="the encoder has ended")
+    assert post(epd.router, BODY, {}) == ask(unified, header) == ask_pair(epd, header, room=9) == right
+    wait_until(lambda: not any(map(lives, processes)), within_s=SETTLE_S, what="its engine has ended, too")
+    before = counters(unified)["mm_encoded_images"]
     assert ask(unified, header) == right
     assert counters(unified)["mm_encoded_images"] == before + len(FILES)
-    assert ask_pair(epd, header, room=9) == right
-    assert post(epd.router, BODY, {}) == right
     assert_all_back(*(worker for worker in epd.workers if worker is not encoder))

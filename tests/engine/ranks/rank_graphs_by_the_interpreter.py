@@ -37,6 +37,7 @@ def main() -> None:
                 run(plain, LENGTHS),
                 run(plain, LENGTHS, grammars={"a": every_third(plain.model.vocab_size)}),
             )
+        assert len(masked[0]["a"]) == LENGTHS["a"], "a token without its mask ended the answer"
         with plain_engine(other, **UNCACHED) as plain:
             expected_of_other = run(plain, LENGTHS)
         with recording_ranks(model, tp_size=2) as engine:

@@ -20,7 +20,7 @@ from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.samples import Head, Usage
 from engine.messages import FinishReason, TokenOutput
 from engine.text.parts import AnswerReaders, MintId, PartReader
-from engine.text.sample import PlainAnswers, TextOutput
+from engine.text.sample import TextAnswers, TextOutput
 
 FIRST, LAST = "the first question", "the last question"
 RESULT = "the result"
@@ -38,8 +38,8 @@ class Said(NamedTuple):
     mint_id: MintId
 
     @property
-    def answers(self) -> PlainAnswers:
-        return PlainAnswers() if self.reader is None else AnswerReaders(self.reader, self.mint_id)
+    def answers(self) -> TextAnswers:
+        return TextAnswers() if self.reader is None else AnswerReaders(self.reader, self.mint_id)
 
     def outputs(self, size: int) -> list[TextOutput]:
         """In pieces of `size` characters."""

@@ -92,7 +92,7 @@ async def test_a_worker_says_whether_the_router_knows_its_names(page_size: int, 
     cache = RadixCache(allocator, parts=[recorded])
     cache.insert(PROMPT[: 3 * BLOCK_TOKENS], allocator.allocate(3 * BLOCK_TOKENS // page_size))
     with closing(publisher(events=recorded)) as source:
-        source.on_worked(0.0)
+        source.on_planned(0.0)
         async with feed() as (events, index, worker):
             events.on_info(worker, info_of(source))
             await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})

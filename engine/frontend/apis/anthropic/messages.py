@@ -18,9 +18,9 @@ from engine.text.sample import (
     Arguments,
     CallBegins,
     Part,
-    PlainAnswers,
     PlainText,
     ReasoningText,
+    TextAnswers,
     TextOutput,
     ToolCall,
     joined,
@@ -41,7 +41,7 @@ class MessageView:
     then message_delta, message_stop. `fills_context`: the token limit is the context's.
     """
 
-    def __init__(self, answers: PlainAnswers, head: Head, *, fills_context: bool, shows_thinking: bool) -> None:
+    def __init__(self, answers: TextAnswers, head: Head, *, fills_context: bool, shows_thinking: bool) -> None:
         self._answers = answers
         self._fills_context = fills_context
         self._shows_thinking = shows_thinking

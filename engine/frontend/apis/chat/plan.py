@@ -40,12 +40,12 @@ from engine.text.chat_template import (
     render_continued,
 )
 from engine.text.parts import INPUT, AnswerReaders, PartReader
-from engine.text.sample import PlainAnswers
+from engine.text.sample import TextAnswers
 from engine.text.template_reads import TemplateReads
 from service.http.errors import bad_field
 
 PAGE_CHARS = 1024
-MakeAnswers = Callable[[Callable[[str], str], str], PlainAnswers]  # of what makes unique ids, and the prefix of calls
+MakeAnswers = Callable[[Callable[[str], str], str], TextAnswers]  # of what makes unique ids, and the prefix of calls
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAY_BE_NULL = ("assistant", *RESULTS)  # roles whose content may be null
 PARTS = ("text", *MEDIA, "refusal")
@@ -108,8 +108,8 @@ def _constraint(body: ChatBody, reading: Reading) -> Constraint | None:
     return chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
 
 
-def _plain(mint: Callable[[str], str], prefix: str) -> PlainAnswers:
-    return PlainAnswers()
+def _plain(mint: Callable[[str], str], prefix: str) -> TextAnswers:
+    return TextAnswers()
 
 
 def _readers(s: Services, body: ChatBody, reader: Callable[[], PartReader]) -> MakeAnswers:

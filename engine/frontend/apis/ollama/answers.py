@@ -38,7 +38,7 @@ from engine.frontend.apis.shared.routes import ApiRoute, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
-from engine.text.sample import PlainAnswers, WholeAnswer
+from engine.text.sample import TextAnswers, WholeAnswer
 from service.flags import untagged
 from service.http.errors import bad_field, decode_body
 from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line
@@ -182,7 +182,7 @@ async def _complete(
         logprobs=None,
         model=model,
     )
-    view = partial(OllamaView, PlainAnswers(), model=body.model, start_ns=start_ns, show=response_text)
+    view = partial(OllamaView, TextAnswers(), model=body.model, start_ns=start_ns, show=response_text)
     return await answer_samples(request, fields, plan, _RAW_FORMAT, view=view)
 
 

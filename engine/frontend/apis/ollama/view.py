@@ -10,9 +10,9 @@ from engine.text.sample import (
     Arguments,
     CallBegins,
     Part,
-    PlainAnswers,
     PlainText,
     ReasoningText,
+    TextAnswers,
     TextOutput,
     ToolCall,
     WholeAnswer,
@@ -26,7 +26,7 @@ Show = Callable[[WholeAnswer], dict[str, Any]]
 class OllamaView:
     """`model`: as requested; `start_ns`: arrival. `show`: renders text, reasoning and calls."""
 
-    def __init__(self, answers: PlainAnswers, head: Head, *, model: str, start_ns: int, show: Show) -> None:
+    def __init__(self, answers: TextAnswers, head: Head, *, model: str, start_ns: int, show: Show) -> None:
         self._answers = answers
         self._usage = head.usage
         self._model = model

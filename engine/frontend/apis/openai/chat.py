@@ -19,9 +19,9 @@ from engine.text.sample import (
     Arguments,
     CallBegins,
     Part,
-    PlainAnswers,
     PlainText,
     ReasoningText,
+    TextAnswers,
     TextOutput,
     ToolCall,
     joined,
@@ -162,7 +162,7 @@ class ChatView(OpenAIView):
         head: Head,
         *,
         tokenizer: Tokenizer,
-        answers: PlainAnswers,
+        answers: TextAnswers,
         **more: Any,
     ) -> None:
         super().__init__(body, head, **more)

@@ -15,7 +15,7 @@ from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.shared.samples import Counts, Head
 from engine.messages import FinishReason
 from engine.text.incremental import Span
-from engine.text.sample import Arguments, CallBegins, Part, PlainAnswers, PlainText, ReasoningText, TextOutput
+from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, TextAnswers, TextOutput
 from engine.text.tokenizer import Tokenizer
 from service.responses.items import item_id
 
@@ -171,7 +171,7 @@ class ResponseView:
         head: Head,
         *,
         tokenizer: Tokenizer,
-        answers: PlainAnswers,
+        answers: TextAnswers,
         on_done: Callable[[dict[str, Any]], None],
     ) -> None:
         self._tokenizer = tokenizer
