@@ -70,7 +70,9 @@ class FutureMap:
         """Share stored tokens, in maps over ranks."""
 
 
-# ---- rows of hidden states for logits, by call and by request. Ranks that share a vocabulary compute calls together.
+# ---- rows of hidden states for logits, by call and by request
+#
+# Ranks that share a vocabulary compute calls together.
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions with logits at once: [rows, vocab] float32
 

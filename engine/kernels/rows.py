@@ -1,6 +1,7 @@
-"""Kernels by row: norms, rotary embedding and gates (elementwise.c for bf16 on CPU, Triton on GPU), sampling (sample.c).
+"""Kernels by row: norms, rotary embedding, gates; sampling.
 
-C trusts its arguments: shapes and types are asserted before each call.
+On CPU they are elementwise.c (bf16) and sample.c, on GPU Triton's. C trusts its arguments: shapes
+and types are asserted before each call.
 """
 
 import ctypes

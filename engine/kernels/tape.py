@@ -1,8 +1,8 @@
-"""Calls of C kernels by a thread team (team.c), tapes (recorded calls, like CUDA graphs), huge-page memory.
+"""Calls of C kernels by a thread team (team.c), tapes of them, and memory in huge pages.
 
 Python and torch took a fifth of a small batch's step (docs/reports/benchmarks.md). A tape repeats
-calls with the same memory: while it records, outputs come from its workspace, and torch must
-compute nothing in between.
+calls with the same memory, like a CUDA graph: while it records, outputs come from its workspace,
+and torch must compute nothing in between.
 """
 
 import contextlib

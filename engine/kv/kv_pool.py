@@ -349,7 +349,7 @@ def weights_number(model_path: str, *, dummy: bool = False) -> int:
 
 
 class WeightsNumber:
-    """64-bit number of the weights in use, computed on demand. Workers take KV of equal numbers only."""
+    """Number of the weights in use, 64 bits, computed on demand. KV crosses between equal ones."""
 
     def __init__(self, compute: Callable[[], int]) -> None:
         self._compute = compute

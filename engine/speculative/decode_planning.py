@@ -108,7 +108,7 @@ class SpeculativeDecode(DecodePlanner):
         return self._rows(ready, drafts), opens
 
     def _learn_while_able(self, able: Sequence[Request]) -> None:
-        """Measure steps from the first request with drafts to the end of the last: others pay nothing."""
+        """Measure steps while a request has drafts: others pay nothing."""
         if able:
             self.learners[:] = [self.drafting.note]
         elif self.learners and not any(r.parts for r in chain(self._stages.running, self._stages.draining)):

@@ -160,7 +160,7 @@ def joined(parts: Iterable[Part]) -> WholeAnswer:
 
 
 class TextAnswers:
-    """Reads the samples of a request as plain text; `AnswerReaders` finds reasoning and calls, too."""
+    """Reads a request's samples as plain text; `AnswerReaders` finds reasoning and calls, too."""
 
     is_plain = True
 

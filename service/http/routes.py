@@ -1,4 +1,4 @@
-"""Handlers by path and prefix, at a third of the cost of aiohttp's dispatcher; shapes of answers."""
+"""Handlers by path and prefix, at a third of aiohttp's cost; shapes of answers."""
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping

@@ -1,4 +1,7 @@
-"""Decode's side: its pure core, and the manager that runs it in a control thread, with pools for blocking calls."""
+"""Decode's side: its pure core, and the manager that runs it in a control thread.
+
+Pools of threads make the calls that block.
+"""
 
 import time
 from collections.abc import Callable

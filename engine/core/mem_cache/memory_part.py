@@ -1,8 +1,8 @@
 """Parts of request memory: hooks called by Memory, the tree and the scheduler.
 
-Parts run in one order (engine/assembly/core.py lists them): host tier, recurrent states, window pages, image
-features, backups. They rely on nothing else of each other. Parts that follow tree nodes are
-TreeParts (radix_cache.py), too.
+Parts run in one order (engine/assembly/core.py lists them): host tier, recurrent states, window
+pages, image features, backups. They rely on nothing else of each other. Parts that follow tree nodes
+are TreeParts (radix_cache.py), too.
 
 Planning finds a part by class (`Memory.of`, whose defaults are the classes here), or all parts with
 a hook (`Memory.having`).

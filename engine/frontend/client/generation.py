@@ -1,4 +1,4 @@
-"""Running samples of one HTTP request, and their traces: `feed` adds outputs, a handler takes them."""
+"""Running samples of one HTTP request: `feed` adds outputs, a handler takes them. Their traces."""
 
 import asyncio
 import time

@@ -121,7 +121,7 @@ def _extend_block(rows, attended, at, pages, MASKED: tl.constexpr, SPLIT: tl.con
 
 @triton.jit
 def _spans(unit, before, low, pages):
-    """Bounds of visible tokens: of masked blocks, of those visible to all rows, of masked ones again."""
+    """Bounds of visible tokens: of masked blocks, of those all rows see, of masked ones again."""
     begin, last = 0, unit.tile * unit.BLOCK_ROWS + (unit.BLOCK_ROWS - 1)
     seen = tl.minimum(unit.kv_len, unit.kv_len - unit.q_len + last // unit.PER_TOKEN + 1)
     end = seen

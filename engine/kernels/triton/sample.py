@@ -194,7 +194,7 @@ def _is_below(gap_bits, ids, bound_gap, bound_id):
 
 @triton.jit
 def _bins_of(source, best, within, start, shift, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Counts by element of tokens with bits `within`: a byte for each of bins 0 to 7, and 8 to 15."""
+    """Count tokens with bits `within` by element: a byte for each of bins 0 to 7, and 8 to 15."""
     low, high = within
     few, many = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
     for at in range(0, VOCAB, TILE):

@@ -1,4 +1,4 @@
-"""Fields of request bodies: sampling, prompts, limits, model, place. Optional fields may be null."""
+"""Fields of request bodies: sampling, prompts, limits, model, place. Optional ones may be null."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
