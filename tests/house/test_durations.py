@@ -56,6 +56,15 @@ def test_a_slower_machine_has_more_seconds_and_a_faster_one_fewer() -> None:
     assert list(findings(BUDGETS, {"tests/core": 100.0}, LOOP_S / 2))
 
 
+def test_a_neighbour_that_slows_all_folders_alike_fails_none() -> None:
+    budgets = Budgets(CPU, LOOP_S, 2.0, {f"tests/{name}": 100.0 for name in "abcde"}, {})
+    slow_s = dict(zip(budgets.folders_s, (115.0, 118.0, 120.0, 123.0, 130.0), strict=True))
+    assert not list(findings(budgets, slow_s, LOOP_S))
+    assert [f.partition(":")[0] for f in findings(budgets, {**slow_s, "tests/e": 140.0}, LOOP_S)] == ["tests/e"]
+    assert len(list(findings(budgets, dict.fromkeys(budgets.folders_s, 150.0), LOOP_S))) == 5, "that is no neighbour"
+    assert list(findings(budgets, {**dict.fromkeys(budgets.folders_s, 80.0), "tests/a": 111.0}, LOOP_S))
+
+
 def test_a_budget_that_is_hardly_used_is_named() -> None:
     assert spare(BUDGETS, {"tests/core": 79.0, "tests/text": 3.5}, LOOP_S) == ["tests/core"]
 
