@@ -256,7 +256,7 @@ class Profiler(Protocol):
 
 
 class ProfileControl:
-    """Control of profiles. The first one adds it to `on_step`, for good."""
+    """Control of profiles. The first profile adds it to `on_step`, where it stays."""
 
     def __init__(self, profiler: Profiler, *, reply: Callable[[ControlReply], None], on_step: list[OnStep]) -> None:
         self._profiler = profiler
@@ -346,7 +346,7 @@ class ReleasedWeights(Protocol):
 class OccupationControl:
     """Controller; `why_busy()` is "" when idle, `flush()` drops prefixes, `update` reloads.
 
-    Its first call adds it to `refusals`, for good.
+    Its first call adds it to `refusals`, where it stays.
 
     Release and return of an idle worker's KV and weight memory.
 

@@ -291,7 +291,7 @@ class LoopInATest:
         self.loop.turn()
 
     def ask(self, rid: str, prompt: Sequence[int], new: int = 8, **wishes: Any) -> None:
-        """A stream: each token is heard when its step has ended."""
+        """Ask for a stream: each token comes at the end of its step."""
         self.tell(GenerateRequest(rid, list(prompt), SamplingParams(max_new_tokens=new), stream=True, **wishes))
 
     def turns(self, n: int) -> None:

@@ -70,7 +70,7 @@ def check_start(
     refused: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Without a word where nothing is `refused`; else refused, or, if told to, started with a loud one."""
+    """A safe server starts in silence; another is `refused`, or starts with a warning if a flag allows it."""
     if refused is None:
         check(server())
         assert not caplog.text

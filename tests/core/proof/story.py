@@ -242,10 +242,10 @@ def stories_with_images() -> st.SearchStrategy[Story]:
         state_slots=st.sampled_from([0, 0, 0, 5, 12]),
         grid=st.sampled_from([4, 8]),
     )
-    told = _stories(setup.map(_on_the_grid))
+    plain = _stories(setup.map(_on_the_grid))
     place = st.tuples(st.sampled_from([0, 0, 1, 2, 3, 5]), st.sampled_from(range(len(SIZES))))
     some = st.lists(st.lists(place, max_size=5).map(tuple), min_size=4, max_size=12)
-    return st.builds(shown, told, some)
+    return st.builds(shown, plain, some)
 
 
 def stories_with_adapters(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:
