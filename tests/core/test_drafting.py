@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.plan import Plan, PlanItem, StateRollback
 from engine.core.request import Request
-from engine.speculative.drafting import TRY_EVERY, Drafting, RowCosts
+from engine.speculative.drafting import TRY_EVERY, Drafting, DraftRequest, RowCosts
 from engine.speculative.drafts import MODELED, NO_DRAFT, Draft, Drafts
 from tests.core.engine_in_a_test import request_of
 from tests.core.guesses import Free
@@ -256,6 +256,16 @@ def test_drafts_are_trees_where_rows_cost_little(a_row: float, topk: int) -> Non
         one.choose([request], rows=1, overlaps=False)
     found = one.ask([request], rows=1, overlaps=False)
     assert found.topk == topk and found.passes
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 8])
+def test_passes_take_the_room_that_they_write(topk: int) -> None:
+    one = DraftRequest({}, topk)
+    for passes in range(1, 12):
+        room = one.places(passes)
+        assert one.passes_within(room, passes) == passes
+        assert one.passes_within(room - 1, passes) == passes - 1
+        assert 0 < passes <= room and (passes - 1) * topk <= room
 
 
 def test_a_tree_is_verified_down_to_what_is_unlikely() -> None:
