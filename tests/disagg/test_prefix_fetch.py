@@ -190,6 +190,20 @@ def test_a_client_that_leaves_ends_the_fetch_for_it_alone(seed: int) -> None:
         assert cluster.counter("prefix_fetched") == 1
 
 
+def test_a_prompt_that_decode_gives_up_ends_its_fetch() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    cluster.ask("gone", PROMPT, 1, known=PREFIX)
+    cluster.decode.abort("gone")
+    rng = random.Random(1)
+    while "gone" not in cluster.prefill.finish:  # the source answers nothing in this time
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+    assert (cluster.counter("prefix_fetches"), cluster.counter("prefix_fetches_aborted")) == (1, 1)
+    cluster.run(rng)
+    cluster.assert_all_back()
+
+
 def test_a_source_that_dies_is_no_fault_of_the_request() -> None:
     cluster = PrefixCluster()
     cluster.warm(PROMPT)

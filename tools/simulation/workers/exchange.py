@@ -6,9 +6,9 @@ from typing import Any
 from bootstrap_server.client import Registrar
 from disagg.assembly import RECEIVES, SENDS, Transfers, source_of
 from disagg.decode_role import DecodeRole
-from disagg.features.feature_fetching import FeatureFetches
+from disagg.features.feature_fetching import FeatureFetch, FeatureFetches
 from disagg.features.feature_serving import EncodeRole
-from disagg.features.prefix_fetching import PrefixFetches
+from disagg.features.prefix_fetching import PrefixFetch, PrefixFetches
 from disagg.incoming import IncomingTransfer
 from disagg.outgoing import PrefillHandover
 from disagg.prefill_role import PrefillRole
@@ -101,6 +101,11 @@ class Exchange:
         kinds = (FeatureFetches,) if features else (DecodeRole, PrefixFetches)
         owners: list[Any] = [one for one in (self.role, *self.role.parts) if isinstance(one, kinds)]
         return [transfer for owner in owners for transfer in owner.incoming.transfers.values()]
+
+    def fetches(self) -> list[FeatureFetch | PrefixFetch]:
+        """What requests of this worker wait for."""
+        crossing = self.transfers_in(features=False) + self.transfers_in(features=True)
+        return [transfer for transfer in crossing if isinstance(transfer, FeatureFetch | PrefixFetch)]
 
     def handovers_out(self) -> list[PrefillHandover]:
         own = [self.role._prompts] if isinstance(self.role, PrefillRole) else []

@@ -191,3 +191,6 @@ class Worker(VirtualWorker):
         quarantined = self.scheduler.memory.allocator.counts()["quarantined"]
         self.most_quarantined = max(self.most_quarantined, quarantined)
         self.process.hold(self.role.check)
+        for fetch in self.exchange.fetches():
+            if gone := [rid for rid in fetch.waiting if self.said.get(rid, 0) < 0]:
+                raise Violation(f"{self.process.name} fetches for requests that have ended: {gone}")
