@@ -2,12 +2,13 @@
 
 import pytest
 
-from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
+from engine.core.plan import FeatureLand, FeatureRows, ItemImages, Plan, PlanItem
 from engine.images import key_ids, rope_delta, rope_positions
 from tests.core.mem_cache.images import TOKEN
 from tools.simulation.workers.executor import CheckedModel
 from tools.simulation.workers.images import (
     PlacedImage,
+    contents,
     delta_of,
     right_tokens,
     seen_by_keys,
@@ -15,6 +16,7 @@ from tools.simulation.workers.images import (
     turns_of,
     with_placeholders,
 )
+from tools.simulation.world import Violation
 
 TEXT = list(range(20))
 SHOWN = (PlacedImage(2, 4), PlacedImage(8, 2), PlacedImage(14, 4))  # the first comes again
@@ -70,6 +72,15 @@ def test_features_of_other_weights_or_beyond_the_bound_end_the_run() -> None:
     model.forget()
     with pytest.raises(AssertionError, match="features of other weights"):
         model.seen(_item(), [TOKEN] * 6)
+
+
+def test_an_image_lands_with_its_own_features_alone() -> None:
+    model, one, other = CheckedModel(page_size=4, name="m"), INPUTS[0], INPUTS[1]
+    model.arrived = lambda land: contents(one)
+    model._land(FeatureLand(one.key, [1, 2], one.num_tokens))
+    assert model.features[one.key] == contents(one)
+    with pytest.raises(Violation, match="as an image's whose own are"):
+        model._land(FeatureLand(other.key, [1, 2], one.num_tokens))
 
 
 def test_a_step_reads_no_features_that_were_forgotten() -> None:

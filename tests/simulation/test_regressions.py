@@ -84,6 +84,7 @@ def test_the_engine_of_a_killed_rank_does_not_say_that_its_writes_have_landed(pa
     region = Region(KV_BASE, 8, 16, None)
     memory: dict[str, Any] = {"region": lambda kind: region, "polled_s": 0.0, "ends_s": None}
     memory |= dict.fromkeys(("read_allowed", "write_allowed"), lambda kind, page: True)
+    memory["times_free"] = lambda kind, page: 0
     memory["copy_from"] = lambda other, kind, src, dst, part: landed.add(dst)
     mine: Any = SimpleNamespace(process=source, **memory)
     engine = SimEngine(

@@ -15,7 +15,7 @@ from tools.mutants.__main__ import find
 from tools.simulation import report, scenario
 from tools.simulation.__main__ import FIXED_SEEDS
 from tools.simulation.options import FAULTS, options_of
-from tools.simulation.promises import PROMISES, TOO_FEW_FAULTS, Promise, calm, play
+from tools.simulation.promises import PROMISES, TOO_LITTLE, Promise, calm, play
 from tools.simulation.run import Outcome, run
 
 # `make slow-tests` plays all fixed seeds, `make test` of the first forty those with which the special ones inject all that
@@ -102,13 +102,14 @@ def test_what_is_promised_has_happened(promise: Promise) -> None:
     _must_hold(play(promise))
 
 
-def test_too_few_faults_say_nothing_of_the_product() -> None:
+def test_a_run_that_reaches_too_little_says_nothing_of_the_product() -> None:
     """A planted bug shifts the history, and so the faults: that alone must not count as found."""
     options = calm(options_of(1, nodes=2, faults=("client disconnect",)))
-    promise = Promise(name="n", options=options, least={"client disconnect": 2, "moves": 1})
-    assert TOO_FEW_FAULTS in promise.breach(Outcome(options, injected={"client disconnect": 1}))
-    assert TOO_FEW_FAULTS in promise.breach(Outcome(options))
-    assert TOO_FEW_FAULTS not in promise.breach(Outcome(options, injected={"client disconnect": 2})) != ""
+    promise = Promise(name="n", options=options, reach={"late writes": 1}, least={"client disconnect": 2, "moves": 1})
+    seen = {"late writes": 1}
+    assert TOO_LITTLE in promise.breach(Outcome(options, injected={"client disconnect": 1}, seen=seen))
+    assert TOO_LITTLE in promise.breach(Outcome(options, injected={"client disconnect": 2}))
+    assert TOO_LITTLE not in promise.breach(Outcome(options, injected={"client disconnect": 2}, seen=seen)) != ""
 
 
 def test_answers_of_decode_workers_that_die_or_drain_go_on_elsewhere() -> None:

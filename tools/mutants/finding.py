@@ -9,7 +9,7 @@ import pytest
 
 from tools.mutants.planting import ROOT, finders_of
 from tools.simulation.__main__ import encoder_outcomes, first_failure, fixed_outcomes
-from tools.simulation.promises import TOO_FEW_FAULTS
+from tools.simulation.promises import TOO_LITTLE
 from tools.soak_core import drive_round
 
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories
@@ -22,7 +22,7 @@ def look(table: str) -> str:
     if table == "core":
         return _look_by_stories()
     outcomes = encoder_outcomes() if table == "encoders" else fixed_outcomes()
-    return first_failure(outcome for outcome in outcomes if TOO_FEW_FAULTS not in outcome.problem)
+    return first_failure(outcome for outcome in outcomes if TOO_LITTLE not in outcome.problem)
 
 
 def _look_by_tests(paths: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ A seed's run may end requests with a clear error. Here they succeed, and what is
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,20 @@ from tools.simulation.options import Options, options_of
 from tools.simulation.run import Outcome, run
 from tools.simulation.workers.transfer_engine import EngineBehaviour
 
-TOO_FEW_FAULTS = "too few faults are injected"  # a breach by the run itself: it says nothing of the product
+TOO_LITTLE = "the run reaches too little"  # a breach by the run itself: it says nothing of the product
 
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """`least` of what is injected or seen, and what is `never` seen. `outcomes` that requests may have."""
+    """`reach`: least of what the run must inject or see to prove anything.
+
+    `least` of what is promised, and what is `never` seen. `outcomes` that requests may have.
+    """
 
     name: str
     options: Options
     least: Mapping[str, int]
+    reach: Mapping[str, int] = field(default_factory=dict)
     never: tuple[str, ...] = ()
     outcomes: frozenset[str] = frozenset(["ok"])
     most_gap_s: float = math.inf  # between two events of a stream
@@ -39,9 +43,9 @@ class Promise:
                 return f"{what}: {found[what]}, and none is promised"
         if outcome.longest_gap_s > self.most_gap_s:
             return f"a client waits {outcome.longest_gap_s:.2f} s for its next event"
-        for what, count in self.least.items():
+        for what, count in {**self.reach, **self.least}.items():
             if found.get(what, 0) < count:
-                why = f"{TOO_FEW_FAULTS}: " if what in self.options.faults else ""
+                why = f"{TOO_LITTLE}: " if what in self.options.faults or what in self.reach else ""
                 return f"{why}{what}: {found.get(what, 0)}, and at least {count} are promised"
         return ""
 
@@ -105,7 +109,8 @@ def _promise(name: str, row: dict[str, Any]) -> Promise:
     return Promise(
         name=name,
         options=_KINDS[row["kind"]](row["seed"], row["faults"], **options),
-        least=row["least"],
+        least=row.get("least", {}),
+        reach=row.get("reach", {}),
         never=tuple(row.get("never", ())),
         outcomes=frozenset(row.get("outcomes", ["ok"])),
         most_gap_s=row.get("most_gap_s", math.inf),

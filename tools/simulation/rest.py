@@ -98,6 +98,7 @@ def _counted_of_features(worker: Worker, roles: Mapping[str, float]) -> dict[str
     ends = ("late", "refused", "aborted", "forgone")
     return {
         "features fetched": int(roles.get("features_fetched", 0)),
+        "features that land together": worker.computer.model.num_landed_together,
         **{f"feature fetches {end}": int(roles.get(f"feature_fetches_{end}", 0)) for end in ends},
     }
 

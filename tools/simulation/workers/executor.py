@@ -20,7 +20,7 @@ from engine.core.plan import FeatureLand, Plan, PlanItem, StepResult
 from engine.executor.executor import StepAnswer
 from engine.images import ImageInput
 from tests.core.hash_model import Copy, HashModel, Slot, State, prefix_hash, step_hash
-from tools.simulation.workers.images import PlacedImages, contents, delta_of, seen_at, seen_of
+from tools.simulation.workers.images import PlacedImages, contents, contents_of, delta_of, seen_at, seen_of
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
@@ -59,6 +59,7 @@ class CheckedModel(HashModel):
         super().__init__(page_size=page_size)
         self.name = name
         self.num_checked = 0
+        self.num_landed_together = 0  # steps that copy several images
         self.num_forgotten = 0  # other weights so often
         self.ranks: Ranks | None = None
         self._old: dict[tuple[int, int], Slot] = {}  # what was in the slots that the step under way writes
@@ -76,6 +77,7 @@ class CheckedModel(HashModel):
             for token in seen_of([*opened.prompt_ids, *opened.output_ids], images):
                 hashes.append(step_hash(hashes[-1] if hashes else opened.adapter, token))
             self._expected[opened.slot], self._deltas[opened.slot] = hashes, delta_of(images)
+        self.num_landed_together += len(plan.lands) > 1
         if self.ranks is not None and plan.items:
             self.ranks.join(plan)
         result = super().run(plan)
@@ -90,7 +92,10 @@ class CheckedModel(HashModel):
 
     def _land(self, land: FeatureLand) -> None:
         assert land.key not in self.features, "features land that are here already"
-        self.features[land.key], self.encoded_by[land.key] = self.arrived(land), self.weights
+        arrived, own = self.arrived(land), contents_of(land)
+        if arrived != own:
+            raise Violation(f"{self.name} copies features {arrived} as an image's whose own are {own}")
+        self.features[land.key], self.encoded_by[land.key] = arrived, self.weights
 
     def features_of(self, image: ImageInput) -> list[int]:
         return contents(image)

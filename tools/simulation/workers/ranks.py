@@ -72,12 +72,19 @@ class Whole:
         kinds = ("kv", "aux", *(pool.kind for pool in kv_args.pools))
         self.exposed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
         self._allocators = allocators
+        self._times_free: dict[str, Counter[int]] = {}
+        for kind, allocator in allocators.items():
+            self._times_free[kind] = _count_frees(allocator)
 
     def write_allowed(self, kind: str, idx: int) -> bool:
         return self.exposed[kind][idx] == 1 and self._owner_of(kind, idx) in ("held", "quarantined")
 
     def read_allowed(self, kind: str, idx: int) -> bool:
         return self._owner_of(kind, idx) in ("held", "cached")
+
+    def times_free(self, kind: str, idx: int) -> int:
+        """How often a page or slot has become free; metadata rows are not counted."""
+        return self._times_free[kind][idx] if kind in self._times_free else 0
 
     def _owner_of(self, kind: str, idx: int) -> str:
         """Where a page, slot or metadata row stands: a state of the allocator."""
@@ -101,6 +108,18 @@ class Whole:
             raise Violation(f"a message writes metadata row {row} of {self.process.name}, which moved on")
         self.metadata._rows[row] = np.frombuffer(data, ROW)[0]
         self.process.world.seen["rows by message"] += 1
+
+
+def _count_frees(allocator: PageAllocator) -> Counter[int]:
+    """Count from now on how often each page becomes free."""
+    found, give_back = Counter[int](), allocator._give_back
+
+    def counted(pages: Sequence[int]) -> None:
+        found.update(pages)
+        give_back(pages)
+
+    allocator._give_back = counted  # type: ignore[method-assign]
+    return found
 
 
 class RankView:
@@ -134,6 +153,9 @@ class RankView:
 
     def read_allowed(self, kind: str, idx: int) -> bool:
         return self.whole.read_allowed(kind, self._place(kind, idx)[0])
+
+    def times_free(self, kind: str, idx: int) -> int:
+        return self.whole.times_free(kind, self._place(kind, idx)[0])
 
     def damage(self, item: int, offset: int) -> None:
         args = self.whole.kv_args

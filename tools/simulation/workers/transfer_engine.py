@@ -60,6 +60,7 @@ class Memory(Protocol):
     def region(self, kind: str) -> Region: ...
     def write_allowed(self, kind: str, idx: int) -> bool: ...
     def read_allowed(self, kind: str, idx: int) -> bool: ...
+    def times_free(self, kind: str, idx: int) -> int: ...
     def copy_from(self, other: Any, kind: str, src: int, dst: int, part: range) -> None: ...
     def damage(self, item: int, offset: int) -> None: ...
 
@@ -74,13 +75,14 @@ class Peer:
 
 @dataclass(eq=False)
 class Copy:
-    """`part`: bytes of the item."""
+    """`part`: bytes of the item. `times_free`: how often the source had been free when this was posted."""
 
     op: "Op"
     kind: str
     src: int
     dst: int
     part: range
+    times_free: int
     over: bool = False  # landed or dropped
     orphaned: bool = False  # its writer, or that one's leader, has died
     blocked_s: float | None = None  # when it first found no way
@@ -259,7 +261,10 @@ class SimEngine:
         if begin != there or (length % size and begin + length > size):
             raise Violation(f"{self._process.name} writes {length} bytes from byte {begin} of an item to byte {there}")
         part = range(begin, begin + min(length, size))
-        return [Copy(op, kind, first + k, target + k, part) for k in range(max(1, length // size))]
+        sources = range(first, first + max(1, length // size))
+        return [
+            Copy(op, kind, src, target + k, part, self.memory.times_free(kind, src)) for k, src in enumerate(sources)
+        ]
 
     def _land_in(self, delay_s: float, copy: Copy) -> None:
         self._after(delay_s, "write", self._land, copy)
@@ -319,7 +324,7 @@ class SimEngine:
         what = f"{copy.kind} {copy.src} of {self._process.name} to {copy.dst} of {target.process.name}"
         if not target.write_allowed(copy.kind, copy.dst):
             raise Violation(f"a write lands in memory that moved on: {what} (operation {op.state.name})")
-        if self._process.alive and op.state is OpState.PENDING and not self.memory.read_allowed(copy.kind, copy.src):
+        if self._process.alive and op.state is OpState.PENDING and not self._keeps_source(copy):
             raise Violation(f"a write reads memory that prefill gave up: {what}")
         target.copy_from(self.memory, copy.kind, copy.src, copy.dst, copy.part)
         if copy.kind == "kv" and self._hit("damaged page", self.behaviour.flip_rate):
@@ -329,6 +334,11 @@ class SimEngine:
         if op.state is OpState.PENDING and not op.left and not op.will_fail:
             late_s = self._draw.uniform(0, 2.0) if self._hit("late completion", self.behaviour.late_done_rate) else 0.0
             self._after(late_s, "op done", self._end, op, OpState.DONE)
+
+    def _keeps_source(self, copy: Copy) -> bool:
+        """Whether the source is as it was posted: it was not free in between, either."""
+        memory, kind, src = self.memory, copy.kind, copy.src
+        return memory.read_allowed(kind, src) and memory.times_free(kind, src) == copy.times_free
 
     def _drop(self, copy: Copy) -> None:
         copy.over = True
