@@ -104,8 +104,7 @@ _ENGINES = {name: EngineBehaviour(**_tuples(row)) for name, row in _DATA.pop("en
 
 def _promise(name: str, row: dict[str, Any]) -> Promise:
     options = _tuples(row.get("options", {}))
-    if "encoder_engine" in options:
-        options["encoder_engine"] = _ENGINES[options["encoder_engine"]]
+    options |= {key: _ENGINES[options[key]] for key in ("engine", "encoder_engine") if key in options}
     return Promise(
         name=name,
         options=_KINDS[row["kind"]](row["seed"], row["faults"], **options),

@@ -26,7 +26,8 @@ RESEND_S = 6.0
 class EngineBehaviour:
     """Shares and times of one run.
 
-    `late_done`: operations that end well and say so late. `late`: copies of FAILED ones that go on, for `max_linger_s`.
+    `late_done`: operations that end well and say so late. `late`: copies of FAILED ones that go on, for `max_linger_s` at most.
+    `stays_late`: until then; else they land when they would have without the failure, if that is sooner.
     """
 
     copy_s: tuple[float, float]
@@ -42,6 +43,7 @@ class EngineBehaviour:
     settle_s: float
     gives_up_s: float  # an operation whose way is blocked fails after so long
     flip_rate: float = 0.0  # copies of pages that arrive damaged
+    stays_late: bool = False
 
 
 class Memory(Protocol):
@@ -84,6 +86,7 @@ class Copy:
     part: range
     times_free: int
     over: bool = False  # landed or dropped
+    lands_at_s: float = 0.0  # not before
     orphaned: bool = False  # its writer, or that one's leader, has died
     blocked_s: float | None = None  # when it first found no way
 
@@ -165,6 +168,7 @@ class SimEngine:
             if self._draw.random() < 0.5:
                 self._drop(copy)
             else:
+                copy.lands_at_s = 0.0
                 self._land_in(self._draw.uniform(0, 0.9 * self.caps.settle_s), copy)
         peer.lingering = []
 
@@ -241,6 +245,7 @@ class SimEngine:
             self._end(op, OpState.FAILED)
             return
         if label == "fence":  # only now nothing earlier can write any more
+            self.world.seen["late writes that a fence ends"] += len(op.peer.lingering)
             for copy in list(op.peer.lingering):
                 self._drop(copy)
         self._end(op, OpState.DONE)
@@ -271,7 +276,7 @@ class SimEngine:
 
     def _land(self, copy: Copy) -> None:
         op, target = copy.op, copy.op.peer.target
-        if copy.over:
+        if copy.over or self.world.now_s < copy.lands_at_s:
             return
         if not target.process.alive:
             self._drop(copy)
@@ -330,6 +335,7 @@ class SimEngine:
         if copy.kind == "kv" and self._hit("damaged page", self.behaviour.flip_rate):
             target.damage(copy.dst, self._draw.randrange(target.page_size))
         self.world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1
+        self.world.seen["writes of followers without a leader"] += self.memory.ends_s is not None
         self._drop(copy)
         if op.state is OpState.PENDING and not op.left and not op.will_fail:
             late_s = self._draw.uniform(0, 2.0) if self._hit("late completion", self.behaviour.late_done_rate) else 0.0
@@ -355,7 +361,9 @@ class SimEngine:
             if self.faulty and self._draw.random() < self.behaviour.late_rate:
                 self.world.injected["write after the failure"] += 1
                 op.peer.lingering.append(copy)
-                self._land_in(self._draw.uniform(0, self.behaviour.max_linger_s), copy)
+                linger_s = self._draw.uniform(0, self.behaviour.max_linger_s)
+                copy.lands_at_s = self.world.now_s + linger_s if self.behaviour.stays_late else 0.0
+                self._land_in(linger_s, copy)
             else:
                 self._drop(copy)
         self._end(op, OpState.FAILED)
