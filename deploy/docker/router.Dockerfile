@@ -9,7 +9,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/tandem
 ENV PATH=/opt/tandem/bin:$PATH
 # What we need, in a layer of its own: other sources leave it as it is.
-COPY pyproject.toml deploy/docker/constraints.txt ./
+COPY pyproject.toml LICENSE deploy/docker/constraints.txt ./
 RUN pip install --constraint constraints.txt ".[k8s,otel]"
 COPY service ./service
 COPY bootstrap_server ./bootstrap_server

@@ -9,7 +9,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/tandem
 ENV PATH=/opt/tandem/bin:$PATH
 # What we need, in a layer of its own: other sources leave it as it is.
-COPY pyproject.toml deploy/docker/constraints.txt ./
+COPY pyproject.toml LICENSE deploy/docker/constraints.txt ./
 # torch without CUDA, from its own index; everything in one resolution, so that nothing brings a second torch.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --extra-index-url "${TORCH_INDEX}" --constraint constraints.txt "torch==2.13.0+cpu" ".[engine,nixl-cpu,mooncake-cpu,otel]"

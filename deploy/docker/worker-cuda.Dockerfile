@@ -10,7 +10,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/tandem
 ENV PATH=/opt/tandem/bin:$PATH
 # What we need, in a layer of its own: other sources leave it as it is.
-COPY pyproject.toml deploy/docker/constraints-cuda.txt ./
+COPY pyproject.toml LICENSE deploy/docker/constraints-cuda.txt ./
 RUN pip install --constraint constraints-cuda.txt "torch==2.13.0" ".[engine,nixl-cu13,mooncake-cu13,otel]"
 COPY service ./service
 COPY bootstrap_server ./bootstrap_server

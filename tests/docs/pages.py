@@ -7,7 +7,7 @@ from tests.packages import ROOT
 
 WRITTEN = ROOT / "docs" / "api.md"  # by tools/api_table.py
 PAGES = [
-    ROOT / "README.md",
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "reports" not in path.parts and path != WRITTEN),
 ]
 REPORTS = [WRITTEN, *sorted((ROOT / "docs" / "reports").glob("*.md"))]
