@@ -36,7 +36,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table flags-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -80,6 +80,7 @@ help:
 	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
 	@echo "make model-table       write the table of docs/models.md (after a change of what a model family works with)"
 	@echo "make api-table         write docs/api.md (after a change of routes or fields)"
+	@echo "make flags-table       write docs/flags.md (after a change of flags)"
 	@echo "make recall            write the shipped checkpoints again (after a change of tools/recall)"
 	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 
@@ -236,6 +237,9 @@ triton-versions: $(STAMP) $(TRITON_VENV)/bin/python
 # After a change of routes or bodies; a test compares the page.
 api-table: $(STAMP)
 	$(BIN)/python -m tools.api_table
+
+flags-table: $(STAMP)
+	$(BIN)/python -m tools.flags_table
 
 model-table: $(STAMP)
 	$(BIN)/python -m tests.e2e.models.zoo

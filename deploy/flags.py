@@ -1,4 +1,6 @@
-"""Command-line flags derived from config dataclasses (service/flags.py), and one-line errors."""
+"""Command-line flags derived from config dataclasses (service/flags.py), pages of help, one-line
+errors.
+"""
 
 import argparse
 import dataclasses
@@ -11,18 +13,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from deploy.foreign.translate import CannotFollow, ForeignFlags, translate
-from service.flags import FlagSpec, option_of, shown, spec_of
+from service.flags import FlagSet, FlagSpec, option_of, shown, spec_of, topic_of
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=FlagSet)
 Parse = Callable[[str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag; `value_type` bool is a switch."""
+    """A flag; `value_type` bool is a switch, `topic` its group of help ("": the command's)."""
 
     name: str
     option: str
+    topic: str
     value_type: type
     is_list: bool
     default: Any
@@ -33,27 +36,30 @@ class Flag:
         return self.value_type is bool
 
 
-def flags_of(config_class: type, *, skip: Collection[str] = ()) -> Iterator[Flag]:
+def flags_of(config_class: type[FlagSet], *, skip: Collection[str] = ()) -> Iterator[Flag]:
     """Yield a config's flags, without `skip` and those parsed by hand."""
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         spec = spec_of(field)
         if field.name not in skip and not spec.by_hand:
-            yield Flag(field.name, option_of(field), *_value_type(hints[field.name]), field.default, spec)
+            topic = topic_of(config_class, field.name)
+            yield Flag(field.name, option_of(field), topic, *_value_type(hints[field.name]), field.default, spec)
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
-    config_class: type,
+    parser: "Parser",
+    config_class: type[FlagSet],
     *,
     title: str,
     skip: Collection[str] = (),
     only_given: bool = False,
 ) -> None:
-    """Add a help group of `config_class`. `only_given` omits untyped flags (for `given_argv`)."""
-    group = parser.add_argument_group(title)
+    """Add the flags of `config_class`, in the group `title` if they have no topic.
+
+    `only_given` omits untyped flags (for `given_argv`).
+    """
     for flag in flags_of(config_class, skip=skip):
-        group.add_argument(flag.option, **_argparse_keywords(flag, only_given=only_given))
+        parser.add(flag.topic or title, flag.option, **_argparse_keywords(flag, only_given=only_given))
 
 
 def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand: Any) -> Config:
@@ -63,7 +69,7 @@ def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand:
     return config_class(**frozen, **by_hand)
 
 
-def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection[str] = ()) -> list[str]:
+def given_argv(args: argparse.Namespace, config_class: type[FlagSet], *, skip: Collection[str] = ()) -> list[str]:
     """Return the argv that passes typed flags on."""
     argv: list[str] = []
     for flag in flags_of(config_class, skip=skip):
@@ -73,13 +79,69 @@ def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser without abbreviations, with one-line errors and `foreign` flags."""
+    """An argparse parser without abbreviations, with one-line errors and pages of help.
 
-    def __init__(self, *, foreign: ForeignFlags | None = None, **keywords: Any) -> None:
+    - foreign: flags of other servers
+    - topics: groups of help in their order; others follow
+    - common: fields that `--help` shows; (): all
+    - model: the field that a word without a flag sets, and its help
+    """
+
+    def __init__(
+        self,
+        *,
+        foreign: ForeignFlags | None = None,
+        topics: Sequence[str] = (),
+        common: Collection[str] = (),
+        model: tuple[str, str] | None = None,
+        **keywords: Any,
+    ) -> None:
         self._foreign = foreign
+        self._common = common
+        self._model, self._model_help = model or (None, "")
+        self._groups: dict[str, list[argparse.Action]] = {topic: [] for topic in topics}
         keywords.setdefault("formatter_class", _HelpFormatter)
-        keywords.setdefault("usage", "%(prog)s [FLAGS]")
-        super().__init__(allow_abbrev=False, **keywords)
+        keywords.setdefault("usage", "%(prog)s [MODEL] [FLAGS]" if model else "%(prog)s [FLAGS]")
+        super().__init__(allow_abbrev=False, add_help=False, **keywords)
+        self._help = self.add_argument(
+            *("-h", "--help"),
+            action=_Help,
+            nargs="?",
+            const="",
+            default=argparse.SUPPRESS,
+            metavar="GROUP",
+            help="show the flags that most people use, all of them (--help all), or a group",
+        )
+
+    def add(self, topic: str, *names: str, **keywords: Any) -> None:
+        """Add an argument to a group of help."""
+        self._groups.setdefault(topic, []).append(self.add_argument(*names, **keywords))
+
+    def groups(self) -> dict[str, list[argparse.Action]]:
+        """Return the arguments by group of help."""
+        return {topic: actions for topic, actions in self._groups.items() if actions}
+
+    def format_help(self, page: str = "") -> str:
+        """Return a page of help: "" the common flags, "all", or a group. Exits for an unknown one."""
+        groups = self.groups()
+        if page not in ("", "all", *groups):
+            self.error(f"--help: there is no group {page!r}; one of: all, {', '.join(groups)}")
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, [], [])
+        if page in ("", "all"):
+            formatter.add_text(self.description)
+        for topic, actions in groups.items():
+            shown = [action for action in actions if page or not self._common or action.dest in self._common]
+            if shown and page in ("", "all", topic):
+                formatter.start_section(topic)
+                formatter.add_arguments([*self._positional(topic), *shown])
+                formatter.end_section()
+        formatter.start_section("help")
+        formatter.add_arguments([self._help])
+        formatter.end_section()
+        if len(groups) > 1:
+            formatter.add_text(f"Groups: {', '.join(groups)}.")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ")
@@ -89,9 +151,28 @@ class Parser(argparse.ArgumentParser):
     def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, suggesting the nearest flag for an unknown one."""
         args, unknown = self.parse_known_args(self._ours(argv))
+        flags = [word for word in unknown if word.startswith("-")]
+        if unknown and (flags or self._model is None):
+            self.error(_unknown_flag_message((flags or unknown)[0], list(self._option_string_actions)))
         if unknown:
-            self.error(_unknown_flag_message(unknown[0], list(self._option_string_actions)))
+            self._set_model(args, *unknown)
         return args
+
+    def _set_model(self, args: argparse.Namespace, word: str, *more: str) -> None:
+        """Take the model from a word without a flag, as argparse takes one before all flags only."""
+        assert self._model is not None
+        if more:
+            self.error(f"unknown argument {more[0]!r}: the model is {word!r}")
+        given = getattr(args, self._model, None)
+        if given and given != word:
+            option = "--" + self._model.replace("_", "-")
+            self.error(f"MODEL {word!r} and {option} {given!r} are two models; give one of them")
+        setattr(args, self._model, word)
+
+    def _positional(self, topic: str) -> list[argparse.Action]:
+        if self._model is None or topic != next(iter(self.groups())):
+            return []
+        return [argparse.Action([], self._model, metavar="MODEL", help=self._model_help)]
 
     def _ours(self, argv: Sequence[str]) -> Sequence[str]:
         if self._foreign is None:
@@ -103,6 +184,17 @@ class Parser(argparse.ArgumentParser):
         for warning in translated.warnings:
             print(f"{self.prog}: warning: {warning}", file=sys.stderr)
         return translated.argv
+
+
+class _Help(argparse.Action):
+    """Prints a page of help, and exits."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, page: Any, option: str | None = None
+    ) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(str(page)), end="")
+        raise SystemExit(0)
 
 
 class _HelpFormatter(argparse.HelpFormatter):

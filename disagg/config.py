@@ -17,6 +17,8 @@ from service.security.keys import read_secret_file, router_secret
 class DisaggConfig(FlagSet):
     """Role of this worker and KV hand-over."""
 
+    topic = "disaggregation"
+
     disaggregation_mode: str = flag(
         "null",
         "role of this worker; null: it serves whole requests; encode: it computes features of images for other workers",

@@ -37,6 +37,8 @@ MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # below some 200 rows a GPU is memory
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(FlagSet):
+    topic = "model"
+
     model_path: str = flag(
         "",
         "a checkpoint directory (config.json, *.safetensors, tokenizer.json), a .gguf file, a model of the Hugging Face "
@@ -92,10 +94,16 @@ class ModelFlags(FlagSet):
     cuda_graph_bs: tuple[int, ...] = flag(
         (), "batch sizes to capture as CUDA graphs; default: chosen by --cuda-graph-max-bs", least=1
     )
+    weight_version: str = flag("default", "name of the weights in meta_info, until an update of the weights changes it")
+    random_seed: int | None = flag(
+        None, "seed for requests that bring none; default: drawn at start and shown in /server_info"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags(FlagSet):
+    topic = "parallel"
+
     tp_size: int = flag(
         1, "ranks that share the model: each holds a part of every layer (tensor parallelism)", least=1, most=64
     )
@@ -159,10 +167,34 @@ class ParallelFlags(FlagSet):
     dist_init_addr: str | None = flag(
         None, "with --nnodes: HOST:PORT of node 0 at which the machines meet; node 0 listens there"
     )
+    dp_size: int = flag(
+        1,
+        "data-parallel ranks of this worker: schedulers, each with the whole model and a KV cache of its own; on a GPU each "
+        "has its own, on a CPU they divide cores and --mem-fraction-static",
+        least=1,
+        most=64,
+    )
+    enable_dp_attention: bool = flag(
+        False,
+        "the --dp-size schedulers divide the --tp-size ranks for attention, and share all of them for the MLPs (on cpu)",
+    )
+    enable_prefill_delayer: bool = flag(
+        False,
+        "with --enable-dp-attention: prompts of one DP rank wait for prompts of the others, since each slows all; a decode worker "
+        "ignores it",
+    )
+    num_threads: int | None = flag(
+        None,
+        "threads of a rank that compute on cpu; default: one per core (or OMP_NUM_THREADS) over --dp-size, at most one per "
+        "64 MiB of weights",
+        least=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFlags(FlagSet):
+    topic = "memory"
+
     page_size: int = flag(16, "tokens per KV page", least=1, most=MAX_PAGE_SIZE)
     kv_units: int | None = flag(
         None,
@@ -204,6 +236,8 @@ class MemoryFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingFlags(FlagSet):
+    topic = "scheduling"
+
     max_running_requests: int | None = flag(
         None,
         f"most requests in the running batch; default: {MAX_RUNNING_OF['cpu']} on cpu, {MAX_RUNNING_OF['cuda']} on cuda, or what memory holds",
@@ -271,10 +305,20 @@ class SchedulingFlags(FlagSet):
         unit="s",
         above=0,
     )
+    decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory", least=1)
+    watchdog_timeout_s: float = flag(
+        300.0,
+        "longest turn of the scheduler; beyond it the worker prints its stacks and exits",
+        unit="s",
+        least=0,
+        special={0: "no limit"},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFlags(FlagSet):
+    topic = "cache"
+
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_hybrid_swa_memory: bool = flag(False, "keep all KV of layers with a window: a pair must do it alike")
     radix_eviction_policy: str = flag(
@@ -319,6 +363,8 @@ class CacheFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeFlags(FlagSet):
+    topic = "speculative"
+
     speculative_algorithm: str | None = flag(
         None,
         "verify several tokens of a request in a decode step; NGRAM: guess what followed the same words earlier in its prompt and "
@@ -352,16 +398,10 @@ class SpeculativeFlags(FlagSet):
     )
 
 
-# Dataclass fields come from the last base first, so --help starts with ModelFlags.
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(
-    SpeculativeFlags,
-    CacheFlags,
-    SchedulingFlags,
-    MemoryFlags,
-    ParallelFlags,
-    ModelFlags,
-):
+class LoraFlags(FlagSet):
+    topic = "lora"
+
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths implies it")
     lora_paths: tuple[str, ...] = flag(
         (),
@@ -372,6 +412,12 @@ class EngineConfig(
         None, "highest rank of an adapter; default: 64 on a GPU, no limit on a CPU", least=1
     )
     max_loaded_loras: int | None = flag(None, "most adapters loaded at once; default: no limit", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFlags(FlagSet):
+    topic = "output"
+
     grammar_backend: str | None = flag(
         None,
         "compiler of JSON schemas, regexes and grammars for constrained answers; default: llguidance, or none with "
@@ -391,40 +437,20 @@ class EngineConfig(
     enable_return_hidden_states: bool = flag(False, "requests may ask for hidden states (`return_hidden_states`)")
     is_embedding: bool = flag(False, "serve vectors alone: requests to generate are refused")
     stream_interval: int = flag(1, "tokens between two messages of a stream; a request may set its own", least=1)
-    decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory", least=1)
-    watchdog_timeout_s: float = flag(
-        300.0,
-        "longest turn of the scheduler; beyond it the worker prints its stacks and exits",
-        unit="s",
-        least=0,
-        special={0: "no limit"},
-    )
-    weight_version: str = flag("default", "name of the weights in meta_info, until an update of the weights changes it")
-    dp_size: int = flag(
-        1,
-        "data-parallel ranks of this worker: schedulers, each with the whole model and a KV cache of its own; on a GPU each "
-        "has its own, on a CPU they divide cores and --mem-fraction-static",
-        least=1,
-        most=64,
-    )
-    enable_dp_attention: bool = flag(
-        False,
-        "the --dp-size schedulers divide the --tp-size ranks for attention, and share all of them for the MLPs (on cpu)",
-    )
-    enable_prefill_delayer: bool = flag(
-        False,
-        "with --enable-dp-attention: prompts of one DP rank wait for prompts of the others, since each slows all; a decode worker "
-        "ignores it",
-    )
-    num_threads: int | None = flag(
-        None,
-        "threads of a rank that compute on cpu; default: one per core (or OMP_NUM_THREADS) over --dp-size, at most one per "
-        "64 MiB of weights",
-        least=1,
-    )
-    random_seed: int | None = flag(
-        None, "seed for requests that bring none; default: drawn at start and shown in /server_info"
-    )
+
+
+# Dataclass fields come from the last base first, so --help starts with ModelFlags.
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(
+    OutputFlags,
+    LoraFlags,
+    SpeculativeFlags,
+    CacheFlags,
+    SchedulingFlags,
+    MemoryFlags,
+    ParallelFlags,
+    ModelFlags,
+):
     test_retract: int = setting(0, "decode steps between two forced retractions; 0: none is forced", least=0)
     stream_delay_s: float = setting(
         0.0, "longest of the random delays before steps of a threaded stream", unit="s", least=0
@@ -457,11 +483,23 @@ class EngineConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(ImageFlags):
-    """Flags of the HTTP server."""
+class LogFlags(FlagSet):
+    topic = "logging"
 
-    host: str = flag("127.0.0.1", "address to listen on")
-    port: int = flag(30000, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})
+    log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
+    enable_trace: bool = flag(
+        False, "send spans to an OpenTelemetry collector (needs the extra `otel`; OTEL_* variables apply)"
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None, "OTLP/HTTP address of the collector (http://HOST:4318); implies --enable-trace"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessFlags(FlagSet):
+    topic = "keys"
+
     api_key: str | None = flag(None, "key that clients must send as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of API keys, one per line; read again when it changes and on SIGHUP")
     admin_api_key: str | None = flag(
@@ -482,14 +520,16 @@ class ServerConfig(ImageFlags):
     allowed_origins: tuple[str, ...] = flag(
         (), "web origins (https://HOST[:PORT]) whose pages may send requests and read answers; *: any"
     )
-    log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
-    log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
-    enable_trace: bool = flag(
-        False, "send spans to an OpenTelemetry collector (needs the extra `otel`; OTEL_* variables apply)"
-    )
-    otlp_traces_endpoint: str | None = flag(
-        None, "OTLP/HTTP address of the collector (http://HOST:4318); implies --enable-trace"
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(LogFlags, ImageFlags, AccessFlags):
+    """Flags of the HTTP server."""
+
+    topic = "server"
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(30000, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
     sse_keep_alive_interval_s: float = flag(
         15.0,

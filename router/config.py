@@ -24,6 +24,8 @@ def _seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFlags(FlagSet):
+    topic = "workers"
+
     pd_disaggregation: bool = flag(False, "send each request to a prefill and a decode worker, not to a unified one")
     prefill: tuple[tuple[str, int | None], ...] = flag(
         (), "URL [BOOTSTRAP_PORT] of a prefill worker; repeatable; default port: as the worker reports", by_hand=True
@@ -40,13 +42,30 @@ class WorkerFlags(FlagSet):
     mixed: bool = flag(False, "unified workers beside pairs: each request goes where it costs less (docs/router.md)")
     mixed_ttft_s: float = _seconds(2.0, "--mixed: time to first token that clients want", above=0)
     mixed_itl_s: float = _seconds(0.1, "--mixed: inter-token latency that clients want", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenFlags(FlagSet):
+    topic = "server"
+
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30080, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})
     workers: int = flag(1, "router processes, which share the port, the pool and their view of the load", least=1)
+    drain_timeout_s: float = _seconds(30.0, "time for running requests after SIGTERM; then they are answered 503")
+    max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
+    max_stored_responses: int = flag(
+        1000, "most answers of /v1/responses kept for previous_response_id", least=0, special={0: "none"}
+    )
+    sse_keep_alive_interval_s: float = _seconds(
+        15.0, "longest silence of a stream; then a comment keeps proxies from cutting it", zero="none"
+    )
+    ready_file: str | None = flag(None, "file to write, as JSON, once the router listens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceFlags(FlagSet):
+    topic = "routing"
+
     policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
     prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
     decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
@@ -73,6 +92,8 @@ class ChoiceFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFlags(FlagSet):
+    topic = "health"
+
     health_check_interval_s: float = _seconds(
         1.0, "time between two health checks of a worker", above=0, option="--health-check-interval-secs"
     )
@@ -101,6 +122,8 @@ class HealthFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class BreakerFlags(FlagSet):
+    topic = "breaker"
+
     cb_failure_threshold: int = flag(10, "failures of a worker in a row that open its circuit breaker", least=1)
     cb_success_threshold: int = flag(3, "answers (and requests at a time) that close a circuit breaker again", least=1)
     cb_timeout_duration_s: float = _seconds(
@@ -114,6 +137,8 @@ class BreakerFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionFlags(FlagSet):
+    topic = "admission"
+
     max_concurrent_requests: int = flag(16384, "most requests at a time; more wait (--queue-size) or get 429", least=1)
     max_concurrent_requests_per_client: int = flag(
         0, "most requests served at a time per API key (without keys: per address)", least=0, special={0: "no limit"}
@@ -130,6 +155,8 @@ class AdmissionFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRolesFlags(FlagSet):
+    topic = "roles"
+
     auto_roles: bool = flag(False, "move workers between prefill and decode as the load requires (docs/router.md)")
     auto_roles_interval_s: float = _seconds(1.0, "auto roles: time between two looks at the pools", above=0)
     auto_roles_min_prefill: int = flag(1, "auto roles: fewest prefill workers of each model", least=1)
@@ -145,6 +172,8 @@ class AutoRolesFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class DiscoveryFlags(FlagSet):
+    topic = "discovery"
+
     service_discovery: bool = flag(False, "find workers as Kubernetes pods, by the selectors (needs tandem-serve[k8s])")
     selector: tuple[str, ...] = flag(
         (), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation, or with --mixed)"
@@ -158,6 +187,8 @@ class DiscoveryFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyFlags(FlagSet):
+    topic = "keys"
+
     api_key: str | None = flag(None, "key that clients must send as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of API keys, one per line; read again when it changes and on SIGHUP")
     admin_api_key: str | None = flag(None, "key for calls that change workers or the pool; default: the API keys")
@@ -176,19 +207,10 @@ class KeyFlags(FlagSet):
     cluster_secret_file: str | None = flag(None, "file of the cluster's secret; with it decode workers get vouchers")
 
 
-# Dataclass fields come from the last base first, so --help starts with WorkerFlags.
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(
-    ImageFlags,
-    KeyFlags,
-    DiscoveryFlags,
-    AutoRolesFlags,
-    AdmissionFlags,
-    BreakerFlags,
-    HealthFlags,
-    ChoiceFlags,
-    WorkerFlags,
-):
+class RetryFlags(FlagSet):
+    topic = "retries"
+
     retry_max: int = flag(3, "most retries while nothing was sent to the client", least=0, special={0: "none"})
     retry_backoff_s: float = _seconds(0.05, "pause before the second retry, doubled for each further one")
     retry_wait_s: float = _seconds(2.0, "time that a failed request waits for a worker if none is left", zero="none")
@@ -203,20 +225,36 @@ class RouterConfig(
     request_timeout_s: float = _seconds(
         1800.0, "longest time for one request in all", above=0, option="--request-timeout-secs"
     )
-    drain_timeout_s: float = _seconds(30.0, "time for running requests after SIGTERM; then they are answered 503")
-    max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
-    max_stored_responses: int = flag(
-        1000, "most answers of /v1/responses kept for previous_response_id", least=0, special={0: "none"}
-    )
-    sse_keep_alive_interval_s: float = _seconds(
-        15.0, "longest silence of a stream; then a comment keeps proxies from cutting it", zero="none"
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLogFlags(FlagSet):
+    topic = "logging"
+
     log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
     log_requests: bool = flag(False, "log one line per generation request: its workers, times and status")
     enable_trace: bool = flag(False, "send spans to an OpenTelemetry collector (extra `otel`; OTEL_* variables apply)")
     otlp_traces_endpoint: str | None = flag(None, "OTLP/HTTP address (http://HOST:4318); implies --enable-trace")
-    ready_file: str | None = flag(None, "file to write, as JSON, once the router listens")
+
+
+# Dataclass fields come from the last base first, so --help starts with WorkerFlags.
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(
+    RouterLogFlags,
+    ImageFlags,
+    KeyFlags,
+    DiscoveryFlags,
+    AutoRolesFlags,
+    AdmissionFlags,
+    RetryFlags,
+    BreakerFlags,
+    HealthFlags,
+    ChoiceFlags,
+    ListenFlags,
+    WorkerFlags,
+):
+    """All flags of the router."""
 
 
 def check_config(config: RouterConfig) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, ClassVar
 
 _METADATA = "flag"
 
@@ -77,7 +77,12 @@ def setting(default: Any, help: str, **spec: Any) -> Any:
 
 
 class FlagSet:
-    """Base of configs. Raises ConfigError."""
+    """Base of configs. Raises ConfigError.
+
+    `topic` names the group of its own fields in `--help`; "": the command names it.
+    """
+
+    topic: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -92,6 +97,12 @@ def spec_of(field: "dataclasses.Field[Any]") -> FlagSpec:
     spec = field.metadata[_METADATA]
     assert isinstance(spec, FlagSpec)
     return spec
+
+
+def topic_of(config_class: type[FlagSet], name: str) -> str:
+    """Return the topic of the class that declares the field `name`."""
+    owner = next(base for base in config_class.__mro__ if name in vars(base).get("__annotations__", ()))
+    return str(vars(owner).get("topic", ""))
 
 
 def option_of(field: "dataclasses.Field[Any]") -> str:

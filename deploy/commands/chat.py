@@ -13,17 +13,18 @@ from service.flags import ConfigError
 def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_strict(argv)
     config = config_from(args, ChatConfig)
+    up = _cluster_flags(args, config)
     from deploy.openai_api import check_url
 
     check_url("--url", config.url)
     if sys.stdin.isatty():
         _require_terminal()
-    if args.up is None:
+    if up is None:
         return asyncio.run(_talk(config, config.url))
     from deploy.chat.local_cluster import NotStarted, local_cluster
 
     try:
-        with local_cluster(args.up) as url:
+        with local_cluster(up) as url:
             return asyncio.run(_talk(config, url))
     except NotStarted as error:
         return error.status
@@ -32,17 +33,32 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem chat",
+        model=("start", "start a cluster with this model for the chat, as --up MODEL"),
         description="Talk to a model in the terminal. Where standard input is no terminal, it is one message, and the answer goes "
         "to standard output.",
     )
     add_flags(parser, ChatConfig, title="chat")
-    parser.add_argument(
+    parser.add(
+        "chat",
         "--up",
         nargs=argparse.REMAINDER,
         metavar="FLAG",
         help="start a cluster for this chat, and end it with the chat; all that follows are flags of `tandem up`",
     )
     return parser
+
+
+def _cluster_flags(args: argparse.Namespace, config: ChatConfig) -> list[str] | None:
+    """Return the flags of the cluster to start, None without one. Raises ConfigError."""
+    model = getattr(args, "start", None)
+    if model is None:
+        return None if args.up is None else list(args.up)
+    if config.url != ChatConfig.url:
+        raise ConfigError(
+            f"MODEL {model!r}: starts a cluster for this chat, and --url {config.url} is another server; "
+            f"give --model {model} to choose a model of that server, or leave --url out"
+        )
+    return [model, *(args.up or ())]
 
 
 def _require_terminal() -> None:

@@ -16,15 +16,27 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+# Groups of help in their order, and what `--help` shows.
+TOPICS = ("workers", "server", "routing", "keys", "admission", "retries")
+COMMON = (
+    *("pd_disaggregation", "prefill", "decode", "worker_urls", "mixed"),
+    *("host", "port", "workers", "policy"),
+    *("api_key", "api_key_file", "worker_api_key"),
+    *("max_concurrent_requests", "queue_size", "rate_limit_requests_per_second"),
+    *("retry_max", "request_timeout_s", "service_discovery", "log_level", "log_requests"),
+)
+
+
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem router",
         foreign=ROUTER,
+        topics=TOPICS,
+        common=COMMON,
         description="Route requests to pairs of prefill and decode workers (or to unified workers).",
     )
-    add_flags(parser, RouterConfig, title="router")
-    workers = parser.add_argument_group("workers")
-    workers.add_argument(
+    parser.add(
+        "workers",
         "--prefill",
         action="append",
         nargs="+",
@@ -32,21 +44,24 @@ def build_parser() -> Parser:
         default=[],
         help="a prefill worker; repeatable; default BOOTSTRAP_PORT: as the worker reports",
     )
-    workers.add_argument("--decode", action="append", metavar="URL", default=[], help="a decode worker; repeatable")
-    workers.add_argument(
+    parser.add("workers", "--decode", action="append", metavar="URL", default=[], help="a decode worker; repeatable")
+    parser.add(
+        "workers",
         "--encode",
         action="append",
         metavar="URL",
         default=[],
         help="an encoder worker, which computes images for prefill and unified workers; repeatable",
     )
-    workers.add_argument(
+    parser.add(
+        "workers",
         "--worker-urls",
         nargs="+",
         metavar="URL",
         default=[],
         help="unified workers (without --pd-disaggregation, or with --mixed)",
     )
+    add_flags(parser, RouterConfig, title="router")
     return parser
 
 

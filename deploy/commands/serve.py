@@ -18,13 +18,41 @@ def run(argv: Sequence[str]) -> int:
     return run_worker(engine=engine, server=server, disagg=disagg)
 
 
+# Groups of help in their order, and what `--help` shows.
+TOPICS = (
+    "model",
+    "server",
+    "keys",
+    "disaggregation",
+    "parallel",
+    "memory",
+    "scheduling",
+    "cache",
+    "speculative",
+    "lora",
+    "output",
+)
+COMMON = (
+    *("model_path", "served_model_name", "dtype", "quantization"),
+    *("host", "port", "api_key"),
+    *("disaggregation_mode", "disaggregation_transfer_backend"),
+    *("tp_size", "dp_size"),
+    *("context_length", "max_total_tokens", "mem_fraction_static"),
+    *("max_running_requests", "chunked_prefill_size"),
+    *("speculative_algorithm", "lora_paths", "tool_call_parser", "reasoning_parser"),
+)
+
+
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem serve",
         foreign=WORKER,
+        topics=TOPICS,
+        common=COMMON,
+        model=("model_path", "the model, as --model-path"),
         description="Run one worker: HTTP server, scheduler and model. Alone (null) it is a complete server.",
     )
-    add_flags(parser, ServerConfig, title="HTTP server")
-    add_flags(parser, EngineConfig, title="model, memory and scheduling")
+    add_flags(parser, EngineConfig, title="model")
+    add_flags(parser, ServerConfig, title="server")
     add_flags(parser, DisaggConfig, title="disaggregation")
     return parser

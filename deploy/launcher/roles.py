@@ -13,6 +13,7 @@ from service.flags import ConfigError, FlagSet, flag
 # ---- Cluster flags of `tandem up`; others go to workers and router.
 
 MAX_WORKERS_PER_ROLE = 64
+RESTARTS = ("always", "never")
 
 
 def _size(role: str, name: str) -> Any:
@@ -22,6 +23,8 @@ def _size(role: str, name: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(FlagSet):
     """A cluster on loopback, except for the router's `host`."""
+
+    topic = "cluster"
 
     prefill: int = flag(1, "number of prefill workers", least=1, most=MAX_WORKERS_PER_ROLE)
     decode: int = flag(1, "number of decode workers", least=1, most=MAX_WORKERS_PER_ROLE)
@@ -69,6 +72,11 @@ class ClusterConfig(FlagSet):
         "more engines than GPUs: put several on one, side by side by MPS where it is, and divide --mem-fraction-static",
     )
     run_dir: str | None = flag(None, "directory of the log files; default: a new one under the temp directory")
+    restart: str = flag(
+        "always",
+        "start a process again after it died, with a growing pause, at its address; never: the others go on without it",
+        choices=RESTARTS,
+    )
     start_timeout_s: float = flag(600.0, "time for all processes to become healthy", unit="s", above=0)
 
 

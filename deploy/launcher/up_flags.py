@@ -57,16 +57,41 @@ _SHARED = (
 _MODEL_FLAGS = ("model_path", "revision", "served_model_name")
 
 
+# Groups of help in their order, and what `--help` shows. Those of the router follow.
+TOPICS = (
+    "model",
+    "cluster",
+    "server",
+    "keys",
+    "parallel",
+    "memory",
+    "scheduling",
+    "cache",
+    "speculative",
+    "lora",
+    "output",
+)
+COMMON = (
+    *("model_path", "served_model_name", "dtype", "quantization"),
+    *("prefill", "decode", "unified", "transfer_backend", "host", "port", "restart"),
+    *("tp_size", "context_length", "max_total_tokens", "mem_fraction_static", "max_running_requests"),
+    *("lora_paths", "tool_call_parser", "reasoning_parser", "api_key"),
+)
+
+
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem up",
         foreign=WORKER,
+        topics=TOPICS,
+        common=COMMON,
+        model=("model_path", "the model, as --model-path"),
         description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
     )
     add_flags(parser, ClusterConfig, title="cluster")
-    add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
-    add_flags(parser, ServerConfig, title="every worker's HTTP side", skip=_SERVER_SKIP, only_given=True)
-    add_flags(parser, DisaggConfig, title="hand-over of KV", skip=_DISAGG_SKIP, only_given=True)
+    add_flags(parser, EngineConfig, title="model", only_given=True)
+    add_flags(parser, ServerConfig, title="server", skip=_SERVER_SKIP, only_given=True)
+    add_flags(parser, DisaggConfig, title="disaggregation", skip=_DISAGG_SKIP, only_given=True)
     add_flags(parser, RouterConfig, title="router", skip=(*_ROUTER_SKIP, *_SHARED), only_given=True)
     return parser
 

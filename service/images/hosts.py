@@ -38,6 +38,8 @@ def is_public(address: Address) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFlags(FlagSet):
+    topic = "images"
+
     disable_image_fetch: bool = flag(
         False, "fetch no images that requests name by http(s) URL: they bring data URLs or base64"
     )

@@ -8,14 +8,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from aiohttp import web
 
+from deploy.chat import local_cluster
 from deploy.chat.client import ChatCommand, ChatHistory, answering_of, command_of, printable
+from deploy.commands import chat as chat_command
+from service.flags import ConfigError
 from tests.deploy.terminal import Terminal, terminal
 from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, stream, until
 
@@ -256,3 +259,27 @@ def test_a_wrong_address_is_one_line() -> None:
     done = subprocess.run(command, input="x", capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and re.search(r"--url: 'localhost:8000' is no address", done.stderr), done.stderr
     assert time.monotonic() - started_s < 30
+
+
+@pytest.mark.parametrize(
+    ("argv", "started"),
+    [
+        (["smollm2"], ["smollm2"]),
+        (["--temperature", "0", "smollm2", "--up", "--decode", "2"], ["smollm2", "--decode", "2"]),
+        (["--up", "smollm2", "--decode", "2"], ["smollm2", "--decode", "2"]),
+    ],
+)
+def test_a_model_as_a_word_starts_a_cluster_with_it(
+    argv: list[str], started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(flags: Sequence[str]) -> NoReturn:
+        assert list(flags) == started
+        raise local_cluster.NotStarted(7)
+
+    monkeypatch.setattr(local_cluster, "local_cluster", refused)
+    assert chat_command.run(argv) == 7
+
+
+def test_a_model_to_start_and_another_server_are_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"MODEL 'smollm2': starts a cluster .* or leave --url out"):
+        chat_command.run(["smollm2", "--url", "http://127.0.0.1:9000"])

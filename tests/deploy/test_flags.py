@@ -1,6 +1,7 @@
 """Flags derive from dataclasses: every kind of field, both directions, one-line errors."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 
 from bootstrap_server.registry import BootstrapConfig
 from deploy.bench.config import BenchConfig
+from deploy.commands import router as router_command
+from deploy.commands import serve
 from deploy.commands.trace import TraceConfig
-from deploy.flags import Parser, add_flags, config_from, given_argv
+from deploy.flags import Parser, add_flags, config_from, flags_of, given_argv
+from deploy.launcher import up_flags
 from deploy.launcher.roles import ClusterConfig
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
@@ -180,3 +184,98 @@ def test_every_flag_refuses_what_is_out_of_its_range_by_name(config_class: type)
                 config_class(**{field.name: (value,) if field.default == () else value})
         for value in spec.special:
             config_class(**{field.name: value})
+
+
+# ---- Pages of help, and the model as a word.
+
+COMMANDS_OF_PAGES = {"serve": serve, "up": up_flags, "router": router_command}
+
+
+def shown(command: str, *argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        COMMANDS_OF_PAGES[command].build_parser().parse_strict([*argv])
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_in(page: str) -> set[str]:
+    return set(re.findall(r"^  (--[a-z][a-z0-9-]*)", page, re.MULTILINE))
+
+
+def groups_in(page: str) -> list[str]:
+    return [group for group in re.findall(r"^([a-z]+):$", page, re.MULTILINE) if group != "help"]
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_PAGES)
+def test_help_shows_twenty_flags_and_all_shows_every_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = COMMANDS_OF_PAGES[command]
+    common, everything = shown(command, "--help", capsys=capsys), shown(command, "--help", "all", capsys=capsys)
+    parser = module.build_parser()
+    options = {action.option_strings[0] for actions in parser.groups().values() for action in actions}
+    assert len(flags_in(common)) == len(module.COMMON) == 20 and flags_in(common) < flags_in(everything) == options
+    assert groups_in(everything) == list(parser.groups())
+    assert shown(command, "-h", capsys=capsys) == common
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_PAGES)
+def test_help_of_a_group_shows_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = COMMANDS_OF_PAGES[command].build_parser().groups()
+    for group, actions in groups.items():
+        page = shown(command, f"--help={group}", capsys=capsys)
+        assert groups_in(page) == [group]
+        assert flags_in(page) == {action.option_strings[0] for action in actions}
+
+
+def test_the_model_and_the_port_come_first() -> None:
+    for command, first in {
+        "serve": ["model", "server"],
+        "up": ["model", "cluster"],
+        "router": ["workers", "server"],
+    }.items():
+        assert list(COMMANDS_OF_PAGES[command].build_parser().groups())[:2] == first
+
+
+def test_help_of_no_group_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        serve.build_parser().parse_strict(["--help", "memori"])
+    err = capsys.readouterr().err
+    assert exit_info.value.code == 2 and err.count("\n") == 1
+    assert "--help: there is no group 'memori'; one of: all, model, server, keys" in err
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "a/model",
+        "a/model --page-size 4",
+        "--page-size 4 a/model",
+        "--page-size 4 a/model --disable-radix-cache",
+        "a/model --model-path a/model",
+        "a/model --model a/model",
+    ],
+)
+def test_the_model_may_be_a_word_anywhere(command: str, argv: str) -> None:
+    assert COMMANDS_OF_PAGES[command].build_parser().parse_strict(argv.split()).model_path == "a/model"
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("a --model-path b", "MODEL 'a' and --model-path 'b' are two models; give one of them"),
+        ("--model b a", "MODEL 'a' and --model-path 'b' are two models; give one of them"),
+        ("a b", "unknown argument 'b': the model is 'a'"),
+        ("a --page-sise 4", "unknown argument '--page-sise'; did you mean --page-size?"),
+    ],
+)
+def test_two_models_are_one_clear_error(command: str, argv: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        COMMANDS_OF_PAGES[command].build_parser().parse_strict(argv.split())
+    err = capsys.readouterr().err
+    assert exit_info.value.code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("config_class", [EngineConfig, ServerConfig, DisaggConfig, RouterConfig, ClusterConfig])
+def test_every_flag_has_a_topic(config_class: type[FlagSet]) -> None:
+    assert [flag.option for flag in flags_of(config_class) if not flag.topic] == []

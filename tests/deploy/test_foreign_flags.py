@@ -119,7 +119,7 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
         (["--quantization"], "--quantization: expected one argument"),
         (["--quantization", "--port", "1"], "--quantization: expected one argument"),
         (["--enable-expert-parallel"], "--enable-expert-parallel: give --ep-size, the ranks of --tp-size"),
-        (["--trust-remote-code", "yes"], "unknown argument 'yes'"),
+        (["m", "--trust-remote-code", "yes"], "unknown argument 'yes': the model is 'm'"),
         (["--max-model-len", "x"], "--context-length: must be a whole number, got 'x'"),
         (
             ["--max-runing-requests", "1"],

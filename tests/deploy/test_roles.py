@@ -41,7 +41,7 @@ def test_one_size_is_for_both_roles_and_needs_no_units() -> None:
 
 def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() -> None:
     found = roles("--tp-size", "4", "--decode-tp-size", "2", "--prefill-dp-size", "2", *WIDE)
-    assert sizes(found["prefill"]) == ["--tp-size=4", "--kv-units=4", "--dp-size=2"]
+    assert sizes(found["prefill"]) == ["--tp-size=4", "--dp-size=2", "--kv-units=4"]
     assert sizes(found["decode"]) == ["--tp-size=2", "--kv-units=4"]
     assert (found["prefill"].ranks, found["decode"].ranks) == (8, 2)
     given = roles("--prefill-tp-size", "2", "--kv-units", "4", *WIDE)
@@ -87,8 +87,8 @@ def test_with_dp_attention_the_dp_ranks_share_the_ranks() -> None:
     assert (found["prefill"].ranks, found["decode"].ranks) == (4, 4)
     assert sizes(found["prefill"]) == [
         "--tp-size=4",
-        "--kv-units=4",
         "--dp-size=2",
+        "--kv-units=4",
     ]  # two ranks attend there, four here
     assert sizes(found["decode"]) == ["--tp-size=4", "--kv-units=4"]
     assert {"--enable-dp-attention", "--enable-prefill-delayer"} <= set(found["prefill"].args)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from tests.packages import ROOT
 
-WRITTEN = ROOT / "docs" / "api.md"  # by tools/api_table.py
+WRITTEN = [ROOT / "docs" / name for name in ("api.md", "flags.md")]  # by tools/api_table.py, tools/flags_table.py
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
-    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "reports" not in path.parts and path != WRITTEN),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "reports" not in path.parts and path not in WRITTEN),
 ]
-REPORTS = [WRITTEN, *sorted((ROOT / "docs" / "reports").glob("*.md"))]
+REPORTS = [*WRITTEN, *sorted((ROOT / "docs" / "reports").glob("*.md"))]
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4,}[^\n]*\n)+")

@@ -111,7 +111,7 @@ def _help() -> str:
     text = io.StringIO()
     for command in COMMANDS:
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            main([command, "--help"])
+            main([command, "--help", "all"])
     return re.sub(r"\n {20,}", " ", re.sub(r"-\n\s+", "-", text.getvalue()))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks import peers, plan_error
 from benchmarks.report import KEPT, MEASURES, with_section
 from tests.packages import ROOT
-from tools import api_table
+from tools import api_table, flags_table
 from tools.faults import report as faults
 from tools.fuzz.report import HEAD
 
@@ -30,6 +30,11 @@ def test_peers() -> None:
 def test_routes_and_fields() -> None:
     """After a change of routes or bodies: make api-table."""
     assert api_table.page() == api_table.PAGE.read_text()
+
+
+def test_flags() -> None:
+    """After a change of flags: make flags-table."""
+    assert flags_table.page() == flags_table.PAGE.read_text()
 
 
 def test_fuzz_begins_as_its_writer_says() -> None:

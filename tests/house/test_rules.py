@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {
         {"engine/config.py:size": 2, "engine/config.py:host": 2},
     ),
     "docstring_words": ({"engine/a.py": f'"""{"a " * 69_999}"""\ndef f():\n    "b c"\n', "tests/a.py": '"""d"""'}, {"all product": 70_001}),
-    "docs_words": ({"README.md": "a " * 26_000, "docs/a.md": "b", "docs/api.md": "c", "docs/reports/r.md": "d"}, {"all docs": 26_001}),
+    "docs_words": ({"README.md": "a " * 26_000, "docs/a.md": "b", "docs/api.md": "c", "docs/flags.md": "e", "docs/reports/r.md": "d"}, {"all docs": 26_001}),
     "page_bytes": ({"docs/architecture.md": "é" * 6_001}, {"docs/architecture.md": 12_002}),
     "plain_chat": ({"house.toml": '[plain_chat]\n"files" = 120\n'}, {"files": 120}),
 }  # fmt: skip
