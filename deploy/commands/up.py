@@ -16,6 +16,7 @@ from deploy.launcher.mps import mps_for
 from deploy.launcher.plan import Gpus, ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.probe import free_ports, get_json
 from deploy.launcher.process import Child
+from deploy.launcher.restarts import RestartPolicy
 from deploy.launcher.roles import ClusterConfig
 from deploy.launcher.supervisor import Supervisor
 from deploy.launcher.up_flags import build_parser, flags_by_role, gpus_for, model_path_of, router_args, set_local_model
@@ -103,6 +104,7 @@ async def _supervise(
         display=display,
         start_timeout_s=config.start_timeout_s,
         drain_timeout_s=given.get("drain_timeout_s", ServerConfig.drain_timeout_s),
+        restarts=RestartPolicy(always=config.restart == "always"),
     )
 
     async def on_ready(children: Sequence[Child]) -> None:

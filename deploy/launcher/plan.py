@@ -77,13 +77,16 @@ WORKER_ENV = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """A process, healthy once GET `url` + `health_path` returns 200."""
+    """A process: the cluster has started once GET `url` + `health_path` returns 200, the process
+    alone once `alive_path` does.
+    """
 
     name: str
     role: str  # "router", "prefill", "decode", "unified" or "encode"
     argv: tuple[str, ...]
     url: str
     health_path: str = "/health"
+    alive_path: str = "/health"
     env: dict[str, str] = field(default_factory=dict)
     ranks: int = 0
 
@@ -148,6 +151,7 @@ def plan_cluster(
         argv=_tandem("router", *argv, *router_args),
         url=url_of(config.host, front),
         health_path="/readiness?workers=all",
+        alive_path="/liveness",
     )
     return [*workers, router]
 

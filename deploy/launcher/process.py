@@ -57,21 +57,29 @@ class Guard:
 
 
 class Child:
-    def __init__(self, spec: ProcessSpec, process: ChildProcess, log_path: Path, watcher: Guard) -> None:
+    """A process. `log_start`: bytes of its log that earlier processes of this name wrote."""
+
+    def __init__(
+        self, spec: ProcessSpec, process: ChildProcess, log_path: Path, watcher: Guard, *, log_start: int
+    ) -> None:
         self.spec = spec
         self.log_path = log_path
+        self._log_start = log_start
         self._process = process
         self._guard = watcher
         self._reaped = False
 
     @classmethod
-    def start(cls, spec: ProcessSpec, *, log_dir: Path, watcher: Guard, env: Mapping[str, str]) -> Self:
-        """Start `spec` with environment `env`, overridden by its own."""
+    def start(
+        cls, spec: ProcessSpec, *, log_dir: Path, watcher: Guard, env: Mapping[str, str], again: bool = False
+    ) -> Self:
+        """Start `spec` with environment `env`, overridden by its own. `again`: keep its log."""
         log_path = log_dir / f"{spec.name}.log"
-        with log_path.open("wb") as log:
+        with log_path.open("ab" if again else "wb") as log:
+            log_start = log.tell()
             process = _started(spec.argv, {"PYTHONUNBUFFERED": "1", **env, **spec.env}, log.fileno())
         watcher.watch(process.pid)
-        return cls(spec, process, log_path, watcher)
+        return cls(spec, process, log_path, watcher, log_start=log_start)
 
     @property
     def pid(self) -> int:
@@ -117,7 +125,7 @@ class Child:
 
     def _tail(self) -> list[str]:
         with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
+            log.seek(max(self._log_start, self.log_path.stat().st_size - LOG_TAIL_BYTES))
             text = log.read().decode("utf-8", "replace")
         return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 

@@ -1,7 +1,7 @@
-"""Runs a set of processes.
+"""Runs a set of processes, and starts those again that die.
 
 They end after a drain on SIGTERM, at once on SIGINT, SIGHUP or a second signal, else by the guard.
-The router drains first, as it needs the workers.
+The router drains first, as it needs the workers. Without it the others end, too.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from deploy.launcher.display import Display, ProcessProgress
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.probe import is_healthy
 from deploy.launcher.process import Child, Guard
+from deploy.launcher.restarts import RestartPolicy, Restarts
 from service.process.stop_signals import StopSignals
 
 POLL_S = 0.05
@@ -40,6 +41,7 @@ class Supervisor:
         display: Display,
         start_timeout_s: float,
         drain_timeout_s: float = 0.0,
+        restarts: RestartPolicy,
     ) -> None:
         self._specs = specs
         self._log_dir = log_dir
@@ -48,13 +50,14 @@ class Supervisor:
         self._drain_timeout_s = drain_timeout_s
         self._guard = Guard()
         self._children: list[Child] = []
+        self._restarts = [Restarts(restarts, is_front=is_front(spec, specs)) for spec in specs]
         self._healthy_s: dict[str, float] = {}
         self._started_at = 0.0
         self._signals = StopSignals()
         self._stop, self._at_once = self._signals.requested, self._signals.at_once
 
     async def run(self, on_ready: OnReady) -> int:
-        """Run until a signal or the last end; return the exit status."""
+        """Run until a signal (0), or until the front or all others stay dead (1)."""
         with self._signals.caught(on_hangup=self._signals.on_sigint):
             try:
                 self._start()
@@ -72,11 +75,13 @@ class Supervisor:
     def _start(self) -> None:
         self._started_at = time.monotonic()
         for spec in self._specs:
-            try:
-                child = Child.start(spec, log_dir=self._log_dir, watcher=self._guard, env=os.environ)
-            except OSError as error:
-                raise StartFailed(f"{spec.name}: cannot start {spec.argv[0]}: {error.strerror or error}") from None
-            self._children.append(child)
+            self._children.append(self._start_one(spec))
+
+    def _start_one(self, spec: ProcessSpec, *, again: bool = False) -> Child:
+        try:
+            return Child.start(spec, log_dir=self._log_dir, watcher=self._guard, env=os.environ, again=again)
+        except OSError as error:
+            raise StartFailed(f"{spec.name}: cannot start {spec.argv[0]}: {error.strerror or error}") from None
 
     async def _until_healthy(self) -> None:
         probes = [asyncio.create_task(self._probe(child)) for child in self._children]
@@ -123,17 +128,55 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Wait for a signal (0) or the last end (1)."""
-        living = list(self._children)
-        while not self._stop.is_set():
-            for child in [child for child in living if not child.alive]:
-                living.remove(child)
-                self._display.message(f"tandem up: {_why_ended(child)}; the others go on")
-            if not living:
-                self._display.message("tandem up: error: no process is left")
-                return 1
-            await self._pause(WATCH_S)
-        return 0
+        """Keep all processes until a signal (0), or until the front or all others stay dead (1)."""
+        keepers = {asyncio.create_task(self._keep(i)) for i in range(len(self._specs))}
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            living = set(keepers)
+            while living and not self._stop.is_set():
+                done, _ = await asyncio.wait({stop, *living}, return_when=asyncio.FIRST_COMPLETED)
+                for keeper in done & living:
+                    living.remove(keeper)
+                    child = keeper.result()
+                    if is_front(child.spec, self._specs):
+                        self._display.message(f"tandem up: error: {_why_ended(child)}; it stays dead, so all ends")
+                        return 1
+                    self._display.message(f"tandem up: {_why_ended(child)}; the others go on")
+            return 0 if self._stop.is_set() else 1
+        finally:
+            for task in (stop, *keepers):
+                task.cancel()
+            await asyncio.gather(stop, *keepers, return_exceptions=True)
+
+    async def _keep(self, i: int) -> Child:
+        """Start process `i` again each time it dies; return it when it stays dead."""
+        child, restarts = self._children[i], self._restarts[i]
+        if child.spec.name in self._healthy_s:
+            restarts.became_healthy(self._started_at + self._healthy_s[child.spec.name])
+        while True:
+            while child.alive:
+                await asyncio.sleep(WATCH_S)
+            pause_s = restarts.pause_s(child.exit_status(), time.monotonic())
+            if pause_s is None:
+                return child
+            self._display.message(f"tandem up: {_why_ended(child)}; it starts again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            started_at_s = time.monotonic()
+            child = self._children[i] = self._start_one(child.spec, again=True)
+            if await self._becomes_healthy(child):
+                now_s = time.monotonic()
+                restarts.became_healthy(now_s)
+                took = f"after {now_s - started_at_s:.1f} s"
+                self._display.message(f"tandem up: {child.spec.name} is healthy again {took} (pid {child.pid})")
+
+    async def _becomes_healthy(self, child: Child) -> bool:
+        """Wait until a process that started again answers; False if it died before."""
+        url = child.spec.url + child.spec.alive_path
+        while child.alive:
+            if await asyncio.to_thread(is_healthy, url, timeout_s=PROBE_TIMEOUT_S):
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
 
     async def _end_all(self) -> None:
         """Drain routers, then workers; kill the rest."""
@@ -168,6 +211,11 @@ class Supervisor:
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
+
+
+def is_front(spec: ProcessSpec, specs: Sequence[ProcessSpec]) -> bool:
+    """Return whether clients reach this process: the router, or one worker without a router."""
+    return spec.role == "router" or len(specs) == 1
 
 
 def _why_ended(child: Child) -> str:

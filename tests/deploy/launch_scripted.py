@@ -1,6 +1,6 @@
-"""Runs the real Supervisor over scripted children. usage: launch_scripted.py LOG_DIR READY_FILE SPECS_JSON START_TIMEOUT_S DRAIN_TIMEOUT_S
+"""Runs the real Supervisor over scripted children. usage: launch_scripted.py LOG_DIR READY_FILE SPECS_JSON START_TIMEOUT_S DRAIN_TIMEOUT_S RESTART
 
-SPECS_JSON: [[name, port, [extra arguments of scripted.py]], ...]
+SPECS_JSON: [[name, port, [extra arguments of scripted.py]], ...]    RESTART: always or never
 """
 
 import asyncio
@@ -12,15 +12,23 @@ from pathlib import Path
 from deploy.launcher.display import make_display
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.process import Child
+from deploy.launcher.restarts import RestartPolicy
 from deploy.launcher.supervisor import Supervisor
 from service.process.files import write_ready_file
 
 SCRIPT = Path(__file__).with_name("scripted.py")
 
 
-async def run(log_dir: Path, ready_file: str, specs: list[ProcessSpec], timeout_s: float, drain_s: float) -> int:
+async def run(
+    log_dir: Path, ready_file: str, specs: list[ProcessSpec], times_s: tuple[float, float], restart: str
+) -> int:
     supervisor = Supervisor(
-        specs, log_dir=log_dir, display=make_display(), start_timeout_s=timeout_s, drain_timeout_s=drain_s
+        specs,
+        log_dir=log_dir,
+        display=make_display(),
+        start_timeout_s=times_s[0],
+        drain_timeout_s=times_s[1],
+        restarts=RestartPolicy(always=restart == "always", first_s=0.01, front_tries=2),
     )
 
     async def on_ready(children: Sequence[Child]) -> None:
@@ -30,7 +38,7 @@ async def run(log_dir: Path, ready_file: str, specs: list[ProcessSpec], timeout_
 
 
 def main() -> int:
-    log_dir, ready_file, text, timeout_s, drain_s = sys.argv[1:]
+    log_dir, ready_file, text, timeout_s, drain_s, restart = sys.argv[1:]
     specs = [
         ProcessSpec(
             name=name,
@@ -40,7 +48,7 @@ def main() -> int:
         )
         for name, port, extra in json.loads(text)
     ]
-    return asyncio.run(run(Path(log_dir), ready_file, specs, float(timeout_s), float(drain_s)))
+    return asyncio.run(run(Path(log_dir), ready_file, specs, (float(timeout_s), float(drain_s)), restart))
 
 
 if __name__ == "__main__":

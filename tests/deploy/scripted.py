@@ -1,11 +1,13 @@
 """A stand-in for a worker or router: run as a script, it behaves as its arguments say.
 
-usage: scripted.py PORT [--die-at-start LINE] [--die-after-s S] [--ignore-drain] [--note-drain FILE] [--grandchild PIDFILE] [--never-healthy]
+usage: scripted.py PORT [--die-at-start LINE] [--ignore-drain] [--note-drain FILE] [--grandchild PIDFILE] [--never-healthy]
+       [--starts-once FILE]
 
 SIGUSR1 is what `tandem up` sends to drain it (service/process/stop_signals.py).
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -19,9 +21,7 @@ class Handler(BaseHTTPRequestHandler):
     healthy = True
 
     def do_GET(self) -> None:
-        if self.path == "/die":
-            os._exit(7)
-        body = b'{"max_total_num_tokens": 4096, "served_model_name": "scripted"}'
+        body = json.dumps({"max_total_num_tokens": 4096, "served_model_name": "scripted", "pid": os.getpid()}).encode()
         self.send_response(200 if self.healthy else 503)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -39,7 +39,12 @@ def main() -> None:
     parser.add_argument("--note-drain")
     parser.add_argument("--grandchild")
     parser.add_argument("--never-healthy", action="store_true")
+    parser.add_argument("--starts-once")
     args = parser.parse_args()
+    if args.starts_once and Path(args.starts_once).exists():
+        sys.exit("OSError: it starts once only")
+    if args.starts_once:
+        Path(args.starts_once).touch()
     if args.ignore_drain:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if args.note_drain:

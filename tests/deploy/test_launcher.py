@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from deploy.launcher.probe import free_ports
+from deploy.launcher.restarts import RestartPolicy, Restarts
 from tests.e2e.cluster import wait_until
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
@@ -25,29 +27,48 @@ class Launch:
     """A running launcher and where it writes."""
 
     def __init__(
-        self, tmp_path: Path, specs: list[tuple[str, int, list[str]]], timeout_s: float = 60, drain_s: float = 0.0
+        self,
+        tmp_path: Path,
+        specs: list[tuple[str, int, list[str]]],
+        timeout_s: float = 60,
+        drain_s: float = 0.0,
+        restart: str = "always",
     ) -> None:
         self.ports = [port for _, port, _ in specs]
         self.ready_file = tmp_path / "ready.json"
-        times = [str(timeout_s), str(drain_s)]
-        argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), *times]
-        self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        last = [str(timeout_s), str(drain_s), restart]
+        argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), *last]
+        self._err = tmp_path / "stderr"
+        with self._err.open("wb") as err:
+            self.process = subprocess.Popen(argv, stderr=err)
 
     def pids(self) -> dict[str, int]:
         wait_until(lambda: self.ready_file.exists() or self.process.poll() is not None, within_s=20, what="ready")
         assert self.process.poll() is None, self.said()
         return dict(json.loads(self.ready_file.read_text()))
 
+    def pid_at(self, port: int) -> int | None:
+        """The process that answers at a port; None: none does."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as reply:
+                return int(json.loads(reply.read())["pid"])
+        except OSError:
+            return None
+
     def said(self) -> str:
         """All of stderr; the launcher must be about to end."""
-        _, err = self.process.communicate(timeout=30)
-        return str(err)
+        self.process.wait(30)
+        return self.stderr()
+
+    def stderr(self) -> str:
+        """What stderr has so far."""
+        return self._err.read_text()
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
-            self.process.communicate(timeout=60)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
         self.process.kill()
         self.process.wait()
 
@@ -116,6 +137,63 @@ def test_death_at_start_shows_the_last_error_and_ends_the_rest(start: Start, tmp
         urllib.request.urlopen(f"http://127.0.0.1:{launch.ports[0]}/health", timeout=1)
 
 
+def test_what_dies_starts_again_at_its_port_and_keeps_its_log(start: Start, tmp_path: Path) -> None:
+    """The second death, too."""
+    launch = start([], [], names=["decode-0", "router"])
+    seen = [launch.pids()["decode-0"]]
+    for _ in range(2):
+        os.kill(seen[-1], signal.SIGKILL)
+        wait_until(lambda: launch.pid_at(launch.ports[0]) not in (None, *seen), within_s=20, what="it answers again")
+        seen.append(launch.pid_at(launch.ports[0]) or 0)
+    wait_until(lambda: f"pid {seen[-1]}" in launch.stderr(), within_s=20, what="the launcher says so")
+    launch.process.send_signal(signal.SIGINT)
+    said = launch.said()
+    assert launch.process.returncode == 0 and not any(map(alive, seen))
+    assert "decode-0 ended (signal SIGKILL): its log is empty" in said and "it starts again in 0.01 s" in said
+    assert "it starts again in 0.02 s" in said and said.count("decode-0 is healthy again after") == 2
+
+
+def test_a_router_that_stays_dead_ends_all_with_status_1(start: Start, tmp_path: Path) -> None:
+    launch = start([], ["--starts-once", str(tmp_path / "once")], names=["decode-0", "router"])
+    pids = launch.pids()
+    os.kill(pids["router"], signal.SIGKILL)
+    said = launch.said()
+    assert launch.process.returncode == 1 and not any(map(alive, pids.values()))
+    assert said.count("it starts again in") == 2
+    assert (
+        "error: router ended (exit status 1): OSError: it starts once only" in said and "it stays dead, so all" in said
+    )
+
+
+def test_restart_never_leaves_a_dead_worker_dead_and_ends_with_the_router(start: Start) -> None:
+    launch = start([], [], names=["decode-0", "router"], restart="never")
+    pids = launch.pids()
+    os.kill(pids["decode-0"], signal.SIGKILL)
+    wait_until(lambda: "the others go on" in launch.stderr(), within_s=20, what="the launcher says so")
+    assert alive(pids["router"]) and launch.pid_at(launch.ports[0]) is None
+    os.kill(pids["router"], signal.SIGKILL)
+    said = launch.said()
+    assert launch.process.returncode == 1 and "starts again" not in said
+
+
+def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_stable_time() -> None:
+    restarts = Restarts(RestartPolicy(first_s=1.0, longest_s=5.0, stable_s=60.0), is_front=False)
+    assert [restarts.pause_s(-9, 0.0) for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    restarts.became_healthy(100.0)
+    assert restarts.pause_s(1, 159.0) == 5.0
+    restarts.became_healthy(200.0)
+    assert restarts.pause_s(1, 260.0) == 1.0
+    assert restarts.pause_s(1, 400.0) == 2.0, "it was not healthy in between"
+
+
+def test_the_front_stays_dead_after_its_tries_and_a_drained_process_is_not_dead() -> None:
+    policy = RestartPolicy(front_tries=2)
+    front, worker = Restarts(policy, is_front=True), Restarts(policy, is_front=False)
+    assert [front.pause_s(1, 0.0) for _ in range(3)] == [1.0, 2.0, None]
+    assert worker.pause_s(0, 0.0) is None
+    assert Restarts(RestartPolicy(always=False), is_front=False).pause_s(1, 0.0) is None
+
+
 def test_never_healthy_is_an_error_after_the_timeout(start: Start) -> None:
     launch = start(["--never-healthy"], timeout_s=1.0)
     said = launch.said()
@@ -125,8 +203,7 @@ def test_never_healthy_is_an_error_after_the_timeout(start: Start) -> None:
 
 def test_ctrl_c_while_loading_ends_with_status_0(start: Start) -> None:
     launch = start(["--never-healthy"])
-    assert launch.process.stderr is not None
-    assert "starting" in launch.process.stderr.readline()
+    wait_until(lambda: "starting" in launch.stderr(), within_s=20, what="it starts")
     launch.process.send_signal(signal.SIGINT)
     launch.said()
     assert launch.process.returncode == 0

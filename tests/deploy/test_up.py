@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx2 as httpx
@@ -12,7 +13,7 @@ import pytest
 
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from service.security.keys import bearer
-from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.cluster import Cluster, cluster, wait_until
 
 KEY = "sesame"
 
@@ -22,6 +23,14 @@ def end(up: Cluster) -> str:
     os.killpg(up.launcher.pid, signal.SIGINT)
     assert up.launcher.wait(60) == 0
     return up.log.read_text()
+
+
+def says(up: Cluster, text: str) -> bool:
+    return text in up.log.read_text()
+
+
+def healthy_workers(http: httpx.Client) -> int:
+    return sum(worker["is_healthy"] for worker in http.get("/workers").json()["workers"])
 
 
 def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(
@@ -47,8 +56,17 @@ def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(
         bench = subprocess.run([sys.executable, "-m", "deploy", *load], capture_output=True, text=True, timeout=60)
         assert bench.returncode == 0 and "8 of 8" in bench.stdout, bench.stdout + bench.stderr
 
+        for role in ("decode", "prefill"):  # what dies starts again at its port, and the router takes it back
+            os.kill(up.of(role)[0].pid, signal.SIGKILL)
+            wait_until(partial(says, up, f"{role}-0 is healthy again"), within_s=60, what=f"{role} is healthy again")
+            wait_until(lambda: healthy_workers(http) == 2, within_s=60, what=f"the router has {role} back")
+            answer = http.post("/v1/chat/completions", json=body).json()
+            assert answer["choices"][0]["message"]["content"].strip() == "v42", answer
+        family += psutil.Process(up.launcher.pid).children(recursive=True)
+
         said = end(up)
         assert [process for process in family if process.is_running()] == []
+    assert said.count("it starts again in 1 s") == 2 and said.count("is healthy again after") == 2
     assert "KV 4,096 tokens" in said and "curl -s " in said and "nixl" in said
     for name in ("prefill-0", "decode-0", "router"):
         text = (tmp_path / f"{name}.log").read_text()
