@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import NamedTuple
 
+from service.extras import missing_module
+
 
 class Command(NamedTuple):
     module: str
@@ -71,6 +73,8 @@ def operating_error(error: BaseException) -> str | None:
     """Return a line for an error the operator can fix, None for a bug."""
     if any(cls.__name__ in OPERATING_ERRORS for cls in type(error).__mro__):
         return " ".join(str(error).split())
+    if isinstance(error, ImportError):
+        return missing_module(error)
     if not isinstance(error, OSError) or error.errno not in OPERATING_ERRNOS:
         return None
     if error.errno == errno.EADDRINUSE:

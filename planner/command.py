@@ -5,6 +5,7 @@ from pathlib import Path
 
 from deploy.flags import Parser, add_flags, config_from
 from planner.config import PlanConfig, check_plan
+from service.extras import require
 from service.flags import ConfigError
 
 
@@ -12,6 +13,7 @@ def run(argv: Sequence[str]) -> int:
     """Plan; return 0 if a layout meets the SLO (or with --rates)."""
     config = config_from(build_parser().parse_strict(argv), PlanConfig)
     check_plan(config)
+    require("plan")
     files = {"--output": config.output, "--plot": config.plot, "--save-profile": config.save_profile}
     for flag, path in files.items():
         if path is not None and not Path(path).absolute().parent.is_dir():

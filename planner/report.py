@@ -11,6 +11,7 @@ from deploy.bench.environment import describe
 from deploy.bench.stats import table
 from planner.run import Outcome
 from planner.study import Study
+from service.extras import missing
 from service.flags import ConfigError
 
 LONG = 5  # times the limit of TTFT
@@ -194,6 +195,6 @@ def draw(outcomes: Sequence[Outcome], *, share: float, title: str, path: str) ->
 def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot: needs matplotlib; pip install 'tandem-serve[plan]'") from None
+    except ImportError as error:
+        raise ConfigError(f"--plot: {missing([error.name or 'matplotlib'], 'plan')}") from None
     return Figure

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from deploy.chat.client import ChatConfig
 from deploy.flags import Parser, add_flags, config_from
+from service.extras import require
 from service.flags import ConfigError
 
 
@@ -64,10 +65,7 @@ def _cluster_flags(args: argparse.Namespace, config: ChatConfig) -> list[str] | 
 def _require_terminal() -> None:
     if not sys.stdout.isatty():
         raise ConfigError("standard output is no terminal: pipe the message in, too (echo hello | tandem chat)")
-    try:
-        import prompt_toolkit  # noqa: F401
-    except ImportError:
-        raise ConfigError("prompt_toolkit is missing; install it with: pip install 'tandem-serve[chat]'") from None
+    require("chat")
 
 
 async def _talk(config: ChatConfig, url: str) -> int:

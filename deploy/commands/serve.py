@@ -6,6 +6,8 @@ from deploy.flags import Parser, add_flags, config_from
 from deploy.foreign.worker import WORKER
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
+from service.extras import require
+from transfer_backends.engines.wheels import extras_of
 
 
 def run(argv: Sequence[str]) -> int:
@@ -13,6 +15,7 @@ def run(argv: Sequence[str]) -> int:
     engine = config_from(args, EngineConfig)
     server = config_from(args, ServerConfig)
     disagg = config_from(args, DisaggConfig)
+    require("engine", *(extras_of(disagg.disaggregation_transfer_backend) if disagg.has_peers else ()))
     from disagg.processes.worker import run_worker  # not before the flags are right: it brings the engine along
 
     return run_worker(engine=engine, server=server, disagg=disagg)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from service.extras import install
+
 BAR_CELLS = 20
 TEXT_CELLS = 60
 _PERCENT = re.compile(r"(\d{1,3})(?:\.\d+)?%")
@@ -108,7 +110,7 @@ def _bar(text: str, elapsed_s: float) -> str:
 
 # ---- Missing features of this machine, their cost and fix. Pure.
 
-COMPILER = "apt-get install gcc libc6-dev, or: pip install 'tandem-serve[compiler]'"
+COMPILER = f"apt-get install gcc libc6-dev, or: {install('compiler')}"
 HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
 BY_TORCH = "torch computes instead, several times slower"
 

@@ -13,6 +13,7 @@ import torch
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.step_batch import StepBatch, upload
+from service.extras import install
 from service.flags import ConfigError
 
 CACHE_DTYPES = ("bfloat16", "float16")
@@ -27,7 +28,7 @@ def import_wrapper() -> Any:
         return import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"--attention-backend flashinfer: {error}; pip install 'tandem-serve[flashinfer]', or choose triton"
+            f"--attention-backend flashinfer: {error}; run: {install('flashinfer')}, or choose triton"
         ) from error
 
 

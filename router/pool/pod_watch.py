@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from router.pool.worker import Role
+from service.extras import missing
 from service.flags import ConfigError
 from service.waiter import loop_time_s
 
@@ -195,9 +196,7 @@ async def connect(*, namespace: str | None) -> KubeApi:
         client: Any = importlib.import_module("kubernetes.aio.client")
         config: Any = importlib.import_module("kubernetes.aio.config")
     except ImportError as err:
-        raise ConfigError(
-            f"--service-discovery: needs the kubernetes library; install tandem-serve[k8s] ({err})"
-        ) from None
+        raise ConfigError(f"--service-discovery: {missing([err.name or 'kubernetes'], 'k8s')}") from None
     configuration = client.Configuration()
     path = Path(os.environ.get("KUBECONFIG") or "~/.kube/config").expanduser()
     try:

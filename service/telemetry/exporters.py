@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
+from service.extras import missing
 from service.flags import ConfigError
 from service.telemetry.context import Exporter, Record, Span, TraceParent
 
@@ -59,9 +60,7 @@ class OtlpExporter(Exporter):
             from opentelemetry.sdk.trace import ReadableSpan
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise ConfigError(
-                f"--otlp-traces-endpoint: {error.name or 'opentelemetry'} is missing; pip install 'tandem-serve[otel]'"
-            ) from None
+            raise ConfigError(f"--otlp-traces-endpoint: {missing([error.name or 'opentelemetry'], 'otel')}") from None
         logging.getLogger("urllib3").setLevel(logging.ERROR)  # warns at each try while the collector is away
         self._trace = trace
         self._span_class = ReadableSpan

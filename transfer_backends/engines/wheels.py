@@ -1,9 +1,11 @@
-"""Wheel of a transfer engine for torch's CUDA, without importing torch. Pure.
+"""Wheel of a transfer engine for torch's CUDA, without importing torch.
 
 A wheel for another CUDA major fails to import (Mooncake) or loses its fast paths (NIXL).
 """
 
 import re
+from collections.abc import Sequence
+from glob import glob
 from importlib import metadata
 
 FIRST_WITH_CUDA_13 = (2, 11)  # wheels without a local version, as on the index
@@ -37,3 +39,15 @@ def wheel_of(wheels: dict[int | None, str], torch: str | None) -> str:
     """Return the wheel for torch's CUDA, or the newest."""
     major = torch_cuda_major(torch)
     return wheels.get(major, wheels[13])
+
+
+def extras_of(backend: str) -> Sequence[str]:
+    """Return the extra of a transfer engine, of which `fake` has none.
+
+    Before torch is installed, the machine says whether it is to be for CUDA.
+    """
+    if backend == "fake":
+        return ()
+    torch = installed_torch()
+    on_cuda = bool(glob("/dev/nvidia[0-9]*")) if torch is None else torch_cuda_major(torch) is not None
+    return (f"{backend}-cu13" if on_cuda else f"{backend}-cpu",)
