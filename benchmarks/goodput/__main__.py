@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
         "cores": len(cores),
     }
     found = results.begin(path, describe(), arguments, anew=args.anew)
-    with tempfile.TemporaryDirectory(prefix="tandem-goodput-") as name, tqdm(unit="run") as bar:
+    with tempfile.TemporaryDirectory(prefix="tandem-goodput-") as name, tqdm(unit="run", disable=None) as bar:
         folder = Path(name)
         write_model(folder / "model", layers=args.layers)
         bench = Bench(

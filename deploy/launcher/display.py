@@ -1,6 +1,6 @@
 """Progress of a loading cluster: bars on a terminal, else lines.
 
-A bar shows the last percentage in a process's log, as tqdm writes it.
+A bar shows the last percentage in a process's log, which itself has lines and no bars.
 """
 
 import json
@@ -18,7 +18,7 @@ from service.extras import install
 BAR_CELLS = 20
 TEXT_CELLS = 60
 _PERCENT = re.compile(r"(\d{1,3})(?:\.\d+)?%")
-_LOG_HEAD = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:\S+ )?(?:DEBUG|INFO|WARNING|ERROR):? ")
+_LOG_HEAD = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:\S+ ){0,4}?(?:DEBUG|INFO|WARNING|ERROR):? ")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 

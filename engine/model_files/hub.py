@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 from engine.model_files.directory import PIPELINE, TEMPLATES, check_pipeline
@@ -48,7 +49,10 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
     """
     import httpx2
     from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     flag = f"{option} {model_id}" + (f" --revision {revision}" if revision else "")
     try:
         folder = snapshot_download(model_id, revision=revision, allow_patterns=[*FILES, *(WEIGHTS if weights else ())])

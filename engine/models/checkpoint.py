@@ -5,7 +5,9 @@ Never unpickles. Reads only the rank's rows and columns.
 
 import json
 import logging
+import math
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LINE_EVERY_S = 10.0  # between two progress lines of the log
+WATCHED_EVERY_S = 1.0  # the same, where a display reads them
 
 # Buffers that old exporters stored with the weights; the config determines them.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
@@ -44,7 +47,7 @@ log = logging.getLogger(__name__)
 class Checkpoint:
     """The tensors of `model_path`, each taken once. A context manager.
 
-    `progress`: a terminal bar instead of log lines. `stored`: quantization of the files. `dummy`:
+    `progress`: the load is watched (`LoadProgress`). `stored`: quantization of the files. `dummy`:
     generate float weights. Raises ConfigError naming tensor and file.
     """
 
@@ -69,7 +72,7 @@ class Checkpoint:
         self._staging = Staging()
         self._opened, self._stamp = (model_path, dtype, device, stored), _stamp(model_path)
         self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
-        self._progress = LoadProgress(len(self._left), bar=progress)
+        self._progress = LoadProgress(len(self._left), watched=progress)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -307,19 +310,23 @@ def _open(path: Path) -> Any:
 
 
 class LoadProgress:
-    """Reports loading of `total` tensors by a bar on stderr or log lines."""
+    """Reports loading of `total` tensors by log lines.
 
-    def __init__(self, total: int, *, bar: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    `watched`: by a bar if stderr is a terminal, else by more lines, for the display of `tandem up`.
+    """
+
+    def __init__(self, total: int, *, watched: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._done, self._clock = total, 0, clock
         self._begin_s = self._said_s = clock()
-        self._bar = tqdm(total=total, desc="Loading weights", unit="tensor", disable=not bar)
-        self._speaks = not bar
+        has_bar = watched and sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc="Loading weights", unit="tensor", disable=not has_bar)
+        self._every_s = math.inf if has_bar else WATCHED_EVERY_S if watched else LINE_EVERY_S
 
     def update(self, count: int) -> None:
         self._done += count
         self._bar.update(count)
         now_s = self._clock()
-        if self._speaks and now_s - self._said_s >= LINE_EVERY_S:
+        if now_s - self._said_s >= self._every_s:
             self._said_s = now_s
             share, taken_s = 100 * self._done // self._total, now_s - self._begin_s
             log.info("loading weights: %d of %d tensors (%d%%) in %.0f s", self._done, self._total, share, taken_s)

@@ -133,8 +133,16 @@ def test_guard_remembers_what_was_not_forgotten() -> None:
 
 
 def test_a_percentage_in_the_log_fills_the_bar() -> None:
-    (line,) = render([ProcessProgress(name="decode-0", text="Loading weights:  50%|█████     | 4/8", elapsed_s=1.0)])
-    assert line.startswith("decode-0  [██████████░░░░░░░░░░]   1.0 s  Loading weights")
+    (line,) = render(
+        [
+            ProcessProgress(
+                name="decode-0",
+                text="2026-11-29 01:27:43,484 decode scheduler INFO loading weights: 4 of 8 (50%) in 1 s",
+                elapsed_s=1.0,
+            )
+        ]
+    )
+    assert line.startswith("decode-0  [██████████░░░░░░░░░░]   1.0 s  loading weights")
     (plain,) = render(
         [ProcessProgress(name="w", text="2026-11-21 00:38:10,053 worker INFO model loaded", elapsed_s=0.0)]
     )

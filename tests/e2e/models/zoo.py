@@ -164,7 +164,7 @@ def main() -> None:
         sys.exit(f"make model-table: {', '.join(NEED_THE_KERNEL)} need a C compiler")
     head = [_line(["architecture", *WAYS]), _line(["---"] * (1 + len(WAYS)))]
     with TemporaryDirectory() as folder:
-        rows = [_row_of(family, Path(folder) / family) for family in tqdm(sorted(ARCHITECTURES))]
+        rows = [_row_of(family, Path(folder) / family) for family in tqdm(sorted(ARCHITECTURES), disable=None)]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + "".join(head + rows) + END + rest.partition(END)[2])
 

@@ -3,13 +3,14 @@
 import json
 import logging
 import struct
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.model_files.model_config import load_model_config
-from engine.models.checkpoint import LINE_EVERY_S, LoadProgress
+from engine.models.checkpoint import LINE_EVERY_S, WATCHED_EVERY_S, LoadProgress
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from service.flags import ConfigError
@@ -59,7 +60,10 @@ def test_a_written_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(tmp_path
     assert torch.equal(Sequence(load(path)).extend(IDS), before)
 
 
-def test_loading_shows_a_bar_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loading_shows_a_bar_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     path = make_tiny_checkpoint(tmp_path, "llama")
     load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=False)
     assert capsys.readouterr() == ("", "")
@@ -155,7 +159,7 @@ def test_a_log_has_a_line_every_few_seconds(
 ) -> None:
     clock = Clock()
     with caplog.at_level(logging.INFO):
-        progress = LoadProgress(200, bar=False, clock=clock)
+        progress = LoadProgress(200, watched=False, clock=clock)
         for _ in range(5):
             clock.now_s += 0.5 * LINE_EVERY_S
             progress.update(10)
@@ -167,12 +171,29 @@ def test_a_log_has_a_line_every_few_seconds(
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_has_a_bar_and_no_lines(
+def test_a_log_that_a_display_reads_has_more_lines_and_no_bar(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
     with caplog.at_level(logging.INFO):
-        progress = LoadProgress(2, bar=True, clock=clock)
+        progress = LoadProgress(4, watched=True, clock=clock)
+        for _ in range(4):
+            clock.now_s += WATCHED_EVERY_S
+            progress.update(1)
+        progress.close()
+    assert [record.getMessage()[-12:] for record in caplog.records] == [
+        *("(25%) in 1 s", "(50%) in 2 s", "(75%) in 3 s", "100%) in 4 s")
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar_and_no_lines(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with caplog.at_level(logging.INFO):
+        progress = LoadProgress(2, watched=True, clock=clock)
         clock.now_s += 10 * LINE_EVERY_S
         progress.update(2)
         progress.close()

@@ -62,6 +62,7 @@ def ask(
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(REPO), **(env or {})}
     argv = [sys.executable, "-c", SCRIPT, json.dumps({"model_path": MODEL} | flags)]
     done = subprocess.run(argv, env=keep | settings, cwd=cwd or home.parent, capture_output=True, text=True, check=True)
+    assert "%|" not in done.stderr, "a bar where there is no terminal"
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
