@@ -1,4 +1,4 @@
-"""README's command with all features on, as it stands but for its port: the tokens of one plain worker, and each feature has run."""
+"""The command of docs/tuning.md with all features on, as it stands but for its port: the tokens of one plain worker, and each feature has run."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ from tests.e2e.client import assert_all_back, post, session, text_of
 from tests.e2e.cluster import SETTLE_S, Cluster, cluster, tandem
 from tests.frontend.vision import file_of, picture, url_of
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
 MODEL = ("--model-path", "docs/tiny-qwen3.5-moe", "--load-format", "dummy")
 # Flags without which a feature is off.
 FEATURES = {
@@ -34,8 +34,8 @@ Metrics = dict[str, float]
 
 
 def command() -> list[str]:
-    """The arguments of `tandem up` in README."""
-    (found,) = re.findall(r"```\n\.venv/bin/tandem up ((?:[^`]+\\\n)+[^`]+)\n```", README)
+    """The arguments of `tandem up` on the page."""
+    (found,) = re.findall(r"```\n\.venv/bin/tandem up ((?:[^`]+\\\n)+[^`]+)\n```", PAGE)
     return shlex.split(found.replace("\\\n", " "))
 
 

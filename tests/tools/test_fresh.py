@@ -22,6 +22,7 @@ def test_readme_says_what_the_check_types():
     assert readme.find("packages", README).startswith("apt-get install ")
     assert readme.find("pasted", README).startswith("curl -s http://127.0.0.1:8000/v1/chat/completions")
     assert readme.find("answer", README) == "v42"
+    assert compile(readme.find("python", README), "README.md", "exec")
     assert readme.find("question", README).startswith("What is the capital of France?")
 
 

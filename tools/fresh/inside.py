@@ -62,6 +62,8 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
     kernels = _kernels_used(root, cluster.output())
     chat = readme.find("chat", text)
     talked = timed(f"{chat}, a question, /exit", lambda: _talks(bare, chat, readme.find("question", text)))
+    program = readme.find("python", text)
+    wrote = timed("the lines of Python", lambda: _runs(bare, program))
     command = test if long else f"{test} TESTS={SHORT_TESTS}"
     output = timed(command, lambda: bare.must(command, limit_s=TEST_LIMIT_S))
     _nothing_left(bare)
@@ -71,6 +73,7 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
         "printed": _from_tandem_on(printed),
         "kernels_built": kernels,
         "chat": talked,
+        "python": wrote,
         "pytest": closing_line(output),
     }
 
@@ -131,6 +134,15 @@ def _talks(bare: BareMachine, command: str, question: str) -> str:
     _nothing_left(bare)
     print(f"  | > {question}\n  | {answer}\n  | {figures[0]}", flush=True)
     return f"{answer}\n{figures[0]}"
+
+
+def _runs(bare: BareMachine, program: str) -> str:
+    """What README's lines of Python print: answers of a model in the process, and of a cluster."""
+    wrote = bare.must(f".venv/bin/python - 2>/dev/null <<'END'\n{program}END\n", limit_s=CHAT_LIMIT_S)
+    if len(wrote.split()) < 2:
+        raise CheckFailedError(f"README's lines of Python printed {wrote!r}")
+    _nothing_left(bare)
+    return wrote
 
 
 def _nothing_left(bare: BareMachine) -> None:

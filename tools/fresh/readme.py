@@ -11,6 +11,7 @@ PATTERNS = {
     "pasted": r"```\n(curl [^`]+)\n```",  # the request to paste, of one or more lines
     "answer": r"The answer is `(\w+)`",  # to that request
     "by hand": r"```\n((?:\.venv/bin/tandem [^\n]+ &\n){3})```",  # a prefill worker, a decode worker and a router
+    "python": r"```python\n([^`]+)```",  # a program, which .venv/bin/python runs
     "printed": r"^ *(curl -s .*\\\n.*)$",  # the request to paste in what `make run` prints
 }
 
