@@ -5,6 +5,8 @@ An end with status 0 is no death: a signal asked for it, and the process drained
 
 from dataclasses import dataclass
 
+MAX_DOUBLINGS = 30
+
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
@@ -44,4 +46,4 @@ class Restarts:
         self._deaths += 1
         if self._is_front and self._deaths > policy.front_tries:
             return None
-        return float(min(policy.first_s * 2 ** (self._deaths - 1), policy.longest_s))
+        return min(policy.first_s * 2.0 ** min(self._deaths - 1, MAX_DOUBLINGS), policy.longest_s)

@@ -179,6 +179,7 @@ def test_restart_never_leaves_a_dead_worker_dead_and_ends_with_the_router(start:
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_stable_time() -> None:
     restarts = Restarts(RestartPolicy(first_s=1.0, longest_s=5.0, stable_s=60.0), is_front=False)
     assert [restarts.pause_s(-9, 0.0) for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert {restarts.pause_s(-9, 0.0) for _ in range(2000)} == {5.0}
     restarts.became_healthy(100.0)
     assert restarts.pause_s(1, 159.0) == 5.0
     restarts.became_healthy(200.0)
