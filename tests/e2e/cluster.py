@@ -24,6 +24,7 @@ END_S = 15.0
 SETTLE_S = 60.0
 POLL_S = 0.05
 SECRET = "as `tandem up` gives its processes one"  # of routers and workers that a test starts by hand
+DEAD = "--restart=never"  # what a test kills stays dead
 # Flags of clusters with the shipped model.
 SHIPPED = ("--max-total-tokens", "65536", "--chunked-prefill-size", "256", "--log-level", "warning")
 

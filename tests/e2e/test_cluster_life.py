@@ -13,7 +13,7 @@ import pytest
 
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.e2e.client import session
-from tests.e2e.cluster import SHIPPED, Cluster, child_of, cluster
+from tests.e2e.cluster import DEAD, SHIPPED, Cluster, child_of, cluster
 from tests.e2e.leftovers import Leftovers
 from tests.e2e.workload import recall_body
 from tools.recall.oracle import continuation
@@ -46,7 +46,7 @@ async def test_kill_9_of_the_launcher_leaves_nothing(temp: Path, monkeypatch: py
 async def test_kill_9_of_one_child_after_the_other_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker as a whole, a child of a worker, the router: of each nothing stays, while the others go on; the router
     takes the launcher with it."""
-    with up_in(temp, monkeypatch, "--restart", "never") as c:
+    with up_in(temp, monkeypatch, DEAD) as c:
         load = await start_load(c.router, count=8, new_tokens=20_000)
         whole = Leftovers(c.launcher.pid, temp)
         (router,) = [p for p in whole.family if "router" in p.cmdline()]

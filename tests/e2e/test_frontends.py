@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.e2e.cluster import Cluster, Started, Worker, child_of, cluster, tandem, wait_until
+from tests.e2e.cluster import DEAD, Cluster, Started, Worker, child_of, cluster, tandem, wait_until
 from tests.e2e.settings import settings
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -115,7 +115,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Unified,
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         serve = ("serve", "--port", "0", *flags, *LIMITS, "--enable-lora", "--api-key-file", str(keys))
         alone = threads.submit(stack.enter_context, tandem(folder / "alone", *serve, env=env))
-        args = ("--transfer-backend", "nixl", "--run-dir", str(folder / "two" / "logs"), *flags)
+        args = ("--transfer-backend", "nixl", "--run-dir", str(folder / "two" / "logs"), *flags, DEAD)
         two = threads.submit(stack.enter_context, cluster(folder / "two", *args, env=env))
         yield Unified(alone.result(), keys, checkpoint, adapter), two.result()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, post, session, state_of, wait_for_state
-from tests.e2e.cluster import POLL_S, Cluster, child_of, cluster
+from tests.e2e.cluster import DEAD, POLL_S, Cluster, child_of, cluster
 from tests.e2e.settings import settings
 from tests.engine.engine_in_process import tokens_of
 
@@ -29,7 +29,7 @@ DRAWS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill workers, and a decode worker with memory for few answers at a time and no reserve."""
-    args, env = ("--model-path", qwen3, *FLAGS, *SMALL, *WAY), settings(stream_delay_s=0.003)
+    args, env = ("--model-path", qwen3, *FLAGS, *SMALL, *WAY, DEAD), settings(stream_delay_s=0.003)
     with cluster(tmp_path_factory.mktemp("pd"), *args, env=env) as c:
         yield c
 

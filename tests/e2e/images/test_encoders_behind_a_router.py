@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.client import assert_all_back, post, session, state_of
-from tests.e2e.cluster import POLL_S, SETTLE_S, Cluster, Worker, child_of, cluster
+from tests.e2e.cluster import DEAD, POLL_S, SETTLE_S, Cluster, Worker, child_of, cluster
 from tests.e2e.images.test_image_requests import FLAGS, seeing_checkpoint
 from tests.frontend.vision import file_of, picture, url_of
 
@@ -29,7 +29,7 @@ def epd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     secret.chmod(0o600)
     path = seeing_checkpoint(folder / "qwen3_vl")
     flags = ("--encode", "2", "--model-path", path, "--cluster-secret-file", str(secret), *FLAGS)
-    with cluster(folder, *flags, "--disaggregation-kv-checksum", "--health-check-interval-secs", "0.2") as c:
+    with cluster(folder, *flags, "--disaggregation-kv-checksum", "--health-check-interval-secs", "0.2", DEAD) as c:
         yield c
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, write_header
 from tests.e2e.client import left_over, state_of
-from tests.e2e.cluster import SETTLE_S, Cluster, Worker, cluster, wait_until
+from tests.e2e.cluster import DEAD, SETTLE_S, Cluster, Worker, cluster, wait_until
 from tests.e2e.roles import server_info
 from tests.frontend.vision import file_of, picture, url_of
 from tests.models.tiny_seeing import END, IMAGE, START, make_seeing_checkpoint
@@ -39,7 +39,7 @@ def epd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
     checked = ("--transfer-backend", "nixl", "--disaggregation-kv-checksum", "--cluster-secret-file", str(secret))
-    with cluster(folder, *SIZES, *checked, "--model-path", path, *FLAGS) as c:
+    with cluster(folder, *SIZES, *checked, "--model-path", path, *FLAGS, DEAD) as c:
         yield c
 
 

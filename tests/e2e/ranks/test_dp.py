@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, wait_for_state
-from tests.e2e.cluster import Cluster, Worker, cluster, wait_until
+from tests.e2e.cluster import DEAD, Cluster, Worker, cluster, wait_until
 from tests.e2e.settings import settings
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import tokens_of
@@ -42,7 +42,7 @@ def started(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         found = {
             name: threads.submit(
                 stack.enter_context,
-                cluster(folder / name, *way, *logs(name), "--model-path", qwen3, *TWO, *OVERLAP, env=env),
+                cluster(folder / name, *way, *logs(name), "--model-path", qwen3, *TWO, *OVERLAP, DEAD, env=env),
             )
             for name, (way, env) in ways.items()
         }
