@@ -72,6 +72,7 @@ class ClusterConfig(FlagSet):
         "more engines than GPUs: put several on one, side by side by MPS where it is, and divide --mem-fraction-static",
     )
     run_dir: str | None = flag(None, "directory of the log files; default: a new one under the temp directory")
+    # Always by default: most clusters have one worker of a role, and nothing is served without it.
     restart: str = flag(
         "always",
         "start a process again after it died, with a growing pause, at its address; never: the others go on without it",
