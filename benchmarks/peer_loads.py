@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.bench.config import BenchConfig
-from deploy.bench.load import Target, run_load
+from deploy.bench.load import run_load
 from deploy.bench.run import open_session
 from deploy.bench.stats import RequestRecord, summarize
+from deploy.bench.target import Target
 from deploy.bench.workload import make_requests
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -60,7 +61,7 @@ async def run_workload(name: str, server: Server, *, seed: int) -> dict[str, flo
     if name == "C":
         return await interference(server, seed=seed, prompts=True)
     config = _config(server, seed, SHAPES[name])
-    async with open_session(config.api_key) as session:
+    async with open_session(config.headers()) as session:
         return figures(*await _closed(_target(server, session, config), config))
 
 
@@ -70,7 +71,7 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
     (without prompts: of the long ones).
     """
     config, answers = _config(server, seed, LONG), list[asyncio.Task[RequestRecord]]()
-    async with open_session(config.api_key) as session:
+    async with open_session(config.headers()) as session:
         target = _target(server, session, config)
         async with asyncio.TaskGroup() as group:
             sending = (
@@ -90,7 +91,7 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
 async def warm_up(server: Server) -> None:
     """Prompts that no round sends."""
     config = _config(server, SEED_STEP - 1, WARM)
-    async with open_session(config.api_key) as session:
+    async with open_session(config.headers()) as session:
         await _closed(_target(server, session, config), config)
 
 

@@ -31,6 +31,7 @@ class StreamChoice(msgspec.Struct):
     delta: Delta | None = None
     message: Delta | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class StreamChunk(msgspec.Struct):

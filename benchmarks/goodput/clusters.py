@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from benchmarks.cluster import Cluster, pin, tandem_up
 from benchmarks.goodput.layouts import Pinning
 from deploy.bench.config import BenchConfig
-from deploy.bench.load import Target, run_load
+from deploy.bench.load import run_load
 from deploy.bench.run import open_session
 from deploy.bench.stats import RequestRecord
+from deploy.bench.target import Target
 from deploy.bench.workload import BenchRequest
 from deploy.openai_api import first_model
 from planner.goodput import Point, SloTargets, first_verified, max_misses, point_of
@@ -58,7 +59,7 @@ async def _run(
     url: str, requests: Sequence[BenchRequest], rate: float, slo: SloTargets, tell: Callable[[], object]
 ) -> Point:
     config = BenchConfig(url=url, prompt="ids")
-    async with open_session(None) as session:
+    async with open_session({}) as session:
         target = Target(url, session=session, config=config, model=await first_model(session, url))
         await run_load(target.send, _warm_up(requests), concurrency=AT_ONCE)
         watch, records = Watch(count=len(requests), slo=slo), dict[int, RequestRecord]()
@@ -70,7 +71,7 @@ async def _run(
             if watch.is_lost(record):
                 lost.set()
 
-        await _until(lost, run_load(target.send, requests, concurrency=1, on_done=note))
+        await _until(lost, run_load(target.send, requests, concurrency=None, on_done=note))
     return point_of([records.get(one.idx) or _unfinished(one) for one in requests], rate=rate, slo=slo, busy={})
 
 

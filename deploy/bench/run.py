@@ -1,27 +1,75 @@
 """One run of the bench, from config to result."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
 
 import aiohttp
 import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from deploy.bench.conditions import ServerFacts, ask_server, describe_client, describe_load, text_of
 from deploy.bench.config import BenchConfig
+from deploy.bench.datasets import read_requests
 from deploy.bench.environment import describe
-from deploy.bench.load import Measured, Target, run_in_turns, run_load
-from deploy.bench.stats import RequestRecord, Summary, ratio_table, ratios, summarize, summary_table
-from deploy.bench.workload import BenchRequest, make_requests, read_trace
-from deploy.openai_api import first_model
+from deploy.bench.load import Measured, run_in_turns, run_load
+from deploy.bench.results import save_results
+from deploy.bench.stats import (
+    RequestRecord,
+    Summary,
+    goodput_line,
+    latency_table,
+    ratio_table,
+    ratios,
+    summarize,
+    summary_lines,
+    token_line,
+)
+from deploy.bench.target import PATHS, Target
+from deploy.bench.tokens import TokenCounter, token_counter
+from deploy.bench.workload import BenchRequest, make_requests, read_trace, with_arrivals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The requests of a run, the servers in order of --url and --compare, and the machine."""
+
+    requests: list[BenchRequest]
+    tokens: TokenCounter
+    servers: list[ServerFacts]
+    environment: dict[str, Any]
 
 
 async def measure(config: BenchConfig) -> list[Measured]:
+    """Prepare, warm up and load. Raises ConfigError."""
+    return await run(config, await prepare(config))
+
+
+async def prepare(config: BenchConfig) -> Prepared:
+    """Read the requests, and ask each server for its model. Raises ConfigError."""
+    tokens = token_counter(config)
+    requests = requests_of(config, tokens)
+    async with open_session(config.headers()) as session:
+        servers = [await ask_server(session, url, config) for url in config.urls]
+    return Prepared(requests=requests, tokens=tokens, servers=servers, environment=describe())
+
+
+def requests_of(config: BenchConfig, tokens: TokenCounter) -> list[BenchRequest]:
+    """Return the requests of a file, a trace, or at random. Raises ConfigError."""
+    if config.dataset_path is not None:
+        return with_arrivals(read_requests(config, tokens), config, random.Random(config.seed))
+    return make_requests(config, read_trace(config.trace) if config.trace else ())
+
+
+async def run(config: BenchConfig, prepared: Prepared) -> list[Measured]:
     """Warm up, then load one target, or two in turns."""
-    requests = make_requests(config, read_trace(config.trace) if config.trace else ())
-    async with open_session(config.api_key) as session:
+    requests = prepared.requests
+    async with open_session(config.headers()) as session:
         targets = [
-            Target(url, session=session, config=config, model=config.model or await first_model(session, url))
-            for url in config.urls
+            Target(server.url, session=session, config=config, model=server.model, tokens=prepared.tokens)
+            for server in prepared.servers
         ]
         for target in targets:
             await run_load(target.send, _warmup(requests, config.warmup), concurrency=1)
@@ -35,36 +83,70 @@ async def measure(config: BenchConfig) -> list[Measured]:
             )
 
 
-def open_session(api_key: str | None) -> aiohttp.ClientSession:
+def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=30),
-        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+        headers=headers,
         trust_env=False,
         read_bufsize=1 << 20,
     )
 
 
-def print_report(urls: Sequence[str], measured: Sequence[Measured]) -> list[Summary]:
+def conditions_text(config: BenchConfig, prepared: Prepared) -> str:
+    """Return what is measured, on what, and by what."""
+    servers = [
+        (name, f"{one.url}{f' (version {one.version})' if one.version else ''}, {PATHS[config.api]}")
+        for name, one in zip(("server", "second"), prepared.servers, strict=False)
+    ]
+    models = " and ".join(dict.fromkeys(one.model for one in prepared.servers))
+    load = describe_load(config, prepared.requests)
+    return text_of([*servers, ("model", models), *load, *describe_client(prepared.environment)])
+
+
+def print_report(config: BenchConfig, measured: Sequence[Measured]) -> list[Summary]:
     summaries = [summarize(one.records, duration_s=one.duration_s) for one in measured]
-    for url, one, summary in zip(urls, measured, summaries, strict=True):
-        print(f"\n{url}\n\n{summary_table(summary)}")
-        for line in _error_examples(one.records):
-            print(line)
-    if len(urls) == 2:
-        print("\n" + ratio_table(ratios(*summaries), first=urls[0], second=urls[1]))
+    objectives, is_limited = config.objectives(), config.concurrency is not None
+    for url, one, summary in zip(config.urls, measured, summaries, strict=True):
+        lines = [*summary_lines(summary, is_limited=is_limited), token_line(one.records)]
+        if objectives:
+            lines.append(goodput_line(one.records, objectives, duration_s=one.duration_s))
+        table = latency_table(one.records, metrics=config.metrics(), percents=config.percents())
+        print("\n".join(["", url, "", *lines, "", table, *_error_examples(one.records)]))
+    if len(summaries) == 2:
+        first, second = config.urls
+        print("\n" + ratio_table(ratios(*summaries), first=first, second=second))
     return summaries
 
 
-def result_json(config: BenchConfig, measured: Sequence[Measured], summaries: Sequence[Summary]) -> bytes:
-    """Return the result with all records, without API key."""
+def save(
+    config: BenchConfig, prepared: Prepared, measured: Sequence[Measured], summaries: Sequence[Summary]
+) -> list[str]:
+    """Write the files that flags name, but --output; return their paths. Raises ConfigError."""
+    (server, *_), (one, *_), (summary, *_) = prepared.servers, measured, summaries
+    return save_results(config, server.model, summary, one.records, now=datetime.now())
+
+
+def result_json(
+    config: BenchConfig, prepared: Prepared, measured: Sequence[Measured], summaries: Sequence[Summary]
+) -> bytes:
+    """Return the result with all records, without API key and headers."""
+    objectives = config.objectives()
     targets = [
-        {"url": url, "summary": summary, "records": one.records}
-        for url, summary, one in zip(config.urls, summaries, measured, strict=True)
+        {
+            "url": server.url,
+            "model": server.model,
+            "version": server.version,
+            "summary": summary,
+            "records": one.records,
+        }
+        for server, summary, one in zip(prepared.servers, summaries, measured, strict=True)
     ]
+    is_secret = config.api_key or config.header
     result = {
-        "environment": describe() | ({"command": "tandem bench (with an API key)"} if config.api_key else {}),
-        "config": asdict(config) | {"api_key": None},
+        "environment": prepared.environment | ({"command": "tandem bench (with an API key)"} if is_secret else {}),
+        "config": asdict(config) | {"api_key": None, "header": len(config.header)},
+        "objectives_s": objectives,
         "targets": targets,
         "ratios": ratios(*summaries) if len(summaries) == 2 else None,
     }
@@ -91,7 +173,17 @@ def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
 def _reversed(request: BenchRequest) -> BenchRequest:
     words = request.prompt
     prompt = " ".join(reversed(words.split())) if isinstance(words, str) else tuple(reversed(words))
-    return BenchRequest(idx=-1, prompt=prompt, prompt_len=request.prompt_len, output_len=min(request.output_len, 4))
+    output_len = min(request.output_len, 4)
+    return replace(
+        request, idx=-1, prompt=prompt, messages=_backwards(request.messages), output_len=output_len, at_s=None
+    )
+
+
+def _backwards(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(
+        {**one, "content": " ".join(reversed(text.split()))} if isinstance(text := one["content"], str) else one
+        for one in messages
+    )
 
 
 def _error_examples(records: Sequence[RequestRecord]) -> list[str]:

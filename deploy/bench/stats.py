@@ -1,7 +1,7 @@
 """Statistics of a load test. Pure.
 
-TTFT: sent to first text. ITL: gaps between text events (perhaps of several tokens). TPOT: (E2E -
-TTFT) / (output tokens - 1). E2E: sent to last byte. Percentiles as numpy's.
+Metrics have vLLM's names. ttft: sent to first text. itl: gaps between text events (perhaps of several
+tokens). tpot: (e2el - ttft) / (output tokens - 1). e2el: sent to last byte. Percentiles as numpy's.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One request, in seconds. `sent_s`: from the run's start. `late_s`: delay of sending (open
-    loop).
+    loop). `*_source`: what counted the tokens. `text`: the answer, if wanted.
     """
 
     idx: int
@@ -30,6 +30,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     error: str | None = None
     detail: str = ""
+    prompt_source: str = ""
+    output_source: str = ""
+    text: str = ""
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -81,6 +84,7 @@ def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
+    found = {name: distribution(values) for name, values in latencies(records).items()}
     return Summary(
         requests=len(records),
         completed=len(good),
@@ -93,10 +97,10 @@ def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary
         output_tokens=output_tokens,
         cached_tokens=sum(record.cached_tokens for record in good),
         max_late_s=max((record.late_s for record in records), default=0.0),
-        ttft_s=distribution([record.ttft_s for record in good if record.ttft_s is not None]),
-        itl_s=distribution([gap for record in good for gap in record.itl_s]),
-        tpot_s=distribution([tpot for record in good if (tpot := tpot_s(record)) is not None]),
-        e2e_s=distribution([record.e2e_s for record in good]),
+        ttft_s=found["ttft"],
+        itl_s=found["itl"],
+        tpot_s=found["tpot"],
+        e2e_s=found["e2el"],
     )
 
 
@@ -105,6 +109,28 @@ def tpot_s(record: RequestRecord) -> float | None:
     if record.ttft_s is None or record.output_tokens < 2:
         return None
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1)
+
+
+def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
+    """Return whether an answer keeps all objectives, in seconds by metric.
+
+    As in vLLM, an answer of one token has a tpot of 0.
+    """
+    if record.error is not None or ("ttft" in objectives and record.ttft_s is None):
+        return False
+    found = {"ttft": record.ttft_s or 0.0, "tpot": tpot_s(record) or 0.0, "e2el": record.e2e_s}
+    return all(found[name] <= limit_s for name, limit_s in objectives.items())
+
+
+def latencies(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """Return the seconds of full answers by metric."""
+    good = [record for record in records if record.error is None]
+    return {
+        "ttft": [record.ttft_s for record in good if record.ttft_s is not None],
+        "tpot": [tpot for record in good if (tpot := tpot_s(record)) is not None],
+        "itl": [gap for record in good for gap in record.itl_s],
+        "e2el": [record.e2e_s for record in good],
+    }
 
 
 def ratios(first: Summary, second: Summary) -> dict[str, float]:
@@ -125,8 +151,6 @@ def _ratio(one: Any, two: Any) -> float:
 
 # ---- Tables of summaries. Pure.
 
-_LABELS = {"ttft_s": "TTFT ms", "itl_s": "ITL ms", "tpot_s": "TPOT ms", "e2e_s": "E2E ms"}
-
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a GitHub-flavoured table."""
@@ -135,7 +159,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(_cells(row, widths)) + " |" for row in [header, rule, *rows])
 
 
-def summary_table(summary: Summary) -> str:
+def summary_lines(summary: Summary, *, is_limited: bool = False) -> list[str]:
+    """Return counts and rates. `is_limited`: requests of an open loop may wait for a place."""
     errors = ", ".join(f"{kind}: {count}" for kind, count in summary.errors.items()) or "none"
     facts = [
         f"requests     {summary.completed} of {summary.requests} in {summary.duration_s:.2f} s; errors: {errors}",
@@ -145,20 +170,50 @@ def summary_table(summary: Summary) -> str:
     if summary.cached_tokens:
         facts.append(f"cached       {summary.cached_tokens:,} of {summary.prompt_tokens:,} prompt tokens")
     if summary.max_late_s > 0.05:
+        late_ms = 1000 * summary.max_late_s
         facts.append(
-            f"warning      sent up to {summary.max_late_s * 1000:.0f} ms late: the load generator was too slow"
+            f"waited       up to {late_ms:,.0f} ms for --concurrency, before TTFT counts"
+            if is_limited
+            else f"warning      sent up to {late_ms:.0f} ms late: the load generator was too slow"
         )
-    rows = [[_LABELS[name], *_row(found)] for name in LATENCIES if (found := getattr(summary, name)) is not None]
-    return "\n".join([*facts, "", table(["", "mean", "p50", "p90", "p99", "max"], rows)])
+    return facts
+
+
+def token_line(records: Sequence[RequestRecord]) -> str:
+    """Return the numbers of tokens, and what counted them."""
+    good = [record for record in records if record.error is None]
+    found = []
+    for name in ("prompt", "output"):
+        total = sum(getattr(record, f"{name}_tokens") for record in good)
+        sources = Counter(getattr(record, f"{name}_source") for record in good)
+        by = ", ".join(source if len(sources) == 1 else f"{source}: {n}" for source, n in sorted(sources.items()))
+        found.append(f"{total:,} {name} ({by or 'none'})")
+    return f"tokens       {', '.join(found)}"
+
+
+def goodput_line(records: Sequence[RequestRecord], objectives: Mapping[str, float], *, duration_s: float) -> str:
+    good = sum(is_good(record, objectives) for record in records)
+    limits = ", ".join(f"{name} {1000 * limit_s:g} ms" for name, limit_s in objectives.items())
+    per_s = good / duration_s if duration_s > 0 else 0.0
+    return f"goodput      {per_s:.2f} req/s: {good} of {len(records)} requests within {limits}"
+
+
+def latency_table(
+    records: Sequence[RequestRecord], *, metrics: Sequence[str] | None = None, percents: Sequence[float] = PERCENTS
+) -> str:
+    """Return a table in milliseconds; metrics without a value have no row. Default: all metrics."""
+    found = latencies(records)
+    rows = []
+    for name in found if metrics is None else metrics:
+        if values := found[name]:
+            shown = [sum(values) / len(values), *(percentile(values, percent) for percent in percents), max(values)]
+            rows.append([f"{name.upper()} ms", *(f"{1000 * value:.2f}" for value in shown)])
+    return table(["", "mean", *(f"p{percent:g}" for percent in percents), "max"], rows)
 
 
 def ratio_table(found: Mapping[str, float], *, first: str, second: str) -> str:
     rows = [[name.replace("_s_p50", " p50").replace("_", " "), f"{ratio:.3f}"] for name, ratio in found.items()]
     return f"{second} over {first}\n\n" + table(["", "ratio"], rows)
-
-
-def _row(found: Distribution) -> list[str]:
-    return [f"{1000 * value:.2f}" for value in (found.mean, found.p50, found.p90, found.p99, found.max)]
 
 
 def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:

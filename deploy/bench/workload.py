@@ -4,11 +4,12 @@ Prompts of words ("k17 v42 ...") have one token per word only with the shipped m
 """
 
 import gzip
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -67,13 +68,16 @@ NUM_KEYS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """One request at `at_s`, None in a closed loop."""
+    """One request at `at_s`, None in a closed loop. `messages`: a chat, in place of `prompt`.
+    `prompt_len`: tokens, or words; 0 if unknown.
+    """
 
     idx: int
     prompt: str | tuple[int, ...]
     prompt_len: int
     output_len: int
     at_s: float | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +110,25 @@ def make_requests(config: WorkloadFlags, trace: Sequence[TraceEntry] = ()) -> li
         ids = prefixes[idx % len(prefixes)] + tokens.draw(rng, length - config.shared_prefix_len)
         output_len = max(_length(config.output_len, config.random_range_ratio, rng), 1)
         requests.append(BenchRequest(idx=idx, prompt=tokens.prompt(ids), prompt_len=length, output_len=output_len))
-    return _poisson(requests, config.request_rate, rng) if config.request_rate else requests
+    return with_arrivals(requests, config, rng)
 
 
-def _poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
+def with_arrivals(requests: list[BenchRequest], config: WorkloadFlags, rng: random.Random) -> list[BenchRequest]:
+    """Give requests of an open loop their times: Poisson arrivals, or gaps of a gamma distribution."""
+    rate, shape = config.request_rate, config.burstiness
+    if rate is None:
+        return requests
     at_s, timed = 0.0, []
     for request in requests:
         timed.append(replace(request, at_s=at_s))
-        at_s += rng.expovariate(rate)
+        at_s += _gap_s(rate, shape, rng)
     return timed
+
+
+def _gap_s(rate: float, shape: float, rng: random.Random) -> float:
+    if rate == math.inf:
+        return 0.0
+    return rng.expovariate(rate) if shape == 1 else rng.gammavariate(shape, 1 / (rate * shape))
 
 
 def _replay(

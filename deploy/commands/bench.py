@@ -1,19 +1,17 @@
-"""`tandem bench`: load on a server, with table and JSON."""
+"""`tandem bench`: load on a server, with conditions, table and files."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.bench.config import BenchConfig, check_bench
-from deploy.flags import Parser, add_flags, config_from
-from service.flags import ConfigError
+from deploy.bench.config import BenchConfig, ReportFlags, SamplingFlags, TargetFlags, WorkloadFlags, check_bench
+from deploy.flags import Parser, add_flags, config_from, flags_of
+from deploy.foreign.bench import BENCH
 
 
 def run(argv: Sequence[str]) -> int:
     """Measure; return 0 if every request was answered."""
     config = config_from(build_parser().parse_strict(argv), BenchConfig)
     check_bench(config)
-    if config.output and not Path(config.output).absolute().parent.is_dir():
-        raise ConfigError(f"--output: {Path(config.output).parent} is no directory; create it first")
     import uvloop
 
     return int(uvloop.run(_bench(config)))
@@ -22,18 +20,34 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem bench",
-        description="Put load on an OpenAI-compatible server: closed loop (--concurrency), Poisson arrivals "
-        "(--request-rate) or a trace (--trace). Prints throughput and latencies, and writes them as JSON (--output).",
+        foreign=BENCH,
+        description="Put load on an OpenAI-compatible server, or on SGLang's /generate: closed loop (--concurrency), "
+        "Poisson arrivals (--request-rate) or a trace (--trace); prompts are random, or of a file (--dataset-name). "
+        "Prints conditions, throughput, latencies and goodput, and writes them to files. Flags of `vllm bench serve` "
+        "and `sglang.bench_serving` work.",
     )
-    add_flags(parser, BenchConfig, title="bench")
+    shown = set[str]()
+    for title, flags in (
+        ("server", TargetFlags),
+        ("load", WorkloadFlags),
+        ("sampling", SamplingFlags),
+        ("report", ReportFlags),
+        ("run", BenchConfig),
+    ):
+        add_flags(parser, flags, title=title, skip=shown)
+        shown |= {flag.name for flag in flags_of(flags)}
     return parser
 
 
 async def _bench(config: BenchConfig) -> int:
-    from deploy.bench.run import measure, print_report, result_json
+    from deploy.bench.run import conditions_text, prepare, print_report, result_json, run, save
 
-    measured = await measure(config)
-    summaries = print_report(config.urls, measured)
+    prepared = await prepare(config)
+    print(conditions_text(config, prepared), flush=True)
+    measured = await run(config, prepared)
+    summaries = print_report(config, measured)
     if config.output:
-        Path(config.output).write_bytes(result_json(config, measured, summaries))
+        Path(config.output).write_bytes(result_json(config, prepared, measured, summaries))
+    for path in save(config, prepared, measured, summaries):
+        print(f"\nwritten to {path}")
     return 0 if all(summary.completed == summary.requests for summary in summaries) else 1

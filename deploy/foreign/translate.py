@@ -43,13 +43,22 @@ class Fixed:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """A flag whose value becomes words of ours; `why` completes the error of any other value."""
+
+    words: Mapping[str, tuple[str, ...]]
+    why: str
+    values: Values = Values.ONE
+
+
+@dataclass(frozen=True)
 class Missing:
     """A refused flag; `why` completes the error."""
 
     why: str
 
 
-Entry = Ignored | Renamed | Fixed | Missing
+Entry = Ignored | Renamed | Fixed | Chosen | Missing
 
 
 def each(entry: Entry, names: str) -> dict[str, Entry]:
@@ -108,6 +117,10 @@ def _follow(name: str, entry: Entry, values: list[str], done: Translated) -> Non
                 raise CannotFollow(
                     f"{name}: {why}; got {values[0]!r}, and {' or '.join(same)} is what this server does"
                 )
+        case Chosen(words, why):
+            if values[0] not in words:
+                raise CannotFollow(f"{name}: {why}; got {values[0]!r}, and {', '.join(words)} are known")
+            done.argv.extend(words[values[0]])
         case Missing(why):
             raise CannotFollow(f"{name}: {why}")
 

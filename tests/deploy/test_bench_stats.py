@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from deploy.bench.config import BenchConfig, check_bench
 from deploy.bench.load import shares
-from deploy.bench.stats import RequestRecord, percentile, ratios, summarize, summary_table, table
+from deploy.bench.stats import (
+    RequestRecord,
+    goodput_line,
+    latency_table,
+    percentile,
+    ratios,
+    summarize,
+    summary_lines,
+    table,
+)
 from deploy.bench.workload import PromptTokens, TraceEntry, block_tokens, make_requests, parse_trace, read_trace
 from deploy.openai_api import SseParser
 from service.flags import ConfigError
@@ -50,7 +59,32 @@ def test_summary_counts_good_answers_only() -> None:
 def test_no_good_answer_is_a_summary_too() -> None:
     summary = summarize([record(0, 1.0, [], error="connect")], duration_s=0.0)
     assert summary.ttft_s is None and summary.requests_per_s == 0.0
-    assert "connect: 1" in summary_table(summary)
+    assert "connect: 1" in summary_lines(summary)[0]
+
+
+@pytest.mark.parametrize(
+    ("objectives", "good"),
+    [
+        ({"ttft": 0.2}, 1),
+        ({"ttft": 0.3}, 2),
+        ({"tpot": 0.025}, 1),  # an answer of one token has none
+        ({"e2el": 0.16}, 1),
+        ({"ttft": 0.3, "tpot": 0.03, "e2el": 0.3}, 2),
+        ({"ttft": 0.3, "tpot": 0.03, "e2el": 0.15}, 0),
+    ],
+)
+def test_goodput_counts_requests_within_all_objectives(objectives: dict[str, float], good: int) -> None:
+    records = [record(0, 0.1, [0.02, 0.04]), record(1, 0.3, []), record(2, 0.0, [], error="http 503")]
+    line = goodput_line(records, objectives, duration_s=2.0)
+    assert line.startswith(f"goodput      {good / 2:.2f} req/s: {good} of 3 requests within ")
+
+
+def test_percentiles_are_those_that_were_wished() -> None:
+    records = [record(number, 0.1 * number, [0.01] * 3) for number in range(1, 6)]
+    lines = latency_table(records, metrics=("e2el", "ttft"), percents=(50, 99.5)).splitlines()
+    assert lines[0].split() == ["|", "|", "mean", "|", "p50", "|", "p99.5", "|", "max", "|"]
+    assert [line.split()[1] for line in lines[2:]] == ["E2EL", "TTFT"]
+    assert lines[3].split()[4:9:2] == ["300.00", "300.00", "498.00"]
 
 
 def test_ratios_are_second_over_first() -> None:
@@ -103,6 +137,21 @@ def test_poisson_has_the_asked_rate() -> None:
     times = [r.at_s for r in make_requests(BenchConfig(num_requests=2000, input_len=1, request_rate=50.0))]
     assert times[0] == 0.0 and times == sorted(times)  # type: ignore[type-var]
     assert times[-1] == pytest.approx(2000 / 50, rel=0.1)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+def test_bursts_have_the_same_rate_and_other_gaps(burstiness: float) -> None:
+    config = BenchConfig(num_requests=4000, input_len=1, request_rate=50.0, burstiness=burstiness)
+    times = [r.at_s or 0.0 for r in make_requests(config)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 50, rel=0.1)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert variance / mean**2 == pytest.approx(1 / burstiness, rel=0.2)  # of a gamma distribution
+
+
+def test_an_infinite_rate_sends_all_at_once() -> None:
+    assert {r.at_s for r in make_requests(BenchConfig(num_requests=5, request_rate=float("inf")))} == {0.0}
 
 
 TRACE = b"""{"timestamp": 1000, "input_length": 1000, "output_length": 100, "hash_ids": [1, 2]}
@@ -158,6 +207,26 @@ def test_rounds_share_the_requests_and_restart_the_clock() -> None:
         ({"trace": "t", "request_rate": 1.0}, "--request-rate: a trace has its own"),
         ({"min_token_id": 9, "max_token_id": 9}, "--max-token-id"),
         ({"shared_prefix_len": 300}, "--shared-prefix-len: must not exceed --input-len"),
+        ({"api": "chat", "prompt": "ids"}, "--prompt ids: a chat has texts"),
+        ({"dataset_name": "sharegpt"}, "--dataset-path: --dataset-name sharegpt reads a file; give its path"),
+        ({"dataset_path": "x"}, "--dataset-path: what is in it"),
+        ({"dataset_name": "custom", "dataset_path": "x", "trace": "y"}, "--trace: prompts come from --dataset-path"),
+        ({"goodput": ("itl:5",)}, "--goodput itl:5: write METRIC:MS with one of ttft, tpot, e2el"),
+        ({"goodput": ("ttft",)}, "--goodput ttft: '' is no number; write milliseconds"),
+        ({"goodput": ("ttft:-1",)}, "--goodput ttft:-1: -1 is out of range"),
+        ({"percentile_metrics": "ttft,x"}, "--percentile-metrics: 'x' is not measured; name some of ttft, tpot"),
+        ({"metric_percentiles": "50,101"}, "--metric-percentiles: 101 is out of range; write numbers from 0 to 100"),
+        ({"metric_percentiles": "p50"}, "--metric-percentiles: 'p50' is no number"),
+        ({"save_detailed": True}, "--save-detailed: needs --save-result"),
+        ({"output_details": True}, "--output-details: needs --output-file"),
+        ({"append_result": True}, "--append-result: to which file"),
+        ({"compare": "http://a", "save_result": True}, "--save-result: holds the result of one server"),
+        ({"compare": "http://a", "output_file": "x"}, "--output-file: holds the result of one server"),
+        ({"output": "/no/such/x"}, "--output: /no/such is no directory"),
+        ({"metadata": ("x",)}, "--metadata x: write NAME=VALUE"),
+        ({"header": ("=x",)}, "--header =x: write NAME=VALUE"),
+        ({"extra_request_body": "{"}, "--extra-request-body: is no JSON"),
+        ({"extra_request_body": "[1]"}, "--extra-request-body: must be a JSON object"),
     ],
 )
 def test_values_that_make_no_load_are_named(flags: dict[str, Any], said: str) -> None:

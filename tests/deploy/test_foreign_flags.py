@@ -4,10 +4,21 @@ from collections.abc import Callable
 
 import pytest
 
-from deploy.commands import router, serve, up
+from deploy.commands import bench, router, serve, up
 from deploy.flags import Parser
+from deploy.foreign.bench import BENCH
 from deploy.foreign.router import ROUTER
-from deploy.foreign.translate import CannotFollow, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values, translate
+from deploy.foreign.translate import (
+    CannotFollow,
+    Chosen,
+    Fixed,
+    ForeignFlags,
+    Ignored,
+    Missing,
+    Renamed,
+    Values,
+    translate,
+)
 from deploy.foreign.worker import WORKER
 
 Capture = pytest.CaptureFixture[str]
@@ -15,6 +26,7 @@ COMMANDS: list[tuple[Callable[[], Parser], ForeignFlags]] = [
     (serve.build_parser, WORKER),
     (up.build_parser, WORKER),
     (router.build_parser, ROUTER),
+    (bench.build_parser, BENCH),
 ]
 
 
@@ -40,6 +52,12 @@ def test_each_entry_does_what_it_says(build: Callable[[], Parser], foreign: Fore
                     assert translate([name, value], known=known, foreign=foreign).argv == []
                     assert translate([f"{name}={value}"], known=known, foreign=foreign).warnings == []
                 with pytest.raises(CannotFollow, match=f"^{name}: .*got 'other'"):
+                    translate([name, "other"], known=known, foreign=foreign)
+            case Chosen(words, why):
+                for value, ours in words.items():
+                    assert translate([name, value], known=known, foreign=foreign).argv == list(ours)
+                    build().parse_strict([name, value])
+                with pytest.raises(CannotFollow, match=f"^{name}: .*; got 'other', and .* are known"):
                     translate([name, "other"], known=known, foreign=foreign)
             case Missing(why):
                 with pytest.raises(CannotFollow) as refused:
