@@ -36,7 +36,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table flags-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table flags-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check gpu-profile lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -52,6 +52,7 @@ help:
 	@echo "make bench-peers [PEERS=DIR]          peers.md: beside vLLM, transformers and llama.cpp on this kind of CPU (an hour; 6 GB)"
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
 	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (4 minutes, at most 12)"
+	@echo "make gpu-profile       planner/profiles/: what gpu_check.json says of a GPU, for tandem plan --gpu"
 	@echo "make goodput [ARGS='--trace PATH']    goodput.md: requests a second within objectives, by cluster, on all cores (25 minutes)"
 	@echo "make encoder-faults    encoder_faults.json: real processes, every fault of an encoder worker"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  reliability.md: real processes, every fault in every phase"
@@ -150,6 +151,9 @@ bench-peers: $(STAMP)
 # PYTHON: use another interpreter, which has torch with CUDA and what docs/gpu.md names; then no $(VENV) is made.
 gpu-check: $(if $(PYTHON),,$(STAMP))
 	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check --output $(or $(GPU_JSON),docs/reports/gpu_check.json) $(ARGS)
+
+gpu-profile: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu.profile
 
 fault-matrix: $(STAMP)
 	$(BIN)/python -m tools.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')

@@ -1,4 +1,4 @@
-"""`tandem plan`: the smallest cluster that serves a workload within its SLO."""
+"""`tandem plan`: the smallest cluster that serves a workload within its SLO, by simulation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,12 @@ def run(argv: Sequence[str]) -> int:
     config = config_from(build_parser().parse_strict(argv), PlanConfig)
     check_plan(config)
     require("plan")
-    files = {"--output": config.output, "--plot": config.plot, "--save-profile": config.save_profile}
+    files = {
+        "--output": config.output,
+        "--plot": config.plot,
+        "--save-profile": config.save_profile,
+        "--log-file": config.log_file,
+    }
     for flag, path in files.items():
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{flag}: {Path(path).parent} is no directory; create it first")
@@ -24,27 +29,36 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem plan",
-        description="Find the cluster with the best goodput per GPU: runs the real scheduler under virtual time over "
-        "layouts of prefill and decode workers and over unified ones, with a cost model in place of the GPU. See "
-        "docs/planning.md.",
+        description="Find the smallest cluster for a rate (--request-rate), or the one with the best goodput per GPU: runs "
+        "the real scheduler under virtual time over layouts of prefill and decode workers and over unified ones, with a "
+        "cost model in place of the GPU. See docs/planning.md.",
     )
     add_flags(parser, PlanConfig, title="plan")
     return parser
 
 
 def _plan(config: PlanConfig) -> int:
-    from planner.report import check_plot, draw, report_json, report_text
+    from planner.report import check_plot, draw, report_json, report_text, sizes_text
     from planner.run import run_plan
-    from planner.study import study_of
+    from planner.smallest import find_smallest, smallest
+    from planner.study import study_of, with_local_models
 
     if config.plot:
         check_plot(config.plot)
+    config = with_local_models(config)
     study = study_of(config)
-    outcomes = run_plan(study)
-    print(report_text(outcomes, study))
+    if config.request_rate is None:
+        sizes, outcomes = [], run_plan(study)
+        print(report_text(outcomes, study))
+    else:
+        sizes = find_smallest(study, config.request_rate)
+        outcomes = [one.outcome for one in sizes]
+        print(sizes_text(sizes, study, config.request_rate))
     if config.output:
-        Path(config.output).write_bytes(report_json(outcomes, study))
+        Path(config.output).write_bytes(report_json(outcomes, study, sizes))
     if config.plot:
         title = f"{study.model} on {config.gpu or 'measured hardware'}"
         draw(outcomes, share=study.slo.share, title=title, path=config.plot)
+    if config.request_rate is not None:
+        return 0 if smallest(sizes, study) else 1
     return 0 if config.rates or any(outcome.best for outcome in outcomes) else 1

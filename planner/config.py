@@ -22,8 +22,14 @@ def _seconds(default: float | None, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareFlags(FlagSet):
-    model_path: str = flag("", "directory with the model's config.json (nothing else is read), or that file itself")
-    gpu: str | None = flag(None, "GPU of each worker, from the table of known GPUs", choices=tuple(GPUS))
+    model_path: str = flag(
+        "", "directory with the model's config.json (nothing else is read), that file itself, or a model of the hub"
+    )
+    gpu: str | None = flag(
+        None,
+        "GPU of each worker, from the table of known GPUs; H200 as it was measured, others by their data sheets",
+        choices=tuple(GPUS),
+    )
     gpu_profile: str | None = flag(
         None,
         "JSON of measured step times (--save-profile writes one), or of a GPU that is in no table (docs/planning.md)",
@@ -66,7 +72,7 @@ class HardwareFlags(FlagSet):
 
     compute_efficiency: float | None = flag(
         None,
-        "share of the data sheet's FLOP/s that a prefill reaches; default: the profile's, or 0.55",
+        "share of the data sheet's FLOP/s that a prefill reaches; default: the profile's, the H200's as measured, or 0.55",
         above=0,
         most=1,
     )
@@ -98,9 +104,10 @@ class LoadFlags(FlagSet):
         0, "without --trace: tokens at the start of each prompt that its group shares", least=0
     )
     shared_prefix_groups: int = flag(1, "without --trace: groups of requests with a common prefix", least=1)
-    num_requests: int = flag(
-        300,
-        "requests per run; taken from the middle of a trace, with caches warmed by the requests before them",
+    num_requests: int | None = flag(
+        None,
+        "requests per run; taken from the middle of a trace, with caches warmed by the requests before them; default: "
+        "300, with --request-rate as many as --slo-ttft needs, up to 1000",
         least=10,
     )
     seed: int = flag(0, "seed of lengths and arrivals")
@@ -118,11 +125,15 @@ class LoadFlags(FlagSet):
 @dataclass(frozen=True, kw_only=True)
 class LayoutFlags(FlagSet):
     layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --num-workers")
-    num_workers: int = flag(
-        4,
-        "workers of the default layouts, which split them into prefill and decode in every way, or keep them unified",
+    num_workers: int | None = flag(
+        None,
+        "workers of the default layouts, which split them into prefill and decode in every way, or keep them unified; "
+        "with --request-rate: at most; default: 4, with --request-rate 8",
         least=2,
         most=64,
+    )
+    request_rate: float | None = _positive(
+        None, "requests per second of the whole cluster: find the smallest one that serves them within the limits"
     )
     tp_size: tuple[int, ...] = flag(
         (),
@@ -192,6 +203,10 @@ class PlanConfig(
     output: str | None = flag(None, "file to write with every run's figures, as JSON")
     plot: str | None = flag(None, "picture to write of goodput against rate (.png or .svg; needs matplotlib)")
     disable_progress: bool = flag(False, "show no progress bar")
+    log_file: str | None = flag(None, "file for the log of the simulated workers; default: they write none")
+    log_level: str = flag(
+        "info", "with --log-file: lowest level of the log", choices=("debug", "info", "warning", "error")
+    )
 
 
 def check_plan(config: PlanConfig) -> None:
@@ -202,6 +217,12 @@ def check_plan(config: PlanConfig) -> None:
         raise ConfigError("--fit: step times come from --gpu-profile already; give one of them")
     if not (config.gpu or config.fit or config.gpu_profile):
         raise ConfigError(f"--gpu: say what the workers run on ({', '.join(GPUS)}), or give --gpu-profile or --fit")
+    if config.request_rate is not None:
+        for option, is_given in (("--rates", bool(config.rates)), ("--total-rate", config.total_rate is not None)):
+            if is_given:
+                raise ConfigError(
+                    f"{option}: --request-rate is the rate of the whole cluster already; give one of them"
+                )
     if config.save_profile and not config.fit:
         raise ConfigError("--save-profile: needs --fit; there is nothing measured to save")
     if config.fit_pair and not config.fit:

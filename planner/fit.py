@@ -25,12 +25,13 @@ import msgspec
 import numpy as np
 
 from deploy.bench.stats import RequestRecord
-from planner.step_time import Beside, Fitted, Gpu
+from planner.step_time import Beside, Efficiency, Fitted, Gpu, Roofline, Shape, StepLoad
 from service.flags import ConfigError
 
 MIN_PREFILLS, MIN_GAPS, MAX_STRETCHES = 8, 64, 4000
 STRETCH = 16  # gaps
 ROUNDS = 5  # of reweighted least squares
+SIDES = 10  # rounds of choosing whether FLOP/s or bandwidth bounds a step
 
 
 class ReportTarget(msgspec.Struct):
@@ -95,10 +96,10 @@ def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
             f"--fit: {num_gaps} gaps between tokens were undisturbed, {MIN_GAPS} are needed; "
             "add a report of `tandem bench --concurrency 8 --output-len 128`"
         )
-    constant, per_token, per_pair = _least_squares(
+    constant, per_token, per_pair = least_squares(
         [[1.0, tokens, tokens * (tokens + 1) / 2] for tokens, _ in alone], [seconds for _, seconds in alone]
     )
-    step, per_request, per_context = _least_squares(
+    step, per_request, per_context = least_squares(
         [[1.0, s.requests, s.context] for s in stretches], [s.seconds for s in stretches]
     )
     prefill_step = min(constant, step)
@@ -140,6 +141,29 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
             "--random-range-ratio 0.1`"
         )
     return handover_of(more)
+
+
+def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Shape) -> Efficiency:
+    """Fit the reached shares of a data sheet, and the overhead, to (load, seconds) of steps.
+
+    `Roofline` is linear in the overhead and the inverse shares once each step's slower side is known:
+    least squares, then the sides again.
+    """
+    found = Efficiency(compute=1.0, memory=1.0, step_s=0.0)
+    for _ in range(SIDES):
+        rows = [_sides(load, Roofline(gpu=gpu, shape=shape, efficiency=found)) for load, _ in steps]
+        step_s, compute, memory = least_squares(rows, [seconds for _, seconds in steps])
+        found = Efficiency(compute=1 / max(compute, 1.0), memory=1 / max(memory, 1.0), step_s=step_s)
+    return found
+
+
+def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
+    """Return a step's coefficients: of the overhead, and seconds at the data sheet's FLOP/s and bandwidth."""
+    parts = model.parts(load)
+    shares = model.efficiency.compute, model.efficiency.memory
+    compute = sum(part.compute_s for part in parts if part.is_compute_bound)
+    memory = sum(part.memory_s for part in parts if not part.is_compute_bound)
+    return 1.0, compute * shares[0], memory * shares[1]
 
 
 def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
@@ -226,7 +250,7 @@ def _measured(records: Sequence[RequestRecord], tokens: Sequence[Sequence[float]
     return Stretch(gaps=gaps, seconds=(times[-1] - times[0]) / gaps, requests=requests / gaps, context=context / gaps)
 
 
-def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
+def least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Return non-negative coefficients, by relative errors."""
     target = np.asarray(seconds, np.float64)
     matrix = np.asarray(rows, np.float64)

@@ -1,6 +1,7 @@
 """Step times, memory and network of workers."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -19,6 +20,7 @@ ACCEPT_RATE = 0.7
 LATENCY_S = 0.0005
 MESSAGES = 4  # sequential messages of a hand-over: handshake, reply, decode's pages, success
 GB = 10**9
+PROFILES = Path(__file__).parent / "profiles"  # written by `make gpu-profile`
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,8 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
     shape = shape_of(model)
     profile = profile or Profile()
     gpu = GPUS[config.gpu] if config.gpu else profile.gpu
+    if gpu is not None and profile.gpu is not None and profile.gpu.name == gpu.name:
+        gpu = profile.gpu  # with its memory as measured
     memory_gb = config.gpu_memory_gb or (gpu.memory_gb if gpu else None)
     if memory_gb is None and config.max_total_tokens is None:
         raise ConfigError("--gpu-memory-gb: step times say nothing of memory; give this, --max-total-tokens or --gpu")
@@ -68,7 +72,7 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
             )
             for tp in tps
         }
-        text = f"{gpu.name}, by its data sheet"
+        text = f"{gpu.name}, {profile.source or 'by its data sheet'}"
     if config.transfer_gb_s is None and profile.handover is None:
         assumed.notes.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")
     drafter_times = (
@@ -102,13 +106,19 @@ def profile_of(config: PlanConfig) -> Profile | None:
     if config.gpu_profile is not None:
         return read_profile(config.gpu_profile)
     if not config.fit:
-        return None
+        return shipped_profile(config.gpu)
     if len(config.tp_size) > 1:
         raise ConfigError("--tp-size: --fit measures one kind of worker; say how many GPUs that had")
     profile = fit_profile(config.fit, pair=config.fit_pair, tp_size=config.tp_size[0] if config.tp_size else 1)
     if config.save_profile:
         save_profile(profile, config.save_profile)
     return profile
+
+
+def shipped_profile(gpu: str | None) -> Profile | None:
+    """Read what was measured of a GPU of the table, if it was."""
+    path = PROFILES / f"{(gpu or '').lower()}.json"
+    return read_profile(str(path)) if path.is_file() else None
 
 
 class _Assumed:

@@ -1,7 +1,7 @@
 """Results of a plan as text and JSON."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import msgspec
 from deploy.bench.environment import describe
 from deploy.bench.stats import table
 from planner.run import Outcome
-from planner.study import Study
+from planner.smallest import SizeResult, smallest
+from planner.study import LONG, Study
 from service.extras import missing
 from service.flags import ConfigError
 
-LONG = 5  # times the limit of TTFT
 STEP_TOKENS = "tokens a step"  # with speculation
 HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
@@ -37,8 +37,44 @@ def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
     return "\n".join([*lines, "", *_advice(outcomes, study.config.total_rate), *_doubts(outcomes, study)])
 
 
-def report_json(outcomes: Sequence[Outcome], study: Study) -> bytes:
-    found = {
+def sizes_text(found: Sequence[SizeResult], study: Study, rate: float) -> str:
+    """Write the smallest cluster for `rate` per second, then the other sizes."""
+    percent = f"p{100 * study.slo.share:g}"
+    header = ["layout", "GPUs", "good", f"TTFT {percent}, ms", f"TPOT {percent}, ms", "holds up to, req/s", "busy"]
+    best = smallest(found, study)
+    rows = [_size_cells(one, study) for one in found if best is None or one.layout.num_gpus >= best.layout.num_gpus]
+    outcomes = [one.outcome for one in found]
+    lines = [_about(study, outcomes), "", *_size_advice(found, best, rate), "", table(header, rows)]
+    return "\n".join([*lines, *_doubts(outcomes, study, at={one.outcome: rate for one in found})])
+
+
+def _size_cells(one: SizeResult, study: Study) -> list[str]:
+    _, good, ttft, tpot, _, busy = _cells(one.point)
+    more = "more than " if one.most_per_s >= study.most_verified_per_s else ""
+    most = f"{more}{one.most_per_s:.3g}" if one.most_per_s else "less"
+    return [one.layout.name, str(one.layout.num_gpus), good, ttft, tpot, most, busy]
+
+
+def _size_advice(found: Sequence[SizeResult], best: SizeResult | None, rate: float) -> list[str]:
+    if best is None:
+        last = max(found, key=lambda one: one.layout.num_gpus)
+        return [
+            f"No cluster of up to {last.layout.num_gpus} GPUs serves {rate:g} requests a second within the limits: the best "
+            f"of {last.layout.num_gpus}, {last.layout.name}, keeps {100 * last.point.good_share:.0f} %. Raise --num-workers, "
+            "relax --slo-ttft or --slo-tpot, or take a faster GPU."
+        ]
+    size = best.layout.num_gpus
+    lines = [f"smallest for {rate:g} requests a second: {best.layout.name}, {size} GPU{'s' * (size > 1)}"]
+    smaller = [one for one in found if one.layout.num_gpus < size]
+    if smaller:
+        nearest = max(smaller, key=lambda one: one.layout.num_gpus)
+        share = 100 * nearest.point.good_share
+        lines.append(f"one size smaller, {nearest.layout.name} keeps the limits for {share:.0f} % of the requests")
+    return lines
+
+
+def report_json(outcomes: Sequence[Outcome], study: Study, sizes: Sequence[SizeResult] = ()) -> bytes:
+    found: dict[str, Any] = {
         "environment": describe(),
         "config": study.config,
         "hardware": study.hardware.text,
@@ -56,6 +92,11 @@ def report_json(outcomes: Sequence[Outcome], study: Study) -> bytes:
             for o in outcomes
         ],
     }
+    if sizes:
+        found["sizes"] = [
+            {"layout": one.layout.name, "gpus": one.layout.num_gpus, "point": one.point, "most_per_s": one.most_per_s}
+            for one in sizes
+        ]
     return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
 
 
@@ -64,15 +105,17 @@ def gpus_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
     return copies, copies * outcome.layout.num_gpus
 
 
-def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
-    """Warn about oversized requests and short runs, which measure queues."""
+def _doubts(outcomes: Sequence[Outcome], study: Study, *, at: Mapping[Outcome, float] | None = None) -> list[str]:
+    """Warn about oversized requests and short runs, which measure queues. `at`: rates of the whole
+    instead of the best ones.
+    """
     size = len(study.requests)
     long = [
         f"warning: {num} requests need more KV than a worker of {o.layout.name} has; they fail there"
         for o in {outcome.layout.tp: outcome for outcome in outcomes}.values()
         if (num := sum(a.input_len + a.output_len > study.kv_tokens(o.layout) for a in study.requests))
     ]
-    seconds = {o: size / (o.rate * o.layout.num_gpus) for o in outcomes if o.best}
+    seconds = {o: size / (at[o] if at else o.rate * o.layout.num_gpus) for o in outcomes if o.best}
     short = [o for o, lasted_s in seconds.items() if lasted_s < LONG * study.slo.ttft_s]
     if not short:
         return long
@@ -80,7 +123,7 @@ def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
     names = ", ".join(o.layout.name for o in short)
     return [
         *long,
-        f"warning: at the best rate of {names} all {size} requests came within {LONG} x the TTFT limit, so it may be "
+        f"warning: at the {'wanted' if at else 'best'} rate of {names} all {size} requests came within {LONG} x the TTFT limit, so it may be "
         f"overstated; use --num-requests {need}",
     ]
 

@@ -1,9 +1,11 @@
 """Runs a plan's layouts and rates in parallel."""
 
+import logging
 import multiprocessing
 import queue
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -66,13 +68,28 @@ class RunPool:
 
 
 def _compute(config: PlanConfig, orders: Connection) -> None:
+    log = SimulationLog(config.log_file, level=config.log_level)
     study = study_of(replace(config, save_profile=None))
     while True:
         try:
             layout, rate = orders.recv()
         except EOFError:
             return
+        log.begin(layout, rate)
         orders.send(try_rate(study, layout, rate))
+
+
+class SimulationLog:
+    """The log of a process's simulated workers: lines of a file with the run's name, or nothing."""
+
+    def __init__(self, path: str | None, *, level: str) -> None:
+        self._handler: logging.Handler = logging.NullHandler() if path is None else logging.FileHandler(path, mode="a")
+        logging.basicConfig(level=level.upper(), handlers=[self._handler], force=True)
+
+    def begin(self, layout: ClusterLayout, rate: float) -> None:
+        """Name the run that the next lines come from. `rate`: per second and GPU."""
+        run = f"{layout.name} at {rate * layout.num_gpus:.3g} requests a second"
+        self._handler.setFormatter(logging.Formatter(f"{run}: %(levelname)s %(name)s: %(message)s"))
 
 
 # ---- run
@@ -92,30 +109,55 @@ class Outcome:
 
 
 def run_plan(study: Study) -> list[Outcome]:
-    config = study.config
+    """Search each layout's best rate per GPU, or try --rates."""
     searches = {layout: _search(study, layout) for layout in study.layouts}
+    with runs(study, jobs=len(searches)) as pool:
+        search_all(pool, searches)
+    return [outcome_of(layout, search) for layout, search in searches.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Processes, and the progress bar that counts their runs."""
+
+    pool: RunPool
+    bar: tqdm
+
+
+@contextmanager
+def runs(study: Study, *, jobs: int) -> Iterator[Runs]:
+    """Start at most --jobs processes, and end them."""
+    config = study.config
     with (
-        RunPool(config, jobs=min(config.jobs, len(searches))) as pool,
+        RunPool(config, jobs=min(config.jobs, jobs)) as pool,
         tqdm(unit="run", disable=config.disable_progress or None) as bar,
     ):
-        running: dict[Future[Point], ClusterLayout] = {}
+        yield Runs(pool, bar)
 
-        def submit_next(layout: ClusterLayout) -> None:
-            rate = searches[layout].next_rate()
-            if rate is not None:
-                running[pool.submit(layout, rate)] = layout
 
-        for layout in searches:
+def search_all(runs: Runs, searches: Mapping[ClusterLayout, Search | Grid]) -> None:
+    """Run each search to its end, in parallel."""
+    running: dict[Future[Point], ClusterLayout] = {}
+
+    def submit_next(layout: ClusterLayout) -> None:
+        rate = searches[layout].next_rate()
+        if rate is not None:
+            running[runs.pool.submit(layout, rate)] = layout
+
+    for layout in searches:
+        submit_next(layout)
+    while running:
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            layout = running.pop(future)
+            searches[layout].add(future.result())
+            runs.bar.set_postfix_str(_best_so_far(searches), refresh=False)
+            runs.bar.update()
             submit_next(layout)
-        while running:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                layout = running.pop(future)
-                searches[layout].add(future.result())
-                bar.set_postfix_str(_news(searches), refresh=False)
-                bar.update()
-                submit_next(layout)
-    return [Outcome(layout, sorted(s.points, key=lambda p: p.rate), s.best) for layout, s in searches.items()]
+
+
+def outcome_of(layout: ClusterLayout, search: Search | Grid) -> Outcome:
+    return Outcome(layout, sorted(search.points, key=lambda p: p.rate), search.best)
 
 
 def _search(study: Study, layout: ClusterLayout) -> Search | Grid:
@@ -124,7 +166,7 @@ def _search(study: Study, layout: ClusterLayout) -> Search | Grid:
     return Search(guess=guess_rate(study, layout), share=study.slo.share)
 
 
-def _news(searches: Mapping[ClusterLayout, Search | Grid]) -> str:
+def _best_so_far(searches: Mapping[ClusterLayout, Search | Grid]) -> str:
     best = {layout.name: search.best.rate for layout, search in searches.items() if search.best}
     name = max(best, key=best.__getitem__, default=None)
     return "" if name is None else f"best so far {name}: {best[name]:.3g} req/s a GPU"

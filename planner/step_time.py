@@ -162,6 +162,18 @@ class Efficiency:
     reduce_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class BoundPart:
+    """A part of a step that takes the longer of two times."""
+
+    compute_s: float
+    memory_s: float
+
+    @property
+    def is_compute_bound(self) -> bool:
+        return self.compute_s > self.memory_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
     """The slower of arithmetic and memory, for linear layers and attention (Williams et al. 2009).
@@ -178,15 +190,23 @@ class Roofline:
     def seconds(self, load: StepLoad) -> float:
         if not load.samples and not load.prefill_tokens:
             return 0.0
+        tokens = load.prefill_tokens + load.decodes
+        ranks_s = 0.0 if self.tp == 1 else self._sums_s(tokens) + self._gather_s(load.samples)
+        parts_s = sum(max(part.compute_s, part.memory_s) for part in self.parts(load))
+        return self.efficiency.step_s + parts_s + ranks_s
+
+    def parts(self, load: StepLoad) -> tuple[BoundPart, BoundPart, BoundPart]:
+        """Return linear layers, attention of prompts, attention of decodes."""
         flops_s = self.gpu.tflops * 1e12 * self.efficiency.compute
         bytes_s = self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
         shape, tokens = self.shape, load.prefill_tokens + load.decodes
         linear = 2 * (shape.layer_params * tokens + shape.head_params * load.samples)
         prefill_read = load.prefill_context * shape.kv_bytes
-        prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, prefill_read / bytes_s)
-        decode = load.decode_context * shape.kv_bytes / bytes_s
-        ranks_s = 0.0 if self.tp == 1 else self._sums_s(tokens) + self._gather_s(load.samples)
-        return self.efficiency.step_s + max(linear / flops_s, shape.read_bytes / bytes_s) + prefill + decode + ranks_s
+        return (
+            BoundPart(linear / flops_s, shape.read_bytes / bytes_s),
+            BoundPart(load.prefill_pairs * shape.pair_flops / flops_s, prefill_read / bytes_s),
+            BoundPart(0.0, load.decode_context * shape.kv_bytes / bytes_s),
+        )
 
     def _sums_s(self, tokens: int) -> float:
         """Small sums read all partials, large ones slices, then rounded slices."""

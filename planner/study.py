@@ -3,6 +3,7 @@
 Only `study_of` reads files. Equal flags give equal studies.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from engine.config import MAX_PREFILL_TOKENS, EngineConfig
 from engine.flags.resolve import resolve
 from engine.flags.speculation import with_drafter
 from engine.model_files.drafter_config import DRAFT_PATH
-from engine.model_files.model_config import ModelConfig, load_model_config
+from engine.model_files.hub import CONFIG, RECALL_WIDE, SMOLLM2, download_config, is_model_id, smollm2_file
+from engine.model_files.model_config import WIDE_MODEL_PATH, ModelConfig, load_model_config
 from engine.parallel.layout import check_layout
 from planner.cluster import ClusterCosts, ClusterLayout, PlannedCluster, candidates, parse_layout
 from planner.config import HardwareFlags, PlanConfig
@@ -28,6 +30,9 @@ from planner.workload import PlannedRequest, workload_of
 from router.attempts.request import Slo
 from service.flags import ConfigError
 
+NUM_WORKERS, MAX_WORKERS = 4, 8  # of the default layouts; with --request-rate
+NUM_REQUESTS, MAX_REQUESTS = 300, 1000
+LONG = 5  # times the limit of TTFT that a run lasts; a shorter one measures queues
 DEFAULT_BATCH = 32
 DEFAULT_LOAD = 0.6
 
@@ -51,22 +56,27 @@ class Study:
     num_pages: dict[int, int]
     layouts: Sequence[ClusterLayout]
 
+    @property
+    def most_verified_per_s(self) -> float:
+        """Return the highest rate of the whole at which a run is long enough."""
+        return len(self.requests) / (LONG * self.slo.ttft_s)
+
     def kv_tokens(self, layout: ClusterLayout) -> int:
         return self.num_pages[layout.tp] * self.engine.page_size
 
 
 def study_of(config: PlanConfig) -> Study:
-    """Build the study. Raises ConfigError."""
+    """Build the study of local files. Raises ConfigError."""
     model = _model(config)
     profile = profile_of(config)
     layouts = _layouts(
-        config.layouts, num_workers=config.num_workers, tps=config.tp_size or ((profile.tp_size,) if profile else (1,))
+        config.layouts, sizes=_sizes(config), tps=config.tp_size or ((profile.tp_size,) if profile else (1,))
     )
     tps = sorted({layout.tp for layout in layouts})
     for tp in tps:
         check_layout(model, tp_size=tp, pp_size=1)
     engine = resolve(_engine(config), model, cuda=True)
-    history, requests = workload_of(config)
+    history, requests = workload_of(config, count=_num_requests(config))
     longest = max(request.input_len + request.output_len for request in requests)
     model = _with_drafter(engine, model, tps=tps, longest=longest)
     hardware = hardware_of(config, model, tps=tps, profile=profile)
@@ -116,10 +126,24 @@ def study_of(config: PlanConfig) -> Study:
     )
 
 
+def with_local_models(config: PlanConfig) -> PlanConfig:
+    """Replace the model and the drafter by local files; a model of the hub gives its config.json. Raises
+    ConfigError.
+    """
+    drafter = config.speculative_draft_model_path
+    if drafter is not None:
+        drafter = _local(drafter, option=DRAFT_PATH)
+        if not Path(drafter).exists():
+            raise ConfigError(
+                f"{DRAFT_PATH} {drafter}: no such directory; one with the drafter's config.json is enough"
+            )
+    model = _local(config.model_path, option="--model-path")
+    return replace(config, model_path=model, speculative_draft_model_path=drafter)
+
+
 def _model(config: HardwareFlags) -> ModelConfig:
     """Load what the cost model knows. Raises ConfigError."""
-    path = Path(config.model_path)
-    model = load_model_config(str(path.parent if path.name == "config.json" else path))
+    model = load_model_config(config.model_path)
     if model.experts is not None:
         raise ConfigError(
             f"--model-path {config.model_path}: the cost model knows dense models; a mixture of experts reads other weights in "
@@ -146,10 +170,25 @@ def _costs(config: PlanConfig, hardware: Hardware) -> ClusterCosts:
     )
 
 
-def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> list[ClusterLayout]:
-    """Parse layouts, or propose some, with each of `tps` unless given."""
+def _num_requests(config: PlanConfig) -> int:
+    """Return --num-requests, else enough that twice the wanted rate is no single burst."""
+    if config.num_requests is not None:
+        return config.num_requests
+    wanted = math.ceil(2 * LONG * config.slo_ttft_s * (config.request_rate or 0.0))
+    return min(max(NUM_REQUESTS, wanted), MAX_REQUESTS)
+
+
+def _sizes(config: PlanConfig) -> Sequence[int]:
+    """Return the numbers of workers of the default layouts."""
+    if config.request_rate is None:
+        return (config.num_workers or NUM_WORKERS,)
+    return range(1, (config.num_workers or MAX_WORKERS) + 1)
+
+
+def _layouts(texts: Sequence[str], *, sizes: Sequence[int], tps: Sequence[int]) -> list[ClusterLayout]:
+    """Parse layouts, or propose some of each size, with each of `tps` unless given."""
     if not texts:
-        return candidates(num_workers, tps=tps)
+        return list(dict.fromkeys(layout for size in sizes for layout in candidates(size, tps=tps)))
     named = [parse_layout(text) for text in texts]
     return list(dict.fromkeys(replace(one, tp=tp) for one in named for tp in (tps if one.tp == 1 else (one.tp,))))
 
@@ -227,19 +266,30 @@ def _engine(config: PlanConfig) -> EngineConfig:
         disable_overlap_schedule=config.disable_overlap_schedule,
         disable_radix_cache=config.disable_radix_cache,
         speculative_algorithm=config.speculative_algorithm,
-        speculative_draft_model_path=_folder(config.speculative_draft_model_path),
+        speculative_draft_model_path=config.speculative_draft_model_path,
         speculative_num_steps=config.speculative_num_steps,
         speculative_num_draft_tokens=config.speculative_num_draft_tokens,
     )
 
 
-def _folder(given: str | None) -> str | None:
-    if given is None:
-        return None
+def _local(given: str, *, option: str) -> str:
+    """Return a directory or a file. Raises ConfigError."""
     path = Path(given)
-    if not path.exists():
-        raise ConfigError(f"{DRAFT_PATH} {given}: no such directory; one with the drafter's config.json is enough")
-    return str(path.parent if path.name == "config.json" else path)
+    if path.exists():
+        return str(path.parent if path.name == CONFIG else path)
+    if given == SMOLLM2:
+        return str(smollm2_file())
+    if given == RECALL_WIDE:
+        return WIDE_MODEL_PATH
+    if not is_model_id(given):
+        return given
+    try:
+        return download_config(given, option=option)
+    except ImportError:
+        raise ConfigError(
+            f"{option} {given}: models of the hub need huggingface_hub; pip install 'tandem-serve[plan]', or give a "
+            "directory with the model's config.json"
+        ) from None
 
 
 def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:

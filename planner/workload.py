@@ -52,10 +52,10 @@ class Lengths:
         return PlannedRequest(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len)
 
 
-def workload_of(config: LoadFlags) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return history and requests. Raises ConfigError."""
+def workload_of(config: LoadFlags, *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """Return history and `count` requests. Raises ConfigError."""
     if config.trace is not None:
-        return from_trace(read_trace(config.trace), count=config.num_requests)
+        return from_trace(read_trace(config.trace), count=count)
     lengths = Lengths(
         input_len=config.input_len,
         output_len=config.output_len,
@@ -63,7 +63,7 @@ def workload_of(config: LoadFlags) -> tuple[list[PlannedRequest], list[PlannedRe
         prefix_len=config.shared_prefix_len,
         prefix_groups=config.shared_prefix_groups,
     )
-    return [], from_lengths(lengths, count=config.num_requests, seed=config.seed)
+    return [], from_lengths(lengths, count=count, seed=config.seed)
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:

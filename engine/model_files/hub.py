@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.model_files.directory import PIPELINE, TEMPLATES, check_pipeline
@@ -14,8 +15,9 @@ _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 # Files that serving reads: no pickles, other formats or pictures.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+CONFIG = "config.json"
 FILES = (
-    "config.json",
+    CONFIG,
     PIPELINE,
     "generation_config.json",
     "preprocessor_config.json",
@@ -47,15 +49,32 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
     `option`: the flag, for errors. `weights`: whether to download them. Raises ConfigError of one
     line.
     """
+    flag = f"{option} {model_id}" + (f" --revision {revision}" if revision else "")
+    folder = _snapshot(flag, model_id, revision, (*FILES, *(WEIGHTS if weights else ())))
+    check_pipeline(Path(folder))
+    if weights:
+        _check_weights(flag, Path(folder))
+    return folder
+
+
+def download_config(model_id: str, *, option: str = "--model-path") -> str:
+    """Return a directory with the config.json of `model_id` and nothing else. Raises ConfigError."""
+    flag = f"{option} {model_id}"
+    folder = _snapshot(flag, model_id, None, (CONFIG,))
+    if not (Path(folder) / CONFIG).is_file():
+        raise ConfigError(f"{flag}: the model has no config.json; give a directory with one, or a .gguf file")
+    return folder
+
+
+def _snapshot(flag: str, model_id: str, revision: str | None, patterns: Sequence[str]) -> str:
     import httpx2
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    flag = f"{option} {model_id}" + (f" --revision {revision}" if revision else "")
     try:
-        folder = snapshot_download(model_id, revision=revision, allow_patterns=[*FILES, *(WEIGHTS if weights else ())])
+        return str(snapshot_download(model_id, revision=revision, allow_patterns=list(patterns)))
     except errors.GatedRepoError:
         raise ConfigError(
             f"{flag}: the model is gated; accept its terms at {_page(model_id)} and set HF_TOKEN to a token of yours"
@@ -85,10 +104,6 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{flag}: is not a name that the hub allows ({_one_line(error)})") from None
-    check_pipeline(Path(folder))
-    if weights:
-        _check_weights(flag, Path(folder))
-    return str(folder)
 
 
 def _check_weights(flag: str, folder: Path) -> None:

@@ -26,7 +26,8 @@ def talk(*texts: str) -> dict[str, Any]:
 def read(path: Path, rows: Any, tokens: TokenCounter = TOKENS, **flags: Any) -> list[BenchRequest]:
     lines = rows if isinstance(rows, str) else "\n".join(json.dumps(row) for row in rows)
     path.write_text(lines)
-    return requests_of(BenchConfig(**({"dataset_path": str(path), "disable_shuffle": True} | flags)), tokens)
+    given: dict[str, Any] = {"dataset_path": str(path), "disable_shuffle": True}
+    return requests_of(BenchConfig(**(given | flags)), tokens)
 
 
 def sharegpt(path: Path, rows: list[dict[str, Any]], tokens: TokenCounter = TOKENS, **flags: Any) -> list[BenchRequest]:

@@ -1,20 +1,28 @@
 """`tandem plan` as its users call it: a table, JSON, a picture, and one line for what cannot be done."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from benchmarks.gpu.profile import REPORT, compare, profile_of
 from deploy.cli import main
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
 from engine.parallel.layout import check_layout
 from planner.cluster import ClusterLayout
 from planner.config import PlanConfig
 from planner.fit import Report, ReportTarget
+from planner.hardware import hardware_of, shipped_profile
+from planner.step_time import StepLoad
 from planner.study import planned_cluster, study_of, try_rate
 from service.flags import ConfigError
+from tests.models.files.hub_stand_in import hub_stand_in
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.planner.planned import LINK, STEP_TIME
 from tests.planner.test_fit import one_after_another, together
@@ -141,6 +149,48 @@ def test_a_gpu_of_no_table_and_what_is_assumed_of_it(tmp_path: Path, capsys: pyt
     assert "has neither `step_time` nor `gpu`" in capsys.readouterr().err
 
 
+def test_the_shipped_profile_is_the_fit_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every figure of it comes from docs/reports/gpu_check.json, and flags override each."""
+    report = json.loads(REPORT.read_text())
+    shipped = shipped_profile("H200")
+    assert shipped is not None and shipped.gpu is not None and shipped == profile_of(report)
+    within = max(abs(modelled / measured - 1) for _, measured, modelled in compare(report, shipped))
+    assert f"within {100 * within:.0f} %" in shipped.source and within < 0.105
+    command = ["plan", *MODEL, *LOAD, "--gpu", "H200", "--layouts", "1U", "--rates", "2"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("H200, as measured (docs/reports/gpu_check.json of ") and "% of its FLOP/s" not in text
+    assert "assumed, not measured: transfers at 50 GB/s a GPU" in text
+    model, config = load_model_config(DEFAULT_MODEL_PATH), PlanConfig(gpu="H200")
+    measured = hardware_of(config, model, tps=[1], profile=shipped)
+    faster = hardware_of(replace(config, memory_efficiency=0.9), model, tps=[1], profile=shipped)
+    load = StepLoad(decodes=1, decode_context=100, samples=1)
+    assert faster.step_times[1].seconds(load) < measured.step_times[1].seconds(load)
+    assert measured.memory_bytes == round(shipped.gpu.memory_gb * 1e9)
+
+
+def test_a_model_of_the_hub_is_its_configuration(tmp_path: Path) -> None:
+    """A process of its own: `huggingface_hub` reads its environment once."""
+    make_tiny_checkpoint(tmp_path / "hub" / "acme/tiny" / "main", "qwen3")
+    load = ["--num-requests", "10", "--input-len", "20", "--output-len", "4", "--jobs", "1", "--disable-progress"]
+    command = [sys.executable, "-m", "deploy", "plan", "--gpu", "L4", "--layouts", "1U", "--rates", "2", *load]
+    root = str(Path(__file__).parents[2])
+    with hub_stand_in(tmp_path / "hub") as hub:
+        settings = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": root}
+        env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | settings
+
+        def plan(model: str) -> "subprocess.CompletedProcess[str]":
+            argv = [*command, "--model-path", model]
+            return subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+        done = plan("acme/tiny")
+        assert (done.returncode, done.stderr) == (0, "") and "| 1U " in done.stdout
+        assert hub.downloads == {"config.json": 1}
+        refused = plan("acme/other")
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1
+    assert "--model-path acme/other: no such directory, and no such model at " in refused.stderr
+
+
 def test_rates_and_ports_are_of_gpus(tmp_path: Path) -> None:
     """Workers of two GPUs get twice a GPU's rate, and send by two ports."""
     points, links = {}, {}
@@ -214,6 +264,10 @@ BAD = [
     ([*MODEL, "--gpu", "L4", "--worker-cores", "2"], "--worker-cores 2: needs --host-cores of at least as many"),
     ([*MODEL, "--gpu", "L4", "--host-cores", "1.5", "--worker-cores", "2"], "--worker-cores 2: needs --host-cores"),
     ([*MODEL, "--gpu", "L4", "--host-cores", "4", "--worker-cores", "1", "--step-cores", "2"], "--step-cores 2: more than --worker-cores 1"),
+    ([*MODEL, "--gpu", "L4", "--request-rate", "1", "--rates", "2"], "--rates: --request-rate is the rate of the whole"),
+    ([*MODEL, "--gpu", "L4", "--request-rate", "1", "--total-rate", "2"], "--total-rate: --request-rate is the rate"),
+    ([*MODEL, "--gpu", "L4", "--request-rate", "0"], "--request-rate: must be above 0 and finite, got 0"),
+    ([*MODEL, "--gpu", "L4", "--log-file", "/no/such/log"], "--log-file: /no/such is no directory"),
     ([*MODEL, "--gpu", "L4", "--save-profile", "x"], "--save-profile: needs --fit"),
     ([*MODEL, "--gpu", "L4", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb: 0 GB do not hold the model's"),
     ([*MODEL, "--gpu", "L4", "--layouts", "PD"], "--layouts PD: write 2P3D"),
