@@ -204,8 +204,11 @@ class PlanConfig(
     plot: str | None = flag(None, "picture to write of goodput against rate (.png or .svg; needs matplotlib)")
     disable_progress: bool = flag(False, "show no progress bar")
     log_file: str | None = flag(None, "file for the log of the simulated workers; default: they write none")
-    log_level: str = flag(
-        "info", "with --log-file: lowest level of the log", choices=("debug", "info", "warning", "error")
+    lowest_logged: str = flag(
+        "info",
+        "with --log-file: lowest level of the log",
+        choices=("debug", "info", "warning", "error"),
+        option="--log-level",
     )
 
 

@@ -146,8 +146,8 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
 def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Shape) -> Efficiency:
     """Fit the reached shares of a data sheet, and the overhead, to (load, seconds) of steps.
 
-    `Roofline` is linear in the overhead and the inverse shares once each step's slower side is known:
-    least squares, then the sides again.
+    `Roofline` is linear in overhead and inverse shares once each step's slower side is known: least
+    squares, then the sides again.
     """
     found = Efficiency(compute=1.0, memory=1.0, step_s=0.0)
     for _ in range(SIDES):
@@ -158,7 +158,7 @@ def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Sha
 
 
 def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
-    """Return a step's coefficients: of the overhead, and seconds at the data sheet's FLOP/s and bandwidth."""
+    """Return 1, and the seconds at the data sheet's FLOP/s and bandwidth."""
     parts = model.parts(load)
     shares = model.efficiency.compute, model.efficiency.memory
     compute = sum(part.compute_s for part in parts if part.is_compute_bound)

@@ -50,9 +50,9 @@ def sizes_text(found: Sequence[SizeResult], study: Study, rate: float) -> str:
 
 def _size_cells(one: SizeResult, study: Study) -> list[str]:
     _, good, ttft, tpot, _, busy = _cells(one.point)
-    more = "more than " if one.most_per_s >= study.most_verified_per_s else ""
-    most = f"{more}{one.most_per_s:.3g}" if one.most_per_s else "less"
-    return [one.layout.name, str(one.layout.num_gpus), good, ttft, tpot, most, busy]
+    more = "more than " if one.max_per_s >= study.max_verified_per_s else ""
+    highest = f"{more}{one.max_per_s:.3g}" if one.max_per_s else "less"
+    return [one.layout.name, str(one.layout.num_gpus), good, ttft, tpot, highest, busy]
 
 
 def _size_advice(found: Sequence[SizeResult], best: SizeResult | None, rate: float) -> list[str]:
@@ -94,7 +94,7 @@ def report_json(outcomes: Sequence[Outcome], study: Study, sizes: Sequence[SizeR
     }
     if sizes:
         found["sizes"] = [
-            {"layout": one.layout.name, "gpus": one.layout.num_gpus, "point": one.point, "most_per_s": one.most_per_s}
+            {"layout": one.layout.name, "gpus": one.layout.num_gpus, "point": one.point, "max_per_s": one.max_per_s}
             for one in sizes
         ]
     return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"

@@ -68,7 +68,7 @@ class RunPool:
 
 
 def _compute(config: PlanConfig, orders: Connection) -> None:
-    log = SimulationLog(config.log_file, level=config.log_level)
+    log = SimulationLog(config.log_file, level=config.lowest_logged)
     study = study_of(replace(config, save_profile=None))
     while True:
         try:

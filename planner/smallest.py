@@ -14,8 +14,8 @@ MORE_SIZES = 2  # beyond the smallest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeResult:
-    """The best layout of a size. `point`: at the wanted rate. `outcome`: its highest good rate; that
-    is searched only if the point is good.
+    """The best layout of a size. `point`: at the wanted rate. `outcome`: with the highest good rate,
+    which is searched only if the point is good.
     """
 
     layout: ClusterLayout
@@ -23,7 +23,7 @@ class SizeResult:
     outcome: Outcome
 
     @property
-    def most_per_s(self) -> float:
+    def max_per_s(self) -> float:
         """Return the highest good rate of the whole, 0 if there is none."""
         return self.outcome.rate * self.layout.num_gpus
 
@@ -44,7 +44,7 @@ class VerifiedSearch(Search):
 def find_smallest(study: Study, rate: float) -> list[SizeResult]:
     """Try all layouts of one size after the other, from the smallest, at `rate` per second.
 
-    The first size that keeps the objectives is followed by `MORE_SIZES` more. Returns all tried sizes.
+    The first size that keeps the limits is followed by `MORE_SIZES` more. Returns all tried sizes.
     """
     found: list[SizeResult] = []
     with runs(study, jobs=study.config.jobs) as pool:
@@ -52,7 +52,7 @@ def find_smallest(study: Study, rate: float) -> list[SizeResult]:
             found.append(_best_of(pool, study, layouts, rate))
             if sum(_is_good(one.point, study) for one in found) > MORE_SIZES:
                 break
-        return [_with_most(pool, study, one) for one in found]
+        return [_with_highest(pool, study, one) for one in found]
 
 
 def sizes(layouts: Sequence[ClusterLayout]) -> list[list[ClusterLayout]]:
@@ -68,7 +68,7 @@ def smallest(found: Sequence[SizeResult], study: Study) -> SizeResult | None:
 
 
 def better(points: Mapping[ClusterLayout, Point]) -> ClusterLayout:
-    """Return the layout with most good requests, then the shortest TTFT, then TPOT."""
+    """Return the layout with the most good requests, then the shortest TTFT, then TPOT."""
 
     def key(layout: ClusterLayout) -> tuple[float, float, float]:
         point = points[layout]
@@ -86,10 +86,10 @@ def _best_of(pool: Runs, study: Study, layouts: Sequence[ClusterLayout], rate: f
     return SizeResult(best, grids[best].points[0], outcome_of(best, grids[best]))
 
 
-def _with_most(pool: Runs, study: Study, one: SizeResult) -> SizeResult:
+def _with_highest(pool: Runs, study: Study, one: SizeResult) -> SizeResult:
     if not _is_good(one.point, study):
         return one
-    highest = study.most_verified_per_s / one.layout.num_gpus
+    highest = study.max_verified_per_s / one.layout.num_gpus
     search = VerifiedSearch(guess=one.point.rate, share=study.slo.share, points=[one.point], highest=highest)
     search_all(pool, {one.layout: search})
     return SizeResult(one.layout, one.point, outcome_of(one.layout, search))

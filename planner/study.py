@@ -57,7 +57,7 @@ class Study:
     layouts: Sequence[ClusterLayout]
 
     @property
-    def most_verified_per_s(self) -> float:
+    def max_verified_per_s(self) -> float:
         """Return the highest rate of the whole at which a run is long enough."""
         return len(self.requests) / (LONG * self.slo.ttft_s)
 
@@ -127,9 +127,7 @@ def study_of(config: PlanConfig) -> Study:
 
 
 def with_local_models(config: PlanConfig) -> PlanConfig:
-    """Replace the model and the drafter by local files; a model of the hub gives its config.json. Raises
-    ConfigError.
-    """
+    """Replace model and drafter by local files; the hub gives a config.json. Raises ConfigError."""
     drafter = config.speculative_draft_model_path
     if drafter is not None:
         drafter = _local(drafter, option=DRAFT_PATH)

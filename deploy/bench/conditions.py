@@ -16,7 +16,7 @@ from deploy.bench.workload import BenchRequest
 from deploy.openai_api import hint_for, message_of
 from service.flags import ConfigError
 
-ASK_S = 30.0
+REPLY_S = 30.0
 UNNAMED = "default"  # /generate needs no model's name
 
 
@@ -29,7 +29,7 @@ class ServerFacts:
     version: str
 
 
-async def ask_server(session: aiohttp.ClientSession, url: str, config: BenchConfig) -> ServerFacts:
+async def find_server(session: aiohttp.ClientSession, url: str, config: BenchConfig) -> ServerFacts:
     """Find the model's name and check that the server has it. Raises ConfigError."""
     names = await _models(session, url, config)
     wanted = config.served_model_name or config.model
@@ -77,7 +77,7 @@ async def _models(session: aiohttp.ClientSession, url: str, config: BenchConfig)
     """Return the model names, none from a server without the route. Raises ConfigError."""
     path = "/v1/models"
     try:
-        async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=ASK_S)) as reply:
+        async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=REPLY_S)) as reply:
             body = await reply.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         why = str(error) or type(error).__name__
@@ -102,7 +102,7 @@ async def _models(session: aiohttp.ClientSession, url: str, config: BenchConfig)
 async def _check_model(
     session: aiohttp.ClientSession, url: str, config: BenchConfig, model: str, names: list[str]
 ) -> None:
-    """Ask for one token: a server may take names that it does not list. Raises ConfigError."""
+    """Request one token: a server may take names that it does not list. Raises ConfigError."""
     prompt = {"messages": [{"role": "user", "content": "a"}]} if config.api == CHAT else {"prompt": "a"}
     try:
         async with asyncio.timeout(config.request_timeout_s):
@@ -123,7 +123,7 @@ async def _version(session: aiohttp.ClientSession, url: str) -> str:
     """Return the version of the server, "" if it has no such route."""
     for path in ("/version", "/server_info", "/get_server_info"):
         try:
-            async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=ASK_S)) as reply:
+            async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=REPLY_S)) as reply:
                 found = msgspec.json.decode(await reply.read()) if reply.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
             continue

@@ -15,7 +15,7 @@ RANDOM, SHAREGPT, CUSTOM = "random", "sharegpt", "custom"
 CONCURRENCY = 8  # of a closed loop
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-OBJECTIVES = ("ttft", "tpot", "e2el")
+LIMITED = ("ttft", "tpot", "e2el")
 SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 _OTHER_DATASETS = MappingProxyType(
@@ -173,13 +173,13 @@ class ReportFlags(FlagSet):
     output_file: str | None = flag(None, "file to add a line to with SGLang's names (JSON lines)")
     output_details: bool = flag(False, "with --output-file: also each request's lengths, latencies, text and error")
 
-    def objectives(self) -> dict[str, float]:
+    def goodput_limits(self) -> dict[str, float]:
         """Parse --goodput into seconds by metric. Raises ConfigError."""
         found = {}
         for text in self.goodput:
             name, _, limit = text.partition(":")
-            if name not in OBJECTIVES:
-                raise ConfigError(f"--goodput {text}: write METRIC:MS with one of {', '.join(OBJECTIVES)}, as ttft:500")
+            if name not in LIMITED:
+                raise ConfigError(f"--goodput {text}: write METRIC:MS with one of {', '.join(LIMITED)}, as ttft:500")
             found[name] = _number(f"--goodput {text}", limit, "write milliseconds behind the colon, as ttft:500") / 1e3
         return found
 
@@ -274,7 +274,7 @@ def _check_dataset(config: WorkloadFlags) -> None:
 
 
 def _check_report(config: BenchConfig) -> None:
-    config.objectives()
+    config.goodput_limits()
     config.metrics()
     config.percents()
     pairs_of("--metadata", config.metadata)

@@ -16,8 +16,8 @@ from deploy.bench.workload import BenchRequest
 from service.flags import ConfigError
 
 MIN_TOKENS = 4  # of a ShareGPT prompt and answer; shorter ones are left out, as vLLM does
-CONVERSATIONS = ("conversations", "conversation")
-PROMPTS = ("prompt", "messages", *CONVERSATIONS)
+DIALOGUES = ("conversations", "conversation")
+PROMPTS = ("prompt", "messages", *DIALOGUES)
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 LENGTHS = ("output_tokens", "output_len", "max_tokens")
 
@@ -93,7 +93,7 @@ def _lines(option: str, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _sharegpt(fields: Mapping[str, Any]) -> Row | None:
     """Return the first turn and its answer; conversations of one turn have none."""
-    turns = next((fields[name] for name in CONVERSATIONS if name in fields), None)
+    turns = next((fields[name] for name in DIALOGUES if name in fields), None)
     if turns is None:
         raise _Unusable(_no_column(("conversations",), fields))
     messages = _messages("conversations", turns)
@@ -116,7 +116,7 @@ def _custom(fields: Mapping[str, Any]) -> Row | None:
             raise _Unusable("prompt must be a text or a list of token ids, and not empty")
         return Row(prompt=tuple(value) if is_ids else value, output_len=output_len)
     messages = _messages(name, value)
-    if name in CONVERSATIONS:  # as SGLang reads them: the first turn, and its answer
+    if name in DIALOGUES:  # as SGLang reads them: the first turn, and its answer
         row = _sharegpt(fields)
         return None if row is None else Row(prompt=row.prompt, answer=row.answer, output_len=output_len)
     if not messages:

@@ -1,6 +1,4 @@
-"""The result of one server in the files of `vllm bench serve` and `sglang.bench_serving`. Pure but for
-the writers.
-"""
+"""One server's result in the files of `vllm bench serve` and `sglang.bench_serving`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -48,8 +46,8 @@ def vllm_result(
     config: BenchConfig, model: str, summary: Summary, records: Sequence[RequestRecord], *, now: datetime
 ) -> dict[str, Any]:
     """Return the keys of vLLM's result file. `now`: its date."""
-    objectives = config.objectives()
-    good = sum(is_good(record, objectives) for record in records)
+    limits = config.goodput_limits()
+    good = sum(is_good(record, limits) for record in records)
     result: dict[str, Any] = {
         "date": f"{now:%Y%m%d-%H%M%S}",
         "backend": VLLM_BACKENDS[config.api],
@@ -63,7 +61,7 @@ def vllm_result(
         "max_concurrency": config.concurrency,
         **_rates(summary),
         "failed": summary.requests - summary.completed,
-        "request_goodput": good / summary.duration_s if objectives and summary.duration_s else None,
+        "request_goodput": good / summary.duration_s if limits and summary.duration_s else None,
         "total_token_throughput": summary.input_tokens_per_s + summary.output_tokens_per_s,
     }
     found = latencies(records)

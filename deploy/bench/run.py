@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deploy.bench.conditions import ServerFacts, ask_server, describe_client, describe_load, text_of
+from deploy.bench.conditions import ServerFacts, describe_client, describe_load, find_server, text_of
 from deploy.bench.config import BenchConfig
 from deploy.bench.datasets import read_requests
 from deploy.bench.environment import describe
@@ -48,11 +48,11 @@ async def measure(config: BenchConfig) -> list[Measured]:
 
 
 async def prepare(config: BenchConfig) -> Prepared:
-    """Read the requests, and ask each server for its model. Raises ConfigError."""
+    """Read the requests, and find each server's model. Raises ConfigError."""
     tokens = token_counter(config)
     requests = requests_of(config, tokens)
     async with open_session(config.headers()) as session:
-        servers = [await ask_server(session, url, config) for url in config.urls]
+        servers = [await find_server(session, url, config) for url in config.urls]
     return Prepared(requests=requests, tokens=tokens, servers=servers, environment=describe())
 
 
@@ -106,11 +106,11 @@ def conditions_text(config: BenchConfig, prepared: Prepared) -> str:
 
 def print_report(config: BenchConfig, measured: Sequence[Measured]) -> list[Summary]:
     summaries = [summarize(one.records, duration_s=one.duration_s) for one in measured]
-    objectives, is_limited = config.objectives(), config.concurrency is not None
+    limits, is_limited = config.goodput_limits(), config.concurrency is not None
     for url, one, summary in zip(config.urls, measured, summaries, strict=True):
         lines = [*summary_lines(summary, is_limited=is_limited), token_line(one.records)]
-        if objectives:
-            lines.append(goodput_line(one.records, objectives, duration_s=one.duration_s))
+        if limits:
+            lines.append(goodput_line(one.records, limits, duration_s=one.duration_s))
         table = latency_table(one.records, metrics=config.metrics(), percents=config.percents())
         print("\n".join(["", url, "", *lines, "", table, *_error_examples(one.records)]))
     if len(summaries) == 2:
@@ -131,7 +131,7 @@ def result_json(
     config: BenchConfig, prepared: Prepared, measured: Sequence[Measured], summaries: Sequence[Summary]
 ) -> bytes:
     """Return the result with all records, without API key and headers."""
-    objectives = config.objectives()
+    limits = config.goodput_limits()
     targets = [
         {
             "url": server.url,
@@ -146,7 +146,7 @@ def result_json(
     result = {
         "environment": prepared.environment | ({"command": "tandem bench (with an API key)"} if is_secret else {}),
         "config": asdict(config) | {"api_key": None, "header": len(config.header)},
-        "objectives_s": objectives,
+        "limits_s": limits,
         "targets": targets,
         "ratios": ratios(*summaries) if len(summaries) == 2 else None,
     }

@@ -1,6 +1,6 @@
 """Statistics of a load test. Pure.
 
-Metrics have vLLM's names. ttft: sent to first text. itl: gaps between text events (perhaps of several
+Metrics by vLLM's names. ttft: sent to first text. itl: gaps between text events (perhaps of several
 tokens). tpot: (e2el - ttft) / (output tokens - 1). e2el: sent to last byte. Percentiles as numpy's.
 """
 
@@ -111,15 +111,15 @@ def tpot_s(record: RequestRecord) -> float | None:
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1)
 
 
-def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
-    """Return whether an answer keeps all objectives, in seconds by metric.
+def is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
+    """Return whether an answer keeps all limits (seconds by metric).
 
     As in vLLM, an answer of one token has a tpot of 0.
     """
-    if record.error is not None or ("ttft" in objectives and record.ttft_s is None):
+    if record.error is not None or ("ttft" in limits and record.ttft_s is None):
         return False
     found = {"ttft": record.ttft_s or 0.0, "tpot": tpot_s(record) or 0.0, "e2el": record.e2e_s}
-    return all(found[name] <= limit_s for name, limit_s in objectives.items())
+    return all(found[name] <= limit_s for name, limit_s in limits.items())
 
 
 def latencies(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
@@ -191,11 +191,11 @@ def token_line(records: Sequence[RequestRecord]) -> str:
     return f"tokens       {', '.join(found)}"
 
 
-def goodput_line(records: Sequence[RequestRecord], objectives: Mapping[str, float], *, duration_s: float) -> str:
-    good = sum(is_good(record, objectives) for record in records)
-    limits = ", ".join(f"{name} {1000 * limit_s:g} ms" for name, limit_s in objectives.items())
+def goodput_line(records: Sequence[RequestRecord], limits: Mapping[str, float], *, duration_s: float) -> str:
+    good = sum(is_good(record, limits) for record in records)
+    within = ", ".join(f"{name} {1000 * limit_s:g} ms" for name, limit_s in limits.items())
     per_s = good / duration_s if duration_s > 0 else 0.0
-    return f"goodput      {per_s:.2f} req/s: {good} of {len(records)} requests within {limits}"
+    return f"goodput      {per_s:.2f} req/s: {good} of {len(records)} requests within {within}"
 
 
 def latency_table(

@@ -22,8 +22,8 @@ PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions", GENERATE:
 class Target:
     """A server under test; requests share `session`.
 
-    Errors are counted, not raised. Tokens are counted by the server, else by token ids, by `tokens`,
-    else by words and text events; the record says how.
+    Errors are counted, not raised. Tokens are counted by the server, else by token ids, else by
+    `tokens`, else by words and text events; the record names the source.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Target:
 
 @dataclass(slots=True, kw_only=True)
 class _Piece:
-    """A part of an answer: new text and ids; counts so far, from `source`, if the server sent them."""
+    """A part of an answer: new text and ids; counts so far, if the server sent them."""
 
     text: str = ""
     num_ids: int = 0

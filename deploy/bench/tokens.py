@@ -40,7 +40,7 @@ class TokenCounter:
 
 
 def token_counter(config: TargetFlags) -> TokenCounter:
-    """Load --tokenizer, else the tokenizer of --model if that is a directory. Raises ConfigError."""
+    """Load --tokenizer, else that of a directory --model. Raises ConfigError."""
     given = config.tokenizer
     if given is None:
         given = config.model if config.model is not None and Path(config.model).is_dir() else None

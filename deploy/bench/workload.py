@@ -114,7 +114,7 @@ def make_requests(config: WorkloadFlags, trace: Sequence[TraceEntry] = ()) -> li
 
 
 def with_arrivals(requests: list[BenchRequest], config: WorkloadFlags, rng: random.Random) -> list[BenchRequest]:
-    """Give requests of an open loop their times: Poisson arrivals, or gaps of a gamma distribution."""
+    """Give requests of an open loop their times; gaps have a gamma distribution."""
     rate, shape = config.request_rate, config.burstiness
     if rate is None:
         return requests

@@ -58,7 +58,7 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
 
 
 def download_config(model_id: str, *, option: str = "--model-path") -> str:
-    """Return a directory with the config.json of `model_id` and nothing else. Raises ConfigError."""
+    """Return a directory with the config.json of `model_id`. Raises ConfigError."""
     flag = f"{option} {model_id}"
     folder = _snapshot(flag, model_id, None, (CONFIG,))
     if not (Path(folder) / CONFIG).is_file():

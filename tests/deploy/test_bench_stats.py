@@ -63,7 +63,7 @@ def test_no_good_answer_is_a_summary_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("objectives", "good"),
+    ("limits", "good"),
     [
         ({"ttft": 0.2}, 1),
         ({"ttft": 0.3}, 2),
@@ -73,9 +73,9 @@ def test_no_good_answer_is_a_summary_too() -> None:
         ({"ttft": 0.3, "tpot": 0.03, "e2el": 0.15}, 0),
     ],
 )
-def test_goodput_counts_requests_within_all_objectives(objectives: dict[str, float], good: int) -> None:
+def test_goodput_counts_requests_within_all_limits(limits: dict[str, float], good: int) -> None:
     records = [record(0, 0.1, [0.02, 0.04]), record(1, 0.3, []), record(2, 0.0, [], error="http 503")]
-    line = goodput_line(records, objectives, duration_s=2.0)
+    line = goodput_line(records, limits, duration_s=2.0)
     assert line.startswith(f"goodput      {good / 2:.2f} req/s: {good} of 3 requests within ")
 
 

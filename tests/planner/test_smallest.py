@@ -39,7 +39,7 @@ def test_the_smallest_cluster_comes_first_and_then_what_more_gives(
     assert f"one size smaller, {found[0]['layout']} keeps the limits for " in text
     rows = [line.split()[1] for line in text.splitlines() if line.startswith("| ")][2:]
     assert rows == [one["layout"] for one in good]  # smaller sizes are no answer
-    assert all(one["most_per_s"] >= 15 for one in good) and found[0]["most_per_s"] == 0
+    assert all(one["max_per_s"] >= 15 for one in good) and found[0]["max_per_s"] == 0
     assert errors == "" and "at 15 requests a second: INFO engine.loop.loop: " in log.read_text()
 
 
@@ -65,7 +65,7 @@ def test_a_study_of_a_rate_has_all_sizes_and_long_runs() -> None:
     config = {"model_path": DEFAULT_MODEL_PATH, "gpu": "L4", "input_len": 400, "request_rate": 40.0}
     study = study_of(PlanConfig(**config, num_workers=3, slo_ttft_s=1.0))  # type: ignore[arg-type]
     assert set(study.layouts) == {layout for size in (1, 2, 3) for layout in candidates(size)}
-    assert len(study.requests) == 400 and study.most_verified_per_s == 80  # five limits of TTFT at twice the rate
+    assert len(study.requests) == 400 and study.max_verified_per_s == 80  # five limits of TTFT at twice the rate
     assert max(layout.num_gpus for layout in study_of(PlanConfig(**config)).layouts) == 8  # type: ignore[arg-type]
 
 
