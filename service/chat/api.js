@@ -40,7 +40,7 @@ async function messageOf(answer) {
   }
 }
 
-/** [{id, parent}]: models, and adapters with the name of theirs. */
+/** [{id, parent, max_model_len, has_image_understanding}]: models, and adapters with the name of their model as `parent`. */
 export async function listModels() {
   return (await (await send("/v1/models")).json()).data ?? [];
 }

@@ -1,11 +1,13 @@
 // One question and its answer: its text, its times, where it went; and the elements that show them.
 
-import { copyText, Rendered } from "/chat/markdown.js";
 import { isRouter, newId, streamChat, traceOf } from "/chat/api.js";
+import { contentOf, picture } from "/chat/images.js";
+import { copyText, Rendered } from "/chat/markdown.js";
 import { el, nameOf, put, said, time } from "/web/show.js";
 import { answeringOf, spansOf, timeLine, workerSpans } from "/web/timeline.js";
 
-const LEAST_MS = 20;
+const LEAST_MS = 20, ENDS = ["done", "stopped", "failed"];
+const KEPT = ["id", "text", "thoughts", "state", "figures", "lost", "trace"], TEXTS = ["question", "text", "thoughts", "figures"];
 
 function small(text, act) {
   const button = el("button", "small", text);
@@ -17,11 +19,27 @@ function small(text, act) {
 /** `state`: "waiting", "streaming", "done", "stopped" or "failed". */
 export class Exchange {
   /** `onEdit(exchange)`, `onAgain(exchange)`: the reader wants that. */
-  constructor(question, { onEdit, onAgain }) {
-    this.question = question;
-    this.text = this.thoughts = "";
-    this.state = "waiting";
+  constructor(question, pictures, { onEdit, onAgain }) {
+    Object.assign(this, { question, pictures, text: "", thoughts: "", state: "waiting", figures: "", lost: 0, failure: null, trace: null });
     this.draw(onEdit, onAgain);
+  }
+
+  /** The exchange that `kept()` gave. Throws where it is none. */
+  static from(kept, handlers) {
+    if (!TEXTS.every((name) => typeof kept[name] === "string") || !ENDS.includes(kept.state)) throw new TypeError("not an exchange");
+    const exchange = new Exchange(kept.question, kept.pictures.map(({ name, url }) => ({ name: String(name), url: String(url) })), handlers);
+    for (const name of KEPT) exchange[name] = kept[name];
+    exchange.failure = kept.failure ? { message: kept.failure } : null;
+    exchange.show();
+    exchange.showWorkers();
+    return exchange;
+  }
+
+  /** Itself in plain values. An answer that still runs ends with its page. */
+  kept() {
+    const values = Object.fromEntries([...KEPT, "question", "pictures"].map((name) => [name, this[name]]));
+    const end = this.isRunning ? { state: "stopped", figures: "stopped when the page was left" } : {};
+    return { ...values, failure: this.failure?.message ?? "", ...end };
   }
 
   draw(onEdit, onAgain) {
@@ -30,15 +48,18 @@ export class Exchange {
     this.wait = el("span", "wait");
     this.thinking = el("details", "thoughts", el("summary", "", "Thoughts"), el("p"));
     this.error = el("p", "error");
-    this.figures = el("span", "figures");
+    this.measures = el("span", "figures");
     this.crossed = el("button", "small crossed");
     this.detail = el("div", "detail");
     this.again = small("Again", () => onAgain(this));
     this.again.classList.add("again");
     this.actions = [small("Copy", (button) => copyText(this.text, button)), this.again];
-    this.meta = el("div", "meta", this.figures, this.crossed, ...this.actions);
+    this.meta = el("div", "meta", this.measures, this.crossed, ...this.actions);
     this.answer = el("section", "answer", el("h2", "unseen", "Answer"), this.thinking, this.said, this.wait, this.error, this.meta, this.detail);
-    const question = el("section", "question", el("h2", "unseen", "You"), el("div", "said", this.question), small("Edit", () => onEdit(this)));
+    this.loss = el("p", "note");
+    const shown = el("div", "pictures", ...this.pictures.map(picture)), asked = el("div", "said", this.question);
+    asked.hidden = this.question === "";
+    const question = el("section", "question", el("h2", "unseen", "You"), shown, this.loss, asked, small("Edit", () => onEdit(this)));
     this.node = el("li", "exchange", question, this.answer);
     this.crossed.type = "button";
     this.crossed.setAttribute("aria-expanded", "false");
@@ -51,28 +72,31 @@ export class Exchange {
   }
 
   /** What the model reads of it: nothing, where no answer came. */
-  messages() {
-    return this.text === "" ? [] : [{ role: "user", content: this.question }, { role: "assistant", content: this.text }];
+  messages(withPictures) {
+    return this.text === "" ? [] : [this.asked(withPictures), { role: "assistant", content: this.text }];
   }
 
-  /** Ask for the answer, and draw it as it comes. `body`: without messages of this exchange. Throws nothing; `failure` keeps the error. */
-  async run(body, history) {
-    Object.assign(this, { text: "", thoughts: "", state: "waiting", failure: null, usage: null, events: 0, firstAt: null, lastAt: null, trace: null });
+  asked(withPictures) {
+    return { role: "user", content: contentOf(this.question, withPictures ? this.pictures : []) };
+  }
+
+  /** Ask for the answer, and draw it as it comes. `body`: with the messages up to the question. Throws nothing; `failure` keeps the error. */
+  async run(body) {
+    Object.assign(this, { text: "", thoughts: "", state: "waiting", failure: null, usage: null, events: 0, firstAt: null, lastAt: null, trace: null, reason: "" });
     this.id = newId();
     this.control = new AbortController();
     this.sentAt = performance.now();
     this.detail.replaceChildren();
     this.show();
     try {
-      const messages = [...history, { role: "user", content: this.question }];
-      for await (const event of streamChat({ ...body, messages }, { id: this.id, signal: this.control.signal })) this.take(event);
+      for await (const event of streamChat(body, { id: this.id, signal: this.control.signal })) this.take(event);
       this.state = "done";
     } catch (error) {
       this.state = error.name === "AbortError" ? "stopped" : "failed";
       if (this.state === "failed") this.failure = error;
     }
+    this.figures = this.measured();
     this.show();
-    this.findTrace();
   }
 
   /** The server takes the request back from its workers as soon as the connection closes. */
@@ -82,6 +106,7 @@ export class Exchange {
 
   take(event) {
     if (event.usage) this.usage = event.usage;
+    this.reason = event.choices?.[0]?.finish_reason ?? this.reason;
     const delta = event.choices?.[0]?.delta ?? {};
     if (!delta.content && !delta.reasoning_content) return;
     this.text += delta.content ?? "";
@@ -98,13 +123,15 @@ export class Exchange {
     this.drawing = null;
     this.answer.setAttribute("aria-busy", String(this.isRunning));
     this.answer.classList.toggle("failed", this.state === "failed");
+    this.loss.hidden = !this.lost;
+    put(this.loss, `${this.lost === 1 ? "An image was" : `${this.lost} images were`} too large to keep.`);
     this.rendered.update(this.text);
     this.wait.hidden = this.state !== "waiting";
     this.thinking.hidden = this.thoughts === "";
     put(this.thinking.lastChild, this.thoughts);
     this.error.hidden = !this.failure;
     put(this.error, this.failure?.message ?? "");
-    put(this.figures, this.isRunning ? "" : this.measured());
+    put(this.measures, this.isRunning ? "" : this.figures);
     for (const button of this.actions) button.hidden = this.isRunning;
     this.actions[0].hidden ||= this.text === "";
     put(this.again, this.state === "failed" ? "Try again" : "Again");
@@ -119,7 +146,8 @@ export class Exchange {
     if (this.firstAt !== null) words.push(`first token ${said(time((this.firstAt - this.sentAt) / 1000))}`);
     const long = this.lastAt - this.firstAt; // of an answer that came in one piece there is no rate
     if (tokens > 1 && long > LEAST_MS) words.push(`${(((tokens - 1) * 1000) / long).toFixed(1)} tokens/s`);
-    if (tokens > 0) words.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
+    const cut = this.reason === "length" ? ", cut at the limit" : "";
+    if (tokens > 0) words.push(`${tokens} token${tokens === 1 ? "" : "s"}${cut}`);
     return words.join(" · ");
   }
 
@@ -133,7 +161,11 @@ export class Exchange {
     } catch {
       return; // the answer is there all the same
     }
-    const attempt = answeringOf(this.trace.record);
+    this.showWorkers();
+  }
+
+  showWorkers() {
+    const attempt = this.trace ? answeringOf(this.trace.record) : null;
     if (attempt === null) return;
     const prefill = attempt.prefill === null ? [] : [el("i", "prefill"), nameOf(attempt.prefill), " → "];
     this.crossed.replaceChildren(el("span", "unseen", "Time line: "), ...prefill, el("i"), nameOf(attempt.answering));

@@ -1,5 +1,6 @@
 // The Markdown of answers as elements. Text goes in as text: markup of a model's stays visible, and nothing becomes a link or an image.
 
+import { coloured } from "/chat/code.js";
 import { el } from "/web/show.js";
 
 const FENCE = /^\s*(```+|~~~+)\s*([\w+#.-]*)/, HEADING = /^(#{1,6})\s+(.*)$/, ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)$/, QUOTE = /^>\s?(.*)$/;
@@ -65,7 +66,7 @@ function codeBlock({ language, text }) {
   const copy = el("button", "small", "Copy");
   copy.type = "button";
   copy.addEventListener("click", () => copyText(text, copy));
-  const pre = el("pre", "", el("code", "", text));
+  const pre = el("pre", "", el("code", "", ...coloured(text, language)));
   pre.tabIndex = 0; // it may scroll
   pre.setAttribute("role", "group");
   pre.ariaLabel = language ? `Code, ${language}` : "Code";
@@ -104,14 +105,29 @@ export class Rendered {
   }
 }
 
-/** Copies, and says so on the button. Browsers without a clipboard (plain HTTP from elsewhere) select nothing and say that. */
+/** Copies, and says so on the button. */
 export async function copyText(text, button) {
   const name = button.textContent;
+  button.textContent = (await copied(text)) ? "Copied" : "Cannot copy here";
+  setTimeout(() => { button.textContent = name; }, 1500);
+}
+
+async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
+    return true;
   } catch {
-    button.textContent = "Cannot copy here";
+    return copySelected(text); // plain HTTP from another machine: browsers give such a page no clipboard
   }
-  setTimeout(() => { button.textContent = name; }, 1500);
+}
+
+function copySelected(text) {
+  const field = el("textarea", "unseen", text), before = document.activeElement;
+  field.readOnly = true;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  before?.focus();
+  return done;
 }

@@ -239,6 +239,7 @@ def test_a_template_that_knows_no_images_gets_the_tokens(tmp_path: Path) -> None
         error = w.error(CHAT, {"messages": user({"type": "video_url", "video_url": frames_url(FOUR)})})
         assert error["param"] == "messages[0].content[0].video_url" and "no videos; send frames" in error["message"]
         assert w.http.get("/model_info").json()["has_image_understanding"] is True
+        assert w.http.get("/v1/models").json()["data"][0]["has_image_understanding"] is True
 
 
 def test_a_worker_without_a_tokenizer_takes_images_with_ids(tmp_path: Path) -> None:
@@ -345,6 +346,7 @@ def test_the_length_counts_the_time_of_videos(seeing: Worker) -> None:
 
 def test_a_model_that_reads_text_says_so(worker: Worker) -> None:
     assert worker.http.get("/model_info").json()["has_image_understanding"] is False
+    assert worker.http.get("/v1/models").json()["data"][0]["has_image_understanding"] is False
     named, message = error_of(worker, CHAT, {"messages": user(text("a"), image_part(url_of(FOUR)))})
     assert named == "messages[0].content[1].image_url" and "reads text alone; leave it out, or serve a model" in message
     assert error_of(worker, GENERATE, {"text": "a", "image_data": url_of(FOUR)})[0] == "image_data"

@@ -16,6 +16,7 @@ BROWSER = (
     "e2e/shared/test_dashboard.py",
     "machine",
     "router/http/conftest.py",
+    "router/http/test_chat_kept.py",
     "router/http/test_chat_page.py",
     "router/http/test_cross_origin.py",
     "router/http/test_dashboard.py",

@@ -33,6 +33,33 @@ print("Bonjour, a long line of code that is wider than a phone, and wider than t
 ```
 ## More
 > said one"""
+CODE = """```python
+# Say it.
+def say(name: str = "<b>Paris</b>") -> int:
+    return 42
+```
+
+```brainscript
+return "plain"
+```"""
+SEEING = {"id": "sees", "parent": None, "max_model_len": 8192, "has_image_understanding": True}
+BLIND = {"id": "blind", "parent": None, "max_model_len": 600, "has_image_understanding": False}
+
+THUMBS = "document.querySelectorAll('#attached canvas').length"
+# A file of one colour, given as by the button, a paste or a drop; photographs need as many bytes as noise does.
+GIVE = """(async (how, name, type, width, height, noise) => {
+  const canvas = new OffscreenCanvas(width, height), on = canvas.getContext("2d");
+  const pixels = on.createImageData(width, height);
+  for (let i = 0; i < pixels.data.length; i++) pixels.data[i] = i % 4 === 3 ? 255 : noise ? Math.random() * 256 : 90;
+  on.putImageData(pixels, 0, 0);
+  const data = new DataTransfer();
+  const content = type.startsWith("image/") ? await canvas.convertToBlob({ type }) : "words";
+  data.items.add(new File([content], name, { type }));
+  const files = document.getElementById("files");
+  if (how === "button") { files.files = data.files; files.dispatchEvent(new Event("change")); }
+  else if (how === "paste") document.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, cancelable: true }));
+  else document.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+})"""
 
 
 def event(text: str = "", **more: Any) -> dict[str, Any]:
@@ -71,15 +98,24 @@ def part_of(worker: DummyWorker, request_id: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def shown(devtools: str, *, ready: bool = True, **flags: Any) -> AsyncIterator[tuple[Cluster, Page]]:
+async def shown(
+    devtools: str, *, ready: bool = True, models: list[dict[str, Any]] | None = None, **flags: Any
+) -> AsyncIterator[tuple[Cluster, Page]]:
     """A cluster of two pairs, and its chat page; nothing may come from elsewhere."""
     async with cluster(prefill=2, decode=2, **flags) as c, tab(devtools) as page:
         answer_with(c, says("It is Paris."))
-        await page.open(c.url + "/chat")
-        if ready:
-            await page.until("document.getElementById('model').value !== ''")
+        for worker in (*c.prefills, *c.decodes):
+            worker.models = models
+        await page.call("Storage.clearDataForOrigin", origin=c.url, storageTypes="local_storage")
+        await reload(c, page, ready=ready)
         yield c, page
         assert page.asked and all(url.startswith(c.url + "/") for url in page.asked), page.asked
+
+
+async def reload(c: Cluster, page: Page, *, ready: bool = True) -> None:
+    await page.open(c.url + "/chat")
+    if ready:
+        await page.until("document.getElementById('model').value !== ''")
 
 
 def answer_with(c: Cluster, behave: Behaviour) -> None:
@@ -108,6 +144,11 @@ async def focused(page: Page) -> str:
 async def set_field(page: Page, name: str, value: str) -> None:
     change = "node.dispatchEvent(new Event('input', {bubbles: true}))"
     await page.js(f"{{ const node = document.getElementById('{name}'); node.value = {json.dumps(value)}; {change}; }}")
+
+
+async def give(page: Page, how: str, name: str, *, type: str = "image/png", side: int = 8, noise: bool = False) -> None:
+    values = ", ".join(map(json.dumps, (how, name, type, side, side, noise)))
+    await page.js(f"{GIVE}({values})")
 
 
 async def test_a_conversation_by_keyboard_alone(devtools: str) -> None:
@@ -193,7 +234,7 @@ async def test_a_new_chat_forgets_and_ends_what_runs(devtools: str) -> None:
         await until(lambda: sum(worker.cancelled for worker in c.decodes) == 1)
         assert await page.js("document.getElementById('announcer').textContent") == "A new chat"
         answer_with(c, says("Hello."))
-        await page.js("document.querySelector('.beginnings button').click()")
+        await page.js("document.querySelector('.examples button').click()")
         await page.until(DONE)
         assert [len(body["messages"]) for body in bodies(c)] == [1, 1]
 
@@ -208,6 +249,7 @@ async def test_settings_reach_the_model_and_empty_ones_are_left_out(devtools: st
         await page.until("document.getElementById('model').options.length === 2")
         assert "adapter of base" in await page.js("document.getElementById('model').options[1].text")
         await set_field(page, "temperature", "")
+        await set_field(page, "max-tokens", "")
         await ask(page)
         assert bodies(c)[0].keys() - {"bootstrap_host", "bootstrap_port", "bootstrap_room"} == {
             *("model", "messages", "stream", "stream_options")
@@ -348,26 +390,30 @@ async def test_a_wrong_key_is_said_and_the_right_one_stays_in_the_tab(devtools: 
         await page.until("document.getElementById('model').value !== ''")
         await ask(page)
         await page.until(f"!{LAST}.querySelector('.crossed').hidden")  # with a client's key, not an admin's
-        await page.open(c.url + "/chat")
-        await page.until("document.getElementById('model').value !== ''")
-        stores = "[Object.keys(localStorage).join(), Object.keys(sessionStorage).join()]"
-        assert await page.js(stores) == ["tandem-theme", "tandem-key"]
+        await reload(c, page)
+        stores = "[localStorage, sessionStorage].map((store) => Object.keys(store).sort())"
+        assert await page.js(stores) == [["tandem-chat", "tandem-theme"], ["tandem-chat", "tandem-key"]]
+        assert "user" not in await page.js("localStorage['tandem-chat']")
         assert all("401" in complaint for complaint in page.complaints)  # Chromium's own word for each refusal
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_nothing_to_mend(devtools: str, scheme: str) -> None:
     """Roles, names, order of headings, contrast: of the page at rest, with an answer, its time line and the settings, and of the dialog."""
-    async with shown(devtools) as (c, page):
+    async with shown(devtools, models=[SEEING]) as (c, page):
         await page.prefer(prefers_color_scheme=scheme)
         await page.js(AXE + "; true")
         assert await violations(page) == []
-        answer_with(c, says(RICH))
+        answer_with(c, says(RICH + "\n\n" + CODE))
+        await give(page, "button", "one.png")
+        await page.until(f"{THUMBS} === 1")
         await ask(page)
         await page.until(f"!{LAST}.querySelector('.crossed').hidden")
         await page.js(f"{LAST}.querySelector('.crossed').click()")
         await page.until(f"{LAST}.querySelectorAll('.timeline .inner').length === 2")
         await page.js("document.getElementById('settings').open = true")
+        await give(page, "button", "two.png")
+        await page.until(f"{THUMBS} === 1")
         assert await violations(page) == []
         answer_with(c, always(400, {"error": {"message": "no"}}))
         await ask(page, "worse")
@@ -417,9 +463,13 @@ async def test_the_switch_overrules_the_system(devtools: str) -> None:
 
 @pytest.mark.parametrize("width", [320, 390, 800])
 async def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
-    async with shown(devtools) as (c, page):
+    async with shown(devtools, models=[SEEING]) as (c, page):
         await page.resize(width, 800, phone=width < 700)
         answer_with(c, says(RICH + "\n\n" + "long" * 60))
+        for i in range(4):
+            await give(page, "button", f"{i}.png", side=500)
+        await page.until(f"{THUMBS} === 4")
+        assert await page.too_wide(width, but="pre") == []
         await ask(page, "word" * 60)
         await page.until(f"!{LAST}.querySelector('.crossed').hidden")
         await page.js(f"{LAST}.querySelector('.crossed').click()")

@@ -44,6 +44,7 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
         "root": s.model.path,
         "parent": None,
         "max_model_len": s.context_length,
+        "has_image_understanding": s.model.vision is not None,
     }
     adapters = s.leaders.adapters.items()
     return [base, *({**base, "id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
