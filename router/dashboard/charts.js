@@ -1,35 +1,53 @@
-// The tiles: a figure, what stands beside it, and two minutes as curves. Owns their nodes.
+// The tiles: a figure, a note, and two minutes as curves over a time axis. Owns their nodes.
 
-import { amount, bytes, el, figure, put, said, svg, time } from "/web/show.js";
+import { amount, bytes, el, figure, percent, put, said, svg, time } from "/web/show.js";
 
 const WIDTH = 240, HEIGHT = 56;
 
 const rate = (value, unit) => { const [shown, scale] = amount(value); return [shown, scale ? `${scale} ${unit}` : unit]; };
 
-/** What is in each tile: its name, the figure, the note, curves (the last one stands in front), how to say a point. */
+/** What is in each tile: its name, the figure, the note, curves (the last one stands in front), how to say a point, the highest value if fixed. */
 const TILES = [
   {
-    id: "throughput", name: "Throughput", tone: "decode",
+    id: "requests", name: "Requests", tone: "decode",
+    figure: (w) => rate(w.requests_per_s, "per second"),
+    note: (w, { router }) => `${w.ended} ended in the last minute, ${router.running} running`,
+    curves: (s) => [s.requests], point: (v) => `${said(amount(v))} a second`,
+  },
+  {
+    id: "prompts", name: "Tokens in", tone: "prefill",
+    figure: (w) => rate(w.prompt_tokens_per_s, "tokens/s"),
+    note: () => "of prompts",
+    curves: (s) => [s.prompt_tokens], point: (v) => said(rate(v, "tokens/s")),
+  },
+  {
+    id: "cache", name: "Cache hit rate", tone: "prefill",
+    figure: (w) => percent(w.cache_hit_rate),
+    note: () => "of prompt tokens",
+    curves: (s) => [s.cache_hit_rate], point: (v) => said(percent(v)), top: 1,
+  },
+  {
+    id: "throughput", name: "Tokens out", tone: "decode",
     figure: (w) => rate(w.output_tokens_per_s, "tokens/s"),
-    note: (w, workers) => [said(rate(w.requests_per_s, "requests/s")), said(rate(w.prompt_tokens_per_s, "prompt tokens/s")), ...draftNote(workers)].join(", "),
+    note: (w, { workers }) => draftNote(workers),
     curves: (s) => [s.output_tokens], point: (v) => said(rate(v, "tokens/s")),
   },
   {
     id: "ttft", name: "Time to first token", tone: "prefill",
     figure: (w) => time(w.ttft.p50),
-    note: (w) => `p90 ${said(time(w.ttft.p90))}, p99 ${said(time(w.ttft.p99))}`,
+    note: (w) => quantiles(w.ttft),
     curves: (s) => [s.ttft_p99, s.ttft_p50], point: (v) => said(time(v)),
   },
   {
     id: "itl", name: "Time between tokens", tone: "decode",
     figure: (w) => time(w.gap.p50),
-    note: (w) => `p90 ${said(time(w.gap.p90))}, p99 ${said(time(w.gap.p99))}`,
+    note: (w) => quantiles(w.gap),
     curves: (s) => [s.gap_p99, s.gap_p50], point: (v) => said(time(v)),
   },
   {
     id: "kv", name: "KV transfer", tone: "prefill",
     figure: (w) => bytes(w.kv_bytes_per_s),
-    note: (w, workers) => transferNote(workers),
+    note: (w, { workers }) => transferNote(workers),
     curves: (s) => [s.kv_bytes], point: (v) => said(bytes(v)),
   },
   {
@@ -40,9 +58,11 @@ const TILES = [
   },
 ];
 
+const quantiles = ({ p90, p99 }) => (p99 === null ? "none in the last minute" : `median; p90 ${said(time(p90))}, p99 ${said(time(p99))}`);
+
 function transferNote(workers) {
   const senders = workers.map((w) => w.report).filter((r) => r && r.transfer_gb_s > 0);
-  if (!senders.length) return "nothing was moved yet";
+  if (!senders.length) return "no transfer yet";
   const mean = (name) => senders.reduce((sum, r) => sum + r[name], 0) / senders.length;
   return `each at ${said(bytes(mean("transfer_gb_s") * 1e9))}, in ${said(time(mean("transfer_ms") / 1e3))}`;
 }
@@ -50,7 +70,8 @@ function transferNote(workers) {
 /** Of workers whose drafts are accepted. */
 function draftNote(workers) {
   const lengths = workers.map((w) => w.report?.accept_length ?? 0).filter((length) => length > 1);
-  return lengths.length ? [`${(lengths.reduce((sum, one) => sum + one, 0) / lengths.length).toFixed(2)} tokens a step and request`] : [];
+  if (!lengths.length) return "of answers";
+  return `of answers, ${(lengths.reduce((sum, one) => sum + one, 0) / lengths.length).toFixed(2)} tokens a step and request`;
 }
 
 function failureNote(window) {
@@ -70,7 +91,10 @@ class Tile {
     this.mark = svg("line", { class: "mark", y1: 0, y2: HEIGHT });
     this.drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" },
       this.area, this.back, this.front, this.mark);
-    this.node = el("article", `tile ${spec.tone}`, el("h3", "", spec.name), this.figure, this.note, this.drawing);
+    this.peak = el("span", "peak");
+    this.since = el("span");
+    const axis = el("p", "times", this.since, el("span", "", "1 min"), el("span", "", "now"));
+    this.node = el("article", `tile ${spec.tone}`, el("h3", "", spec.name), this.figure, this.note, el("div", "chart", this.peak, this.drawing), axis);
     this.node.id = `tile-${spec.id}`;
     this.at = null;
     this.drawing.addEventListener("pointermove", (event) => {
@@ -86,13 +110,15 @@ class Tile {
   }
 
   draw() {
-    const { window, series, workers } = this.state;
+    const { window, series } = this.state;
     const curves = this.spec.curves(series);
-    const top = Math.max(1e-9, ...curves.flat().filter((v) => v !== null)) * 1.08;
-    const last = curves.at(-1);
-    this.node.classList.toggle("calm", last.every((v) => !v));
+    const peak = Math.max(1e-9, ...curves.flat().filter((v) => v !== null)), top = (this.spec.top ?? peak) * 1.08;
+    const last = curves.at(-1), calm = last.every((v) => !v);
+    this.node.classList.toggle("calm", calm);
+    put(this.peak, calm ? "" : `highest ${this.spec.point(peak)}`);
+    put(this.since, `${last.length / 60} min ago`);
     figure(this.figure, this.spec.figure(window));
-    put(this.note, this.at === null ? this.spec.note(window, workers) : this.hint(last));
+    put(this.note, this.at === null ? this.spec.note(window, this.state) : this.hint(last));
     this.front.setAttribute("d", path(last, top));
     this.area.setAttribute("d", path(last, top, true));
     this.back.setAttribute("d", curves.length > 1 ? path(curves[0], top) : "");
@@ -127,7 +153,7 @@ function piece(points, filled) {
   return filled ? `${line}L${points.at(-1)[0].toFixed(1)} ${HEIGHT}L${points[0][0].toFixed(1)} ${HEIGHT}Z` : line;
 }
 
-/** Makes the tiles once; the answer is told every new state. */
+/** Makes the tiles once; the answer is called with every new state. */
 export function makeTiles(section) {
   const tiles = TILES.map((spec) => new Tile(spec));
   section.append(...tiles.map((tile) => tile.node));

@@ -3,20 +3,16 @@
 // A dot's place follows from its request's marks and the time shown, which lies a little behind: so what the page hears of
 // once a second moves evenly, and a request that took 20 ms is still seen to pass.
 
-import { amount, bytes, el, figure, nameOf, put, said, svg } from "/web/show.js";
+import { amount, bytes, el, figure, nameOf, percent, put, said, svg } from "/web/show.js";
+import { QUEUES } from "/web/stages.js";
 import { answeringOf } from "/web/timeline.js";
+import { term } from "/web/tip.js";
 
 const BEHIND_S = 1.5, TRAVEL_S = 0.45, STAY_S = 0.25;
 const MAX_DOTS = 72, MAX_CARDS = 8, RAIL = 22;
 
-const STAGES = {
-  prefill: [["bootstrap", "bootstrap"], ["waiting", "waiting"], ["running", "running"], ["inflight", "inflight"]],
-  decode: [["prealloc", "prealloc"], ["transfer", "transfer"], ["running", "running"]],
-  unified: [["waiting", "waiting"], ["running", "running"]],
-  encode: [["waiting", "waiting"], ["running", "running"]],
-};
 const SIZES = ["tp", "pp", "dp"]; // of ranks
-const LATE = ["retracted", "retracted"]; // shown where there are any
+const LATE = "retracted"; // a queue that is shown where it holds requests
 
 class Card {
   constructor(worker) {
@@ -26,14 +22,16 @@ class Card {
     this.bar = el("span", "bar");
     this.sizes = el("span", "sizes");
     this.usage = el("span", "usage");
-    this.counts = el("p", "note counts");
+    this.counts = el("span", "counts");
+    this.cache = el("span", "cache");
+    this.model = el("p", "note model");
     this.dock = el("div", "dock");
     this.node = el("article", "card", el("p", "head", this.health, this.name, this.sizes, this.usage), el("span", "track", this.bar),
-      this.counts, this.dock);
+      el("p", "note", this.counts, this.cache), this.model, this.dock);
     this.node.dataset.url = worker.url;
   }
 
-  update(worker) {
+  update(worker, severalModels) {
     const { report, switching_to: next } = worker;
     const health = next ? "switching" : worker.health;
     this.node.dataset.health = health;
@@ -41,22 +39,25 @@ class Card {
     const several = SIZES.filter((name) => ranks[name] > 1);
     put(this.sizes, several.map((name) => `${name.toUpperCase()} ${ranks[name]}`).join(" · "));
     const pids = several.length && ranks.pids.length ? `ranks: pid ${ranks.pids.join(", ")}` : "";
-    this.node.title = [worker.url, worker.error, pids].filter((text) => text).join("\n");
+    this.node.title = [worker.url, worker.models.join(", "), worker.error, pids].filter((text) => text).join("\n");
     const share = report && report.capacity_tokens ? report.used_tokens / report.capacity_tokens : null;
     put(this.usage, next ? `→ ${next}` : health !== "up" ? health : share === null ? "" : `${worker.role === "encode" ? "features" : "KV"} ${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`);
     this.bar.style.width = `${Math.min(1, share ?? 0) * 100}%`;
     put(this.counts, this.said(worker));
+    const hits = worker.role !== "decode" && report?.cached_tokens_total ? report.cached_tokens_total / report.prompt_tokens_total : null;
+    put(this.cache, hits === null ? "" : `cache hits ${said(percent(hits))}`);
+    put(this.model, severalModels ? worker.models[0] ?? "" : "");
   }
 
   /** Where requests stand there, by the worker's own word; else what the router has sent and not got back. */
   said(worker) {
     if (worker.switching_to) return worker.inflight_requests ? `ends what it has: ${worker.inflight_requests}` : "starts in its new role";
     if (worker.health === "down" || worker.health === "starting") return worker.error || "not checked yet";
-    if (!worker.report) return `${worker.inflight_requests} in flight, tells no load`;
+    if (!worker.report) return `${worker.inflight_requests} in flight, reports no load`;
     const { stages } = worker.report;
-    const shown = [...STAGES[worker.role], LATE].filter(([stage]) => stages[stage] > 0);
-    const sent = worker.inflight_requests ? `${worker.inflight_requests} in flight` : "at rest";
-    return shown.map(([stage, word]) => `${stages[stage]} ${word}`).join(" · ") || sent;
+    const shown = Object.keys(QUEUES[worker.role]).filter((stage) => stages[stage] > 0);
+    const sent = worker.inflight_requests ? `${worker.inflight_requests} in flight` : "idle";
+    return shown.map((stage) => `${stages[stage]} ${stage}`).join(" · ") || sent;
   }
 }
 
@@ -71,7 +72,7 @@ class Lane {
   }
 
   /** Whether cards came or went. */
-  update(workers, role) {
+  update(workers, role, severalModels) {
     const shown = workers.length > MAX_CARDS ? busiest(workers) : workers;
     const order = shown.map((w) => w.url).join(" ");
     const changed = order !== this.order;
@@ -81,7 +82,7 @@ class Lane {
       this.box.replaceChildren(...[...this.cards.values()].map((card) => card.node), this.more);
       this.order = order;
     }
-    for (const worker of shown) this.cards.get(worker.url).update(worker);
+    for (const worker of shown) this.cards.get(worker.url).update(worker, severalModels);
     put(this.more, workers.length > shown.length ? `and ${workers.length - shown.length} more` : shown.length ? "" : "no workers");
     this.countStages(workers, role);
     return changed;
@@ -89,18 +90,20 @@ class Lane {
 
   countStages(workers, role) {
     const total = (stage) => workers.reduce((sum, w) => sum + (w.report?.stages[stage] ?? 0), 0);
-    const late = total(LATE[0]) ? [LATE] : [];
-    const wanted = [...STAGES[role], ...late];
+    const wanted = Object.keys(QUEUES[role]).filter((stage) => stage !== LATE || total(stage));
     if (this.stages.children.length !== wanted.length)
-      this.stages.replaceChildren(...wanted.map(() => el("li", "", el("b"), el("span"))));
-    wanted.forEach(([stage, word], i) => {
-      const [count, name] = this.stages.children[i].children;
-      put(count, String(total(stage)));
-      put(name, word);
+      this.stages.replaceChildren(...wanted.map((stage) => el("li", "", el("b"), el("span", "", term(stage, QUEUES[role][stage])))));
+    wanted.forEach((stage, i) => {
+      put(this.stages.children[i].firstChild, String(total(stage)));
       this.stages.children[i].dataset.stage = stage;
       this.stages.children[i].classList.toggle("some", total(stage) > 0);
     });
   }
+}
+
+/** Models that workers serve, each once. */
+export function modelsOf(workers) {
+  return [...new Set(workers.map((w) => w.models[0] ?? "").filter((name) => name !== ""))].sort();
 }
 
 /** The fullest and what is not well, in the order of the table. */
@@ -135,11 +138,12 @@ class Flow {
     this.section.classList.toggle("unified", unified);
     this.section.classList.toggle("mixed", router.mixed);
     const of = (role) => workers.filter((w) => w.role === role);
-    if (unified) this.lanes.decode.update(of("unified"), "unified");
-    else for (const role of ["prefill", "decode"]) this.lanes[role].update(of(role), role);
-    if (router.mixed) this.lanes.alone.update(of("unified"), "unified");
+    const several = modelsOf(workers).length > 1;
+    if (unified) this.lanes.decode.update(of("unified"), "unified", several);
+    else for (const role of ["prefill", "decode"]) this.lanes[role].update(of(role), role, several);
+    if (router.mixed) this.lanes.alone.update(of("unified"), "unified", several);
     this.section.classList.toggle("encoding", of("encode").length > 0);
-    this.lanes.encode.update(of("encode"), "encode");
+    this.lanes.encode.update(of("encode"), "encode", several);
     put(this.lanes.decode.node.querySelector("h2"), unified ? "Workers" : "Decode");
     figure(this.nodes["arrivals-figure"], [said(amount(window.requests_per_s)), "per second"]);
     put(this.nodes["arrivals-note"], `${router.running} running`);

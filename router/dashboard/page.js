@@ -1,6 +1,6 @@
 // Asks the router for its state every second while the page is visible, and passes it to the parts that draw.
 
-import { makeFlow } from "/dashboard/flow.js";
+import { makeFlow, modelsOf } from "/dashboard/flow.js";
 import { makeTiles } from "/dashboard/charts.js";
 import { makeRoles } from "/dashboard/roles.js";
 import { makeRequests } from "/dashboard/requests.js";
@@ -58,7 +58,9 @@ async function lookOnce() {
 function summarise({ router, workers }) {
   const switching = workers.filter((w) => w.switching_to).length;
   const down = workers.filter((w) => w.health === "down" && !w.switching_to).length;
+  const models = modelsOf(workers);
   const words = [
+    ...(models.length > 1 ? [`${models.length} models`] : models),
     `${router.running} running`,
     `${workers.length} worker${workers.length === 1 ? "" : "s"}${down ? `, ${down} down` : ""}${switching ? `, ${switching} changing role` : ""}`,
     router.policy,

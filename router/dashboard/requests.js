@@ -1,7 +1,8 @@
 // The last requests as rows; a click opens one's time line. Owns the rows, and asks for the details of those that are open.
 
-import { el, put, said, svg, time } from "/web/show.js";
-import { drawBars, spansOf, timeLine, workerSpans } from "/web/timeline.js";
+import { el, nameOf, put, said, svg, time } from "/web/show.js";
+import { answeringOf, drawBars, spansOf, timeLine, workerSpans } from "/web/timeline.js";
+import { term } from "/web/tip.js";
 
 const KINDS = { "/v1/chat/completions": "chat", "/v1/completions": "completion", "/generate": "generate", "/v1/embeddings": "embedding" };
 
@@ -15,19 +16,59 @@ function statusOf(record) {
   return isBad(record) && record.status < 400 ? "broken" : String(record.status);
 }
 
+const CELLS = { // class -> [head, what it means]
+  when: ["Time", "When the request came."],
+  id: ["Request", "Its id, the X-Request-Id of its answer. A click shows its time line."],
+  kind: ["API", ""],
+  status: ["Status", "The HTTP status of its answer, or the stage in which it is."],
+  ttft: ["First token", "From the request until the first token."],
+  total: ["Total", "From the request until the end of its answer."],
+  tokens: ["In", "Tokens of the prompt, as the router estimates them. An open row has the worker's count."],
+  out: ["Out", "Tokens of a streamed answer, counted by its events. An open row has the worker's count."],
+  workers: ["Workers", "Prefill worker → decode worker."],
+};
+
+/** An element with the role of a table's part: as a grid, a table would lose its own. */
+function part(role, className, ...children) {
+  const made = el("div", className, ...children);
+  made.role = role;
+  return made;
+}
+
+function heads() {
+  const cells = Object.entries(CELLS).map(([name, [head, meaning]]) => part("columnheader", name, term(head, meaning)));
+  return part("rowgroup", "", part("row", "heads", ...cells, part("columnheader", "", "Time line")));
+}
+
+const count = (value) => value.toLocaleString("en");
+
+/** {input, output, cached}: tokens, as the workers counted them; empty where they kept nothing. `output`: of the worker that answered. */
+function usageOf(record, parts) {
+  const usage = parts.filter((one) => one.process !== "router").map((one) => [one.url, one.attributes ?? {}]);
+  const all = (name) => usage.map(([, attributes]) => attributes[`gen_ai.usage.${name}`] ?? 0);
+  if (!usage.length) return {};
+  const answering = answeringOf(record)?.answering;
+  const output = usage.filter(([url]) => url === answering).reduce((sum, [, attributes]) => sum + (attributes["gen_ai.usage.output_tokens"] ?? 0), 0);
+  return { input: Math.max(...all("input_tokens")), output, cached: Math.max(...all("cache_read.input_tokens")) };
+}
+
 class Row {
   constructor(record, ask) {
     this.workers = [];
+    this.exact = {};
     this.asked = 0;
     this.ask = ask;
-    this.cells = Object.fromEntries(["when", "id", "kind", "status", "ttft", "total"].map((name) => [name, el("span", name)]));
+    this.cells = Object.fromEntries(Object.keys(CELLS).map((name) => [name, part("cell", name)]));
+    this.open = el("button", "open", record.request_id);
+    this.open.type = "button";
+    this.open.setAttribute("aria-expanded", "false");
+    this.cells.id.append(this.open);
     this.mini = svg("svg", { class: "mini", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
-    this.head = el("button", "row", ...Object.values(this.cells), this.mini);
-    this.head.type = "button";
-    this.head.setAttribute("aria-expanded", "false");
-    this.detail = el("div", "detail");
-    this.detail.hidden = true;
-    this.node = el("div", "request", this.head, this.detail);
+    this.head = part("row", "row", ...Object.values(this.cells), part("cell", "bars", this.mini));
+    this.detail = part("cell", "detail");
+    this.below = part("row", "", this.detail);
+    this.below.hidden = this.detail.hidden = true;
+    this.node = part("rowgroup", "request", this.head, this.below);
     this.node.dataset.key = record.key;
     this.head.addEventListener("click", () => this.toggle());
     this.drawn = "";
@@ -44,11 +85,12 @@ class Row {
     const end = record.ended_s ?? state.now_s;
     const date = new Date((state.wall_s - state.now_s + record.started_s) * 1000);
     put(this.cells.when, date.toTimeString().slice(0, 8));
-    put(this.cells.id, record.request_id);
     put(this.cells.kind, KINDS[record.path] ?? record.path);
     put(this.cells.status, statusOf(record));
     put(this.cells.ttft, record.first_byte_s === null ? "" : said(time(record.first_byte_s - record.started_s)));
     put(this.cells.total, said(time(end - record.started_s)));
+    this.showWorkers();
+    this.showTokens();
     this.node.classList.toggle("bad", isBad(record) && record.status !== 499);
     this.node.classList.toggle("live", record.status === 0);
     drawBars(this.mini, spansOf(record), record.started_s, end, { width: 100, height: 8, row: 0 });
@@ -57,9 +99,23 @@ class Row {
     if (ended) this.refresh(); // now the workers have told their part
   }
 
+  showWorkers() {
+    const attempt = answeringOf(this.record), cell = this.cells.workers;
+    const names = attempt === null ? [] : [attempt.prefill, attempt.answering].filter((url) => url !== null).map(nameOf);
+    if (cell.title === names.join(" → ")) return;
+    cell.title = names.join(" → ");
+    cell.replaceChildren(...names.flatMap((name, i) => [...(i ? [" → "] : []), el("i", names.length > 1 && !i ? "prefill" : "decode"), name]));
+  }
+
+  showTokens() {
+    const { input, output } = this.exact, { prompt_tokens: estimate, num_events: events } = this.record;
+    put(this.cells.tokens, input ? count(input) : estimate ? `~${count(estimate)}` : "–");
+    put(this.cells.out, output ? count(output) : events > 1 ? `~${count(events)}` : "–");
+  }
+
   async toggle() {
-    this.detail.hidden = !this.detail.hidden;
-    this.head.setAttribute("aria-expanded", String(!this.detail.hidden));
+    this.below.hidden = this.detail.hidden = !this.detail.hidden;
+    this.open.setAttribute("aria-expanded", String(!this.detail.hidden));
     if (this.detail.hidden) return;
     this.show(this.record);
     await this.refresh();
@@ -86,17 +142,24 @@ class Row {
   async askWorkers() {
     this.asked += 1;
     const answer = await this.ask("/traces", { ids: [this.record.request_id] });
-    return answer.ok ? workerSpans(this.record, (await answer.json()).records ?? [], this.wall) : [];
+    const parts = answer.ok ? (await answer.json()).records ?? [] : [];
+    this.exact = usageOf(this.record, parts);
+    this.showTokens();
+    return workerSpans(this.record, parts, this.wall);
   }
 
   show(record) {
     const end = record.ended_s ?? this.now;
+    const { input, output, cached } = this.exact;
+    const apart = record.num_events > 1 && record.last_byte_s !== null ? (record.last_byte_s - record.first_byte_s) / (record.num_events - 1) : null;
+    const answer = [...(output ? [`${count(output)} tokens`] : []), ...(apart === null ? [] : [`${count(record.num_events)} events, ${said(time(apart))} apart`])];
     const facts = [
       ["request id", record.request_id],
-      ["prompt", `about ${record.prompt_tokens} tokens`],
+      ...(record.model ? [["model", record.model]] : []),
+      ["workers", this.cells.workers.title || "none yet"],
+      ["prompt", input ? `${count(input)} tokens, ${count(cached)} of them from the prefix cache` : `about ${count(record.prompt_tokens)} tokens`],
       ["first token", record.first_byte_s === null ? "not yet" : said(time(record.first_byte_s - record.started_s))],
-      ...(record.num_events > 1 && record.last_byte_s !== null
-        ? [["answer", `${record.num_events} events, ${said(time((record.last_byte_s - record.first_byte_s) / (record.num_events - 1)))} apart`]] : []),
+      ...(answer.length ? [["answer", answer.join(", ")]] : []),
       ...record.attempts.flatMap((a, i) => (a.failure ? [[`try ${i + 1} failed`, a.failure]] : [])),
       ...(record.failure && !record.attempts.some((a) => a.failure === record.failure) ? [["failed", record.failure]] : []),
     ];
@@ -107,10 +170,14 @@ class Row {
   }
 }
 
-/** `ask(path, body)` fetches; the answer is told every new state. While a row is open the list stands still, and `held` says so. */
+/** `ask(path, body)` fetches; the answer is called with every new state. While a row is open the list stands still, and `held` says so. */
 export function makeRequests(box, held, ask) {
   const rows = new Map();
   const empty = el("p", "note", "No request has come yet.");
+  const table = part("table", "", heads());
+  table.ariaLabel = "Last requests";
+  table.hidden = true;
+  box.append(empty, table);
   return (state) => {
     const shown = new Map(state.requests.map((record) => [record.key, record]));
     const open = [...rows.values()].filter((row) => !row.detail.hidden);
@@ -123,8 +190,8 @@ export function makeRequests(box, held, ask) {
       rows.get(key).update(record, state);
     }
     const order = [...rows.values()].sort((a, b) => b.record.started_s - a.record.started_s || (a.record.key < b.record.key ? 1 : -1));
-    order.forEach((row, i) => { if (box.children[i] !== row.node) box.insertBefore(row.node, box.children[i] ?? null); });
-    if (!order.length) box.replaceChildren(empty);
-    else empty.remove();
+    order.forEach((row, i) => { if (table.children[i + 1] !== row.node) table.insertBefore(row.node, table.children[i + 1] ?? null); });
+    table.hidden = !order.length;
+    empty.hidden = !table.hidden;
   };
 }

@@ -35,6 +35,7 @@ class Second(msgspec.Struct):
     failures: dict[str, int] = msgspec.field(default_factory=dict)
     # Increases between reports, not summed, as all processes receive the same.
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     kv_bytes: int = 0
 
@@ -66,6 +67,7 @@ class DashboardRequest(msgspec.Struct):
     status: int = 0
     failure: str = ""
     caller: str = ""  # name of its API key
+    model: str = ""  # as the client named it
     rooms: list[int] = []  # all its attempts'
 
 
@@ -151,6 +153,7 @@ class Recorder:
         second = self.second(self.now_s())
         if role is not Role.DECODE:
             second.prompt_tokens += max(0, report.prompt_tokens_total - before.prompt_tokens_total)
+            second.cached_tokens += max(0, report.cached_tokens_total - before.cached_tokens_total)
             second.kv_bytes += max(0, report.kv_bytes_total - before.kv_bytes_total)
         if role is not Role.PREFILL:
             second.output_tokens += max(0, report.output_tokens_total - before.output_tokens_total)
@@ -260,6 +263,7 @@ class RequestTrace:
 
     def __init__(self, request: RequestContext, span: SpanContext | None) -> None:
         parsed = request.parsed
+        model = bytes(parsed.fields.get("model", b""))[:MAX_MODEL_BYTES]
         self.span = span
         self.attempts: dict[PairAttempt, DashboardAttempt] = {}  # while it runs
         self.past: list[_PastCall] = []  # after that
@@ -272,11 +276,11 @@ class RequestTrace:
             prompt_tokens=parsed.prompt_tokens,
             attempts=[],
             caller=request.caller,
+            model=(decode_or_none(model, str) or "") if model else "",
         )
         self._request: RequestContext | None = request
         self._request_id = request.request_id
         self._num_samples = parsed.num_samples
-        self._model = bytes(parsed.fields.get("model", b""))[:MAX_MODEL_BYTES]
 
     def add(self, attempt: PairAttempt) -> None:
         prefill = None if attempt.prefill is None else attempt.prefill.worker.url
@@ -329,7 +333,7 @@ class RequestTrace:
             request_id=self._request_id,
             process="router",
             operation=OPERATIONS.get(outcome.path, ""),
-            model=decode_or_none(self._model, str) or "",
+            model=outcome.model,
             start_s=outcome.started_s + wall,
             end_s=ended_s,
             error=str(outcome.status) if outcome.status >= 400 else "",

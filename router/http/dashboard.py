@@ -44,7 +44,7 @@ def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
 def _merge_second(into: Second, second: Second) -> None:
     for name in ("arrived", "ended", "failed", "retried"):
         setattr(into, name, getattr(into, name) + getattr(second, name))
-    for name in ("prompt_tokens", "output_tokens", "kv_bytes"):
+    for name in ("prompt_tokens", "cached_tokens", "output_tokens", "kv_bytes"):
         setattr(into, name, max(getattr(into, name), getattr(second, name)))
     add(into.ttft, second.ttft)
     add(into.gaps, second.gaps)
@@ -65,6 +65,7 @@ def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str,
     return {
         "url": worker.url,
         "role": worker.role.value,
+        "models": worker.models,
         "switching_to": switching_to,
         "health": "silent" if worker.silent else worker.health.value,
         "error": worker.checks.error[:MAX_FAILURE_CHARS],
@@ -100,6 +101,7 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
         "requests_per_s": sum(s.ended for s in inside) / covered_s,
         "output_tokens_per_s": sum(s.output_tokens for s in inside) / covered_s,
         "prompt_tokens_per_s": sum(s.prompt_tokens for s in inside) / covered_s,
+        "cache_hit_rate": _hit_rate(inside),
         "kv_bytes_per_s": sum(s.kv_bytes for s in inside) / covered_s,
         "ended": sum(s.ended for s in inside),
         "failed": sum(s.failed for s in inside),
@@ -120,12 +122,19 @@ def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | N
         "failed": [float(s.failed) for s in shown],
         "output_tokens": _smooth(shown, lambda s: s.output_tokens),
         "prompt_tokens": _smooth(shown, lambda s: s.prompt_tokens),
+        "cache_hit_rate": [_hit_rate(shown[max(0, i - SMOOTH_S + 1) : i + 1]) for i in range(len(shown))],
         "kv_bytes": _smooth(shown, lambda s: s.kv_bytes),
         "ttft_p50": [quantile(s.ttft, 0.5) for s in shown],
         "ttft_p99": [quantile(s.ttft, 0.99) for s in shown],
         "gap_p50": [quantile(s.gaps, 0.5) for s in shown],
         "gap_p99": [quantile(s.gaps, 0.99) for s in shown],
     }
+
+
+def _hit_rate(seconds: Sequence[Second]) -> float | None:
+    """Return the share of prompt tokens that the prefix caches had."""
+    prompt_tokens = sum(s.prompt_tokens for s in seconds)
+    return min(1.0, sum(s.cached_tokens for s in seconds) / prompt_tokens) if prompt_tokens else None
 
 
 def _smooth(shown: Sequence[Second], value: Callable[[Second], int]) -> list[float | None]:

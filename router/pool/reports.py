@@ -42,6 +42,7 @@ def parse_load(answer: object) -> LoadReport | None:
         capacity_tokens=_total(rows, "max_total_num_tokens"),
         stages=_stages(rows),
         prompt_tokens_total=_total(_parts(rows, "totals"), "prompt_tokens"),
+        cached_tokens_total=_total(_parts(rows, "totals"), "cached_tokens"),
         output_tokens_total=_total(_parts(rows, "totals"), "generation_tokens"),
         kv_bytes_total=_total(_parts(rows, "totals"), "kv_transfer_bytes"),
         transfer_gb_s=_mean(_parts(rows, "disaggregation"), "kv_transfer_speed_gb_s"),

@@ -40,7 +40,7 @@ class LoadReport:
     """A worker's report, summed over ranks. `*_total` count since its start.
 
     `stages`: requests by stage (reports.py). `transfer_*`: recent means. `pending_tokens`: demand
-    of decode's prealloc queue. `accept_length`: tokens per request and step, 0 if unknown.
+    of decode's prealloc queue. `cached_tokens_total`: of the prompt tokens. `accept_length`: tokens per request and step, 0 if unknown.
     """
 
     running_reqs: int = 0
@@ -50,6 +50,7 @@ class LoadReport:
     capacity_tokens: int = 0
     stages: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
     output_tokens_total: int = 0
     kv_bytes_total: int = 0
     transfer_gb_s: float = 0.0

@@ -30,7 +30,7 @@ const plain = (value, places) => value.toLocaleString("en", { maximumFractionDig
 export function amount(value) {
   if (value >= 1e9) return [plain(value / 1e9, 2), "G"];
   if (value >= 1e6) return [plain(value / 1e6, 2), "M"];
-  if (value >= 1e5) return [plain(value / 1e3, 0), "k"];
+  if (value >= 1e4) return [plain(value / 1e3, value >= 1e5 ? 0 : 1), "k"];
   return [plain(value, value >= 1000 ? 0 : digits(value)), ""];
 }
 
@@ -40,6 +40,11 @@ export function time(seconds) {
   if (seconds < 1e-3) return [plain(seconds * 1e6, 0), "µs"];
   if (seconds < 1) return [plain(seconds * 1e3, digits(seconds * 1e3)), "ms"];
   return [plain(seconds, digits(seconds)), "s"];
+}
+
+/** [figure, unit] of a share; "–" without one. */
+export function percent(share) {
+  return [share === null || share === undefined ? "–" : `${plain(share * 100, share < 0.1 ? 1 : 0)}%`, ""];
 }
 
 /** [figure, unit] of bytes (a second). */

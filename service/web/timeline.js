@@ -1,6 +1,8 @@
 // The time line of a request: its spans, from the router's record and its workers' own, and the elements that show them.
 
 import { el, nameOf, said, svg, time } from "/web/show.js";
+import { meaningOf } from "/web/stages.js";
+import { term } from "/web/tip.js";
 
 /** The attempt that answers, or may yet. */
 export function answeringOf(record) {
@@ -13,7 +15,7 @@ export function spansOf(record) {
   const spans = [];
   const first = record.attempts[0];
   if (first && first.started_s - record.started_s > 1e-4)
-    spans.push({ lane: "router", name: "chosen", from: record.started_s, to: first.started_s, tone: "quiet" });
+    spans.push({ lane: "router", name: "routing", from: record.started_s, to: first.started_s, tone: "quiet" });
   const answering = answeringOf(record);
   record.attempts.forEach((attempt, i) => {
     const again = record.attempts.length > 1 ? ` (try ${i + 1})` : "";
@@ -83,8 +85,8 @@ export function timeLine(spans, start, end) {
       return bar;
     });
     const long = line.reduce((sum, span) => sum + (span.to ?? end) - span.from, 0);
-    const name = line.length > 1 ? `${line[0].name} × ${line.length}` : line[0].name;
-    return el("div", line[0].inner ? "line inner" : "line", el("span", "what", name), el("span", "where", line[0].lane),
+    const times = line.length > 1 ? [` × ${line.length}`] : [], name = term(line[0].name, meaningOf(line[0]));
+    return el("div", line[0].inner ? "line inner" : "line", el("span", "what", name, ...times), el("span", "where", line[0].lane),
       el("span", "bars", ...bars), el("span", "long", said(time(long))));
   });
   const marks = [0, 0.25, 0.5, 0.75, 1].map((share) => el("span", "", said(time(share * whole))));

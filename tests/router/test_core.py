@@ -107,7 +107,7 @@ def test_rooms_of_a_dp_rank_leave_it_when_divided() -> None:
 OF_ONE = {
     "num_running_reqs": 1,
     "disaggregation": {"prefill_inflight_queue_reqs": 2, "kv_transfer_speed_gb_s": 1.5},
-    "totals": {"prompt_tokens": 7, "generation_tokens": 8, "kv_transfer_bytes": 9},
+    "totals": {"prompt_tokens": 7, "cached_tokens": 6, "generation_tokens": 8, "kv_transfer_bytes": 9},
 }
 OF_ANOTHER = {
     "num_running_reqs": 3,
@@ -135,7 +135,7 @@ PENDING = {"disaggregation": {"pending_prealloc_token_usage": 0.25}, "totals": {
             {"loads": [OF_ONE, OF_ANOTHER]},
             LoadReport(
                 **{"running_reqs": 4, "stages": {"inflight": 6, "running": 4}, "transfer_gb_s": 1.5},
-                **{"prompt_tokens_total": 7, "output_tokens_total": 8, "kv_bytes_total": 9},
+                **{"prompt_tokens_total": 7, "cached_tokens_total": 6, "output_tokens_total": 8, "kv_bytes_total": 9},
             ),
         ),
         (

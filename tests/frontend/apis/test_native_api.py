@@ -132,6 +132,7 @@ def test_information(worker: Worker) -> None:
     assert (entry["num_waiting_reqs"], entry["num_running_reqs"], entry["num_total_reqs"]) == (0, 0, 0)
     assert worker.http.get("/loads").json()["loads"] == [entry]
     assert entry["disaggregation"]["decode_prealloc_queue_reqs"] == 2 and entry["max_running_requests"] == 64
+    assert (entry["totals"]["prompt_tokens"], entry["totals"]["cached_tokens"]) == (10, 5)
     assert entry["speculative"] == {"accept_length": 2.5, "accept_rate": 0.75}
 
 

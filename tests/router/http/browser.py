@@ -12,11 +12,13 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+AXE = (resources.files("axe_core_python") / "axe.min.js").read_text()
 CHROMIUM = "/usr/bin/chromium"  # `make test` installs it
 DEADLINE_S = 60.0
 _ARGS = (
@@ -91,6 +93,11 @@ class Page:
         beyond = f"n.getBoundingClientRect().right > innerWidth + 1 && !n.closest('{but}')"
         nodes = f"[...document.querySelectorAll('*')].filter((n) => {beyond})"
         return list(await self.js(f"{nodes}.map((n) => n.className || n.tagName)"))
+
+    async def violations(self) -> Any:
+        """What axe finds, with the nodes; the page has run `AXE`."""
+        found = "found.violations.map((rule) => [rule.id, rule.nodes.map((node) => node.html + node.failureSummary)])"
+        return await self.js(f"axe.run().then((found) => {found})")
 
     async def prefer(self, **features: str) -> None:
         """Media features, such as prefers_color_scheme="dark"."""

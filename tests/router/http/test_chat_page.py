@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from aiohttp import web
 from tests.frontend.conftest import start_worker
 from tests.router.behaviours import resets
 from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, stream, until
-from tests.router.http.browser import Page, tab
+from tests.router.http.browser import AXE, Page, tab
 
-AXE = (resources.files("axe_core_python") / "axe.min.js").read_text()
 EXCHANGES = "[...document.querySelectorAll('.exchange')]"
 LAST = "document.querySelector('.exchange:last-child')"
 DONE = f"{LAST}?.querySelector('.answer').getAttribute('aria-busy') === 'false'"
@@ -403,7 +401,7 @@ async def test_axe_finds_nothing_to_mend(devtools: str, scheme: str) -> None:
     async with shown(devtools, models=[SEEING]) as (c, page):
         await page.prefer(prefers_color_scheme=scheme)
         await page.js(AXE + "; true")
-        assert await violations(page) == []
+        assert await page.violations() == []
         answer_with(c, says(RICH + "\n\n" + CODE))
         await give(page, "button", "one.png")
         await page.until(f"{THUMBS} === 1")
@@ -414,19 +412,14 @@ async def test_axe_finds_nothing_to_mend(devtools: str, scheme: str) -> None:
         await page.js("document.getElementById('settings').open = true")
         await give(page, "button", "two.png")
         await page.until(f"{THUMBS} === 1")
-        assert await violations(page) == []
+        assert await page.violations() == []
         answer_with(c, always(400, {"error": {"message": "no"}}))
         await ask(page, "worse")
-        assert await violations(page) == []
+        assert await page.violations() == []
         await page.js("document.getElementById('key-open').click()")
-        assert await violations(page) == []
+        assert await page.violations() == []
         ground = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
         assert (sum(await page.js(ground)) > 700) == (scheme == "light")
-
-
-async def violations(page: Page) -> Any:
-    found = "found.violations.map((rule) => [rule.id, rule.nodes.map((node) => node.html + node.failureSummary)])"
-    return await page.js(f"axe.run().then((found) => {found})")
 
 
 async def test_a_finished_answer_is_announced_once_and_landmarks_have_names(devtools: str) -> None:

@@ -24,7 +24,7 @@ from tests.router.dummies import (
     cluster,
     until,
 )
-from tests.router.http.browser import Page, tab
+from tests.router.http.browser import AXE, Page, tab
 
 PATH = "/v1/chat/completions"
 
@@ -203,8 +203,8 @@ async def test_encoder_workers_have_a_row_of_their_own_where_there_are_any(devto
         assert page.complaints == []
 
 
-def of_rank(dp_rank: int) -> Behaviour:
-    """Answers, and has times of a DP rank for any request."""
+def of_rank(dp_rank: int, **attributes: Any) -> Behaviour:
+    """Answers, and has times of a DP rank for any request, and `attributes`."""
 
     async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if request.path != "/traces":
@@ -212,7 +212,7 @@ def of_rank(dp_rank: int) -> Behaviour:
         now_s = time.time()
         record = {"request_id": body["ids"][0], "process": worker.mode, "operation": "chat", "start_s": now_s}
         span = {"name": "decode_forward", "start_s": now_s, "end_s": now_s + 0.1}
-        rest = {"end_s": now_s + 1, "attributes": {"tandem.dp_rank": dp_rank}, "spans": [span]}
+        rest = {"end_s": now_s + 1, "attributes": {"tandem.dp_rank": dp_rank, **attributes}, "spans": [span]}
         return web.json_response({"records": [{**record, **rest}]})
 
     return behave
@@ -242,6 +242,116 @@ async def test_a_click_opens_the_time_line(devtools: str) -> None:
         await page.js(f"{row}.querySelector('button').click()")
         assert await page.js(f"{row}.querySelector('.detail').hidden")
         await rows(page, f"=== {before + 1}")
+
+
+async def test_a_row_names_its_workers_model_and_tokens(devtools: str) -> None:
+    async with shown(devtools) as (c, page):
+        c.prefills[0].behave = c.prefills[1].behave = of_rank(0, **usage(input=1234, cached=1000))
+        c.decodes[0].behave = c.decodes[1].behave = of_rank(0, **usage(input=1234, output=56))
+        await c.post(PATH, {**STREAM, "model": "poems", "messages": [{"role": "user", "content": "word " * 400}]})
+        await rows(page, "=== 1")
+        heads = await page.js("[...document.querySelectorAll('.heads > *')].map((n) => n.innerText)")
+        assert heads == HEADS
+        pair = [next(w for w in pool if w.seen).url.removeprefix("http://") for pool in (c.prefills, c.decodes)]
+        assert await page.js("document.querySelector('.request .workers').innerText") == " → ".join(pair)
+        assert (await page.js("document.querySelector('.request .tokens').innerText")).startswith("~")
+        await page.js("document.querySelector('.request button').click()")
+        await page.until("document.querySelector('.request .tokens').innerText === '1,234'")
+        assert await page.js("document.querySelector('.request .out').innerText") == "56"
+        facts = await page.js("document.querySelector('.facts').innerText")
+        assert (
+            "poems" in facts and "1,234 tokens, 1,000 of them from the prefix cache" in facts and "56 tokens" in facts
+        )
+        assert page.complaints == []
+
+
+HEADS = ["Time", "Request", "API", "Status", "First token", "Total", "In", "Out", "Workers", "Time line"]
+
+
+def usage(**tokens: int) -> dict[str, int]:
+    names = {"input": "input_tokens", "output": "output_tokens", "cached": "cache_read.input_tokens"}
+    return {f"gen_ai.usage.{names[name]}": count for name, count in tokens.items()}
+
+
+async def test_models_and_cache_hits_are_shown(devtools: str) -> None:
+    async with shown(devtools) as (c, page):
+        prompts = 0
+
+        def count_up() -> None:
+            nonlocal prompts
+            prompts += 100
+            c.prefills[0].load = load(totals={"prompt_tokens": prompts, "cached_tokens": prompts * 3 // 4})
+
+        for worker in (*c.prefills, *c.decodes):
+            worker.info, worker.incarnation = {"served_model_name": "smollm2"}, "a"
+        summary = "document.getElementById('summary').innerText"
+        await page.until(f"{summary}.startsWith('smollm2 · ')")
+        assert await page.js("[...document.querySelectorAll('.model')].map((n) => n.innerText).join('')") == ""
+        count_up()
+        await page.until(f"{card(c.prefills[0])}.innerText.includes('cache hits 75%')")
+        count_up()
+        await page.until("document.querySelector('#tile-cache .figure').innerText === '75%'")
+        assert "cache hits" not in await page.js(f"{card(c.prefills[1])}.innerText")
+        c.decodes[1].info, c.decodes[1].incarnation = {"served_model_name": "qwen"}, "b"
+        await page.until(f"{card(c.decodes[1])}.querySelector('.model').innerText === 'qwen'")
+        assert (await page.js(summary)).startswith("2 models · ")
+
+
+async def test_charts_have_a_time_axis_and_their_highest_value(devtools: str) -> None:
+    async with shown(devtools) as (c, page):
+        assert (await c.post(PATH, STREAM))[0] == 200
+        peak = "document.querySelector('#tile-requests .peak').innerText"
+        await page.until(f"{peak} === 'highest 1 a second'")
+        axes = await page.js(
+            "[...document.querySelectorAll('.times')].map((n) => n.innerText.split(/\\s{2,}|\\n/).join('|'))"
+        )
+        assert len(axes) == 8 and set(axes) == {"2 min ago|1 min|now"}
+        assert await page.js("document.querySelector('#tile-failures .peak').innerText") == ""
+
+
+async def test_names_of_stages_explain_themselves(devtools: str) -> None:
+    """By pointer and by key; Escape hides it, and so does leaving."""
+    async with shown(devtools) as (_, page):
+        await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        await page.until("document.querySelectorAll('.card').length === 4")
+        word, tip = "document.querySelector('#decode [data-stage=prealloc] .term')", "document.getElementById('tip')"
+        await page.js(f"{word}.focus()")
+        assert await page.js(f"{tip}.innerText") == "Waiting for free KV memory on the decode worker."
+        assert await page.js(f"{word}.getAttribute('aria-describedby') === 'tip' && !{tip}.hidden")
+        await page.press("Escape")
+        assert await page.js(f"{tip}.hidden && !{word}.hasAttribute('aria-describedby')")
+        await page.js(f"{word}.blur()")
+        x, y = await page.js(
+            f"(({{ x, y, width, height }}) => [x + width / 2, y + height / 2])({word}.getBoundingClientRect())"
+        )
+        await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        await page.until(f"!{tip}.hidden")
+        await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y + 20)  # onto the explanation itself
+        assert not await page.js(f"{tip}.hidden")
+        await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+        await page.until(f"{tip}.hidden")
+        unexplained = "[...document.querySelectorAll('.stages li')].filter((n) => !n.querySelector('.term'))"
+        assert await page.js(f"{unexplained}.length") == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing_to_mend(devtools: str, scheme: str) -> None:
+    async with shown(devtools) as (c, page):
+        await page.prefer(prefers_color_scheme=scheme)
+        await page.js(AXE + "; true")
+        await page.until("document.querySelectorAll('.card').length === 4")
+        assert await page.violations() == []
+        c.decodes[0].behave = always(500, {"error": {"message": "no memory"}})
+        while not c.decodes[0].seen:
+            await c.post(PATH, STREAM)
+        await page.until("document.querySelector('.request') !== null")
+        await page.js(
+            "document.querySelector('.request button').click(), document.querySelector('.heads .term').click()"
+        )
+        await page.until(
+            "document.querySelectorAll('.timeline .line').length > 0 && !document.getElementById('tip').hidden"
+        )
+        assert await page.violations() == []
 
 
 async def test_a_page_of_another_site_commands_nothing(devtools: str) -> None:

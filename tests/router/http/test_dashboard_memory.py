@@ -156,15 +156,19 @@ def test_memory_is_bounded() -> None:
 
 def test_what_workers_count_becomes_rates_and_a_new_process_is_no_negative_one() -> None:
     recorder = Recorder(Clock())
-    old = LoadReport(prompt_tokens_total=100, output_tokens_total=50, kv_bytes_total=1000)
-    new = LoadReport(prompt_tokens_total=130, output_tokens_total=70, kv_bytes_total=4000)
+    old = LoadReport(prompt_tokens_total=100, cached_tokens_total=40, output_tokens_total=50, kv_bytes_total=1000)
+    new = LoadReport(prompt_tokens_total=130, cached_tokens_total=52, output_tokens_total=70, kv_bytes_total=4000)
     recorder.on_report(Role.PREFILL, None, old)  # nothing to compare with
     recorder.on_report(Role.PREFILL, old, None)
     recorder.on_report(Role.PREFILL, old, new)
     recorder.on_report(Role.DECODE, old, new)
     recorder.on_report(Role.PREFILL, new, LoadReport())
     (second,) = recorder.snapshot().seconds
-    assert (second.prompt_tokens, second.output_tokens, second.kv_bytes) == (30, 20, 3000)
+    assert (second.prompt_tokens, second.cached_tokens, second.output_tokens, second.kv_bytes) == (30, 12, 20, 3000)
+    merged = merge([recorder.snapshot(), recorder.snapshot()])
+    picture = draw(merged, [], now_s=recorder.now_s() + 2)
+    assert picture["window"]["cache_hit_rate"] == 0.4 and picture["series"]["cache_hit_rate"][-1] == 0.4
+    assert draw(Recorder(Clock()).snapshot(), [], now_s=1002)["window"]["cache_hit_rate"] is None
 
 
 def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:

@@ -19,6 +19,7 @@ PD_QUEUES = {
 # since start, for rates
 TOTALS = {
     "prompt_tokens": "prompt_tokens",
+    "cached_tokens": "cached_tokens",
     "generation_tokens": "generation_tokens",
     "kv_transfer_bytes": "kv_sent_bytes",
     "transfer_failed": "transfer_failed",
