@@ -40,7 +40,8 @@ class LoadReport:
     """A worker's report, summed over ranks. `*_total` count since its start.
 
     `stages`: requests by stage (reports.py). `transfer_*`: recent means. `pending_tokens`: demand
-    of decode's prealloc queue. `cached_tokens_total`: of the prompt tokens. `accept_length`: tokens per request and step, 0 if unknown.
+    of decode's prealloc queue. `cached_tokens_total`: of the prompt tokens. `accept_length`: tokens
+    per request and step, 0 if unknown.
     """
 
     running_reqs: int = 0
