@@ -39,7 +39,7 @@ NO_PROMPTS = Bounds(vocab_size=0, context_length=0)  # of decode workers to comp
 class RoleAssembly:
     """Bookkeeping, metadata rows and sizes that the parts of a role share.
 
-    `page_bytes`: of all ranks. `moves_bytes`: False for a fake transfer.
+    `page_bytes`: of all ranks. `moves_bytes`: False for a fake transfer. `layout`: for routers.
     """
 
     scheduler: Scheduler
@@ -47,6 +47,7 @@ class RoleAssembly:
     page_size: int
     page_bytes: int
     moves_bytes: bool = True
+    layout: str = ""
 
     def prefill(
         self,
@@ -67,6 +68,7 @@ class RoleAssembly:
             prompts=prompts,
             directory=directory,
             parts=(*parts, recomputes),
+            layout=self.layout,
         )
 
     def prefixes(
@@ -95,6 +97,7 @@ class RoleAssembly:
             moves_bytes=self.moves_bytes,
             prealloc_timeout_s=prealloc_timeout_s,
             parts=(resumption, *parts),
+            layout=self.layout,
         )
 
     def moves(self, sends: Senders, source: KVSource) -> Moves:

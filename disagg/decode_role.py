@@ -48,10 +48,11 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         moves_bytes: bool,
         prealloc_timeout_s: float,
         parts: Sequence[PeerPart] = (),
+        layout: str = "",
     ) -> None:
         late = f"no KV memory within {prealloc_timeout_s:g} s"
         RequestTarget.__init__(self, scheduler, metadata, late=late)
-        PeerRole.__init__(self, scheduler, manager, metadata, parts)
+        PeerRole.__init__(self, scheduler, manager, metadata, parts, layout=layout)
         self._manager = manager
         self._moves_bytes = moves_bytes
         self._prealloc_timeout_s = prealloc_timeout_s

@@ -37,8 +37,9 @@ class PrefillRole(PeerRole):
         prompts: PromptHandovers,
         directory: Directory,
         parts: Sequence[PeerPart] = (),
+        layout: str = "",
     ) -> None:
-        super().__init__(scheduler, manager, prompts.pages.metadata, parts)
+        super().__init__(scheduler, manager, prompts.pages.metadata, parts, layout=layout)
         self._manager = manager
         self._prompts = prompts
         self._pages = prompts.pages

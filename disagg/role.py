@@ -168,14 +168,24 @@ class PartedRole(UnifiedRole):
 
 
 class PeerRole(PartedRole):
-    """A role whose requests' KV crosses workers: through a manager, with metadata rows."""
+    """A role whose requests' KV crosses workers: through a manager, with metadata rows.
+
+    `layout`: of its KV, as routers compare it (service/kv_layout.py).
+    """
 
     def __init__(
-        self, scheduler: Scheduler, manager: Senders | Receivers, metadata: MetadataBuffers, parts: Sequence[PeerPart]
+        self,
+        scheduler: Scheduler,
+        manager: Senders | Receivers,
+        metadata: MetadataBuffers,
+        parts: Sequence[PeerPart],
+        *,
+        layout: str = "",
     ) -> None:
         super().__init__(scheduler, parts)
         self._transfers = manager
         self._rows = metadata
+        self._layout = layout
 
     def take(self, wanted: RecomputeRequest, now_s: float) -> None:
         """Give a peer's request to the first part that takes it."""
@@ -183,6 +193,9 @@ class PeerRole(PartedRole):
         assert taken, f"room {wanted.room}: no part takes requests of peers"
 
     # ---- reports
+
+    def info(self) -> dict[str, Any]:
+        return ({"kv_layout": self._layout} if self._layout else {}) | super().info()
 
     @property
     def num_rows(self) -> int:

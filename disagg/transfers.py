@@ -11,10 +11,12 @@ from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.ranks.group import Group
 from engine.ranks.rank_checksum import GroupChecksum, RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
+from service.kv_layout import write_layout
 from transfer_backends.contract import KVArgs
 from transfer_backends.engines.rank_engines import RankEngines
 from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.engines.remote import RemoteEngine
+from transfer_backends.wire import layout_of
 
 
 def transfers_of(
@@ -50,6 +52,7 @@ def transfers_of(
             page_size=args.page_size,
             page_bytes=sum(args.layer_bytes) * args.kv_units,
             moves_bytes=spec.disagg.disaggregation_transfer_backend != "fake",
+            layout=write_layout(layout_of(args, backend=own.caps.name)),
         ),
         engine=RankEngines(engines) if remotes else engines[0],
         args=args,

@@ -9,11 +9,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from service.kv_layout import MAX_POOLS, Count
+
 Clock = Callable[[], float]
 U64 = npt.NDArray[np.uint64]
-
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +28,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.num_items * self.item_bytes
 
 
-MAX_POOLS = 8
 MAX_EXTENTS = 1 << 14  # per item on one rank
 
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**16)]

@@ -7,7 +7,6 @@ A ZMQ frame is a message: msgpack of a tagged struct. Both incarnations reveal m
 earlier process. `retry`: the write try, from 0.
 """
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -15,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from service.kv_events import MAX_NAMESPACE_CHARS
-from transfer_backends.contract import MAX_POOLS, Count, KVArgs, RankMemory, Region
+from service.kv_layout import MAX_POOLS, Count, Layout, Name, Text
+from transfer_backends.contract import KVArgs, RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 
 PROTOCOL_VERSION = 14
@@ -24,13 +24,10 @@ MAX_FRAME_BYTES = (8 << 20) + MAX_IMAGE_BYTES
 MAX_PAGES = 1 << 20  # per transfer
 MAX_ROW_BYTES = 64 << 10
 MAX_RANKS = 1024
-MAX_LAYERS = 4096
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Retry = Annotated[int, msgspec.Meta(ge=0, le=255)]
-Name = Annotated[str, msgspec.Meta(max_length=256)]
-Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Namespace = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=MAX_NAMESPACE_CHARS)], ...], msgspec.Meta(max_length=2)
 ]
@@ -40,14 +37,6 @@ TailBytes = Annotated[tuple[PageBytes, ...], msgspec.Meta(max_length=MAX_POOLS)]
 RowBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_ROW_BYTES)]
 
 
-BESIDE = "what a request has beside pages"
-REMEDIES = {
-    "dtype": "start both workers with one --dtype and one --kv-cache-dtype",
-    "kv_units": "give both workers one --kv-units, a multiple of each --tp-size",
-    BESIDE: "start both workers with the same model and flags, and --disable-hybrid-swa-memory if one has pipeline stages",
-}
-
-
 class MalformedFrame(ValueError):
     """The frame is not a message. Counted and dropped."""
 
@@ -55,22 +44,6 @@ class MalformedFrame(ValueError):
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     src: Name
     dst: Name
-
-
-class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Memory layout, equal on both sides."""
-
-    version: int
-    backend: Name
-    signature: Text
-    page_size: int
-    dtype: Name
-    kv_checksum: Name = "off"
-    kv_units: Count = 1
-    layer_bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
-    pools: Annotated[
-        tuple[tuple[Name, Count], ...], msgspec.Meta(max_length=MAX_POOLS)
-    ] = ()  # (kind, bytes of an item)
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -250,23 +223,3 @@ def layout_of(args: KVArgs, *, backend: str) -> Layout:
         args.layer_bytes,
         tuple((pool.kind, pool.item_bytes) for pool in args.pools),
     )
-
-
-def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
-    """Return an error with both values of the first different field."""
-    for name, a, b in _compared(mine, theirs):
-        if a != b:
-            remedy = REMEDIES.get(name, "start both workers with the same model and flags")
-            return f"{name} differs: {me} has {a!r}, {them} has {b!r}; {remedy}"
-    return None
-
-
-def _compared(mine: Layout, theirs: Layout) -> Iterator[tuple[str, object, object]]:
-    for name in ("version", "backend", "signature", "page_size", "dtype", "kv_checksum", "kv_units"):
-        yield name, getattr(mine, name), getattr(theirs, name)
-    yield "num_layers", len(mine.layer_bytes), len(theirs.layer_bytes)
-    for layer, (a, b) in enumerate(zip(mine.layer_bytes, theirs.layer_bytes, strict=False)):
-        yield f"bytes of layer {layer} in a unit of a page", a, b
-    yield BESIDE, [kind for kind, _ in mine.pools], [kind for kind, _ in theirs.pools]
-    for (kind, a), (_, b) in zip(mine.pools, theirs.pools, strict=False):
-        yield f"bytes of an item of {kind}", a, b

@@ -60,7 +60,9 @@ class HealthApi:
         return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
     async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
+        misfits = self.calls.table.misfits
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
+        late += [f"{w.role} {w.url}: {misfits[w.worker_id]}" for w in workers if w.worker_id in misfits]
         if late:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"
         if self.peers.is_peer(request):

@@ -42,6 +42,7 @@ from router.pool.reports import (
 from router.pool.worker import PAIR, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable, has_adapters, parse_models, reports_models
 from service.http.listening import url_of
+from service.kv_layout import read_layout
 from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
@@ -308,6 +309,7 @@ class HealthMonitor:
         if worker.role is Role.ENCODE and parse_encoder(info) is None:
             return NO_ENCODER
         worker.ranks = parse_ranks(info)
+        self.table.on_layout(worker, read_layout(info))
         if not watch.retired:
             self.on_info(worker, info)
         return ""

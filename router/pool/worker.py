@@ -12,6 +12,7 @@ import msgspec
 
 from router.pool.breaker import Check, Circuit, Health
 from router.pool.shared_load import SharedLoad
+from service.kv_layout import Layout
 
 if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
@@ -132,6 +133,7 @@ class Worker:
     switching_to: Role | None = None  # role requested by this router
     discovered: bool = False  # found by service discovery in each process
     models: tuple[str, ...] = ()  # served names, base first; empty if unknown
+    layout: Layout | None = None  # of its KV; None if unknown
     runtime_type: str | None = None  # VLLM (reports.py) or None
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # running, oldest first

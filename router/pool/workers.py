@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from router.config import BreakerFlags, HealthFlags
 from router.pool.breaker import HEALTH_TRANSITIONS, Check, Circuit, Health, State
+from router.pool.pairs import Group, fits, groups_of, misfits_of
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import (
     MAX_WORKERS,
@@ -23,6 +24,7 @@ from router.pool.worker import (
     Worker,
 )
 from service.http.errors import ApiError
+from service.kv_layout import Layout
 
 # ---- models of workers
 
@@ -169,6 +171,8 @@ class WorkerTable:
     _by_slot: dict[int, Worker] = field(default_factory=dict)  # by slot in `peers`
     _next_id: int = 0
     _pools: dict[tuple[Role, str], Pool] = field(default_factory=dict)  # cache
+    _routes: dict[tuple[Way, str], tuple[Group, ...]] = field(default_factory=dict)  # cache
+    _misfits: Mapping[int, str] | None = None  # cache
     _models: Catalogue | None = None  # cache, until models change
     _unsettled: dict[int, Worker] = field(default_factory=dict)  # with circuits that are not closed
 
@@ -254,12 +258,34 @@ class WorkerTable:
         return found
 
     def _pool(self, role: Role, model: str) -> Pool:
-        serving = [w for w in self.alive(role) if not model or serves(w.models, model)]
-        return tuple([w for w in serving if not w.silent] or serving)
+        return _heard(self._serving(role, model))
 
-    def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
+    def _serving(self, role: Role, model: str) -> Pool:
+        return [w for w in self.alive(role) if not model or serves(w.models, model)]
+
+    def routes(self, way: Way, model: str) -> Sequence[Group]:
+        """Return the groups of workers that fit and serve `model` (empty: any). Cached."""
+        found = self._routes.get((way, model))
+        if found is None:
+            if len(self._routes) >= MAX_POOLS:
+                self._routes.clear()
+            found = self._routes[way, model] = self._groups(way, model)
+        return found
+
+    @property
+    def misfits(self) -> Mapping[int, str]:
+        """Return why workers that are up have no fitting peer, by id. Cached."""
+        if self._misfits is None:
+            self._misfits = misfits_of(self.alive(Role.PREFILL), self.alive(Role.DECODE))
+        return self._misfits
+
+    def _groups(self, way: Way, model: str) -> tuple[Group, ...]:
+        names = self.models.bases if not model and self.models.several else (model,)
+        groups = [group for name in names for group in groups_of([self._serving(role, name) for role in way])]
+        return tuple([tuple([_heard(pool) for pool in group]) for group in groups])
+
+    def ready(self, pool: Pool, *, now_s: float) -> Pool:
         """Return the pool's workers with closed circuits, else all."""
-        pool = self.pool(role, model)
         faulty: set[int] = set()
         if self._unsettled:
             faulty = {worker_id for worker_id, worker in self._unsettled.items() if not worker.circuit.takes(now_s)}
@@ -274,14 +300,11 @@ class WorkerTable:
 
     def has_others(self, worker: Worker) -> bool:
         """Return whether other workers can replace it: its role, or another whole route."""
-        if any(other is not worker and not other.silent for other in self.pool_of(worker)):
+        if any(other is not worker and not other.silent and fits(other, worker) for other in self.pool_of(worker)):
             return True
         model = worker.models[0] if worker.models else ""
-        ways = (way for way in (PAIR, UNIFIED) if worker.role not in way)
-        return any(all(self._answers(self.pool(role, model)) for role in way) for way in ways)
-
-    def _answers(self, pool: Pool) -> bool:
-        return bool(pool) and not pool[0].silent
+        groups = [group for way in (PAIR, UNIFIED) for group in self.routes(way, model)]
+        return any(all(any(w is not worker and not w.silent for w in pool) for pool in group) for group in groups)
 
     def pool_of(self, worker: Worker) -> Pool:
         return self.pool(worker.role, worker.models[0] if worker.models else "")
@@ -339,6 +362,11 @@ class WorkerTable:
         worker.bootstrap.given_port = None
         self._forget(worker)
 
+    def on_layout(self, worker: Worker, layout: Layout | None) -> None:
+        if layout != worker.layout:
+            worker.layout = layout
+            self._on_change()
+
     def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
         if names != worker.models:
             worker.models, self._models = names, None
@@ -362,6 +390,8 @@ class WorkerTable:
 
     def _on_change(self) -> None:
         self._pools.clear()
+        self._routes.clear()
+        self._misfits = None
         self.on_change()
 
     def _on_circuit(self, worker: Worker, until_s: float) -> None:
@@ -381,6 +411,7 @@ class WorkerTable:
         assert sorted(self._unsettled) == [w.worker_id for w in workers if w.circuit.state is not State.CLOSED]
         anew = {key: self._pool(*key) for key in self._pools}
         assert self._pools == anew
+        assert self._routes == {key: self._groups(*key) for key in self._routes}
         self.loads.check(workers)
 
 
@@ -401,21 +432,32 @@ def is_up(worker: Worker) -> bool:
     return not worker.leaving or worker.last_resort
 
 
+def _heard(pool: Pool) -> Pool:
+    return tuple([w for w in pool if not w.silent] or pool)
+
+
 def _kind(check: Check) -> Check:
     return Check.FAILED if check is Check.REFUSED else check
 
 
 def missing_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
     """Return roles without live worker, none if a route is complete."""
-    return _lacking([role for role in way if not table.pool(role, model)] for way in ways)
+    return _lacking(_missing(table, way, model) for way in ways)
+
+
+def _missing(table: WorkerTable, way: Way, model: str) -> list[Role]:
+    """Return all roles of a route whose workers do not fit."""
+    if table.routes(way, model):
+        return []
+    return [role for role in way if not table.pool(role, model)] or list(way)
 
 
 def silent_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
     """Return roles with silent workers only, none if a complete route answers."""
-    whole = [pools for way in ways if all(pools := [table.pool(role, model) for role in way])]
+    whole = [pools for way in ways for pools in table.routes(way, model)]
     return _lacking([pool[0].role for pool in pools if pool[0].silent] for pools in whole)
 
 
 def _lacking(of_ways: Iterable[list[Role]]) -> list[Role]:
     found = list(of_ways)
-    return [role for roles in found for role in roles] if all(found) else []
+    return list(dict.fromkeys(role for roles in found for role in roles)) if all(found) else []

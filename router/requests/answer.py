@@ -234,11 +234,13 @@ def draining(message: str) -> ApiError:
 def no_worker(
     table: WorkerTable, missing: list[Role], model: str = "", *, retry_after_s: int | None = None
 ) -> ApiError:
-    """Return an error with the missing role and workers' states."""
+    """Return an error with the missing roles and workers' states."""
+    misfits = table.misfits
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
-    why = "; ".join(f"{w.url}: {_state(w)}" for w in known[:4]) or "none was given"
+    why = "; ".join(f"{w.url}: {misfits.get(w.worker_id) or _state(w)}" for w in known[:4]) or "none was given"
     what = f"worker for model {model!r}" if model and table.models.several else "worker"
     state = "answers" if known and all(w.silent for w in known) else "is alive"
+    state = "has a peer that fits" if any(w.worker_id in misfits for w in known) else state
     message = f"no {' and no '.join(missing)} {what} {state} ({why})"
     return ApiError(503, message, code="no_worker", retry_after_s=retry_after_s)
 

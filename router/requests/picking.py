@@ -13,6 +13,7 @@ from router.attempts.request import RequestContext, RequestRefused, Slo
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy, RoutingHints, few_of, least_loaded
 from router.pool.heartbeats import ROUNDING_S
+from router.pool.pairs import fits
 from router.pool.worker import Pool, Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.route_choice import Placements, Pools, RouteChooser
@@ -75,9 +76,9 @@ class Picker:
         return self.choose(request, ways)
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
-        """Pick the least loaded responsive worker other than `but`."""
-        alike = [pools[-1] for way, pools in zip(request.ways, self.pools(request), strict=True) if way[-1] is but.role]
-        others = [worker for worker in alike[0] if worker is not but]
+        """Pick the least loaded responsive worker other than `but` that its KV fits."""
+        alike = self._narrow(request, self.table.pool(but.role, request.model), self.clock())
+        others = [worker for worker in alike if worker is not but and fits(worker, but)]
         if not others or others[0].silent:
             return None
         best = least_loaded(few_of(others, self.policies[but.role].draw))
@@ -85,17 +86,26 @@ class Picker:
 
     def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
         """Choose a worker of each pool of a route, and record it."""
-        if self.ways is not None and len(ways) > 1:
+        if len(ways) > 1:
             now_s = self.clock()
-            return self.ways.choose(self._sound(request, ways, now_s), request.hints, now_s, request.slo)
+            ways = self._sound(request, ways, now_s)
+            if self.ways is not None:
+                return self.ways.choose(ways, request.hints, now_s, request.slo)
         policies, hints = self.policies, request.hints
-        return tuple([policies[pool[0].role].choose(pool, hints) for pool in ways[0]])
+        return tuple([policies[pool[0].role].choose(pool, hints) for pool in _least_loaded(ways)])
 
     def pools(self, request: RequestContext) -> list[list[Pool]]:
-        """Return each route's pools, whose workers are silent only if all are."""
-        table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
-        ways = [[table.ready(role, model, now_s=now_s) for role in way] for way in request.ways]
-        return ways if failed is None else [[failed.best_of(pool) for pool in pools] for pools in ways]
+        """Return each complete route's pools, whose workers are silent only if all are.
+
+        A pair has a route for each KV layout, so that no request goes to workers that do not fit.
+        """
+        table, model, now_s = self.table, request.model, self.clock()
+        groups = [group for way in request.ways for group in table.routes(way, model)]
+        return [[self._narrow(request, pool, now_s) for pool in group] for group in groups]
+
+    def _narrow(self, request: RequestContext, pool: Pool, now_s: float) -> Pool:
+        ready = self.table.ready(pool, now_s=now_s)
+        return ready if request.failed is None else request.failed.best_of(ready)
 
     def missing(self, request: RequestContext) -> list[Role]:
         table, ways, model = self.table, request.ways, request.model
@@ -112,14 +122,16 @@ class Picker:
                 refused = refused or error
         if refused is not None and not found:
             raise refused
+        now_s = self.clock()
+        sound = self._sound(request, [pools for pools, _ in found], now_s)
         if self.ways is not None and len(found) > 1:
-            now_s = self.clock()
-            sound = self._sound(request, [pools for pools, _ in found], now_s)
             placements = [way for pools, way in found if any(pools is one for one in sound)]
             return self.ways.take(sound, placements, request.hints, now_s, slo)
-        for choice in found[0][1]:
+        best = _least_loaded(sound)
+        chosen = next(way for pools, way in found if pools is best)
+        for choice in chosen:
             self.policies[choice.worker.role].note(choice, request.hints)
-        return found[0][1]
+        return chosen
 
     def _look_in_time(self, request: RequestContext, slo: Slo, pools: Pools) -> Placements:
         look, hints, now_s = self.look_in_time, request.hints, self.clock()
@@ -166,3 +178,13 @@ class Picker:
     def _on_change(self) -> None:
         for waiter in self._waiters:
             waiter.wake()
+
+
+def _least_loaded(ways: Sequence[Pools]) -> Pools:
+    """Return the route whose least loaded workers have the least load."""
+    return ways[0] if len(ways) == 1 else min(ways, key=_load_of)
+
+
+def _load_of(pools: Pools) -> tuple[int, int]:
+    best = [least_loaded(pool) for pool in pools]
+    return sum(w.load_tokens for w in best), sum(w.assigned_total for w in best)

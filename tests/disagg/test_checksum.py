@@ -7,11 +7,12 @@ import pytest
 
 from disagg.metadata import FirstToken, KVCorrupt, MetadataBuffers, verified
 from engine.core.plan import ItemResult
+from service.kv_layout import layout_conflict
 from tests.core.hash_model import HashModel, Slot, expected_tokens
 from tests.disagg.test_resumption import assert_right, resumed
 from tests.disagg.two_roles import Cluster, crowded
 from transfer_backends.contract import KVArgs, Region, Tail
-from transfer_backends.wire import layout_conflict, layout_of
+from transfer_backends.wire import layout_of
 
 ROOM = Region(1 << 20, 8, 64, None)
 EMPTY, DAMAGED = Slot(0, 0), Slot(7, 7)

@@ -16,9 +16,10 @@ import pytest
 import zmq
 
 from bootstrap_server.protocol import Registration, RouteReply
+from service.kv_layout import Layout
 from tests.e2e.cluster import Cluster
 from transfer_backends.contract import RankMemory, Region
-from transfer_backends.wire import Layout, Register, encode
+from transfer_backends.wire import Register, encode
 
 ANSWER_S = 60.0
 # A traceback that is not aiohttp's own about bytes that it could not parse (which it has answered with a 400).

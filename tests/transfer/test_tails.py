@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from service.kv_layout import layout_conflict
 from tests.transfer.cores import ARGS, CAPS, KEY, PAGES, SRC, JoinedCores, prefill_core
 from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool, TargetPages
 from transfer_backends.prefill.inbox import Chunk, Post
 from transfer_backends.sides import KVPoll, PeerProtocolError
-from transfer_backends.wire import Register, TransferInfo, layout_conflict, layout_of, pack_ids
+from transfer_backends.wire import Register, TransferInfo, layout_of, pack_ids
 
 STATES = Region(1 << 40, 8, 5000, None)  # a slot takes three pieces of at most 2,048 bytes
 WINDOW = Region(1 << 41, 16, 512, None)

@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import combinations
 from zlib import crc32
 
+from service.kv_layout import layout_conflict
 from transfer_backends.contract import KVArgs, Pieces, Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.shards import (
@@ -44,7 +45,6 @@ from transfer_backends.wire import (
     Register,
     Registered,
     clip,
-    layout_conflict,
     layout_of,
 )
 

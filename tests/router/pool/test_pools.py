@@ -99,7 +99,7 @@ def test_pools_hold_the_eligible_workers_after_any_events(seed: int) -> None:
         story.step()
         for role in ROLES:
             for model in MODELS:
-                ready = story.table.ready(role, model, now_s=story.now_s)
+                ready = story.table.ready(story.table.pool(role, model), now_s=story.now_s)
                 assert [*ready] == who_may(story, role, model)
                 seen.add(len(ready))
     assert len(seen) > 3
@@ -134,9 +134,12 @@ def test_what_a_peer_has_ended_is_seen_at_once(tmp_path: Path) -> None:
 
 def test_a_circuit_that_a_peer_holds_open_narrows_the_pool(tmp_path: Path) -> None:
     mine, other = peers(tmp_path, 3)
-    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=0.5)] == [0, 1, 2]
+    assert ids_ready(mine, now_s=0.5) == [0, 1, 2]
     for _ in range(BreakerFlags().cb_failure_threshold):
         other.workers()[1].circuit.record(Event.FAULT, 1.0)
-    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
-    assert [w.worker_id for w in other.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
-    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=62.0)] == [0, 1, 2]
+    assert ids_ready(mine, now_s=1.1) == ids_ready(other, now_s=1.1) == [0, 2]
+    assert ids_ready(mine, now_s=62.0) == [0, 1, 2]
+
+
+def ids_ready(table: WorkerTable, *, now_s: float) -> list[int]:
+    return [w.worker_id for w in table.ready(table.pool(Role.DECODE, ""), now_s=now_s)]

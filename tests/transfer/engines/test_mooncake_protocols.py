@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.kv_layout import layout_conflict
 from tests.transfer.cores import JoinedCores
 from tests.transfer.engines.cuda_driver import build_driver, build_library
 from tests.transfer.rig import ROOT
@@ -23,7 +24,7 @@ from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.prefill.manager import Connected, EngineDriver
 from transfer_backends.prefill.trials import Trials
 from transfer_backends.sides import KVPoll
-from transfer_backends.wire import layout_conflict, layout_of
+from transfer_backends.wire import layout_of
 
 GPU = Machine(has_hca=True, on_gpu=True, built_in=lambda name: True, has_fabric=lambda: True)
 CPU = replace(GPU, has_hca=False, on_gpu=False)
