@@ -82,8 +82,14 @@ def _home(services: Services) -> Home:
     return Home(server=server, models=lambda: (services.model.served_name, *services.leaders.adapters), links=links)
 
 
+def level_of(path: str, status: int) -> int:
+    """Return the level of a request's line: probes say nothing new by 503 (it loads, drains) or a closed connection."""
+    is_usual = status < 400 or status in (CLIENT_GONE, 503)
+    return logging.DEBUG if path in QUIET_PATHS and is_usual else logging.INFO
+
+
 def _log(request: web.BaseRequest, status: int, taken_s: float) -> None:
-    level = logging.DEBUG if request.path in QUIET_PATHS and status < 400 else logging.INFO
+    level = level_of(request.path, status)
     fields = about(method=request.method, path=request.path, status=status, duration_s=round(taken_s, 6))
     request_id = request[REQUEST_ID]
     log.log(level, "%s %s %d %.3fs %s", request.method, request.path, status, taken_s, request_id, extra=fields)

@@ -156,7 +156,8 @@ class EngineControl:
             return []
         self._pause = message
         if message.mode == "block":
-            self._accept(message.call_id, "New requests wait; those that run go on.")
+            log.info("generation paused (block): new requests wait, those that run go on")
+            self._accept(message.call_id, "New requests wait; those that run go on.", paused=message.mode)
             return []
         self._unanswered = message
         return [*self._abort_all(), *self.drop_all()] if message.mode == "abort" else []
@@ -167,13 +168,15 @@ class EngineControl:
             return
         retracted = self._scheduler.retract_all() if pause.mode == "retract" else 0
         log.info("generation paused (%s), %d requests retracted", pause.mode, retracted)
-        self._accept(pause.call_id, "Generation paused successfully.", retracted=retracted)
+        self._accept(pause.call_id, "Generation paused successfully.", retracted=retracted, paused=pause.mode)
 
     def _on_continue(self, message: ContinueGeneration) -> None:
         if self._unanswered is not None:
             self._accept(self._unanswered.call_id, "Generation paused and continued.")
+        if self._pause is not None:
+            log.info("generation continues, %d requests waited", self.num_held)
         self._pause = self._unanswered = None
-        self._accept(message.call_id, "Generation continued successfully.")
+        self._accept(message.call_id, "Generation continued successfully.", paused="")
 
     # ---- weights
 

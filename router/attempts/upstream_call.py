@@ -36,7 +36,8 @@ class CallFailed(Exception):
         headers: Mapping[str, str] | None = None,
         body: bytes = b"",
     ) -> None:
-        super().__init__(f"{worker.role} worker {worker.url}: {detail or f'HTTP {status}'}")
+        self.detail = detail or f"HTTP {status}"
+        super().__init__(f"{worker.role} worker {worker.url}: {self.detail}")
         self.worker = worker
         self.reason = reason
         self.status = status

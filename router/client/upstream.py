@@ -5,6 +5,7 @@ or resend.
 """
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -20,6 +21,11 @@ from service.waiter import Waiter, end_tasks
 
 MAX_HEAD_BYTES = 64 << 10  # of a response
 MAX_ORIGINS = 4 * 4096  # cached parsed URLs
+
+
+def why_unreachable(error: OSError | TimeoutError) -> str:
+    """Return an error's text without addresses, which the line or answer names anyway."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 
 class UpstreamError(Exception):
@@ -122,7 +128,7 @@ class HttpUpstream:
                     lambda: _Connection(self, origin), origin.host, origin.port, ssl=origin.ssl
                 )
         except (OSError, TimeoutError) as err:
-            detail = str(err) or f"no connection in {self._connect_timeout_s:g} s"
+            detail = why_unreachable(err) or f"no connection in {self._connect_timeout_s:g} s"
             return reply.fail(UpstreamError("refused", detail))
         if reply.error is not None:  # ended during the connect, too late to cancel
             return connection.close()

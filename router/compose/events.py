@@ -51,6 +51,6 @@ def make_events(
 
 def _report_unreachable(monitor: HealthMonitor, failure: CallFailed, now_s: float) -> None:
     if failure.reason in ("refused", "lost") or failure.draining:
-        log.warning("%s", failure)
-        refused = str(failure) if failure.reason == "refused" else ""
+        log.debug("%s", failure)  # the worker's health, the failover or the request's error has a line
+        refused = failure.detail if failure.reason == "refused" else ""
         monitor.on_unreachable(failure.worker, refused=refused, draining=failure.draining)

@@ -52,7 +52,8 @@ class Card {
   /** Where requests stand there, by the worker's own word; else what the router has sent and not got back. */
   said(worker) {
     if (worker.switching_to) return worker.inflight_requests ? `ends what it has: ${worker.inflight_requests}` : "starts in its new role";
-    if (worker.health === "down" || worker.health === "starting") return worker.error || "not checked yet";
+    const rests = ["down", "starting", "incompatible"].includes(worker.health) || (worker.health === "draining" && !worker.inflight_requests);
+    if (rests) return worker.error || "not checked yet";
     if (!worker.report) return `${worker.inflight_requests} in flight, reports no load`;
     const { stages } = worker.report;
     const shown = Object.keys(QUEUES[worker.role]).filter((stage) => stages[stage] > 0);

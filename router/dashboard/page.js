@@ -65,10 +65,12 @@ function summarise({ router, workers }) {
     `${workers.length} worker${workers.length === 1 ? "" : "s"}${down ? `, ${down} down` : ""}${switching ? `, ${switching} changing role` : ""}`,
     router.policy,
     ...(router.processes > 1 ? [`${router.processes} router processes`] : []),
+    ...["paused", "incompatible"].map((state) => [state, workers.filter((w) => w.health === state).length]).filter(([, n]) => n).map(([state, n]) => `${n} ${state}`),
     ...(router.draining ? ["draining"] : []),
+    ...(router.blocked ? ["blocked"] : []),
   ];
   put($("summary"), words.join(" · "));
-  $("summary").classList.toggle("bad", down > 0 || router.draining);
+  $("summary").classList.toggle("bad", down > 0 || router.draining || router.blocked);
   document.title = `${router.running} running · Tandem`;
 }
 

@@ -11,6 +11,7 @@ from aiohttp import web
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.history.recorder import DashboardRequest, DashboardSnapshot, Recorder, Second, add, quantile
+from router.pool.breaker import Health
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import LiveRequests
@@ -51,29 +52,39 @@ def _merge_second(into: Second, second: Second) -> None:
     add(into.failures, second.failures)
 
 
-def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
+def draw(memory: DashboardSnapshot, table: WorkerTable, *, now_s: float) -> dict[str, Any]:
     """Return `workers`, `window` (last minute), `series` (by second), `requests` (newest first)."""
     return {
-        "workers": [show_worker(worker, switching_to=memory.switching.get(worker.url)) for worker in workers],
+        "workers": [
+            show_worker(w, switching_to=memory.switching.get(w.url), misfit=table.misfits.get(w.worker_id, ""))
+            for w in table.workers()
+        ],
         "window": _window(memory.seconds, now_s),
         "series": _series(memory.seconds, now_s),
         "requests": pick_records(memory.records),
     }
 
 
-def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str, Any]:
+def show_worker(worker: Worker, *, switching_to: str | None = None, misfit: str = "") -> dict[str, Any]:
+    """`misfit`: why no worker of the other role fits."""
     return {
         "url": worker.url,
         "role": worker.role.value,
         "models": worker.models,
         "switching_to": switching_to,
-        "health": "silent" if worker.silent else worker.health.value,
-        "error": worker.checks.error[:MAX_FAILURE_CHARS],
+        "health": _health(worker, misfit),
+        "error": (misfit or worker.checks.error)[:MAX_FAILURE_CHARS],
         "inflight_requests": worker.requests_everywhere,
         "inflight_tokens": worker.tokens_everywhere,
         "report": worker.report,
         "ranks": worker.ranks,
     }
+
+
+def _health(worker: Worker, misfit: str) -> str:
+    if worker.health is not Health.UP or worker.silent:
+        return "silent" if worker.silent else worker.health.value
+    return "incompatible" if misfit else "paused" if worker.process.paused else worker.health.value
 
 
 def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
@@ -171,7 +182,7 @@ class Dashboard:
         now_s = self.recorder.now_s()
         memory = await self.memory()
         roles = None if self.auto_roles is None else msgspec.Raw(await self.auto_roles())
-        picture = draw(memory, self.table.workers(), now_s=now_s)
+        picture = draw(memory, self.table, now_s=now_s)
         status = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
         return _fresh({**status, **picture})
 
@@ -204,6 +215,7 @@ class Dashboard:
             "processes": self.config.workers,
             "running": self.num_running(),
             "draining": self.live.draining,
+            "blocked": self.live.blocked,
             "reports": self.config.load_poll_interval_s > 0,
         }
 

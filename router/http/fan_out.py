@@ -78,7 +78,7 @@ class FanOutApi:
         answer = await self.calls.call_all(
             OperatorCall("POST", path, headers, body, timeout_s=timeout_s, encoders=encoders)
         )
-        if path in (UPDATE_WEIGHTS, RELEASE, RESUME):
+        if path in (PAUSE, CONTINUE, UPDATE_WEIGHTS, RELEASE, RESUME):
             self.monitor.refresh()  # model names and health may have changed
         return answer
 

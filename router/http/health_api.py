@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -9,7 +10,7 @@ from router.fleet import SUMMED_GAUGES, PeerProcesses
 from router.history.metrics import RouterMetrics
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
-from router.pool.workers import missing_roles
+from router.pool.workers import WorkerTable, missing_roles
 from router.requests.answer import no_worker
 from router.requests.dispatch import LiveRequests
 from service.flags import installed_version
@@ -18,6 +19,17 @@ from service.http.routes import json_response
 from service.telemetry.expositions import merge_expositions
 
 PROBES = ("/liveness", "/health", "/readiness", "/ping")
+
+
+def notes_of(table: WorkerTable, live: LiveRequests) -> dict[str, Any]:
+    """Return what holds requests up although the router is ready."""
+    paused = [w.url for w in table.workers() if w.process.paused]
+    incompatible = [w.url for w in table.workers() if w.worker_id in table.misfits]
+    return {
+        **({"blocked": True, "num_blocked_reqs": live.num_blocked} if live.blocked else {}),
+        **({"paused": paused} if paused else {}),
+        **({"incompatible": incompatible} if incompatible else {}),
+    }
 
 
 @dataclass(eq=False)
@@ -44,8 +56,8 @@ class HealthApi:
         return json_response({"version": installed_version()})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
-        """Return 200 if all roles have workers; with `?workers=all` if all are healthy in all
-        processes.
+        """Return 200 if all roles have workers that fit; with `?workers=all` if all are healthy in
+        all processes.
         """
         if self.live.draining:
             status = {"status": DRAINING, "num_live_reqs": len(self.live)}
@@ -57,7 +69,8 @@ class HealthApi:
         if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
             raise ApiError(503, waits_for, code="not_all_healthy")
         healthy = sum(w.answers for w in workers)
-        return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
+        status = {"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)}
+        return json_response({**status, **notes_of(table, self.live)})
 
     async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
         misfits = self.calls.table.misfits

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from router.http.worker_calls import WorkerCalls
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
@@ -30,16 +31,17 @@ SLICE = 50  # workers between two yields to other tasks
 _encode = msgspec.json.Encoder().encode
 
 
-async def describe_all(workers: Sequence[Worker]) -> msgspec.Raw:
+async def describe_all(table: WorkerTable) -> msgspec.Raw:
     """Return a JSON list, yielding in between (milliseconds for a thousand)."""
-    parts = []
+    parts, workers = [], table.workers()
     for at in range(0, len(workers), SLICE):
-        parts.append(_encode([describe(worker) for worker in workers[at : at + SLICE]])[1:-1])
+        parts.append(_encode([describe(worker, table.misfits) for worker in workers[at : at + SLICE]])[1:-1])
         await asyncio.sleep(0)
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
-def describe(worker: Worker) -> dict[str, Any]:
+def describe(worker: Worker, misfits: Mapping[int, str]) -> dict[str, Any]:
+    """`misfits`: of the table. `incompatible`: why it gets no request, though it is healthy."""
     return {
         "id": worker.worker_id,
         "url": worker.url,
@@ -49,6 +51,8 @@ def describe(worker: Worker) -> dict[str, Any]:
         "silent": worker.silent,
         "heartbeats": worker.beats,
         "busy_s": worker.process.busy_s,
+        "paused": worker.process.paused or None,
+        "incompatible": misfits.get(worker.worker_id),
         "leaving": worker.leaving,
         "switching_to": None if worker.switching_to is None else worker.switching_to.value,
         "circuit": worker.circuit.state.value,
@@ -119,8 +123,8 @@ class WorkersApi:
         ]
 
     async def list_workers(self, request: web.BaseRequest) -> web.Response:
-        workers = self.calls.table.workers()
-        return json_response({"workers": await describe_all(workers), "total": len(workers)})
+        table = self.calls.table
+        return json_response({"workers": await describe_all(table), "total": len(table.workers())})
 
     async def add_worker(self, request: web.BaseRequest) -> web.Response:
         body = decode_body(await request.read(), _NewWorker)
@@ -128,7 +132,7 @@ class WorkersApi:
         worker = self.calls.table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
         self.monitor.watch(worker)
         await self.peers.forward(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
-        return json_response(describe(worker), status=201)
+        return json_response(self._describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
         """Remove a worker; its running requests continue."""
@@ -137,7 +141,7 @@ class WorkersApi:
         worker = self.calls.table.remove(url)
         self.monitor.retire(worker)
         await self.peers.forward(request, {"url": url})
-        return json_response(describe(worker))
+        return json_response(self._describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
         """Switch a role: 409 if refused, 502 if the worker did not return."""
@@ -145,10 +149,10 @@ class WorkersApi:
         role, worker = self._role_of(body), self.calls.table.find(body.url)
         if self.peers.is_peer(request):  # the peer switches it
             self.monitor.look(worker)
-            return json_response(describe(worker))
+            return json_response(self._describe(worker))
         headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
-        return json_response(describe(worker))
+        return json_response(self._describe(worker))
 
     async def migrate(self, request: web.BaseRequest) -> web.Response:
         """Migrate running requests to others. `moved` counts this process's."""
@@ -158,10 +162,10 @@ class WorkersApi:
             raise ApiError(409, f"url: no other {worker.role} worker answers", field="url")
         moved = self.monitor.move_calls(worker, "POST /workers/migrate")
         await self.peers.forward(request, {"url": body.url})
-        return json_response({**describe(worker), "moved": moved})
+        return json_response({**self._describe(worker), "moved": moved})
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
-        return json_response({"workers": await describe_all(self.calls.table.workers())})
+        return json_response({"workers": await describe_all(self.calls.table)})
 
     async def server_info(self, request: web.BaseRequest) -> web.Response:
         return json_response(
@@ -171,7 +175,7 @@ class WorkersApi:
                 "mixed": self.config.mixed,
                 "policy": self.config.policy,
                 "service_discovery": None if self.discovery is None else self.discovery.status(),
-                "workers": await describe_all(self.calls.table.workers()),
+                "workers": await describe_all(self.calls.table),
             }
         )
 
@@ -184,6 +188,9 @@ class WorkersApi:
                 if answer.status == 200:
                     return json_response(make_document(decode_or_none(answer.body)))
         return json_response(make_document(None))
+
+    def _describe(self, worker: Worker) -> dict[str, Any]:
+        return describe(worker, self.calls.table.misfits)
 
     def _role_of(self, body: _NewWorker | _RoleSwitch, *others: Role) -> Role:
         alone, roles = self.calls.roles, [*self.calls.roles, *others]

@@ -30,6 +30,7 @@ from router.requests.picking import Picker
 from service.http.errors import decode_or_none
 from service.http.guard import owner_said
 from service.http.resume import MOVE_OUT, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
+from service.telemetry.context import about
 from service.waiter import end_tasks
 
 NO_MEMBER = 403  # status of a worker without this secret
@@ -133,6 +134,7 @@ class ResumableAnswer(ClientAnswer):
             notify(failure, rest)
         if rest is None:
             return False
+        _log_failover(self.request, failure, rest, num_tokens=self.record.num_tokens())
         rest.begin_answer()
         self.attempt = rest
         self._follow()
@@ -221,6 +223,21 @@ class ResumableAnswer(ClientAnswer):
             raise
         self.end_attempt = first.end
         return first
+
+
+def _log_failover(request: RequestContext, failure: CallFailed, rest: PairAttempt, *, num_tokens: int) -> None:
+    moved, lost, to = failure.reason == MOVED, failure.worker.url, rest.answering.worker.url
+    log.log(
+        logging.INFO if moved else logging.WARNING,
+        "failover of request %s from %s to %s, %d tokens kept%s: %s",
+        request.request_id,
+        lost,
+        to,
+        num_tokens,
+        "" if rest.prefill else " with their KV",
+        "it was moved" if moved else failure.detail,
+        extra=about(request_id=request.request_id, from_worker=lost, to_worker=to, tokens_kept=num_tokens),
+    )
 
 
 def _has_moved(worker: Worker) -> CallFailed:

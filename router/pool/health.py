@@ -11,7 +11,7 @@ import aiohttp
 
 from router.client.credentials import Credentials
 from router.client.session import call_worker
-from router.client.upstream import Upstream
+from router.client.upstream import Upstream, why_unreachable
 from router.config import HealthFlags
 from router.pool.active_calls import (
     PAUSES,
@@ -24,13 +24,16 @@ from router.pool.active_calls import (
     waits_at_silent,
 )
 from router.pool.breaker import Check, Health
+from router.pool.health_log import HealthLog
 from router.pool.heartbeats import BEATS, FAILURES, ROUNDING_S, Heartbeats, Prober
 from router.pool.reports import (
+    IS_DRAINING,
     NO_PAIR,
     VLLM,
     is_bootstrap_server,
     parse_bootstrap,
     parse_encoder,
+    parse_error,
     parse_health,
     parse_load,
     parse_mode,
@@ -96,6 +99,7 @@ class HealthMonitor:
     _begin_s: float = 0.0  # start of the last watch
 
     def __post_init__(self) -> None:
+        self._log = HealthLog(self.table)
         self._prober = Prober(
             session=self.session,
             credentials=self.credentials,
@@ -132,7 +136,7 @@ class HealthMonitor:
         if refused:
             self._note(worker, Check.REFUSED, refused)
         elif draining:
-            self._note(worker, Check.DRAINING, "it is draining")
+            self._note(worker, Check.DRAINING, IS_DRAINING)
         self.look(worker)  # it may have restarted with another bootstrap port
 
     def look(self, worker: Worker) -> None:
@@ -152,6 +156,7 @@ class HealthMonitor:
             while not watch.retired or watch.worker.calls:
                 watch.wake.clear()
                 await self._check(watch)
+                self._log.on_round(loop_time_s())
                 self._give_up(watch.worker)
                 watch.checked_s = loop_time_s()
                 watch.checked.set()
@@ -160,6 +165,7 @@ class HealthMonitor:
             if watch.heartbeats is not None:
                 watch.heartbeats.close()
         self._watches.pop(watch.worker.worker_id, None)
+        self._log.forget(watch.worker)
 
     def _heartbeats(self, watch: "_Watch") -> Heartbeats | None:
         silence_s = self.config.health_silence_s
@@ -199,13 +205,13 @@ class HealthMonitor:
     def _give_up(self, worker: Worker) -> None:
         count = give_up_vain_calls(worker, loop_time_s(), timeout_s=self.config.dead_worker_timeout_s)
         if count:
-            log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
+            log.debug("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
         """Run one round: health, then whatever is due, so that a worker comes up with a bootstrap
         address. With good heartbeats health comes with `/server_info`, and load only with requests.
         """
-        worker, heartbeats = watch.worker, watch.heartbeats
+        worker, heartbeats, asked_s = watch.worker, watch.heartbeats, loop_time_s()
         known, result, error = worker.process.incarnation, Check.OK, ""
         if worker.health is not Health.UP or not watch.is_fine or loop_time_s() >= watch.info_due_s:
             result, error = await self._check_health(worker)
@@ -223,7 +229,7 @@ class HealthMonitor:
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
         if heartbeats is not None and result is Check.OK:
             heartbeats.open(is_new=is_new)
-        self._note(worker, result, error)
+        self._note(worker, result, error, reached=worker.checks.heard_s >= asked_s)
         if worker.health is Health.UP and self.config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
             watch.load_due_s = now_s + self.config.load_poll_interval_s
             report = worker.report
@@ -252,10 +258,9 @@ class HealthMonitor:
             (self.let_go if answers else give_up_all)(worker, calls, why)
         return len(calls)
 
-    def _note(self, worker: Worker, result: Check, error: str) -> None:
-        if self.table.on_check(worker, result, now_s=loop_time_s(), error=error):
-            level = logging.INFO if worker.health is Health.UP else logging.WARNING
-            log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
+    def _note(self, worker: Worker, result: Check, error: str, *, reached: bool = False) -> None:
+        changed = self.table.on_check(worker, result, now_s=loop_time_s(), error=error)
+        self._log.on_check(worker, changed=changed, reached=reached)
         if worker.health is Health.DRAINING:  # each time, as answers start meanwhile
             self.move_calls(worker, "it is draining")
 
@@ -278,7 +283,7 @@ class HealthMonitor:
         silence_s = self.config.health_silence_s
         calls = waits_at_silent(worker, loop_time_s(), silence_s=silence_s - ROUNDING_S)
         if calls:
-            log.warning("%d calls of %s worker %s end: it is silent, and alone", len(calls), worker.role, worker.url)
+            log.debug("%d calls of %s worker %s end: it is silent, and alone", len(calls), worker.role, worker.url)
             give_up_all(worker, calls, f"no heartbeat for {PAUSES * silence_s:g} s (--health-silence)")
 
     async def _check_health(self, worker: Worker) -> tuple[Check, str]:
@@ -286,14 +291,20 @@ class HealthMonitor:
         try:
             status, body = await self._prober.get(worker, "/health")
         except aiohttp.ClientConnectorError as err:
-            return Check.REFUSED, str(err)
+            return Check.REFUSED, why_unreachable(err)
         except FAILURES as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
-        incarnation, worker.process.busy_s = parse_health(body)
-        self.table.on_incarnation(worker, incarnation, checked_s=checked_s)
+        report = parse_health(body)
+        worker.process.busy_s = report.busy_s
+        if report.incarnation:  # else an error, which says nothing of a pause
+            worker.process.paused = report.paused
+            self._log.on_pause(worker)
+        self.table.on_incarnation(worker, report.incarnation, checked_s=checked_s)
         if status == 503 and reports_draining(body):
             return Check.DRAINING, why_draining(body)
-        return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
+        if status == 200:
+            return Check.OK, ""
+        return Check.FAILED, ": ".join(filter(None, (f"/health answers {status}", parse_error(body))))
 
     async def _read_info(self, watch: "_Watch") -> str:
         """Read role, models and bootstrap; return an error, which changes nothing."""

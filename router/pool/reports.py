@@ -1,7 +1,7 @@
 """Parsers of workers' reports: load (several dialects), health, bootstrap, role, events. Pure."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -125,11 +125,14 @@ def reports_request_failed(body: bytes) -> bool:
     return _error(answer).get("code", answer.get("code")) in REQUEST_ERRORS
 
 
+IS_DRAINING = "it is draining"
+
+
 def why_draining(body: bytes) -> str:
     released = object_of(body).get("released")
     if isinstance(released, list) and released:
         return f"it has released its memory ({', '.join(map(str, released))}): POST /resume_memory_occupation"
-    return "it is draining"
+    return IS_DRAINING
 
 
 def parse_error(body: bytes) -> str | None:
@@ -144,13 +147,21 @@ def _error(answer: dict[str, Any]) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-def parse_health(body: bytes) -> tuple[str, float | None]:
-    """Return incarnation and seconds of the present step."""
+class HealthReport(NamedTuple):
+    """Facts of a worker's /health. `busy_s`: of its present step. `paused`: mode of a pause."""
+
+    incarnation: str = ""
+    busy_s: float | None = None
+    paused: str = ""
+
+
+def parse_health(body: bytes) -> HealthReport:
     health = object_of(body)
-    incarnation, busy_s = health.get("incarnation"), health.get("busy_s")
-    return (
+    incarnation, busy_s, paused = (health.get(name) for name in HealthReport._fields)
+    return HealthReport(
         incarnation[:MAX_INCARNATION_CHARS] if isinstance(incarnation, str) else "",
         float(busy_s) if isinstance(busy_s, int | float) and 0 <= busy_s < MAX_BUSY_S else None,
+        paused[:MAX_INCARNATION_CHARS] if isinstance(paused, str) else "",
     )
 
 

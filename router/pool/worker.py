@@ -105,6 +105,7 @@ class WorkerProcess:
     former_s: float = -math.inf  # when the previous one was last seen: older calls wait in vain
     former: tuple[str, ...] = ()
     busy_s: float | None = None  # duration of its present step
+    paused: str = ""  # mode of a pause (/pause_generation)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -279,6 +279,11 @@ class WorkerTable:
             self._misfits = misfits_of(self.alive(Role.PREFILL), self.alive(Role.DECODE))
         return self._misfits
 
+    def has_peer(self, worker: Worker) -> bool:
+        """Return whether a pair with this worker can serve."""
+        model = worker.models[0] if worker.models else ""
+        return any(worker in pool for group in self.routes(PAIR, model) for pool in group)
+
     def _groups(self, way: Way, model: str) -> tuple[Group, ...]:
         names = self.models.bases if not model and self.models.several else (model,)
         groups = [group for name in names for group in groups_of([self._serving(role, name) for role in way])]

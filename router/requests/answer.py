@@ -2,6 +2,7 @@
 router's own answers to failures.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from service.http.resume import RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
 from service.http.routes import EVENTS_TYPE, LINES_TYPE, errors_of
 from service.http.server import DirectWrites
 
+log = logging.getLogger(__name__)
+
+ENDS = "request %s ends with an error: %s"  # in the log, of a request whose worker is lost
+WORKER_CODE = "worker_"  # begins the codes of such errors
 MAX_EVENT_BYTES = 16 << 20  # longer events are passed on in pieces
 
 _ANSWER_HEADERS = {
@@ -190,6 +195,8 @@ class ClientAnswer:
             request.failure, error, last_event = HANDED_BACK, draining(HANDED_BACK), b""
         elif failure:
             request.failure, error = str(failure), failure_error(failure)
+            if failure.reason != "status":
+                log.warning(ENDS, request.request_id, failure)
         else:
             await out.write_eof()
             self._complete()
@@ -256,7 +263,7 @@ def failure_response(failure: CallFailed, path: str) -> web.Response:
     if failure.reason == "status":
         return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
     status = 504 if failure.reason == "timeout" else 502
-    raise ApiError(status, str(failure), code=f"worker_{failure.reason}") from None
+    raise ApiError(status, str(failure), code=f"{WORKER_CODE}{failure.reason}") from None
 
 
 def no_route(worker: Worker, path: str) -> ApiError:

@@ -22,7 +22,15 @@ from router.choice.policies import Chooser
 from router.client.credentials import Credentials
 from router.pool.worker import Way
 from router.pool.workers import UnknownModel
-from router.requests.answer import HANDED_BACK, ClientAnswer, draining, failure_response, no_worker
+from router.requests.answer import (
+    ENDS,
+    HANDED_BACK,
+    WORKER_CODE,
+    ClientAnswer,
+    draining,
+    failure_response,
+    no_worker,
+)
 from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import ApiError
@@ -66,10 +74,14 @@ class LiveRequests:
 
     async def block(self) -> None:
         """Hold new requests until `unblock`, and wait for live ones."""
+        if not self.blocked:
+            log.warning("the router is blocked: new requests wait for POST /continue_generation")
         self._open.clear()
         await wait_while(lambda: bool(self.requests), at_once=self._open)
 
     def unblock(self) -> None:
+        if self.blocked:
+            log.info("the router is no longer blocked, %d requests waited", self.num_blocked)
         self._open.set()
 
     async def wait_unblocked(self, *, timeout_s: float) -> None:
@@ -181,6 +193,8 @@ class Dispatcher:
             return response
         except ApiError as error:
             status = error.status
+            if error.code is not None and error.code.startswith(WORKER_CODE):
+                log.warning(ENDS, request.request_id, error)
             raise
         except asyncio.CancelledError:
             if not request.took_cancel():

@@ -267,6 +267,10 @@ class FrameRecord:
     def can_resume(self) -> bool:
         return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
 
+    def num_tokens(self) -> int:
+        """Return how many tokens of the answer are recorded."""
+        return sum(line.count(b",") + 1 for line in self._ids)
+
     def samples_left(self) -> dict[int, str]:
         """Return unfinished samples' names by index."""
         if not self._begin:

@@ -16,6 +16,7 @@ from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import (
     MOVED,
     AbortRequest,
+    ContinueGeneration,
     ControlReply,
     Drain,
     FinishReason,
@@ -26,6 +27,7 @@ from engine.messages import (
     GetStep,
     KVSource,
     MoveOut,
+    PauseGeneration,
     SchedulerReady,
     Shutdown,
     StateReply,
@@ -136,6 +138,9 @@ class StandIn:
         elif isinstance(message, FlushCache):
             text = "requests are running" if self._running else "flushed"
             self._to_frontend.send(ControlReply(call_id=message.call_id, ok=not self._running, message=text))
+        elif isinstance(message, PauseGeneration | ContinueGeneration):
+            mode = message.mode if isinstance(message, PauseGeneration) else ""
+            self._to_frontend.send(ControlReply(call_id=message.call_id, ok=True, message="", values={"paused": mode}))
         elif isinstance(message, GetState):
             self.num_states += 1
             self._to_frontend.send(self._state(message))

@@ -1,5 +1,6 @@
 """Heartbeats of a worker as a router reads them: a line while every process of the worker runs, none while one does not."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.frontend.apis.admin.health import HeartbeatLines
+from engine.frontend.app import level_of
 from engine.stamps import Stamped
 from service.http.heartbeats import ASK, IDLE, PATH, TYPE
 from tests.frontend.conftest import Worker, start_worker, wait_for
@@ -70,3 +72,34 @@ def test_a_worker_names_the_process_that_is_frozen_and_its_lines_go_on_after_it(
 def test_a_wrong_interval_is_named(worker: Worker, every: str) -> None:
     answer = worker.http.get(PATH, params={"every": every})
     assert answer.status_code == 400 and "every: must be seconds" in answer.text and every in answer.text
+
+
+def test_a_paused_worker_says_so_until_it_goes_on(tmp_path: Path) -> None:
+    """Its status stays 200: it lives, and a probe must not restart it."""
+    with start_worker(tmp_path) as w, listening(w) as lines:
+        assert next(lines) == "every 0.25" and next(lines) == "idle"
+        assert w.post("/pause_generation", {"mode": "retract"}).status_code == 200
+        health = w.http.get("/health")
+        assert (health.status_code, health.json()["status"], health.json()["paused"]) == (200, "ok", "retract")
+        assert w.http.get("/server_info").json()["paused"] == "retract"
+        assert next(line for line in lines if line != "idle") == "ask", "routers look at /health"
+        assert w.post("/continue_generation", {}).status_code == 200
+        assert "paused" not in w.http.get("/health").json() and w.http.get("/server_info").json()["paused"] is None
+        assert next(line for line in lines if line != "ask") == "idle"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "level"),
+    [
+        ("/health", 200, logging.DEBUG),
+        ("/health", 503, logging.DEBUG),
+        (PATH, 499, logging.DEBUG),
+        ("/metrics", 200, logging.DEBUG),
+        ("/server_info", 401, logging.INFO),
+        ("/health", 500, logging.INFO),
+        ("/generate", 200, logging.INFO),
+        ("/generate", 503, logging.INFO),
+    ],
+)
+def test_probes_have_no_line_at_the_usual_level(path: str, status: int, level: int) -> None:
+    assert level_of(path, status) == level

@@ -39,9 +39,10 @@ def test_a_pause_tells_how_many_requests_it_retracted() -> None:
     for mode, retracted in (("in_place", 0), ("retract", len(PROMPTS)), ("retract", 0)):
         rig.tell(PauseGeneration("pause", mode))
         rig.settle()
-        assert rig.replies.pop("pause").values == {"retracted": retracted}
+        assert rig.replies.pop("pause").values == {"retracted": retracted, "paused": mode}
     rig.tell(ContinueGeneration("go"))
     rig.settle()
+    assert rig.replies["go"].values == {"paused": ""}
     assert rig.engine.tokens == {rid: expected_tokens(prompt, 9) for rid, prompt in PROMPTS.items()}
 
 

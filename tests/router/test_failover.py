@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import aiohttp
@@ -138,9 +139,14 @@ async def test_an_answer_that_was_whole_when_its_worker_was_lost_ends_well() -> 
         assert tokens_of(text) == [1, 2] and b"error" not in text
 
 
-async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() -> None:
+async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(decode=[then_goes_on(lost_after(1, 2, 3))] * 2, prefill=2) as c:
-        text = await read(c)
+        caplog.clear()
+        text = await read(c, **{"X-Request-Id": "who"})
+        urls = [next(w.url for w in c.decodes if (RESUME_FIELD in w.seen[0].body) == rest) for rest in (False, True)]
+        (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        said = f"failover of request who from {urls[0]} to {urls[1]}, 3 tokens kept: the stream broke off: "
+        assert line.getMessage().startswith(said), line.getMessage()
         assert tokens_of(text) == [1, 2, 3, 4, 5] and text.endswith(DONE)
         (second,) = [w.seen[0] for w in c.decodes if RESUME_FIELD in w.seen[0].body]
         resume = msgspec.convert(second.body[RESUME_FIELD], Resume)

@@ -241,6 +241,11 @@ class Leaders:
         return sorted({part for link in self.links for part in link.released})
 
     @property
+    def paused(self) -> str:
+        """Return the mode of a pause, also of one rank."""
+        return next((link.paused for link in self.links if link.paused), "")
+
+    @property
     def lost(self) -> str | None:
         """Why the ranks cannot serve as one worker."""
         return self._changes.lost

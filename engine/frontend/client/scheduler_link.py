@@ -92,6 +92,7 @@ class SchedulerLink:
         self.last_state: StateReply | None = None
         self.updated: dict[str, int | str] = {}  # model_path and weight_version after an update
         self.released: set[str] = set()  # parts of memory
+        self.paused = ""  # mode of the pause
         self.adapters: dict[str, str] = {}  # name -> path of loaded adapters
         self._numbers = itertools.count(1)  # for unique wire names
         self._row = row
@@ -172,6 +173,8 @@ class SchedulerLink:
             self.updated = message.values  # even if the caller left
         if isinstance(message, ControlReply) and (released := message.values.get("released")) is not None:
             self.released = set(str(released).split(",")) - {""}
+        if isinstance(message, ControlReply) and (paused := message.values.get("paused")) is not None:
+            self.paused = str(paused)
         if isinstance(message, ControlReply) and message.adapters is not None:
             self.adapters = message.adapters
         call = self._calls.get(message.call_id)

@@ -190,7 +190,7 @@ def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:
     whole = merge(msgspec.json.decode(body, type=DashboardSnapshot) for body in encoded)
     table = WorkerTable()
     table.add("http://w:1", role=Role.PREFILL)
-    assert draw(whole, table.workers(), now_s=clock.now)["workers"][0]["switching_to"] == "decode"
+    assert draw(whole, table, now_s=clock.now)["workers"][0]["switching_to"] == "decode"
     assert [r.key for r in whole.records] == ["0-1", "1-1"]
     (second,) = whole.seconds
     assert (second.arrived, second.ended, second.output_tokens) == (2, 2, 7)
@@ -209,9 +209,7 @@ def test_the_picture_speaks_of_the_last_minute_and_draws_two() -> None:
         clock.now += 0.5
     table = WorkerTable()
     table.loads.on_report(table.add("http://w:1", role=Role.UNIFIED), LoadReport(stages={"running": 3}))
-    picture = msgspec.json.decode(
-        msgspec.json.encode(draw(merge([recorder.snapshot()]), table.workers(), now_s=clock.now))
-    )
+    picture = msgspec.json.decode(msgspec.json.encode(draw(merge([recorder.snapshot()]), table, now_s=clock.now)))
     window, series = picture["window"], picture["series"]
     assert window["seconds"] == 60 and window["requests_per_s"] == 1.0 and window["ended"] == 60
     assert abs(window["ttft"]["p50"] / 0.5 - 1) < 0.065 and window["gap"]["p50"] is None
@@ -227,7 +225,7 @@ def test_a_router_that_just_began_divides_by_the_time_it_has_run() -> None:
     for _ in range(6):
         Life(recorder).end()
     clock.now += 3.0
-    window = draw(recorder.snapshot(), [], now_s=clock.now)["window"]
+    window = draw(recorder.snapshot(), WorkerTable(), now_s=clock.now)["window"]
     assert (window["seconds"], window["requests_per_s"]) == (3, 2.0)
 
 

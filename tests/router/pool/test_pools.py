@@ -1,7 +1,7 @@
 """Who may be chosen after any events, also those that peers report."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,14 +9,17 @@ import pytest
 from router.choice.policies import LeastLoad, RoutingHints
 from router.config import BreakerFlags
 from router.pool.breaker import Check, Event, Health
+from router.pool.pairs import Group, fits
 from router.pool.shared_load import SharedLoad
-from router.pool.worker import Lease, LoadReport, Role, Worker
-from router.pool.workers import WorkerTable, serves
+from router.pool.worker import PAIR, Lease, LoadReport, Role, Worker
+from router.pool.workers import WorkerTable, missing_roles, serves
+from service.kv_layout import Layout
 from tests.router.dummies import no_draw
 
 ROLES = (Role.PREFILL, Role.DECODE)
 MODELS = ("m", "n", "")
 MANY = 48
+LAYOUT, OTHER_LAYOUT = Layout(14, "nixl", "m", 16, "bfloat16"), Layout(14, "nixl", "m", 32, "bfloat16")
 
 
 class Story:
@@ -68,7 +71,9 @@ class Story:
         self.table.on_models(worker, self.rng.choice(((), ("m",), ("n",), ("m", "n"))))
 
     def _leave(self, worker: Worker) -> None:
-        match self.rng.randrange(5):
+        match self.rng.randrange(6):
+            case 5:
+                self.table.on_layout(worker, self.rng.choice((None, LAYOUT, OTHER_LAYOUT)))
             case 0:
                 self.table.remove(worker.url)
                 self.add()
@@ -91,6 +96,27 @@ def who_may(story: Story, role: Role, model: str) -> list[Worker]:
     return [w for w in heard if w.circuit.takes(story.now_s)] or heard
 
 
+def who_may_meet(story: Story, model: str) -> set[tuple[int, int]]:
+    """Ids of the workers of each pair whose layouts fit and that serve a model; of silent ones if a layout has no others."""
+    alive = [story.table.alive(role) for role in PAIR]
+    names = ("m", "n") if not model and story.table.models.several else (model,)
+    found = set()
+    for name in names:
+        pools = [[w for w in pool if not name or serves(w.models, name)] for pool in alive]
+        known = {w.layout for pool in pools for w in pool if w.layout is not None}
+        for layout in known or {None}:
+            fit = [[w for w in pool if not known or w.layout in (None, layout)] for pool in pools]
+            heard = [[w for w in pool if not w.silent] or pool for pool in fit]
+            found |= {(p.worker_id, d.worker_id) for p in heard[0] for d in heard[1]}
+    return found
+
+
+def pairs_of(groups: Sequence[Group]) -> set[tuple[int, int]]:
+    for prefills, decodes in groups:
+        assert all(fits(one, other) for one in prefills for other in decodes)
+    return {(p.worker_id, d.worker_id) for prefills, decodes in groups for p in prefills for d in decodes}
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_pools_hold_the_eligible_workers_after_any_events(seed: int) -> None:
     story = Story(random.Random(seed), workers=8)
@@ -102,6 +128,9 @@ def test_pools_hold_the_eligible_workers_after_any_events(seed: int) -> None:
                 ready = story.table.ready(story.table.pool(role, model), now_s=story.now_s)
                 assert [*ready] == who_may(story, role, model)
                 seen.add(len(ready))
+        for model in MODELS:
+            assert pairs_of(story.table.routes(PAIR, model)) == who_may_meet(story, model)
+            assert not (missing_roles(story.table, [PAIR], model) and story.table.routes(PAIR, model))
     assert len(seen) > 3
     story.table.check()
 

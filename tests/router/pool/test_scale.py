@@ -109,8 +109,8 @@ async def test_other_tasks_run_while_many_workers_are_listed(count: int) -> None
     for worker in table.workers()[::2]:
         table.loads.on_report(worker, LoadReport(running_reqs=worker.worker_id, stages={"running": 1}))
     task = asyncio.create_task(others())
-    listed: list[dict[str, Any]] = json.loads(msgspec.json.encode(await describe_all(table.workers())))
+    listed: list[dict[str, Any]] = json.loads(msgspec.json.encode(await describe_all(table)))
     task.cancel()
-    assert listed == json.loads(msgspec.json.encode([describe(worker) for worker in table.workers()]))
+    assert listed == json.loads(msgspec.json.encode([describe(worker, {}) for worker in table.workers()]))
     assert [worker["report"] and worker["report"]["running_reqs"] for worker in listed[:2]] == [0, None][:count]
     assert turns >= count // SLICE

@@ -52,7 +52,7 @@ class HeartbeatLines:
         self._num_steps = 0
 
     def next(self, stamps: Sequence[Stamped], *, now_s: float, num_live: int, fine: bool) -> bytes:
-        """Return a line once all processes stamped again. `fine`: /health is 200."""
+        """Return a line once all processes stamped again. `fine`: /health says no more than `ok`."""
         stamped = {stamp.name: stamp.at_s for stamp in stamps}
         if any(self._stamped.get(name) == at_s for name, at_s in stamped.items()):
             return b""
@@ -66,7 +66,7 @@ class HeartbeatLines:
 
 
 def _is_fine(s: Services) -> bool:
-    return s.client.closed is None and s.warm.is_set() and not s.leaders.released
+    return s.client.closed is None and s.warm.is_set() and not s.leaders.released and not s.leaders.paused
 
 
 def _every_s(request: web.BaseRequest) -> float:
@@ -140,12 +140,13 @@ async def health(request: web.BaseRequest) -> web.Response:
     """200 if the scheduler is alive; 503 while draining or with released memory.
 
     In a long step the heartbeat thread answers with `busy_s` and `step`; 503 if it is silent,
-    another process is frozen, or the step exceeds --watchdog-timeout. `incarnation` changes with
-    every start and role session.
+    another process is frozen, or the step exceeds --watchdog-timeout. `paused` is the mode of a
+    pause. `incarnation` changes with every start and role session.
     """
     s = request[SERVICES]
+    facts = {"incarnation": s.incarnation, **({"paused": s.leaders.paused} if s.leaders.paused else {})}
     if s.client.is_draining:
-        body = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}
+        body = {"status": DRAINING, "num_live_reqs": s.client.num_live, **facts}
         to = None if s.spec.switch is None else s.spec.switch.to_role
         answer = json_response(body if to is None else {**body, "switching_to": to}, status=503)
         answer.headers["Retry-After"] = "1"
@@ -157,10 +158,9 @@ async def health(request: web.BaseRequest) -> web.Response:
             raise not_ready(f"the model has been loading for {loading.busy_s:.0f} s")
     check_up(s)
     if s.leaders.released:  # a router sends no requests, but forwards what resumes it
-        body = {"status": DRAINING, "released": s.leaders.released, "incarnation": s.incarnation}
-        return json_response(body, status=503)
+        return json_response({"status": DRAINING, "released": s.leaders.released, **facts}, status=503)
     await _until_all_run(s)
-    body = {"status": "ok", "incarnation": s.incarnation}
+    body = {"status": "ok", **facts}
     if s.leaders.now_s() - s.leaders.last_message_s <= RECENT_S:
         return json_response(body)
     now = longest_of(await s.leaders.steps(timeout_s=s.spec.health_timeout_s))

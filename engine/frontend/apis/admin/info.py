@@ -73,6 +73,7 @@ async def server_info(request: web.BaseRequest) -> web.Response:
             "disaggregation_mode": s.spec.mode,
             **({} if switch is None else {"switching_to": switch.to_role, "last_switch": switch.last}),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
+            "paused": s.leaders.paused or None,
             **load,
             **(transfer_paths(total_of(states), mode=s.spec.mode) if states else {}),
             "internal_states": _internal_states(s, states),
