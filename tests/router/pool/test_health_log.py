@@ -67,7 +67,7 @@ async def test_a_worker_that_loads_is_reached_and_its_reason_is_shown(caplog: py
 async def test_a_worker_that_dies_with_requests_has_one_line_and_each_request_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with cluster(retry_max=0) as c:
+    async with cluster(retry_max=0, dead_worker_timeout_s=0.2) as c:
         worker = c.decodes[0]
         worker.behave = hang
         running = [await c.begin(CHAT, worker) for _ in range(3)]
