@@ -22,6 +22,7 @@ from engine.loop.role import EngineRole
 from engine.messages import Bootstrap, TokenOutput
 from engine.ranks.rank_parts import RankPools
 from engine.sampling_params import SamplingParams
+from service.kv_layout import layout_conflict, read_layout
 from tests.core.engine_in_a_test import new_request
 from tests.engine.engine_in_process import EngineInProcess, PartsInProcess
 from tests.engine.ranks.ranks_in_process import ranks
@@ -100,6 +101,13 @@ class System:
         self.workers = workers
         self._port = port
         self._rooms = 0
+
+    @property
+    def conflict(self) -> str | None:
+        """Why a router would send a pair no request, by what both workers name in /server_info."""
+        prefill, decode = (read_layout(worker.role.info()) for worker in self.workers)
+        assert prefill is not None and decode is not None
+        return layout_conflict(prefill, decode, me="prefill", them="decode")
 
     def submit(self, rid: str, prompt: list[int], *, new: int, **more: Mapping[str, Any]) -> None:
         self._rooms += 1

@@ -118,5 +118,6 @@ def test_a_pair_with_other_drafters_is_refused_with_both_names(kind: str | None,
             for worker in pair.workers:
                 worker.turn()
         why = pair.workers[-1].aborted[rid]
+        assert pair.conflict is not None and pair.conflict in why, "a router knows before"
     theirs = "drafts by EAGLE3 of 1,2,3 LlamaForCausalLM/L1" if kind else "/kv4x128"
     assert "signature differs" in why and "drafts by EAGLE LlamaForCausalLM/L1" in why and theirs in why

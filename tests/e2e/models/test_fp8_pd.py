@@ -60,6 +60,7 @@ def test_units_of_two_ranks_are_those_of_one(path: str) -> None:
     cell = Cell("nixl", (2, 1), (1, 1), "on", "host")
     flags = {**FP8, "num_threads": 1, "reduce_units": 2, "kv_units": 2}
     with pair_of(cell, path, flags=flags, decode={}) as pair:
+        assert pair.conflict is None
         assert run(pair, ASKED, together=len(ASKED), turns_between=6) == wanted
 
 
@@ -84,5 +85,6 @@ def test_workers_of_other_types_are_refused_with_both_and_the_flag(path: str) ->
             if decode.aborted:
                 break
         why = decode.aborted["r"]
+        assert pair.conflict is not None and pair.conflict in why, "a router knows before"
         assert "dtype differs" in why and "'bfloat16, KV in fp8_e4m3'" in why and "'bfloat16'" in why
         assert "--kv-cache-dtype" in why
