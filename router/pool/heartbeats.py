@@ -146,8 +146,8 @@ class Heartbeats:
     """Heartbeats of one worker.
 
     `silence_s` is the limit, unless beats are too rare; `every_s()` the requested interval.
-    `on_silence` is called repeatedly. `ask` requests a check: a late beat or a problem, or the end
-    of silence, rest or stream.
+    `on_silence` is called repeatedly. `ask` requests a check: a late beat, the begin or end of a
+    problem, or the end of silence, rest or stream.
     """
 
     worker: Worker
@@ -254,7 +254,7 @@ class Heartbeats:
             self._end_silence()
             self.on_silence(self.worker, False)
         runs_again, self.rests = self.rests and self._ran, self.rests and not self._ran
-        if was_late or runs_again or (before is not None and before.fine and not beat.fine):
+        if was_late or runs_again or (before is not None and before.fine != beat.fine):
             self.ask()
 
     def _trust(self) -> None:

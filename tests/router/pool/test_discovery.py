@@ -352,7 +352,7 @@ async def test_a_process_takes_from_its_peers_only_what_it_does_not_discover_its
             there = WorkerTable()
             there.add("http://by.hand:1", role=Role.DECODE)
             there.add("http://found:1", role=Role.DECODE, discovered=True)
-            return [msgspec.json.encode({"workers": [describe(w) for w in there.workers()]})]
+            return [msgspec.json.encode({"workers": [describe(w, {}) for w in there.workers()]})]
 
     table = WorkerTable()
     await Told(None).catch_up(table, now_s=0.0)

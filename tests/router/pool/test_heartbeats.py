@@ -137,6 +137,8 @@ async def test_a_worker_that_says_that_something_is_the_matter_is_checked_at_onc
         await trusted(c)
         c.decodes[0].draining, c.decodes[0].beat = True, heartbeats.ASK
         await until(lambda: c.state(c.decodes[0]).health is Health.DRAINING)
+        c.decodes[0].draining, c.decodes[0].beat = False, heartbeats.IDLE
+        await until(lambda: c.state(c.decodes[0]).health is Health.UP)
 
 
 async def test_a_worker_whose_stream_ends_is_checked_at_once() -> None:
