@@ -170,7 +170,7 @@ class PartedRole(UnifiedRole):
 class PeerRole(PartedRole):
     """A role whose requests' KV crosses workers: through a manager, with metadata rows.
 
-    `layout`: of its KV, as routers compare it (service/kv_layout.py).
+    `layout`: service/kv_layout.py.
     """
 
     def __init__(

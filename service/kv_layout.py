@@ -1,7 +1,6 @@
-"""The KV memory layout that a prefill and a decode worker must share. Pure.
+"""KV memory layouts, equal in a prefill and a decode worker. Pure.
 
-Workers compare it in their handshake (transfer_backends/wire.py) and name it in `/server_info`, where
-routers find out which workers fit before they send a request.
+Workers compare them in their handshake, routers in `/server_info`.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ REMEDIES = {
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Memory layout, equal on both sides."""
+    """Memory layout."""
 
     version: int
     backend: Name
@@ -47,16 +46,16 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NamedLayout(Layout, frozen=True, array_like=False):
-    """A layout as a JSON object. Fields of other versions are ignored."""
+    """A layout as a JSON object, perhaps of a later version."""
 
 
 def write_layout(layout: Layout) -> str:
-    """Return the text of `kv_layout` in `/server_info`."""
+    """Return `kv_layout` of `/server_info`."""
     return msgspec.json.encode(NamedLayout(**msgspec.structs.asdict(layout))).decode()
 
 
 def read_layout(info: object) -> Layout | None:
-    """Read `kv_layout` of a `/server_info`; None from a worker that names none."""
+    """Read `kv_layout` of a `/server_info`, if any."""
     text = info.get("kv_layout") if isinstance(info, dict) else None
     return _read(text) if isinstance(text, str) else None
 

@@ -83,8 +83,8 @@ def _home(services: Services) -> Home:
 
 
 def level_of(path: str, status: int) -> int:
-    """Return the level of a request's line: probes say nothing new by 503 (it loads, drains) or a closed connection."""
-    is_usual = status < 400 or status in (CLIENT_GONE, 503)
+    """Return the log level of a request's line."""
+    is_usual = status < 400 or status in (CLIENT_GONE, 503)  # of a probe: it loads or drains
     return logging.DEBUG if path in QUIET_PATHS and is_usual else logging.INFO
 
 

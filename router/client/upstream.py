@@ -24,7 +24,7 @@ MAX_ORIGINS = 4 * 4096  # cached parsed URLs
 
 
 def why_unreachable(error: OSError | TimeoutError) -> str:
-    """Return an error's text without addresses, which the line or answer names anyway."""
+    """Return an error's text without addresses."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 

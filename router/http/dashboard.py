@@ -66,7 +66,6 @@ def draw(memory: DashboardSnapshot, table: WorkerTable, *, now_s: float) -> dict
 
 
 def show_worker(worker: Worker, *, switching_to: str | None = None, misfit: str = "") -> dict[str, Any]:
-    """`misfit`: why no worker of the other role fits."""
     return {
         "url": worker.url,
         "role": worker.role.value,

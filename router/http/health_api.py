@@ -22,7 +22,7 @@ PROBES = ("/liveness", "/health", "/readiness", "/ping")
 
 
 def notes_of(table: WorkerTable, live: LiveRequests) -> dict[str, Any]:
-    """Return what holds requests up although the router is ready."""
+    """Return what delays requests although the router is ready."""
     paused = [w.url for w in table.workers() if w.process.paused]
     incompatible = [w.url for w in table.workers() if w.worker_id in table.misfits]
     return {

@@ -41,7 +41,6 @@ async def describe_all(table: WorkerTable) -> msgspec.Raw:
 
 
 def describe(worker: Worker, misfits: Mapping[int, str]) -> dict[str, Any]:
-    """`misfits`: of the table. `incompatible`: why it gets no request, though it is healthy."""
     return {
         "id": worker.worker_id,
         "url": worker.url,

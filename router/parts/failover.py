@@ -236,7 +236,7 @@ def _log_failover(request: RequestContext, failure: CallFailed, rest: PairAttemp
         num_tokens,
         "" if rest.prefill else " with their KV",
         "it was moved" if moved else failure.detail,
-        extra=about(request_id=request.request_id, from_worker=lost, to_worker=to, tokens_kept=num_tokens),
+        extra=about(request_id=request.request_id, from_worker=lost, to_worker=to, num_tokens=num_tokens),
     )
 
 

@@ -1,4 +1,4 @@
-"""The lines of the log about workers: one for each change, none for a check without news."""
+"""Lines of the log about workers, one for each change."""
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ MISFITS_EVERY_S = 0.25  # thousands of workers may start at once
 
 @dataclass(eq=False)
 class HealthLog:
-    """The lines, by what the table knows. `_unreached`: ids of workers that have had their warning."""
+    """Remembers, by id, what has a line."""
 
     table: WorkerTable
     _unreached: set[int] = field(default_factory=set)
@@ -25,7 +25,7 @@ class HealthLog:
     _misfits_due_s: float = 0.0
 
     def on_check(self, worker: Worker, *, changed: bool, reached: bool) -> None:
-        """`changed`: its health. `reached`: it answered, in whatever state."""
+        """`changed`: its health. `reached`: it answered."""
         if reached or changed:
             self._unreached.discard(worker.worker_id)
         if changed:
@@ -36,11 +36,10 @@ class HealthLog:
             log.warning("%s worker %s cannot be reached: %s", worker.role, worker.url, worker.checks.error)
 
     def _is_awaited(self, worker: Worker) -> bool:
-        """Return whether it had time to start; one that has been up is down, which is logged."""
+        """Return whether it had time to start."""
         return worker.health is Health.STARTING and worker.checks.streak >= self.table.health.health_failure_threshold
 
     def on_pause(self, worker: Worker) -> None:
-        """Compare with the pause that the last line named."""
         before, now = self._paused.get(worker.worker_id, ""), worker.process.paused
         if now and now != before:
             self._paused[worker.worker_id] = now
@@ -51,7 +50,7 @@ class HealthLog:
             log.info("%s worker %s is no longer paused", worker.role, worker.url)
 
     def on_round(self, now_s: float) -> None:
-        """Name workers that fit no peer any more, and workers that fit again."""
+        """Name workers that fit no peer, or fit again."""
         if now_s < self._misfits_due_s:
             return
         self._misfits_due_s = now_s + MISFITS_EVERY_S

@@ -1,10 +1,9 @@
-"""Which prefill and decode workers fit each other, by the KV layouts that they report. Pure.
+"""Groups of prefill and decode workers with one KV layout. Pure.
 
     prefill  a a b -      a, b: layouts     groups   a: prefill a a -   decode a -
-    decode   a b b -      -: not reported            b: prefill b -     decode b b -
+    decode   a b b -      -: unknown                 b: prefill b -     decode b b -
 
-A request takes its pair from one group, so the handshake of no pair can fail for its layouts. A worker
-that reports no layout fits all: it may be SGLang's.
+A request takes its pair from one group. A worker of unknown layout fits all: it may be SGLang's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,20 +15,24 @@ Group = tuple[Pool, ...]  # a pool for each role of a route
 
 
 def fits(one: Worker, other: Worker) -> bool:
-    return one.layout is None or other.layout is None or one.layout == other.layout
+    mine, theirs = one.process.layout, other.process.layout
+    return mine is None or theirs is None or mine == theirs
 
 
 def groups_of(pools: Sequence[Pool]) -> list[Group]:
     """Return the groups that have a worker for each role."""
-    known = [w.layout for pool in pools for w in pool if w.layout is not None]
+    known = [w.process.layout for pool in pools for w in pool if w.process.layout is not None]
     found: list[Group] = [tuple(pools)]
     if any(one is not known[0] for one in known):  # equal ones are mostly one object (read_layout)
-        found = [tuple([w for w in pool if w.layout in (None, one)] for pool in pools) for one in dict.fromkeys(known)]
+        found = [
+            tuple([w for w in pool if w.process.layout in (None, one)] for pool in pools)
+            for one in dict.fromkeys(known)
+        ]
     return [group for group in found if all(group)]
 
 
 def misfits_of(prefill: Pool, decode: Pool) -> dict[int, str]:
-    """Return why workers have no fitting peer, by id; workers without any peer are not among them."""
+    """Return why workers have peers but none that fits, by id."""
     prefills, decodes = _unlike(prefill), _unlike(decode)
     found = {w.worker_id: _reason([(w, peer) for peer in decodes]) for w in prefill}
     found |= {w.worker_id: _reason([(peer, w) for peer in prefills]) for w in decode}
@@ -38,11 +41,11 @@ def misfits_of(prefill: Pool, decode: Pool) -> dict[int, str]:
 
 def _unlike(pool: Pool) -> list[Worker]:
     """Return one worker of each model and layout."""
-    return list({(w.models[:1], w.layout): w for w in reversed(pool)}.values())
+    return list({(w.models[:1], w.process.layout): w for w in reversed(pool)}.values())
 
 
 def _reason(pairs: Iterable[tuple[Worker, Worker]]) -> str:
-    """Return why none of these pairs of prefill and decode fits, "" if one does."""
+    """Return why no pair of prefill and decode fits, "" if one does."""
     reason = ""
     for prefill, decode in pairs:
         conflict = _conflict(prefill, decode)
@@ -56,9 +59,9 @@ def _conflict(prefill: Worker, decode: Worker) -> str:
     me, them = f"prefill worker {prefill.url}", f"decode worker {decode.url}"
     if not _share_model(prefill.models, decode.models):
         return f"model differs: {me} serves {prefill.models[0]!r}, {them} serves {decode.models[0]!r}"
-    if prefill.layout is None or decode.layout is None:
+    if prefill.process.layout is None or decode.process.layout is None:
         return ""
-    return layout_conflict(prefill.layout, decode.layout, me=me, them=them) or ""
+    return layout_conflict(prefill.process.layout, decode.process.layout, me=me, them=them) or ""
 
 
 def _share_model(one: Sequence[str], other: Sequence[str]) -> bool:

@@ -148,7 +148,7 @@ def _error(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class HealthReport(NamedTuple):
-    """Facts of a worker's /health. `busy_s`: of its present step. `paused`: mode of a pause."""
+    """Facts of a worker's /health: `busy_s` of its present step, mode of a pause."""
 
     incarnation: str = ""
     busy_s: float | None = None

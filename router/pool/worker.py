@@ -106,6 +106,7 @@ class WorkerProcess:
     former: tuple[str, ...] = ()
     busy_s: float | None = None  # duration of its present step
     paused: str = ""  # mode of a pause (/pause_generation)
+    layout: Layout | None = None  # of its KV; None if unknown
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -134,7 +135,6 @@ class Worker:
     switching_to: Role | None = None  # role requested by this router
     discovered: bool = False  # found by service discovery in each process
     models: tuple[str, ...] = ()  # served names, base first; empty if unknown
-    layout: Layout | None = None  # of its KV; None if unknown
     runtime_type: str | None = None  # VLLM (reports.py) or None
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # running, oldest first

@@ -264,7 +264,7 @@ class WorkerTable:
         return [w for w in self.alive(role) if not model or serves(w.models, model)]
 
     def routes(self, way: Way, model: str) -> Sequence[Group]:
-        """Return the groups of workers that fit and serve `model` (empty: any). Cached."""
+        """Return the groups that serve `model` (empty: any). Cached."""
         found = self._routes.get((way, model))
         if found is None:
             if len(self._routes) >= MAX_POOLS:
@@ -274,13 +274,13 @@ class WorkerTable:
 
     @property
     def misfits(self) -> Mapping[int, str]:
-        """Return why workers that are up have no fitting peer, by id. Cached."""
+        """Return why workers have no fitting peer, by id. Cached."""
         if self._misfits is None:
             self._misfits = misfits_of(self.alive(Role.PREFILL), self.alive(Role.DECODE))
         return self._misfits
 
     def has_peer(self, worker: Worker) -> bool:
-        """Return whether a pair with this worker can serve."""
+        """Return whether it fits a peer."""
         model = worker.models[0] if worker.models else ""
         return any(worker in pool for group in self.routes(PAIR, model) for pool in group)
 
@@ -368,8 +368,8 @@ class WorkerTable:
         self._forget(worker)
 
     def on_layout(self, worker: Worker, layout: Layout | None) -> None:
-        if layout != worker.layout:
-            worker.layout = layout
+        if layout != worker.process.layout:
+            worker.process.layout = layout
             self._on_change()
 
     def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:

@@ -76,7 +76,7 @@ class Picker:
         return self.choose(request, ways)
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
-        """Pick the least loaded responsive worker other than `but` that its KV fits."""
+        """Pick the least loaded responsive worker that fits `but`, other than it."""
         alike = self._narrow(request, self.table.pool(but.role, request.model), self.clock())
         others = [worker for worker in alike if worker is not but and fits(worker, but)]
         if not others or others[0].silent:
@@ -97,7 +97,7 @@ class Picker:
     def pools(self, request: RequestContext) -> list[list[Pool]]:
         """Return each complete route's pools, whose workers are silent only if all are.
 
-        A pair has a route for each KV layout, so that no request goes to workers that do not fit.
+        Pairs have a route for each KV layout.
         """
         table, model, now_s = self.table, request.model, self.clock()
         groups = [group for way in request.ways for group in table.routes(way, model)]
@@ -181,7 +181,7 @@ class Picker:
 
 
 def _least_loaded(ways: Sequence[Pools]) -> Pools:
-    """Return the route whose least loaded workers have the least load."""
+    """Return the route with the least loaded workers."""
     return ways[0] if len(ways) == 1 else min(ways, key=_load_of)
 
 

@@ -268,7 +268,7 @@ class FrameRecord:
         return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
 
     def num_tokens(self) -> int:
-        """Return how many tokens of the answer are recorded."""
+        """Count the recorded tokens."""
         return sum(line.count(b",") + 1 for line in self._ids)
 
     def samples_left(self) -> dict[int, str]:

@@ -242,7 +242,7 @@ class Leaders:
 
     @property
     def paused(self) -> str:
-        """Return the mode of a pause, also of one rank."""
+        """Return the mode of a pause of any rank."""
         return next((link.paused for link in self.links if link.paused), "")
 
     @property

@@ -103,9 +103,9 @@ def who_may_meet(story: Story, model: str) -> set[tuple[int, int]]:
     found = set()
     for name in names:
         pools = [[w for w in pool if not name or serves(w.models, name)] for pool in alive]
-        known = {w.layout for pool in pools for w in pool if w.layout is not None}
+        known = {w.process.layout for pool in pools for w in pool if w.process.layout is not None}
         for layout in known or {None}:
-            fit = [[w for w in pool if not known or w.layout in (None, layout)] for pool in pools]
+            fit = [[w for w in pool if not known or w.process.layout in (None, layout)] for pool in pools]
             heard = [[w for w in pool if not w.silent] or pool for pool in fit]
             found |= {(p.worker_id, d.worker_id) for p in heard[0] for d in heard[1]}
     return found

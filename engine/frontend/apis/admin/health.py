@@ -52,7 +52,7 @@ class HeartbeatLines:
         self._num_steps = 0
 
     def next(self, stamps: Sequence[Stamped], *, now_s: float, num_live: int, fine: bool) -> bytes:
-        """Return a line once all processes stamped again. `fine`: /health says no more than `ok`."""
+        """Return a line once all processes stamped again. `fine`: /health is plain `ok`."""
         stamped = {stamp.name: stamp.at_s for stamp in stamps}
         if any(self._stamped.get(name) == at_s for name, at_s in stamped.items()):
             return b""
@@ -140,8 +140,8 @@ async def health(request: web.BaseRequest) -> web.Response:
     """200 if the scheduler is alive; 503 while draining or with released memory.
 
     In a long step the heartbeat thread answers with `busy_s` and `step`; 503 if it is silent,
-    another process is frozen, or the step exceeds --watchdog-timeout. `paused` is the mode of a
-    pause. `incarnation` changes with every start and role session.
+    another process is frozen, or the step exceeds --watchdog-timeout. `incarnation` changes with
+    every start and role session.
     """
     s = request[SERVICES]
     facts = {"incarnation": s.incarnation, **({"paused": s.leaders.paused} if s.leaders.paused else {})}
