@@ -23,7 +23,7 @@ def groups_of(pools: Sequence[Pool]) -> list[Group]:
     """Return the groups that have a worker for each role."""
     known = [w.process.layout for pool in pools for w in pool if w.process.layout is not None]
     found: list[Group] = [tuple(pools)]
-    if any(one is not known[0] for one in known):  # equal ones are mostly one object (read_layout)
+    if len(pools) > 1 and any(one is not known[0] for one in known):  # equal ones are mostly one object (read_layout)
         found = [
             tuple([w for w in pool if w.process.layout in (None, one)] for pool in pools)
             for one in dict.fromkeys(known)

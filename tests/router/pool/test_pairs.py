@@ -52,6 +52,7 @@ def test_a_group_holds_what_fits(prefill: str, decode: str, groups: list[list[li
     assert [ids(group) for group in groups_of(pools)] == groups
     assert [ids(group) for group in table.routes(PAIR, "")] == groups
     assert missing_roles(table, [PAIR]) == ([] if groups else [role for role in PAIR if decode or role is Role.DECODE])
+    assert [ids(group) for group in table.routes((Role.PREFILL,), "")] == [[list(range(len(prefill)))]], "embeddings"
     inside = {worker_id for group in groups for pool in group for worker_id in pool}
     if prefill and decode:
         assert set(table.misfits) == {w.worker_id for w in table.workers()} - inside
