@@ -7,11 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from router.choice.policies import make_chooser
+from router.config import ChoiceFlags
 from router.pool.breaker import Check
 from router.pool.pairs import groups_of, misfits_of
 from router.pool.worker import PAIR, Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
+from router.requests.picking import Picker
 from service.kv_layout import Layout, write_layout
+from tests.router.attempts import make_request
 from tests.router.dummies import CHAT, Cluster, DummyWorker, cluster, table_of, until
 
 A = Layout(14, "nixl", "m", 16, "bfloat16")
@@ -100,6 +104,39 @@ def test_a_pair_of_a_silent_worker_or_an_open_circuit_gives_way_to_another_layou
     assert table.has_others(workers[0]) is False, "b's decode worker is silent"
     table.on_silence(workers[3], False)
     assert table.has_others(workers[2]), "the other pair may compute it anew"
+
+
+def picker(table: WorkerTable) -> Picker:
+    policies = make_chooser(ChoiceFlags(policy="least_load"), draw=lambda count: 0).policies
+    look: Any = None
+    return Picker(table=table, policies=policies, look_in_time=look, wait_s=0.0, silence_s=0.0, clock=lambda: 0.0)
+
+
+def test_an_answer_moves_with_its_kv_to_a_worker_of_its_layout() -> None:
+    table = table_with("a", "aba")
+    _, left, other, alike = table.workers()
+    table.loads.charge(alike, 1000)
+    request = make_request()
+    request.ways = (PAIR,)
+    found = picker(table).pick_for_rest(request, but=left)
+    assert found is not None and found.worker is alike
+    table.on_check(alike, Check.REFUSED, now_s=1.0)
+    assert picker(table).pick_for_rest(request, but=left) is None and other.answers
+
+
+def test_load_decides_between_layouts() -> None:
+    table = table_with("ab", "ab")
+    request = make_request()
+    request.ways = (PAIR,)
+
+    def chosen() -> list[int]:
+        return [placement.worker.worker_id for placement in picker(table).pick(request) or ()]
+
+    assert chosen() == [0, 2]
+    table.loads.charge(table.workers()[2], 100)
+    assert chosen() == [1, 3]
+    table.loads.charge(table.workers()[1], 500)
+    assert chosen() == [0, 2]
 
 
 async def asks(c: Cluster, count: int) -> list[int]:
