@@ -430,6 +430,8 @@ class OccupationControl:
         self._answer(call_id, f"Released: {', '.join(self.released) or 'nothing'}.")
 
     def _resume(self, call_id: str, tags: tuple[str, ...]) -> None:
+        if back := [tag for tag in self.released if tag in tags]:
+            log.info("resumed: %s", ", ".join(back))
         if KV in tags and KV in self.released:
             self._kv.resume()
             self._released.remove(KV)
