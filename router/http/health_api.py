@@ -23,8 +23,9 @@ PROBES = ("/liveness", "/health", "/readiness", "/ping")
 
 def notes_of(table: WorkerTable, live: LiveRequests) -> dict[str, Any]:
     """Return what delays requests although the router is ready."""
-    paused = [w.url for w in table.workers() if w.process.paused]
-    incompatible = [w.url for w in table.workers() if w.worker_id in table.misfits]
+    workers, misfits = table.workers(), table.misfits
+    paused = [w.url for w in workers if w.process.paused]
+    incompatible = [w.url for w in workers if w.worker_id in misfits]
     return {
         **({"blocked": True, "num_blocked_reqs": live.num_blocked} if live.blocked else {}),
         **({"paused": paused} if paused else {}),

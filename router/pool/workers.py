@@ -328,7 +328,7 @@ class WorkerTable:
         worker.health, checks.changed_s = target, now_s
         self._on_change()
         if target is Health.DOWN:
-            worker.silent, worker.process.busy_s = False, None  # superseded
+            worker.silent, worker.process.busy_s, worker.process.paused = False, None, ""  # superseded
             self._forget(worker)
         return True
 
@@ -451,7 +451,7 @@ def missing_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> l
 
 
 def _missing(table: WorkerTable, way: Way, model: str) -> list[Role]:
-    """Return all roles of a route whose workers do not fit."""
+    """Return roles without live worker, all if no pair fits."""
     if table.routes(way, model):
         return []
     return [role for role in way if not table.pool(role, model)] or list(way)
