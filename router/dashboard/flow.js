@@ -53,7 +53,8 @@ class Card {
   said(worker) {
     if (worker.switching_to) return worker.inflight_requests ? `ends what it has: ${worker.inflight_requests}` : "starts in its new role";
     const rests = ["down", "starting", "incompatible"].includes(worker.health) || (worker.health === "draining" && !worker.inflight_requests);
-    if (rests) return worker.error || "not checked yet";
+    if (rests && worker.error) return worker.error;
+    if (["down", "starting"].includes(worker.health)) return "not checked yet";
     if (!worker.report) return `${worker.inflight_requests} in flight, reports no load`;
     const { stages } = worker.report;
     const shown = Object.keys(QUEUES[worker.role]).filter((stage) => stages[stage] > 0);
