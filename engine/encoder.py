@@ -1,6 +1,6 @@
 """Vision tower of an encoder worker, and its steps on the device."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -32,10 +32,21 @@ class TowerModel:
 
 
 def load_tower_alone(
-    model_path: str, config: ModelConfig, *, dtype: str, device: str, progress: bool, dummies: Collection[str] = ()
+    model_path: str,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    progress: bool,
+    dummies: Collection[str] = (),
+    changed: Sequence[str] = (),
 ) -> TowerModel:
-    """Raises ConfigError for files that do not fit. `dummies`: models with dummy weights."""
+    """Raises ConfigError for files that do not fit. `dummies`: models with dummy weights.
+
+    `changed`: as of `Checkpoint`.
+    """
     given: dict[str, Any] = {"dtype": dtype, "device": device, "stored": config.stored, "dummy": model_path in dummies}
+    given["changed"] = changed
     with (
         torch.inference_mode(),
         Checkpoint(model_path, progress=progress, **given) as checkpoint,

@@ -153,16 +153,59 @@ class ContinueGeneration(_Message, frozen=True):
     call_id: str
 
 
-class UpdateWeights(_Message, frozen=True):
-    """Load another checkpoint of the same shape; answered by a `ControlReply`.
+class NewTensors(msgspec.Struct, frozen=True, array_like=True):
+    """Whole tensors of an update by names of the checkpoint; without any, the current ones again.
 
-    `weight_version`: None keeps it. `abort_all`: instead of waiting for live requests.
+    `data`: a safetensors file. `group`: of a trainer, which broadcasts `names` in order, with
+    `dtypes` ("bfloat16") and `shapes`. `undo`: the weights before the last update.
+    """
+
+    data: bytes = b""
+    group: str = ""
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[list[int]] = []
+    undo: bool = False
+
+    @property
+    def field(self) -> str:
+        """Body field for errors."""
+        return "names" if self.group else "serialized_named_tensors"
+
+
+class UpdateWeights(_Message, frozen=True):
+    """Load another checkpoint of the same shape, or change tensors; answered by a `ControlReply`.
+
+    `tensors`: instead of `model_path`, which stays. `weight_version`: None keeps it. `abort_all`:
+    instead of waiting for live requests.
     """
 
     call_id: str
-    model_path: str
+    model_path: str = ""
     weight_version: str | None = None
     abort_all: bool = False
+    tensors: NewTensors | None = None
+
+
+class JoinTrainer(_Message, frozen=True):
+    """Join the process group `name` of a trainer at "host:port"; answered by a `ControlReply`.
+
+    `rank_offset`: of rank 0 of DP rank 0. `backend`: "gloo" | "nccl".
+    """
+
+    call_id: str
+    name: str
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+    dp_rank: int = 0
+
+
+class LeaveTrainer(_Message, frozen=True):
+    call_id: str
+    name: str
 
 
 class ReleaseMemory(_Message, frozen=True):
@@ -242,6 +285,8 @@ ToScheduler = (
     | PauseGeneration
     | ContinueGeneration
     | UpdateWeights
+    | JoinTrainer
+    | LeaveTrainer
     | ReleaseMemory
     | ResumeMemory
     | StartProfile
@@ -349,7 +394,8 @@ class TokenBatch(_Message, frozen=True):
 class ControlReply(_Message, frozen=True):
     """Reply to a control message. `status`: HTTP status of a rejection.
 
-    `values`: model_path and weight_version, trace file, retracted requests or released memory.
+    `values`: model_path, weight_version and weight_source ("tensors", if a trainer sent some),
+    trace file, retracted requests or released memory.
     `adapters`: name -> path, if changed.
     """
 

@@ -25,6 +25,7 @@ def serve_encoder(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig
     role = encode_role(spec, parts, wakeup=ports.call_attention)
     services = LoopServices(
         weights=parts.weights,
+        trainers=parts.trainers,
         kv=parts.kv,
         memory=parts.memory,
         profiler=TorchProfiler(parts.executor.call, name=use.name),

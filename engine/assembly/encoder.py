@@ -9,6 +9,7 @@ import torch
 
 from engine.assembly.core import MemoryParts, build_core
 from engine.assembly.leader import core_config
+from engine.assembly.loading import tensor_changes, trainer_groups
 from engine.assembly.parts import WorkerParts
 from engine.config import EngineConfig, ModelFlags
 from engine.core.mem_cache.image_cache import ImageCache
@@ -25,7 +26,9 @@ from engine.kv.host_memory import HERE
 from engine.kv.kv_pool import KVPool
 from engine.kv.pool_memory import MappedMemory
 from engine.loop.control import FixedKV, KVMemory
+from engine.loop.trainer_control import Trainers
 from engine.model_files.model_config import ModelConfig
+from engine.trainers.groups import TrainerGroups
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class EncoderParts(WorkerParts):
 
     executor: EncodeExecutor
     weights: WeightUpdater[TowerModel]
+    trainers: Trainers
 
 
 def build_encoder(
@@ -62,6 +66,7 @@ def build_encoder(
         "image_features": (1 + num_pages) * pool.page_bytes,
         "steps": images.max_bytes,
     }
+    trainers = trainer_groups(config, rank=0)
     log.info("memory: %s; features of %d tokens", memory_text(bytes_of), num_pages * PAGE_TOKENS)
     return EncoderParts(
         config=config,
@@ -70,7 +75,8 @@ def build_encoder(
         executor=executor,
         scheduler=scheduler,
         depth=depth(config),
-        weights=_updater(config, model, load, executor),
+        weights=_updater(config, model, load, executor, trainers),
+        trainers=trainers,
         kv=_memory_of(config, use, pool),
         memory=bytes_of,
     )
@@ -90,7 +96,11 @@ def _load_at_start(
 
 
 def _updater(
-    config: EngineConfig, model: ModelConfig, load: Callable[..., TowerModel], executor: EncodeExecutor
+    config: EngineConfig,
+    model: ModelConfig,
+    load: Callable[..., TowerModel],
+    executor: EncodeExecutor,
+    trainers: TrainerGroups,
 ) -> WeightUpdater[TowerModel]:
     runner = executor.runner
     return WeightUpdater(
@@ -104,6 +114,7 @@ def _updater(
         ),
         on_cuda=config.device == "cuda",
         dummies=dummy_paths(config),
+        changes=tensor_changes(config, trainers),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import Load
 from engine.ranks.group import Group, GroupWeights
+from engine.trainers.changes import TensorChanges
+from engine.trainers.groups import GroupTrainers, TrainerGroups
 from service.flags import ConfigError
 
 
@@ -60,9 +63,9 @@ def load_rank(
 def share_loader(config: ModelFlags, read: Load) -> Load:
     """Return `read` of a follower, in stream order. It raises ConfigError."""
 
-    def load(path: str, found: ModelConfig, *, progress: bool) -> DenseDecoder:
+    def load(path: str, found: ModelConfig, *, progress: bool, **more: Any) -> DenseDecoder:
         try:
-            share = read(path, found, progress=progress)
+            share = read(path, found, progress=progress, **more)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"{path}: the GPU has no memory for this rank's share of its weights ({error})") from None
         if config.device == "cuda":
@@ -80,10 +83,11 @@ def weight_updater(
     *,
     load: Load,
     rename_pages: Callable[[str, str], None],
+    trainers: TrainerGroups | GroupTrainers,
 ) -> WeightUpdater[DenseDecoder]:
     """Return all ranks' weight updater. `stored`: the checkpoint's config.
 
-    `rename_pages` gets the new version and fingerprint.
+    `rename_pages` gets the new version and fingerprint. `trainers` send tensors.
     """
 
     runners = [stream.runner for stream in device.executor.streams]
@@ -119,4 +123,16 @@ def weight_updater(
         actions=actions,
         on_cuda=config.device == "cuda",
         dummies=dummy_paths(config),
+        changes=tensor_changes(config, trainers),
     )
+
+
+def tensor_changes(config: EngineConfig, trainers: TrainerGroups | GroupTrainers) -> TensorChanges | str:
+    """Return a reader of new tensors, or the reason that there is none."""
+    if config.nnodes > 1:
+        return f"--nnodes {config.nnodes}: ranks of several machines take new weights from a checkpoint alone"
+    return TensorChanges(trainers, dummies=dummy_paths(config))
+
+
+def trainer_groups(config: EngineConfig, *, rank: int) -> TrainerGroups:
+    return TrainerGroups(rank=rank, num_ranks=config.num_ranks, timeout_s=config.dist_timeout_s)

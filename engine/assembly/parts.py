@@ -14,6 +14,7 @@ from engine.hicache.page_files import Disk
 from engine.kv.cache_spec import KVShard
 from engine.kv.kv_pool import KVPool
 from engine.loop.control import KVMemory
+from engine.loop.trainer_control import Trainers
 from engine.lora.bank import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
@@ -49,6 +50,7 @@ class EngineParts(WorkerParts):
     group: Group | None
     held: KVShard
     weights: WeightUpdater[DenseDecoder]
+    trainers: Trainers
     disk: Disk | None
     events: PrefixEvents | None
     layers_in_pages: Sequence[int]

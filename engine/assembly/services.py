@@ -35,6 +35,7 @@ def loop_services(
     listeners = (*steps.listeners, None if parts.adapters is None else adapters, parts.disk, events)
     return LoopServices(
         weights=parts.weights,
+        trainers=parts.trainers,
         kv=parts.kv,
         memory=parts.memory,
         profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),

@@ -3,14 +3,16 @@
 The caller ensures that no request has old KV. Both weight sets are in memory meanwhile.
 """
 
+import hashlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Generic, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from engine.kv.kv_pool import WeightsNumber, fingerprint, weights_number
+from engine.messages import NewTensors
 from engine.model_files.model_config import ModelConfig, load_model_config
 from service.flags import ConfigError
 from service.waiter import start_in_thread
@@ -20,11 +22,29 @@ M = TypeVar("M")  # model type
 FREE_FIELDS = ("dtype", "stored")  # converted to the engine's type; `quantization` has what must be equal
 
 
+class Changed(Protocol):
+    """Tensors over those of a checkpoint."""
+
+    @property
+    def files(self) -> list[str]: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+class Changes(Protocol):
+    """Reader of new tensors (engine/trainers/changes.py)."""
+
+    def read(self, current: Any, model_path: str, tensors: NewTensors) -> Changed | None:
+        """Return `current`, which this gave or None, with `tensors` over it. Raises ConfigError."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightActions(Generic[M]):
     """Steps of an update on all ranks; `install` and `drop` act on the executor.
 
-    - load(model_path, config, progress=...): reads a model; discard: drops other ranks' reads
+    - load(model_path, config, progress=..., changed=...): reads a model; `changed` only if there is
+      any. discard: drops other ranks' reads
     - taken(version, fingerprint): called after an update
     """
 
@@ -35,8 +55,19 @@ class WeightActions(Generic[M]):
     discard: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where weights come from: a checkpoint, and tensors over it."""
+
+    model_path: str
+    changed: Changed | None = None
+
+
 class WeightUpdater(Generic[M]):
-    """Updater of the running `model`. `dummies`: paths with random weights."""
+    """Updater of the running `model`.
+
+    `dummies`: paths with random weights. `changes`: reader of tensors, or why there is none.
+    """
 
     def __init__(
         self,
@@ -47,27 +78,40 @@ class WeightUpdater(Generic[M]):
         actions: WeightActions[M],
         on_cuda: bool,
         dummies: Collection[str] = (),
+        changes: Changes | str = "this engine takes no tensors",
     ) -> None:
-        self.model_path = model_path
         self.version = version
         self.released = False
         self._model = model
         self._actions = actions
         self._on_cuda = on_cuda
         self._dummies = dummies
+        self._changes = changes
+        self._source = self._before = self._source_read = Source(model_path)
         self._fingerprint = ""  # of the last checkpoint read
         self.number = WeightsNumber(self._number_in_use)
         self._number_read = 0
 
-    def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[M]:
-        """Read in a thread, which calls `when_done`; the future raises ConfigError."""
-        return start_in_thread(lambda: self._read(model_path), name="weights", when_done=when_done)
+    @property
+    def model_path(self) -> str:
+        return self._source.model_path
+
+    @property
+    def source(self) -> str:
+        return "checkpoint" if self._source.changed is None else "tensors"
+
+    def read(self, model_path: str, *, when_done: Callable[[], None], tensors: NewTensors | None = None) -> Future[M]:
+        """Read `tensors`, else `model_path`, in a thread, which calls `when_done`.
+
+        The future raises ConfigError.
+        """
+        return start_in_thread(lambda: self._read(model_path, tensors), name="weights", when_done=when_done)
 
     def take(self, model: M, *, model_path: str, version: str | None) -> None:
-        """Install `model`, with no step in flight and no old KV in use."""
+        """Install the `model` last read, with no step in flight and no old KV in use."""
         self._actions.install(model)
         self.released = False
-        self.model_path = model_path
+        self._before, self._source = self._source, replace(self._source_read, model_path=model_path)
         self.number.take(self._number_read)
         self.version = self.version if version is None else version
         self._actions.taken(self.version, self._fingerprint)
@@ -85,25 +129,46 @@ class WeightUpdater(Generic[M]):
     def _number_in_use(self) -> int:
         return weights_number(self.model_path, dummy=self.model_path in self._dummies)
 
-    def _read(self, model_path: str) -> M:
+    def _read(self, model_path: str, tensors: NewTensors | None) -> M:
+        source = Source(model_path) if tensors is None else self._with(tensors)
+        model_path, changed = source.model_path, source.changed
+        digest = "" if changed is None else changed.digest
         found = load_model_config(model_path)
         check_fits(self._model, found)
         dummy = model_path in self._dummies
         before = fingerprint(model_path, dummy=dummy)
+        more = {} if changed is None else {"changed": changed.files}
         try:
-            model = self._actions.load(model_path, found, progress=False)
+            model = self._actions.load(model_path, found, progress=False, **more)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for a second set of weights beside the first ({error}); --mem-fraction-static must leave room"
             ) from error
-        self._fingerprint = fingerprint(model_path, dummy=dummy)
-        self._number_read = weights_number(model_path, dummy=dummy)
-        if self._fingerprint != before:
+        after = fingerprint(model_path, dummy=dummy)
+        self._number_read = _number_with(weights_number(model_path, dummy=dummy), digest)
+        self._fingerprint = f"{after}+{digest}" if digest else after
+        self._source_read = source
+        if after != before:
             self._actions.discard()
             raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")
         if self._on_cuda:
             torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
         return model
+
+    def _with(self, tensors: NewTensors) -> Source:
+        """Raises ConfigError."""
+        if tensors.undo:
+            return self._before
+        if not tensors.data and not tensors.group:
+            return self._source
+        if isinstance(self._changes, str):
+            raise ConfigError(self._changes)
+        model_path = self._source.model_path
+        return Source(model_path, self._changes.read(self._source.changed, model_path, tensors))
+
+
+def _number_with(number: int, digest: str) -> int:
+    return int(hashlib.sha256(f"{number} {digest}".encode()).hexdigest()[:16], 16) if digest else number
 
 
 def check_fits(running: ModelConfig, found: ModelConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.admin import control, health, info, role_switch, tokens
+from engine.frontend.apis.admin import control, health, info, role_switch, tokens, weights
 from engine.frontend.apis.anthropic import messages
 from engine.frontend.apis.native import generate, score
 from engine.frontend.apis.ollama import answers as ollama
@@ -30,7 +30,7 @@ async def invocations(request: web.BaseRequest) -> web.StreamResponse:
 
 
 _APIS = (
-    *(health, info, control, role_switch, tokens, completions, chat, create, generate, score),
+    *(health, info, control, weights, role_switch, tokens, completions, chat, create, generate, score),
     *(embeddings, ranking, messages, ollama, retained),
 )
 _ROUTES: tuple[ApiRoute, ...] = (

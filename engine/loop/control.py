@@ -19,6 +19,7 @@ from engine.messages import (
     ControlReply,
     FinishReason,
     GenerateRequest,
+    NewTensors,
     PauseGeneration,
     ReleaseMemory,
     ResumeMemory,
@@ -32,19 +33,26 @@ from service.flags import ConfigError
 log = logging.getLogger(__name__)
 
 ControlMessage = PauseGeneration | ContinueGeneration | UpdateWeights
+TENSORS = "tensors"
 MODES = ("abort", "retract", "in_place", "block")
 
 AbortAll = Callable[[], list[TokenOutput]]
 
 
 class Weights(Protocol):
-    model_path: str
     version: str
     released: bool
 
+    @property
+    def model_path(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Return "checkpoint", or "tensors" if some came from a trainer."""
+
     def release(self) -> None: ...
 
-    def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]": ...
+    def read(self, model_path: str, *, when_done: Callable[[], None], tensors: NewTensors | None) -> "Future[Any]": ...
 
     def take(self, model: Any, *, model_path: str, version: str | None) -> None: ...
 
@@ -186,7 +194,8 @@ class EngineControl:
         if self._together is not None:
             self._together.begin()
         self._update = message
-        self._read = self._weights.read(message.model_path, when_done=self._wakeup)
+        path = message.model_path or self._weights.model_path
+        self._read = self._weights.read(path, when_done=self._wakeup, tensors=message.tensors)
 
     def _on_read(self) -> list[TokenOutput]:
         if self._update is None or self._read is None or not self._read.done():
@@ -223,12 +232,13 @@ class EngineControl:
     def _take(self, update: UpdateWeights, model: Any) -> None:
         self._update = self._model = None
         self._scheduler.forget_prefixes()
-        self._weights.take(model, model_path=update.model_path, version=update.weight_version)
+        weights, path = self._weights, update.model_path or self._weights.model_path
+        weights.take(model, model_path=path, version=update.weight_version)
         if self._together is not None:
             self._together.taken()
-        log.info("weights now come from %s, version %s", update.model_path, self._weights.version)
-        names = {"model_path": self._weights.model_path, "weight_version": self._weights.version}
-        values = {**names, **self._also()}
+        log.info("weights now come from %s (%s), version %s", path, weights.source, weights.version)
+        names = {"model_path": path, "weight_version": weights.version}
+        values = {**names, **({"weight_source": TENSORS} if weights.source == TENSORS else {}), **self._also()}
         self._accept(update.call_id, "Succeeded to update model weights.", **values)
 
     def _fail_update(self, update: UpdateWeights, error: BaseException) -> None:
@@ -236,9 +246,12 @@ class EngineControl:
         if self._together is not None:
             self._together.refuse()
         if not isinstance(error, ConfigError):
-            log.error("reading %s failed", update.model_path, exc_info=error)
-            error = ConfigError(f"{update.model_path} cannot be read: {error}")
-        self._refuse(update.call_id, f"model_path: {error}")
+            log.error("reading %s failed", update.model_path or "new tensors", exc_info=error)
+            error = ConfigError(f"{update.model_path or 'they'} cannot be read: {error}")
+        text = str(error)
+        named = text.partition(": ")[0].isidentifier()  # a field of its own
+        field = "model_path" if update.tensors is None else update.tensors.field
+        self._refuse(update.call_id, text if named and update.tensors is not None else f"{field}: {text}")
 
     # ---- answers
 
@@ -338,7 +351,8 @@ class FixedKV:
 
 
 class ReleasedWeights(Protocol):
-    model_path: str
+    @property
+    def model_path(self) -> str: ...
 
     @property
     def released(self) -> bool: ...
@@ -436,7 +450,7 @@ class OccupationControl:
             self._kv.resume()
             self._released.remove(KV)
         if WEIGHTS in tags and WEIGHTS in self.released:
-            self._update(UpdateWeights(call_id, self._weights.model_path))
+            self._update(UpdateWeights(call_id, self._weights.model_path, tensors=NewTensors()))
             return
         self._answer(call_id, "Memory is resumed.")
 

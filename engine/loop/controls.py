@@ -1,11 +1,16 @@
 """Control calls, which change a running engine, and their parts."""
 
+from collections.abc import Callable
+
 from engine.core.scheduler import Scheduler
 from engine.loop.control import AbortAll, ControlMessage, EngineControl, OccupationControl, ProfileControl
 from engine.loop.expert_record import ExpertRecord
 from engine.loop.listeners import OnStep, OpenRequests, Refuse
 from engine.loop.services import LoopServices, Ports
+from engine.loop.trainer_control import TrainerControl
 from engine.messages import (
+    JoinTrainer,
+    LeaveTrainer,
     LoadAdapter,
     RecordExperts,
     ReleaseMemory,
@@ -20,6 +25,8 @@ ControlCall = (
     ControlMessage
     | LoadAdapter
     | UnloadAdapter
+    | JoinTrainer
+    | LeaveTrainer
     | ReleaseMemory
     | ResumeMemory
     | StartProfile
@@ -29,9 +36,9 @@ ControlCall = (
 
 
 class Controls:
-    """Pauses and weights (`engine`), memory (`occupation`), adapters, profiles, expert counts.
+    """Pauses and weights (`engine`), memory (`occupation`), adapters, trainers, profiles, expert counts.
 
-    `refusals`, `on_step`: of the loop, which a control enters when it is first used.
+    `refusals`, `on_step`, `on_turn`: of the loop, which a control enters when it is first used.
     """
 
     def __init__(
@@ -44,11 +51,15 @@ class Controls:
         abort_all: AbortAll,
         refusals: list[Refuse],
         on_step: list[OnStep],
+        on_turn: list[Callable[[float], None]],
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
         self.adapters = services.adapters
         self.profiles = ProfileControl(services.profiler, reply=ports.to_frontend, on_step=on_step)
+        self._trainers = TrainerControl(
+            services.trainers, reply=ports.to_frontend, wakeup=ports.call_attention, on_turn=on_turn
+        )
         self._experts = ExpertRecord(services.expert_loads, name=services.name, reply=ports.to_frontend)
         self.engine = EngineControl(
             scheduler=scheduler,
@@ -74,6 +85,8 @@ class Controls:
         match message:
             case LoadAdapter() | UnloadAdapter():
                 self.adapters.on_message(message)
+            case JoinTrainer() | LeaveTrainer():
+                self._trainers.on_message(message)
             case ReleaseMemory() | ResumeMemory():
                 self.occupation.on_message(message)
             case StartProfile() | StopProfile():

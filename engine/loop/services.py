@@ -10,6 +10,7 @@ from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import FixedKV, KVMemory, Profiler, Weights
 from engine.loop.expert_record import Loads
 from engine.loop.listeners import LoopListener
+from engine.loop.trainer_control import Trainers
 from engine.messages import ToFrontend, ToScheduler
 from engine.text.incremental import MakeStops, no_stops
 
@@ -43,7 +44,7 @@ class LoopServices:
 
     - late_compiles: kernels compiled while serving; memory: bytes by use; gauges: device part
     - expert_loads: of a mixture; name: of the worker, for files
-    - updates: of weights on all DP attention ranks
+    - updates: of weights on all DP attention ranks; trainers: which send weights
     - listeners: of the strategy and of features
     """
 
@@ -59,4 +60,5 @@ class LoopServices:
     expert_loads: Callable[[], Loads] = list
     name: str = "worker"
     updates: UpdateAgreement | None = None
+    trainers: Trainers | None = None
     listeners: Sequence[LoopListener] = ()

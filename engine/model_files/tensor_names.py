@@ -21,6 +21,15 @@ def text_name(name: str) -> str:
     return name if part is None else name.replace(part, "model.", 1)
 
 
+def canonical_name(name: str) -> str:
+    """Return our name of any model's tensor, as `names_in_files` with the whole file."""
+    for part, own in VISION_PARTS.items():
+        if name.startswith(part):
+            return name.replace(part, own, 1)
+    text = text_name(name)
+    return text if text != name else name.removeprefix("language_model.")
+
+
 def is_multimodal(name: str) -> bool:
     return name.startswith((*VISION_PARTS, VISUAL))
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CHANGED = "new tensors"  # in place of a file in errors
 LINE_EVERY_S = 10.0  # between two progress lines of the log
 WATCHED_EVERY_S = 1.0  # the same, where a display reads them
 
@@ -44,11 +45,17 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 log = logging.getLogger(__name__)
 
 
+def is_derived(name: str) -> bool:
+    """True for a tensor that config.json determines, which is not read."""
+    return _DERIVED.match(name) is not None
+
+
 class Checkpoint:
     """The tensors of `model_path`, each taken once. A context manager.
 
     `progress`: the load is watched (`LoadProgress`). `stored`: quantization of the files. `dummy`:
-    generate float weights. Raises ConfigError naming tensor and file.
+    generate float weights. `changed`: safetensors files by canonical names, whose tensors replace
+    those of `model_path`, later ones first. Raises ConfigError naming tensor and file.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Checkpoint:
         progress: bool,
         stored: StoredWeights | None = None,
         dummy: bool = False,
+        changed: Sequence[str] = (),
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype}: not supported; supported: {', '.join(DTYPES)}")
@@ -68,10 +76,14 @@ class Checkpoint:
         self.device = torch.device(device)
         self.is_dummy = dummy
         packs = kernel_on(self.device, self.dtype) is not None
-        self._tensors = DummyTensors(model_path) if dummy else _open_tensors(Path(model_path), stored, packs=packs)
+        self._tensors = (
+            _open_dummies(model_path, changed)
+            if dummy
+            else _open_tensors(Path(model_path), stored, packs=packs, changed=changed)
+        )
         self._staging = Staging()
-        self._opened, self._stamp = (model_path, dtype, device, stored), _stamp(model_path)
-        self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
+        self._opened, self._stamp = (model_path, dtype, device, stored, changed), _stamp(model_path, changed)
+        self._left = {name for name in self._tensors.names() if not is_derived(name)}
         self._progress = LoadProgress(len(self._left), watched=progress)
 
     def __enter__(self) -> "Checkpoint":
@@ -86,10 +98,11 @@ class Checkpoint:
 
     def again(self) -> "Checkpoint":
         """Open the same files. Raises ConfigError if they changed."""
-        path, dtype, device, stored = self._opened
-        if _stamp(path) != self._stamp:
+        path, dtype, device, stored, changed = self._opened
+        if _stamp(path, changed) != self._stamp:
             raise ConfigError(f"{path}: its files are not those that were loaded; update the weights, or restore them")
-        return Checkpoint(path, dtype=dtype, device=device, progress=False, stored=stored, dummy=self.is_dummy)
+        own: dict[str, Any] = {"stored": stored, "dummy": self.is_dummy, "changed": changed}
+        return Checkpoint(path, dtype=dtype, device=device, progress=False, **own)
 
     def take(self, name: str, shape: Sequence[Extent], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a new tensor. `shape`: expected; a `Cut` takes a part."""
@@ -124,7 +137,7 @@ class Checkpoint:
         return name in self._left
 
     def shape_of(self, name: str) -> list[int]:
-        assert isinstance(self._tensors, _Safetensors | QuantizedTensors), "a GGUF file"
+        assert isinstance(self._tensors, Safetensors | QuantizedTensors | OverDummies), "a GGUF file"
         return self._tensors.shape_of(name)
 
     def take_bytes(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
@@ -138,7 +151,7 @@ class Checkpoint:
 
     def take_ids(self, name: str, count: int) -> torch.Tensor:
         """Return `count` integers as int64."""
-        assert isinstance(self._tensors, _Safetensors), "a drafter's weights are floats"
+        assert isinstance(self._tensors, Safetensors), "a drafter's weights are floats"
         found = self._tensors.stored(name)
         if list(found.shape) != [count] or found.dtype not in (torch.int64, torch.int32):
             raise ConfigError(
@@ -185,41 +198,63 @@ class Checkpoint:
             )
 
 
-def _stamp(model_path: str) -> list[tuple[str, int, int]]:
+def _stamp(model_path: str, changed: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Raises ConfigError if a file of `changed` has gone."""
     path = Path(model_path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
+    stamps = [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
+    try:
+        return stamps + [(name, status.st_size, status.st_ino) for name in changed if (status := Path(name).stat())]
+    except OSError:
+        raise ConfigError(f"{model_path}: its changed tensors were changed again") from None
+
+
+def _open_dummies(model_path: str, changed: Sequence[str]) -> "DummyTensors | OverDummies":
+    dummies = DummyTensors(model_path)
+    return OverDummies(dummies, Safetensors(None, changed)) if changed else dummies
 
 
 def _open_tensors(
-    path: Path, stored: StoredWeights | None, *, packs: bool
-) -> "_Safetensors | QuantizedTensors | GGUFTensors | PackedGGUF":
+    path: Path, stored: StoredWeights | None, *, packs: bool, changed: Sequence[str] = ()
+) -> "Safetensors | QuantizedTensors | GGUFTensors | PackedGGUF":
     """`packs`: keep GGUF integers packed."""
     if path.is_file():
+        assert not changed, "tensors of a GGUF file cannot be changed"
         from engine.gguf.tensors import GGUFTensors  # the `gguf` package is for GGUF files only
 
         tensors = GGUFTensors(open_gguf(path))
         return PackedGGUF(tensors) if packs else tensors
-    return _Safetensors(path) if stored is None else QuantizedTensors(_Safetensors(path), stored)
+    files = Safetensors(path, changed)
+    return files if stored is None else QuantizedTensors(files, stored)
 
 
-class _Safetensors:
-    """model.safetensors, or the files in its index."""
+class Safetensors:
+    """model.safetensors in `folder`, or the files in its index; `changed`: as of `Checkpoint`."""
 
     described_by = "config.json"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None, changed: Sequence[str] = ()) -> None:
         self._folder = folder
         self._files: dict[Path, Any] = {}
-        files = _tensor_files(folder, self._files)
+        files = {} if folder is None else _tensor_files(folder, self._files)
         self._name_in_file = names_in_files(files)
         self._file_of = {name: files[there] for name, there in self._name_in_file.items()}
+        self._changed = frozenset(map(Path, changed))
+        for file in map(Path, changed):
+            self._files[file] = _open(file)
+            names = self._files[file].keys()
+            self._file_of.update(dict.fromkeys(names, file))
+            self._name_in_file.update(zip(names, names, strict=True))
 
     def names(self) -> Collection[str]:
         return self._file_of.keys()
 
+    def name_in_file(self, name: str) -> str:
+        return self._name_in_file[name]
+
     def where(self, name: str) -> str:
-        return str(self._file_of[name])
+        file = self._file_of[name]
+        return CHANGED if file in self._changed else str(file)
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
         """Return a function that copies the `taken` part. Raises ConfigError on another shape."""
@@ -237,11 +272,12 @@ class _Safetensors:
 
     def stored(self, name: str) -> torch.Tensor:
         """Return a view of the mapped file."""
-        file = self._file_of[name]
         try:
-            tensor: torch.Tensor = self._files[file].get_tensor(self._name_in_file[name])
+            tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(self._name_in_file[name])
         except (SafetensorError, AttributeError, RuntimeError) as error:
-            raise ConfigError(f"{file}: tensor {name} cannot be read: {error}; download the file again") from None
+            raise ConfigError(
+                f"{self.where(name)}: tensor {name} cannot be read: {error}; download the file again"
+            ) from None
         return tensor
 
     def _stored(self, name: str, index: str, shape: list[int]) -> torch.Tensor:
@@ -252,21 +288,47 @@ class _Safetensors:
         return self._read(name, [max(count, int(index) + 1), *shape])[int(index)]
 
     def _read(self, name: str, shape: list[int]) -> torch.Tensor:
-        file = self._file_of.get(name)
-        if file is None:
+        if name not in self._file_of:
             raise ConfigError(f"{self._folder}: tensor {name} is in no *.safetensors file; download the files again")
         tensor = self.stored(name)
         if list(tensor.shape) != shape:
             raise ConfigError(
-                f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {shape}; "
+                f"{self.where(name)}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {shape}; "
                 "check that both belong together"
             )
         if tensor.dtype not in (*DTYPES.values(), torch.uint8):
             raise ConfigError(
-                f"{file}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
+                f"{self.where(name)}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
                 f"supported: {', '.join(DTYPES)} (config.json names no quantization)"
             )
         return tensor
+
+
+class OverDummies:
+    """Changed tensors, and generated ones for the rest."""
+
+    described_by = "config.json"
+
+    def __init__(self, dummies: DummyTensors, changed: Safetensors) -> None:
+        self._dummies = dummies
+        self._changed = changed
+
+    def names(self) -> Collection[str]:
+        return self._changed.names()
+
+    def where(self, name: str) -> str:
+        return CHANGED
+
+    def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
+        is_changed = name.partition("[")[0] in self._changed.names()
+        return self._changed.open(name, shape, taken) if is_changed else self._dummies.open(name, shape, taken)
+
+    def shape_of(self, name: str) -> list[int]:
+        return self._changed.shape_of(name)
+
+    def close(self) -> None:
+        self._changed.close()
+        self._dummies.close()
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:

@@ -1,6 +1,6 @@
 """Loads models of all families, and drafters."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,15 +39,17 @@ def load_model(
     experts: ExpertPlan = IN_ORDER,
     drafter: DrafterConfig | None = None,
     dummies: Collection[str] = (),
+    changed: Sequence[str] = (),
 ) -> DenseDecoder:
     """Load this rank's part of `model_path` in `dtype` on `device`.
 
     `dtype`: "bfloat16" | "float32" | "float16". `context_length`: positions in use (a RoPE table of
     a million takes half a GiB). `collectives`: of the stage; `exchange`: of all ranks, with DP
-    attention. `dummies`: paths with generated weights. `check_layout` has accepted the sizes.
+    attention. `dummies`: paths with generated weights. `changed`: as of `Checkpoint`.
+    `check_layout` has accepted the sizes.
     Raises ConfigError for files that do not fit.
     """
-    weights: dict[str, Any] = {"stored": config.stored, "dummy": model_path in dummies}
+    weights: dict[str, Any] = {"stored": config.stored, "dummy": model_path in dummies, "changed": changed}
     with (
         torch.inference_mode(),
         Checkpoint(model_path, dtype=dtype, device=device, progress=progress, **weights) as checkpoint,

@@ -62,13 +62,14 @@ class GroupWeights:
         self._install = install
         self._prepared = 0
 
-    def load(self, model_path: str, config: ModelConfig, *, progress: bool) -> DenseDecoder:
+    def load(self, model_path: str, config: ModelConfig, *, progress: bool, **more: Any) -> DenseDecoder:
         """Load all ranks' weights, or none. Raises ConfigError."""
 
+        def read() -> DenseDecoder:
+            return self._load(model_path, config, progress=progress, **more)
+
         model: DenseDecoder
-        model, self._prepared = _on_all_ranks(
-            self._followers, "weights", model_path, lambda: self._load(model_path, config, progress=progress)
-        )
+        model, self._prepared = _on_all_ranks(self._followers, "weights", read, path=model_path, **more)
         return model
 
     def discard(self) -> None:
@@ -121,7 +122,7 @@ class GroupAdapters:
 
     def read(self, path: str) -> _GroupAdapter:
         """Raises ConfigError."""
-        return _GroupAdapter(*_on_all_ranks(self._followers, "adapter", path, lambda: self._own.read(path)))
+        return _GroupAdapter(*_on_all_ranks(self._followers, "adapter", lambda: self._own.read(path), path=path))
 
     def install(self, number: int, weights: _GroupAdapter) -> None:
         applied = self._followers.apply("add_adapter", number=weights.prepared, adapter=number)
@@ -163,12 +164,12 @@ class GroupProfiler:
         return path
 
 
-def _on_all_ranks(followers: Followers, name: str, path: str, read: Callable[[], Any]) -> tuple[Any, int]:
-    """Read `path` on all ranks; return the leader's value and the followers' number.
+def _on_all_ranks(followers: Followers, name: str, read: Callable[[], Any], **args: Any) -> tuple[Any, int]:
+    """Read on all ranks; return the leader's value and the followers' number.
 
     Raises ConfigError.
     """
-    prepared = followers.prepare(name, path=path)
+    prepared = followers.prepare(name, **args)
     try:
         try:
             own = read()

@@ -26,7 +26,8 @@ from service.security.keys import Access, KeyGate, authorization_of
 from service.waiter import BODIES
 
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
-UPDATE_WEIGHTS = "/update_weights_from_disk"
+UPDATES = tuple(f"/update_weights_from_{source}" for source in ("disk", "tensor", "distributed"))
+JOIN_GROUP, LEAVE_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
@@ -42,7 +43,7 @@ TIMEOUTS_S = {  # of POSTs that are passed on unchanged
     "/start_profile": CALL_TIMEOUT_S,
     "/stop_profile": CALL_TIMEOUT_S,
     **dict.fromkeys(EXPERTS, CALL_TIMEOUT_S),
-    UPDATE_WEIGHTS: UPDATE_TIMEOUT_S,
+    **dict.fromkeys((*UPDATES, LEAVE_GROUP), UPDATE_TIMEOUT_S),
     RELEASE: CALL_TIMEOUT_S,
     RESUME: UPDATE_TIMEOUT_S,
 }
@@ -63,6 +64,7 @@ class FanOutApi:
     def routes(self) -> list[web.RouteDef]:
         return [
             *(web.post(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
+            web.post(JOIN_GROUP, self.join_group),
             web.post(PAUSE, self.pause),
             web.post(CONTINUE, self.unpause),
             web.get("/flush_cache", self.pass_to_all),
@@ -78,9 +80,27 @@ class FanOutApi:
         answer = await self.calls.call_all(
             OperatorCall("POST", path, headers, body, timeout_s=timeout_s, encoders=encoders)
         )
-        if path in (PAUSE, CONTINUE, UPDATE_WEIGHTS, RELEASE, RESUME):
+        if path in (PAUSE, CONTINUE, *UPDATES, RELEASE, RESUME):
             self.monitor.refresh()  # model names and health may have changed
         return answer
+
+    async def join_group(self, request: web.BaseRequest) -> web.Response:
+        """Let all workers join a trainer's process group, with ranks from `rank_offset` on, in the
+        order of /workers.
+        """
+        fields, bodies = object_of(await request.read()), {}
+        first = next_rank = count_of(fields.get("rank_offset"))
+        for worker in self.calls.callable_workers():
+            bodies[worker.url] = msgspec.json.encode({**fields, "rank_offset": next_rank})
+            next_rank += worker.ranks.count
+        if fields.get("world_size") != next_rank:
+            text = (
+                f"with {next_rank - first} ranks of {len(bodies)} workers from rank {first} on it must be {next_rank}"
+            )
+            raise ApiError(400, f"world_size: {text}", field="world_size")
+        headers = self.calls.credentials.for_admin(authorization_of(request.headers))
+        call = OperatorCall("POST", JOIN_GROUP, headers, bodies=bodies, timeout_s=UPDATE_TIMEOUT_S)
+        return await self.calls.call_all(call)
 
     async def pause(self, request: web.BaseRequest) -> web.Response:
         """Pause all workers. Mode `block` first holds new requests in all processes and waits for

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -22,7 +22,10 @@ from service.security.keys import authorization_of
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call to workers: with `model` only to those that serve it, perhaps without `encoders`."""
+    """A call to workers: with `model` only to those that serve it, perhaps without `encoders`.
+
+    `bodies`: by URL of a worker, instead of `body`.
+    """
 
     method: str
     path: str
@@ -31,6 +34,7 @@ class OperatorCall:
     timeout_s: float = CALL_TIMEOUT_S
     model: str = ""
     encoders: bool = True
+    bodies: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -74,14 +78,16 @@ class WorkerCalls:
         return json_response({"success": status == 200, "workers": results}, status=status)
 
     async def answers(self, call: OperatorCall) -> list[tuple[Worker, WorkerAnswer]]:
-        known = [w for w in self.table.workers() if not call.model or serves(w.models, call.model)]
-        known = [w for w in known if call.encoders or w.role is not Role.ENCODE]
-        workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
+        known = [w for w in self.callable_workers() if not call.model or serves(w.models, call.model)]
+        workers = [w for w in known if call.encoders or w.role is not Role.ENCODE]
         answers = zip(workers, await asyncio.gather(*(self._send(call, w) for w in workers)), strict=True)
         return [(worker, _without_lack(worker, call.path, answer)) for worker, answer in answers]
 
+    def callable_workers(self) -> list[Worker]:
+        return [w for w in self.table.workers() if w.health in (Health.UP, Health.DRAINING)]
+
     async def _send(self, call: OperatorCall, worker: Worker) -> WorkerAnswer:
-        method, path, body = call.method, call.path, call.body
+        method, path, body = call.method, call.path, call.bodies.get(worker.url, call.body)
         if worker.runtime_type == VLLM:
             method, path, body = vllm_call(method, path, body)
         return await call_worker(self.session, method, worker.url + path, call.headers, body, timeout_s=call.timeout_s)

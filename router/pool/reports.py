@@ -175,7 +175,8 @@ def parse_ranks(info: object) -> RankSizes:
     tp, pp, dp = (max(1, count_of(facts.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
     listed = facts.get("rank_pids")
     pids = [count_of(pid) for pid in listed[:MAX_PIDS]] if isinstance(listed, list) else []
-    return RankSizes(tp=tp, pp=pp, dp=dp, pids=tuple(pid for pid in pids if pid))
+    joint = facts.get("enable_dp_attention") is True
+    return RankSizes(tp=tp, pp=pp, dp=dp, pids=tuple(pid for pid in pids if pid), joint=joint)
 
 
 @dataclass(frozen=True, slots=True)

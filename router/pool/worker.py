@@ -66,10 +66,17 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
+    """Ranks of a worker. `joint`: with DP attention `tp` counts those of all DP ranks."""
+
     tp: int = 1
     pp: int = 1
     dp: int = 1
     pids: tuple[int, ...] = ()
+    joint: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.tp * self.pp * (1 if self.joint else self.dp)
 
 
 ONE_RANK = RankSizes()

@@ -16,7 +16,7 @@ from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings, Ports
-from engine.messages import ControlReply, GenerateRequest, TokenBatch, TokenOutput
+from engine.messages import ControlReply, GenerateRequest, NewTensors, TokenBatch, TokenOutput
 from engine.sampling_params import SamplingParams
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
@@ -24,14 +24,16 @@ from tests.core.hash_model import HashModel
 
 
 class FakeWeights:
-    model_path, version, released = "old", "v1", False
+    model_path, version, released, source = "old", "v1", False, "checkpoint"
 
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
         self.taken: list[object] = []
         self.discarded: list[object] = []
 
-    def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]":
+    def read(
+        self, model_path: str, *, when_done: Callable[[], None], tensors: NewTensors | None = None
+    ) -> "Future[Any]":
         self.future = Future()
         return self.future
 

@@ -29,11 +29,11 @@ DOORS = ("router", "prefill", "decode")
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method"
 )
-# A profile is written where an admin says, not where a fuzzer says; roles stay. The others stop generation, and come last.
+# A profile is written where an admin says, not where a fuzzer says; roles stay; nobody opens groups of trainers. The others stop generation, and come last.
 LAST = "pause|continue_generation|update_weights|memory_occupation"
 CONTINUES = ("/continue_generation", "/resume_memory_occupation")
 SERVES_S = 20.0  # until the router has noticed
-NEVER = "profile|workers|switch_role"
+NEVER = "profile|workers|switch_role|update_group"
 FLAGS = ("--max-total-tokens", "16384", "--context-length", "256", "--log-level", "warning")
 GROWTH_MIB = 64.0  # of one process from the first part on: caches with a bound fill up
 # A scheduler's bf16 kernels: oneDNN keeps one for each number of tokens it has met, the last 1024 of them.

@@ -17,7 +17,10 @@ from engine.frontend.client.scheduler_link import (
 from engine.frontend.errors import not_ready
 from engine.messages import (
     ControlReply,
+    JoinTrainer,
+    LeaveTrainer,
     LoadAdapter,
+    NewTensors,
     SchedulerReady,
     StartProfile,
     StateReply,
@@ -172,8 +175,7 @@ class RankChanges:
             undo = self._undo_of(message, before[rank])
             if undo is None:
                 continue
-            same_files = isinstance(undo, UpdateWeights) and undo.model_path == getattr(message, "model_path", None)
-            answers = {} if same_files else await self._send(undo, [rank])
+            answers = {} if _reads_the_same(undo, message) else await self._send(undo, [rank])
             if not isinstance(answers.get(rank), ControlReply):
                 failed.append(rank)
         if failed and isinstance(message, UpdateWeights) and self._links[failed[0]].gone is None:
@@ -186,7 +188,11 @@ class RankChanges:
             case UpdateWeights():
                 version = str(before["weight_version"])
                 path = str(before["model_path"])
-                return UpdateWeights(call_id, path, weight_version=version, abort_all=message.abort_all)
+                in_memory = message.tensors is not None or "weight_source" in before
+                tensors = NewTensors(undo=True) if in_memory else None
+                return UpdateWeights(call_id, path, version, message.abort_all, tensors)
+            case JoinTrainer():
+                return LeaveTrainer(call_id, message.name)
             case LoadAdapter():
                 return UnloadAdapter(call_id, message.name)
             case StartProfile():
@@ -197,12 +203,20 @@ class RankChanges:
         """A dead rank ends the worker and every call."""
 
         async def ask(rank: int) -> ControlReply | ApiError:
+            own = msgspec.structs.replace(message, dp_rank=rank) if isinstance(message, JoinTrainer) else message
             try:
-                return await self._links[rank].control(message, timeout_s=None)
+                return await self._links[rank].control(own, timeout_s=None)
             except ApiError as error:
                 return error
 
         return dict(zip(ranks, await asyncio.gather(*map(ask, ranks)), strict=True))
+
+
+def _reads_the_same(undo: ControlMessage, message: ControlMessage) -> bool:
+    """True for an update and its undoing by the same files, which may have changed."""
+    if not isinstance(undo, UpdateWeights) or not isinstance(message, UpdateWeights):
+        return False
+    return undo.tensors is None and undo.model_path == message.model_path
 
 
 # ---- leaders

@@ -22,6 +22,8 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     GetStep,
+    JoinTrainer,
+    LeaveTrainer,
     LoadAdapter,
     MoveOut,
     PauseGeneration,
@@ -50,6 +52,8 @@ ControlMessage = (
     PauseGeneration
     | ContinueGeneration
     | UpdateWeights
+    | JoinTrainer
+    | LeaveTrainer
     | ReleaseMemory
     | ResumeMemory
     | StartProfile
@@ -90,7 +94,7 @@ class SchedulerLink:
         self.ready = asyncio.Event()
         self.last_message_s = float("-inf")  # of the scheduler's loop
         self.last_state: StateReply | None = None
-        self.updated: dict[str, int | str] = {}  # model_path and weight_version after an update
+        self.updated: dict[str, int | str] = {}  # model_path, weight_version, weight_source after an update
         self.released: set[str] = set()  # parts of memory
         self.paused = ""  # mode of the pause
         self.adapters: dict[str, str] = {}  # name -> path of loaded adapters

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from engine.messages import NewTensors
 from service.flags import ConfigError
 from tools.simulation.world import Process
 
@@ -18,6 +19,8 @@ OWN, OTHER = "simulated", "other weights"
 
 class SimWeights:
     """engine/loop/control.py's `Weights`."""
+
+    source = "checkpoint"
 
     def __init__(
         self, process: Process, forget: Callable[[], None], draw: random.Random, *, model_path: str = OWN
@@ -33,7 +36,9 @@ class SimWeights:
         """Return what tells them from others: features of one number are not those of another."""
         return int(self.model_path != OWN)
 
-    def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]":
+    def read(
+        self, model_path: str, *, when_done: Callable[[], None], tensors: NewTensors | None = None
+    ) -> "Future[Any]":
         result: Future[Any] = Future()
 
         def done() -> None:

@@ -1,4 +1,4 @@
-"""Abort, flush, pause, weights, adapters, profiles.
+"""Abort, flush, pause, memory, adapters, profiles.
 
 Names and defaults are SGLang's (`srt/managers/io_struct.py`).
 """
@@ -26,7 +26,6 @@ from engine.messages import (
     StartProfile,
     StopProfile,
     UnloadAdapter,
-    UpdateWeights,
 )
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.guard import key_refusal, may_end_any, owner_in
@@ -37,7 +36,6 @@ from service.security.keys import Access
 MODES = ("abort", "retract", "in_place", "block")
 UPDATE_TIMEOUT_S = 3600.0  # includes disk reads and running requests
 PROFILE_TIMEOUT_S = 300.0  # writing a long trace takes long
-MAX_VERSION_CHARS = 256
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
@@ -61,13 +59,6 @@ class MoveOutBody(msgspec.Struct):
 
 class PauseBody(msgspec.Struct, kw_only=True):
     mode: str | None = None
-
-
-class UpdateWeightsBody(msgspec.Struct, kw_only=True):
-    model_path: str
-    load_format: str | None = None
-    abort_all_requests: bool | None = None
-    weight_version: str | None = None
 
 
 class MemoryBody(msgspec.Struct, kw_only=True):
@@ -175,19 +166,6 @@ def _pause(s: Services, call_id: str, body: PauseBody) -> PauseGeneration:
     return PauseGeneration(call_id, mode)
 
 
-def _update_weights(s: Services, call_id: str, body: UpdateWeightsBody) -> UpdateWeights:
-    """200 once later tokens use the new weights; 400, unchanged, if they do not fit."""
-    if not body.model_path:
-        raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
-    if body.load_format not in (None, "auto", "safetensors"):
-        raise bad_field("load_format", f"must be auto or safetensors, got {body.load_format!r}")
-    if body.weight_version is not None and not 0 < len(body.weight_version) <= MAX_VERSION_CHARS:
-        raise bad_field("weight_version", f"must have 1 to {MAX_VERSION_CHARS} characters")
-    return UpdateWeights(
-        call_id, body.model_path, weight_version=body.weight_version, abort_all=bool(body.abort_all_requests)
-    )
-
-
 def _load_adapter(s: Services, call_id: str, body: LoadBody) -> LoadAdapter:
     """200 once the adapter is usable; 400, unchanged, if it does not fit."""
     if problem := name_problem(body.lora_name):
@@ -222,13 +200,6 @@ def _released(s: Services, reply: ControlReply) -> dict[str, Any]:
 _ORDERS = {
     "/pause_generation": Order(message=_pause, body=PauseBody, head=STATUS),
     "/continue_generation": Order(message=lambda s, call_id, _: ContinueGeneration(call_id), head=STATUS),
-    "/update_weights_from_disk": Order(
-        message=_update_weights,
-        body=UpdateWeightsBody,
-        body_required=True,
-        timeout_s=UPDATE_TIMEOUT_S,
-        shown=lambda s, reply: {"num_paused_requests": 0, **reply.values},
-    ),
     # 200 once memory is released; 409, unchanged, with live requests
     "/release_memory_occupation": Order(
         message=lambda s, call_id, body: ReleaseMemory(call_id, tuple(body.tags or ())),

@@ -62,6 +62,9 @@ def _open_switch(s: Services) -> RoleSwitch:
         raise s.client.closed
     if not s.leaders.ready.is_set():
         raise not_ready("the model is still loading")
+    if "weight_source" in s.leaders.updated:
+        text = "its weights came as tensors, which end with its scheduler; POST /update_weights_from_disk first"
+        raise ApiError(409, f"this worker keeps its role: {text}", code="weights_in_memory")
     return s.spec.switch
 
 

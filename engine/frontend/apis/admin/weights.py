@@ -1,0 +1,198 @@
+"""New weights from a checkpoint, from tensors of a request, and from a trainer's process group.
+
+Names and defaults are SGLang's (`srt/managers/io_struct.py`).
+"""
+
+import base64
+import binascii
+from typing import Any
+
+import msgspec
+
+from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
+from engine.frontend.apis.shared.routes import admin_route
+from engine.frontend.services import Services
+from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NewTensors, UpdateWeights
+from service.http.errors import bad_field
+
+MAX_NAME_CHARS = 256  # of versions, groups and hosts
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64")
+BACKENDS = ("gloo", "nccl")
+LOAD_FORMATS = (None, "auto", "safetensors")
+PICKLE = b"\x80"  # first byte of protocols since 2
+GROUP = "weight_update_group"
+MOST_RANKS, LONGEST_SIDE = 1 << 16, 1 << 40
+_REQUIRED: dict[str, Any] = {"body_required": True, "timeout_s": UPDATE_TIMEOUT_S}
+TAKEN = "base64 of a safetensors file with whole tensors, as safetensors.torch.save makes it"
+
+
+class UpdateWeightsBody(msgspec.Struct, kw_only=True):
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+
+
+class UpdateTensorsBody(msgspec.Struct, kw_only=True):
+    """Body of an update by tensors. `flush_cache` is ignored: KV of other weights is never used."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool | None = None
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+
+
+class UpdateDistributedBody(msgspec.Struct, kw_only=True):
+    """Body of an update by broadcasts: `names` in order, "bfloat16" or "torch.bfloat16", shapes.
+
+    `flush_cache` is ignored: KV of other weights is never used.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = GROUP
+    flush_cache: bool | None = None
+    load_format: str | None = None
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+
+
+class JoinGroupBody(msgspec.Struct, kw_only=True):
+    """Body of a join: address of the trainer, which is rank 0 of `world_size`.
+
+    This worker's first rank has number `rank_offset`.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = GROUP
+    backend: str = "nccl"
+
+
+class LeaveGroupBody(msgspec.Struct, kw_only=True):
+    group_name: str = GROUP
+
+
+def _from_disk(s: Services, call_id: str, body: UpdateWeightsBody) -> UpdateWeights:
+    """200 once later tokens use the new weights; 400, unchanged, if they do not fit."""
+    if not body.model_path:
+        raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
+    _check_format(body.load_format)
+    return _update(call_id, body, model_path=body.model_path)
+
+
+def _from_tensors(s: Services, call_id: str, body: UpdateTensorsBody) -> UpdateWeights:
+    """Like `_from_disk`. SGLang's clients repeat the tensors for each rank."""
+    field, given = "serialized_named_tensors", body.serialized_named_tensors
+    _check_format(body.load_format)
+    if not given:
+        raise bad_field(field, f"must have one entry, {TAKEN}")
+    if any(other != given[0] for other in given[1:]):
+        raise bad_field(field, "its entries differ; send whole tensors once, and each rank takes its part")
+    try:
+        data = base64.b64decode(given[0], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise bad_field(field, f"must be {TAKEN}: {error}") from None
+    if data.startswith(PICKLE):
+        raise bad_field(
+            field,
+            f"is a pickle, which could run code here, and holds handles of memory instead of values; send {TAKEN}, or "
+            "use /update_weights_from_distributed",
+            code="unsupported_format",
+        )
+    return _update(call_id, body, tensors=NewTensors(data=data))
+
+
+def _from_trainer(s: Services, call_id: str, body: UpdateDistributedBody) -> UpdateWeights:
+    """Like `_from_disk`, after the trainer has broadcast all tensors."""
+    _check_format(body.load_format)
+    _check_name("group_name", body.group_name)
+    dtypes = [dtype.removeprefix("torch.") for dtype in body.dtypes]
+    if not body.names:
+        raise bad_field("names", "must name at least one tensor")
+    for field, values in (("dtypes", dtypes), ("shapes", body.shapes)):
+        if len(values) != len(body.names):
+            raise bad_field(field, f"must have an entry for each of {len(body.names)} names, has {len(values)}")
+    if len(set(body.names)) < len(body.names):
+        raise bad_field("names", "a tensor is named twice")
+    if unknown := next((dtype for dtype in dtypes if dtype not in DTYPES), None):
+        raise bad_field("dtypes", f"must be of {', '.join(DTYPES)}, got {unknown!r}")
+    if any(not 0 <= size < LONGEST_SIDE for shape in body.shapes for size in shape):
+        raise bad_field("shapes", f"must have sizes of 0 to {LONGEST_SIDE}")
+    tensors = NewTensors(group=body.group_name, names=body.names, dtypes=dtypes, shapes=body.shapes)
+    return _update(call_id, body, tensors=tensors)
+
+
+def _join(s: Services, call_id: str, body: JoinGroupBody) -> JoinTrainer:
+    """200 once all members of the group are there."""
+    _check_name("group_name", body.group_name)
+    _check_name("master_address", body.master_address)
+    if not 0 < body.master_port < 1 << 16:
+        raise bad_field("master_port", f"must be 1 to 65535, got {body.master_port}")
+    if not 1 < body.world_size <= MOST_RANKS:
+        raise bad_field("world_size", f"must count the trainer and all ranks of all workers, got {body.world_size}")
+    if not 0 < body.rank_offset < body.world_size:
+        raise bad_field(
+            "rank_offset", f"must be 1 to {body.world_size - 1}, because the trainer has rank 0; got {body.rank_offset}"
+        )
+    if body.backend not in BACKENDS:
+        raise bad_field("backend", f"must be one of {', '.join(BACKENDS)}, got {body.backend!r}")
+    return JoinTrainer(
+        call_id,
+        body.group_name,
+        body.master_address,
+        body.master_port,
+        rank_offset=body.rank_offset,
+        world_size=body.world_size,
+        backend=body.backend,
+    )
+
+
+def _leave(s: Services, call_id: str, body: LeaveGroupBody) -> LeaveTrainer:
+    _check_name("group_name", body.group_name)
+    return LeaveTrainer(call_id, body.group_name)
+
+
+def _update(
+    call_id: str,
+    body: UpdateWeightsBody | UpdateTensorsBody | UpdateDistributedBody,
+    *,
+    model_path: str = "",
+    tensors: NewTensors | None = None,
+) -> UpdateWeights:
+    if body.weight_version is not None:
+        _check_name("weight_version", body.weight_version)
+    aborts = bool(body.abort_all_requests)
+    return UpdateWeights(call_id, model_path, weight_version=body.weight_version, abort_all=aborts, tensors=tensors)
+
+
+def _check_format(load_format: str | None) -> None:
+    if load_format not in LOAD_FORMATS:
+        raise bad_field("load_format", f"must be auto or safetensors, got {load_format!r}")
+
+
+def _check_name(field: str, name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        raise bad_field(field, f"must have 1 to {MAX_NAME_CHARS} characters")
+
+
+def _shown(s: Services, reply: ControlReply) -> dict[str, Any]:
+    return {"num_paused_requests": 0, **reply.values}
+
+
+_ORDERS = {
+    "/update_weights_from_disk": Order(message=_from_disk, body=UpdateWeightsBody, shown=_shown, **_REQUIRED),
+    "/update_weights_from_tensor": Order(message=_from_tensors, body=UpdateTensorsBody, shown=_shown, **_REQUIRED),
+    "/update_weights_from_distributed": Order(
+        message=_from_trainer, body=UpdateDistributedBody, shown=_shown, **_REQUIRED
+    ),
+    "/init_weights_update_group": Order(message=_join, body=JoinGroupBody, **_REQUIRED),
+    "/destroy_weights_update_group": Order(message=_leave, body=LeaveGroupBody, timeout_s=UPDATE_TIMEOUT_S),
+}
+ROUTES = tuple(
+    admin_route(path, order.handle, order.body, body_required=order.body_required) for path, order in _ORDERS.items()
+)

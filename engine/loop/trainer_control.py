@@ -1,0 +1,73 @@
+"""Joins and departures of process groups that trainers open for new weights."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from engine.messages import ControlReply, JoinTrainer, LeaveTrainer
+from service.flags import ConfigError
+from service.waiter import start_in_thread
+
+log = logging.getLogger(__name__)
+
+
+class Trainers(Protocol):
+    """Groups on all ranks; both calls wait for other processes, and raise ConfigError."""
+
+    def join(self, asked: JoinTrainer) -> None: ...
+
+    def leave(self, name: str) -> None: ...
+
+
+class TrainerControl:
+    """Control of `trainers` in threads; None in an engine without.
+
+    Its first call adds it to `on_turn`, where it stays.
+    """
+
+    def __init__(
+        self,
+        trainers: Trainers | None,
+        *,
+        reply: Callable[[ControlReply], None],
+        wakeup: Callable[[], None],
+        on_turn: list[Callable[[float], None]],
+    ) -> None:
+        self._trainers = trainers
+        self._reply = reply
+        self._wakeup = wakeup
+        self._on_turn = on_turn
+        self._running: list[tuple[JoinTrainer | LeaveTrainer, Future[None]]] = []
+
+    def on_message(self, message: JoinTrainer | LeaveTrainer) -> None:
+        if self.on_turn not in self._on_turn:
+            self._on_turn.append(self.on_turn)
+        future = start_in_thread(lambda: self._run(message), name="trainer", when_done=self._wakeup)
+        self._running.append((message, future))
+
+    def on_turn(self, now_s: float) -> None:
+        done = [(message, future) for message, future in self._running if future.done()]
+        self._running = [entry for entry in self._running if entry not in done]
+        for message, future in done:
+            self._answer(message, future.exception())
+
+    def _run(self, message: JoinTrainer | LeaveTrainer) -> None:
+        if self._trainers is None:
+            raise ConfigError("this worker joins no groups of trainers")
+        if isinstance(message, JoinTrainer):
+            self._trainers.join(message)
+        else:
+            self._trainers.leave(message.name)
+
+    def _answer(self, message: JoinTrainer | LeaveTrainer, error: BaseException | None) -> None:
+        joins = isinstance(message, JoinTrainer)
+        if error is None:
+            done = "initialize" if joins else "destroy"
+            log.info("%s the process group %r of a trainer", "joined" if joins else "left", message.name)
+            self._reply(ControlReply(message.call_id, True, f"Succeeded to {done} custom process group."))
+            return
+        if not isinstance(error, ConfigError):
+            log.error("the process group %r of a trainer failed", message.name, exc_info=error)
+            error = ConfigError(f"group_name: {message.name!r} failed: {error}")
+        self._reply(ControlReply(message.call_id, False, str(error), status=400))
