@@ -124,6 +124,7 @@ def weight_updater(
         on_cuda=config.device == "cuda",
         dummies=dummy_paths(config),
         changes=tensor_changes(config, trainers),
+        undoes=config.dp_size > 1,
     )
 
 

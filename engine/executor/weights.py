@@ -67,6 +67,7 @@ class WeightUpdater(Generic[M]):
     """Updater of the running `model`.
 
     `dummies`: paths with random weights. `changes`: reader of tensors, or why there is none.
+    `undoes`: keep the source of the weights before an update, for `NewTensors.undo`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class WeightUpdater(Generic[M]):
         on_cuda: bool,
         dummies: Collection[str] = (),
         changes: Changes | str = "this engine takes no tensors",
+        undoes: bool = False,
     ) -> None:
         self.version = version
         self.released = False
@@ -87,6 +89,7 @@ class WeightUpdater(Generic[M]):
         self._on_cuda = on_cuda
         self._dummies = dummies
         self._changes = changes
+        self._undoes = undoes
         self._source = self._before = self._source_read = Source(model_path)
         self._fingerprint = ""  # of the last checkpoint read
         self.number = WeightsNumber(self._number_in_use)
@@ -111,7 +114,8 @@ class WeightUpdater(Generic[M]):
         """Install the `model` last read, with no step in flight and no old KV in use."""
         self._actions.install(model)
         self.released = False
-        self._before, self._source = self._source, replace(self._source_read, model_path=model_path)
+        before, self._source = self._source, replace(self._source_read, model_path=model_path)
+        self._before = before if self._undoes else self._source
         self.number.take(self._number_read)
         self.version = self.version if version is None else version
         self._actions.taken(self.version, self._fingerprint)

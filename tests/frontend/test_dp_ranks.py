@@ -14,7 +14,10 @@ from engine.messages import (
     ContinueGeneration,
     ControlReply,
     GetStep,
+    JoinTrainer,
+    LeaveTrainer,
     LoadAdapter,
+    NewTensors,
     PauseGeneration,
     StartProfile,
     StopProfile,
@@ -243,6 +246,31 @@ async def test_weights_that_all_refuse_are_refused_in_one_voice() -> None:
     with pytest.raises(ApiError, match=r"^model_path: it does not fit$"):
         await ranks.control(update())
     assert len(ranks.sent) == 2 and ranks.leaders.lost is None
+
+
+@pytest.mark.parametrize("before", [{}, {"weight_source": "tensors"}], ids=["files", "tensors"])
+@pytest.mark.parametrize("of_tensors", [True, False])
+async def test_tensors_are_taken_back_from_memory(before: dict[str, str], of_tensors: bool) -> None:
+    def take(rank: int, m: Any) -> ControlReply:
+        return refuse(m) if rank == 1 and m.weight_version == "v2" else done(m)
+
+    ranks = Ranks(2, take)
+    ranks.leaders.links[0].updated = {**FIRST, **before}
+    new = NewTensors(data=b"x") if of_tensors else None
+    with pytest.raises(ApiError, match="DP rank 1 of 2"):
+        await ranks.control(UpdateWeights("c9", "" if of_tensors else "/new", weight_version="v2", tensors=new))
+    ((rank, undo),) = ranks.sent[2:]
+    in_memory = of_tensors or bool(before)
+    assert (rank, undo.model_path, undo.weight_version) == (0, "/old", "v1") and ranks.leaders.lost is None
+    assert undo.tensors == (NewTensors(undo=True) if in_memory else None)
+
+
+async def test_dp_ranks_join_a_trainer_s_group_one_after_the_other_or_leave_it() -> None:
+    ranks = Ranks(3, lambda rank, m: refuse(m) if rank == 2 and isinstance(m, JoinTrainer) else done(m))
+    with pytest.raises(ApiError, match="DP rank 2 of 3"):
+        await ranks.control(JoinTrainer("c9", "g", "h", 1, rank_offset=1, world_size=4, backend="gloo"))
+    assert [(rank, m.dp_rank) for rank, m in ranks.sent[:3]] == [(0, 0), (1, 1), (2, 2)]
+    assert [(rank, type(m), m.name) for rank, m in ranks.sent[3:]] == [(0, LeaveTrainer, "g"), (1, LeaveTrainer, "g")]
 
 
 @pytest.mark.parametrize("path", ["/new", "/old"])

@@ -16,6 +16,7 @@ from engine.loop.loop import EngineLoop
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices, LoopSettings, Ports
+from engine.loop.trainer_control import Trainers
 from engine.messages import ControlReply, GenerateRequest, NewTensors, TokenBatch, TokenOutput
 from engine.sampling_params import SamplingParams
 from service.flags import ConfigError
@@ -30,10 +31,12 @@ class FakeWeights:
         self.future: Future[Any] = Future()
         self.taken: list[object] = []
         self.discarded: list[object] = []
+        self.asked: list[tuple[str, NewTensors | None]] = []
 
     def read(
         self, model_path: str, *, when_done: Callable[[], None], tensors: NewTensors | None = None
     ) -> "Future[Any]":
+        self.asked.append((model_path, tensors))
         self.future = Future()
         return self.future
 
@@ -253,7 +256,9 @@ class LoopInATest:
     `engine`: of EngineInATest; by default one request runs at a time.
     """
 
-    def __init__(self, depth: int = 1, *, kv: KVMemory | None = None, **engine: Any) -> None:
+    def __init__(
+        self, depth: int = 1, *, kv: KVMemory | None = None, trainers: Trainers | None = None, **engine: Any
+    ) -> None:
         self.engine = EngineInATest(**{"max_running": 1, **engine})
         self.scheduler = self.engine.scheduler
         self.ports = VirtualPorts(self._on_message)
@@ -269,7 +274,11 @@ class LoopInATest:
             Clock(now_s=lambda: self.now_s, turns=self.turn_clock),
             role=self.role,
             services=services_of(
-                weights=self.weights, profiler=self.profiler, kv=kv or FixedKV(), **self.more_services()
+                weights=self.weights,
+                profiler=self.profiler,
+                kv=kv or FixedKV(),
+                trainers=trainers,
+                **self.more_services(),
             ),
             depth=depth,
         )

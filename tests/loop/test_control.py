@@ -1,10 +1,17 @@
 """Control with the production scheduler and the hash model: pauses, weights, profiles, and which requests may enter meanwhile."""
 
+import threading
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import (
     ContinueGeneration,
+    ControlReply,
+    JoinTrainer,
+    LeaveTrainer,
+    NewTensors,
     PauseGeneration,
     StartProfile,
     StopProfile,
@@ -14,6 +21,7 @@ from service.flags import ConfigError
 from tests.core.hash_model import expected_tokens
 from tests.loop.loop_in_a_test import LoopInATest
 
+DEADLINE_S = 20.0
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7]}
 
 
@@ -81,6 +89,82 @@ def test_new_weights_may_abort_running_requests_but_not_for_a_bad_checkpoint() -
     rig.weights.future.set_result("model")
     rig.settle()
     assert rig.engine.finish["a"].kind == "abort" and rig.replies["good"].ok and rig.weights.version == "v1"
+
+
+def test_tensors_keep_the_path_and_their_errors_name_the_body_s_field() -> None:
+    rig = LoopInATest(2, max_running=8)
+    for tensors, error, text in (
+        (NewTensors(data=b"x"), ConfigError("tensor a is not part of the model"), "serialized_named_tensors: tensor a"),
+        (NewTensors(group="g"), ConfigError("tensor a is not part of the model"), "names: tensor a"),
+        (NewTensors(group="g"), ConfigError("group_name: 'g' broke"), "group_name: 'g' broke"),
+        (NewTensors(group="g"), KeyError("bug"), "names: they cannot be read"),
+    ):
+        rig.tell(UpdateWeights("u", tensors=tensors))
+        rig.weights.future.set_exception(error)
+        rig.settle()
+        assert rig.replies["u"].status == 400 and rig.replies["u"].message.startswith(text), rig.replies["u"]
+    rig.weights.source = "tensors"
+    rig.tell(UpdateWeights("u", weight_version="v2", tensors=NewTensors(data=b"x")))
+    rig.weights.future.set_result("model")
+    rig.settle()
+    assert rig.weights.asked[-1] == ("old", NewTensors(data=b"x"))
+    wanted = {"model_path": "old", "weight_version": "v2", "weight_source": "tensors"}
+    assert rig.replies["u"].values == wanted
+
+
+class HeldTrainers:
+    """Calls wait until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+        self.go = threading.Event()
+        self.error: Exception | None = None
+
+    def join(self, asked: JoinTrainer) -> None:
+        self.asked.append(asked)
+        assert self.go.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+
+    def leave(self, name: str) -> None:
+        self.asked.append(name)
+
+
+def test_a_join_waits_for_the_trainer_while_tokens_come() -> None:
+    trainers = HeldTrainers()
+    rig = LoopInATest(2, trainers=trainers)
+    join = JoinTrainer("j", "g", "h", 1, rank_offset=1, world_size=2, backend="gloo")
+    rig.tell(join)
+    rig.ask("a", PROMPTS["a"], 9)
+    rig.settle()
+    assert rig.engine.tokens["a"] == expected_tokens(PROMPTS["a"], 9) and "j" not in rig.replies
+    trainers.go.set()
+    assert reply_of(rig, "j").ok and trainers.asked == [join]
+    trainers.error = ConfigError("master_address: nothing is there")
+    rig.tell(join)
+    assert reply_of(rig, "j").message == "master_address: nothing is there"
+    trainers.error = KeyError("bug")
+    rig.tell(join)
+    assert reply_of(rig, "j").message.startswith("group_name: 'g' failed")
+    rig.tell(LeaveTrainer("l", "g"))
+    assert reply_of(rig, "l").ok and trainers.asked[-1] == "g"
+    rig.tell(join, LeaveTrainer("l", "g"))
+    assert not reply_of(rig, "j").ok and reply_of(rig, "l").ok
+
+
+def test_an_engine_without_trainers_refuses_them() -> None:
+    rig = LoopInATest(1)
+    rig.tell(LeaveTrainer("l", "g"))
+    assert reply_of(rig, "l").message == "this worker joins no groups of trainers"
+
+
+def reply_of(rig: LoopInATest, call_id: str) -> ControlReply:
+    """Turns the loop until the call is answered."""
+    until_s = time.monotonic() + DEADLINE_S
+    while call_id not in rig.replies:
+        assert time.monotonic() < until_s
+        rig.turns(1)
+    return rig.replies.pop(call_id)
 
 
 def test_kv_on_its_way_to_a_peer_is_no_ground_for_new_weights() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.loop.control import TAGS, FixedKV, KVMemory, OccupationControl
-from engine.messages import ControlReply, ReleaseMemory, ResumeMemory, UpdateWeights
+from engine.messages import ControlReply, NewTensors, ReleaseMemory, ResumeMemory, UpdateWeights
 from tests.loop.loop_in_a_test import LoopInATest
 from tests.loop.test_control import PROMPTS
 
@@ -68,7 +68,8 @@ def test_weights_come_again_from_their_checkpoint() -> None:
     assert resume(rig) is None, "weights are still being read"
     rig.weights.future.set_result("the same")
     rig.settle()
-    assert rig.replies.pop("r").ok and rig.weights.taken == ["the same"] and rig.weights.model_path == "old"
+    assert rig.replies.pop("r").ok and rig.weights.taken == ["the same"]
+    assert rig.weights.asked == [("old", NewTensors())], "with the tensors that trainers sent"
     assert kv.asked == ["release", "resume"] and occupation_of(rig).released == []
     assert resume(rig) is not None, "nothing is released"
 

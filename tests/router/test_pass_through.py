@@ -266,3 +266,29 @@ async def test_a_router_process_is_ready_and_ends_on_a_signal(tmp_path: Path, nu
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_workers_join_a_trainer_s_group_with_ranks_of_their_own() -> None:
+    """In the order of /workers, each with as many as it has."""
+    async with cluster(decode=2, info={"tp_size": 2, "dp_size": 2}) as c:
+        c.decodes[1].info |= {"enable_dp_attention": True}
+        await until(lambda: c.state(c.decodes[1]).ranks.joint)
+        asked = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 11, "group_name": "g"}
+        status, _, answer = await c.post("/init_weights_update_group", asked)
+        assert status == 200, answer
+        seen = [worker.seen[-1].body for worker in (*c.prefills, *c.decodes)]
+        assert seen == [{**asked, "rank_offset": offset} for offset in (1, 5, 9)]
+        for wrong in ({**asked, "world_size": 12}, {**asked, "rank_offset": "x"}, {}):
+            status, _, answer = await c.post("/init_weights_update_group", wrong)
+            error = json.loads(answer)["error"]
+            assert status == 400 and error["param"] == "world_size", error
+        assert "with 10 ranks of 3 workers from rank 0 on it must be 10" in error["message"]
+        assert [len(worker.seen) for worker in (*c.prefills, *c.decodes)] == [1, 1, 1]
+        for path in (
+            "/update_weights_from_tensor",
+            "/update_weights_from_distributed",
+            "/destroy_weights_update_group",
+        ):
+            status, _, answer = await c.post(path, {"a": path})
+            assert status == 200 and len(json.loads(answer)["workers"]) == 3
+            assert all(worker.seen[-1].body == {"a": path} for worker in (*c.prefills, *c.decodes))

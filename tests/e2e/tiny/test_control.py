@@ -1,6 +1,7 @@
 """Control over real HTTP, unified and disaggregated: pauses, weights, profiles, stream intervals, time lines."""
 
 import asyncio
+import base64
 import gzip
 import json
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from safetensors.torch import load_file, save
 
 from tests.e2e.client import (
     POLL_S,
@@ -26,6 +28,7 @@ from tests.e2e.client import (
 from tests.e2e.cluster import Cluster
 from tests.engine.engine_in_process import tokens_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.trainers.trainer import HOST, trainer
 
 STAGES = {
     "unified": {"queue_time", "prefill_time", "decode_time"},
@@ -210,6 +213,53 @@ async def _update_back(c: Cluster, wanted: dict[str, list[int]], first: str) -> 
         held = asyncio.create_task(generate(http, c.router, body(new=24)))
         assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
         assert (await held)["output_ids"] == wanted[first]
+
+
+async def test_weights_come_as_tensors_and_from_a_trainer(
+    way: tuple[str, Cluster], checkpoints: tuple[str, str]
+) -> None:
+    """Through the router to every worker. Tensors come in two calls; each worker is a rank of the trainer's group."""
+    (kind, c), (first, second) = way, checkpoints
+    wanted = {path: expected(path, body(new=24)) for path in checkpoints}
+    names = sorted(load_file(Path(second) / "model.safetensors"))
+    async with session() as http:
+        assert (await generate(http, c.router, body(new=24)))["output_ids"] == wanted[first]
+        await _ok(http, c, "pause_generation", {"mode": "block"})
+        for part in (names[::2], names[1::2]):
+            text = base64.b64encode(_file_of(second, part)).decode()
+            await _ok(
+                http, c, "update_weights_from_tensor", {"serialized_named_tensors": [text], "weight_version": "a"}
+            )
+        await _ok(http, c, "continue_generation", {})
+        answer = await generate(http, c.router, body(new=24))
+        meta = answer["meta_info"]
+        assert (answer["output_ids"], meta["weight_version"], meta["cached_tokens"]) == (wanted[second], "a", 0)
+        if kind == "pd":
+            status, said = await post(http, f"{c.workers[0].url}/switch_role", {"role": "decode"})
+            assert status == 409 and "came as tensors" in said["error"]["message"], said
+        with trainer(first, ranks=len(c.workers)) as source:
+            address = {"master_address": HOST, "master_port": source.port, "backend": "gloo"}
+            join = {**address, "rank_offset": 1, "world_size": source.world_size}
+            await _ok(http, c, "init_weights_update_group", join)
+            new = source.tensors(names)
+            asked = {"names": names, "dtypes": new.dtypes, "shapes": new.shapes, "weight_version": "b"}
+            source.send(names)
+            await _ok(http, c, "update_weights_from_distributed", asked)
+            await _ok(http, c, "destroy_weights_update_group", {})
+        answer = await generate(http, c.router, body(new=24))
+        assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (wanted[first], "b")
+        await _ok(http, c, "update_weights_from_disk", {"model_path": first, "weight_version": "default"})
+    await assert_all_back(c)
+
+
+async def _ok(http: aiohttp.ClientSession, c: Cluster, call: str, asked: dict[str, Any]) -> None:
+    status, said = await post(http, f"{c.router}/{call}", asked)
+    assert status == 200 and said.get("success", said.get("status") == "ok"), said
+
+
+def _file_of(checkpoint: str, names: list[str]) -> bytes:
+    tensors = load_file(Path(checkpoint) / "model.safetensors")
+    return save({name: tensors[name] for name in names})
 
 
 async def test_a_profile_is_a_trace_file(way: tuple[str, Cluster], tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class LeaveGroupBody(msgspec.Struct, kw_only=True):
     group_name: str = GROUP
 
 
-def _from_disk(s: Services, call_id: str, body: UpdateWeightsBody) -> UpdateWeights:
+def from_disk(s: Services, call_id: str, body: UpdateWeightsBody) -> UpdateWeights:
     """200 once later tokens use the new weights; 400, unchanged, if they do not fit."""
     if not body.model_path:
         raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
@@ -85,8 +85,8 @@ def _from_disk(s: Services, call_id: str, body: UpdateWeightsBody) -> UpdateWeig
     return _update(call_id, body, model_path=body.model_path)
 
 
-def _from_tensors(s: Services, call_id: str, body: UpdateTensorsBody) -> UpdateWeights:
-    """Like `_from_disk`. SGLang's clients repeat the tensors for each rank."""
+def from_tensors(s: Services, call_id: str, body: UpdateTensorsBody) -> UpdateWeights:
+    """Like `from_disk`. SGLang's clients repeat the tensors for each rank."""
     field, given = "serialized_named_tensors", body.serialized_named_tensors
     _check_format(body.load_format)
     if not given:
@@ -107,8 +107,8 @@ def _from_tensors(s: Services, call_id: str, body: UpdateTensorsBody) -> UpdateW
     return _update(call_id, body, tensors=NewTensors(data=data))
 
 
-def _from_trainer(s: Services, call_id: str, body: UpdateDistributedBody) -> UpdateWeights:
-    """Like `_from_disk`, after the trainer has broadcast all tensors."""
+def from_trainer(s: Services, call_id: str, body: UpdateDistributedBody) -> UpdateWeights:
+    """Like `from_disk`, after the trainer has broadcast all tensors."""
     _check_format(body.load_format)
     _check_name("group_name", body.group_name)
     dtypes = [dtype.removeprefix("torch.") for dtype in body.dtypes]
@@ -185,10 +185,10 @@ def _shown(s: Services, reply: ControlReply) -> dict[str, Any]:
 
 
 _ORDERS = {
-    "/update_weights_from_disk": Order(message=_from_disk, body=UpdateWeightsBody, shown=_shown, **_REQUIRED),
-    "/update_weights_from_tensor": Order(message=_from_tensors, body=UpdateTensorsBody, shown=_shown, **_REQUIRED),
+    "/update_weights_from_disk": Order(message=from_disk, body=UpdateWeightsBody, shown=_shown, **_REQUIRED),
+    "/update_weights_from_tensor": Order(message=from_tensors, body=UpdateTensorsBody, shown=_shown, **_REQUIRED),
     "/update_weights_from_distributed": Order(
-        message=_from_trainer, body=UpdateDistributedBody, shown=_shown, **_REQUIRED
+        message=from_trainer, body=UpdateDistributedBody, shown=_shown, **_REQUIRED
     ),
     "/init_weights_update_group": Order(message=_join, body=JoinGroupBody, **_REQUIRED),
     "/destroy_weights_update_group": Order(message=_leave, body=LeaveGroupBody, timeout_s=UPDATE_TIMEOUT_S),
