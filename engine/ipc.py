@@ -85,6 +85,11 @@ class IpcPaths:
     def frontend_spec(self) -> Path:
         return Path(self.dir, "frontend.json")
 
+    @property
+    def reported_error(self) -> Path:
+        """The line of a child that could not start."""
+        return Path(self.dir, "error")
+
     def remove(self) -> None:
         shutil.rmtree(self.dir, ignore_errors=True)
 

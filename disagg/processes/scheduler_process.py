@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -91,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         run(spec)
     except (ConfigError, BackendUnavailable, EngineError) as error:
         print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            IpcPaths(spec.ipc_dir).reported_error.write_text(str(error))
         return OPERATING_ERROR
     return 0
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink, op
 from engine.frontend.errors import draining
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import Services
-from engine.frontend.spec import FrontendSpec, limits_of, main_slot
+from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of, main_slot
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import StateReply
 from service.http.errors import ApiError
@@ -145,16 +145,10 @@ async def run_frontend(
     SIGTERM and a switch drain; SIGINT or a second signal end at once. Raises ConfigError for an
     unusable checkpoint, WorkerDied.
     """
-    loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        sockets = [stack.enter_context(open_sockets(paths)) for paths in ipc.of_ranks(spec.engine.dp_size)]
-        leaders = Leaders([SchedulerLink(send, loop.time) for send, _ in sockets])
         slot = main_slot(spec, ipc, stack)
-        dead = _dead(processes, leaders, slot.others)
-        services = make_services(spec, leaders=leaders, gate=gate, dead=dead, slot=slot)
-        client = services.client
-        for rank, (_, pull) in enumerate(sockets):
-            pull.attach(loop, slot.others.informed(client.of_rank(rank), rank))
+        services = stack.enter_context(connected(spec, ipc=ipc, processes=processes, gate=gate, slot=slot))
+        client, dead = services.client, services.dead
         handle = make_handle(services, max_open=client.max_live + SPARE_REQUESTS)
         if slot.others.num:
             forwarded = serving_unix(
@@ -163,8 +157,8 @@ async def run_frontend(
             await stack.enter_async_context(forwarded)
         async with serving(port, handle, limits_of(spec.server), shutdown_timeout_s=HTTP_CLOSE_S):
             try:
-                end = _SessionEnd(signals, spec.switch)
-                await _until_over(services, end, processes, on_ready=on_ready)
+                end = SessionEnd(signals, spec.switch)
+                await until_over(services, end, processes, on_ready=on_ready)
                 await drain(
                     client,
                     signals=signals,
@@ -185,12 +179,31 @@ async def run_frontend(
                 services.close()
 
 
+@contextmanager
+def connected(
+    spec: FrontendSpec, *, ipc: IpcPaths, processes: EngineProcesses, gate: KeyGate, slot: FrontendSlot
+) -> Iterator[Services]:
+    """Services that exchange messages with the schedulers, within the running loop.
+
+    Raises ConfigError for an unusable checkpoint.
+    """
+    loop = asyncio.get_running_loop()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(open_sockets(paths)) for paths in ipc.of_ranks(spec.engine.dp_size)]
+        leaders = Leaders([SchedulerLink(send, loop.time) for send, _ in sockets])
+        dead = _dead(processes, leaders, slot.others)
+        services = make_services(spec, leaders=leaders, gate=gate, dead=dead, slot=slot)
+        for rank, (_, pull) in enumerate(sockets):
+            pull.attach(loop, slot.others.informed(services.client.of_rank(rank), rank))
+        yield services
+
+
 def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends) -> Callable[[], str | None]:
     return lambda: processes.dead() or leaders.lost or others.lost
 
 
 @dataclass(frozen=True)
-class _SessionEnd:
+class SessionEnd:
     """A stop signal, which has precedence, or a role switch."""
 
     signals: StopSignals
@@ -209,9 +222,11 @@ class _SessionEnd:
         return default_s if self.switch.timeout_s is None else self.switch.timeout_s
 
 
-async def _until_over(
-    s: Services, end: _SessionEnd, processes: EngineProcesses, *, on_ready: Callable[[], None]
-) -> None:
+async def until_over(s: Services, end: SessionEnd, processes: EngineProcesses, *, on_ready: Callable[[], None]) -> None:
+    """Warm up, call `on_ready`, and wait for the requested end.
+
+    Raises WorkerDied after all requests have failed.
+    """
     news = asyncio.Event()
     starting, requested = asyncio.create_task(_warm_up(s)), asyncio.create_task(end.signals.requested.wait())
     starting.add_done_callback(lambda _: news.set())
@@ -226,7 +241,7 @@ async def _until_over(
 
 
 async def _follow(
-    s: Services, end: _SessionEnd, news: asyncio.Event, starting: "asyncio.Task[None]", *, on_ready: Callable[[], None]
+    s: Services, end: SessionEnd, news: asyncio.Event, starting: "asyncio.Task[None]", *, on_ready: Callable[[], None]
 ) -> None:
     """Raises WorkerDied."""
     watch_s = WATCH_INTERVAL_S if s.others.num or s.leaders.num_ranks > 1 else None

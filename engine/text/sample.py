@@ -144,8 +144,9 @@ class WholeAnswer:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-def joined(parts: Iterable[Part]) -> WholeAnswer:
-    whole = WholeAnswer()
+def joined(parts: Iterable[Part], into: WholeAnswer | None = None) -> WholeAnswer:
+    """`into`: the earlier parts, which the new ones continue."""
+    whole = WholeAnswer() if into is None else into
     for part in parts:
         match part:
             case ReasoningText(text):

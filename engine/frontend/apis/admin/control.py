@@ -151,11 +151,16 @@ class Order:
     shown: Callable[[Services, ControlReply], dict[str, Any]] = lambda s, reply: reply.values
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
-        s, body = request[SERVICES], None
+        data = b"" if self.body is None else await request.read()
+        return json_response(await self.carry_out(request[SERVICES], data))
+
+    async def carry_out(self, s: Services, data: bytes) -> dict[str, Any]:
+        """Send the message of a JSON body; return the answer's fields. Raises ApiError."""
+        body = None
         if self.body is not None:
-            body = decode_body(await request.read() or (b"" if self.body_required else b"{}"), self.body)
+            body = decode_body(data or (b"" if self.body_required else b"{}"), self.body)
         reply = await s.leaders.control(self.message(s, s.leaders.mint_call_id(), body), timeout_s=self.timeout_s)
-        return json_response({self.head[0]: self.head[1], "message": reply.message, **self.shown(s, reply)})
+        return {self.head[0]: self.head[1], "message": reply.message, **self.shown(s, reply)}
 
 
 def _pause(s: Services, call_id: str, body: PauseBody) -> PauseGeneration:
@@ -233,6 +238,12 @@ _ORDERS = {
         message=lambda s, call_id, body: RecordExperts(call_id, "dump", body.output_dir or ""), body=DumpExpertsBody
     ),
 }
+
+
+def order_at(path: str) -> Order:
+    return _ORDERS[path]
+
+
 ROUTES = (
     ApiRoute("POST", "/abort_request", abort_request, AbortBody, empty=True, body_required=False),
     ApiRoute("POST", MOVE_OUT, move_out, MoveOutBody),

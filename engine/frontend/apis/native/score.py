@@ -15,6 +15,7 @@ from engine.frontend.apis.native.body import shown_finish
 from engine.frontend.apis.shared.body_reader import EMBEDDING, NO_AUDIO, TEXT_ONLY, BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
 from engine.frontend.apis.shared.prefill_only import (
+    Caller,
     PrefillOnlyBody,
     check_computes_prompts,
     embed,
@@ -65,8 +66,9 @@ async def score(request: web.BaseRequest) -> web.Response:
     check_computes_prompts(s)
     labels = _labels(body, vocab_size=s.model.vocab_size)
     ids = await _joined(s, body)
-    prompts = named_prompts(request, body, ids, prefix="score-")
-    logprobs = await next_logprobs(request, prompts, token_ids=labels, priority=check_priority(body.priority))
+    caller = Caller.of(request)
+    prompts = named_prompts(caller, body, ids, prefix="score-")
+    logprobs = await next_logprobs(caller, prompts, token_ids=labels, priority=check_priority(body.priority))
     shown = shares if body.apply_softmax else probabilities
     return json_response(
         {
@@ -137,8 +139,9 @@ async def encode(request: web.BaseRequest) -> web.Response:
         raise bad_field("text", "give either text or input_ids")
     field, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     assert given is not None
-    prompts = await prompts_in(request, body, given, field=field, prefix="encode-")
-    answers = await embed(request, prompts)
+    caller = Caller.of(request)
+    prompts = await prompts_in(caller, body, given, field=field, prefix="encode-")
+    answers = await embed(caller, prompts)
     is_list = isinstance(given, list) and not isinstance(given[0], int)
 
     def shown(rid: str, ids: list[int], answer: TextOutput) -> dict[str, Any]:

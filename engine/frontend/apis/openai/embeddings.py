@@ -10,6 +10,7 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
 from engine.frontend.apis.shared.prefill_only import (
+    Caller,
     PrefillOnlyBody,
     check_computes_prompts,
     embed,
@@ -37,8 +38,9 @@ READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 async def embeddings(request: web.BaseRequest) -> web.Response:
     body = await READER.read(request)
     _check(request[SERVICES], body)
-    prompts = await prompts_in(request, body, body.input, field="input", prefix="embd-")
-    answers = await embed(request, prompts)
+    caller = Caller.of(request)
+    prompts = await prompts_in(caller, body, body.input, field="input", prefix="embd-")
+    answers = await embed(caller, prompts)
     unit = request[SERVICES].model.head.unit
 
     def shown(index: int, answer: TextOutput) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import array
 import asyncio
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -35,6 +35,20 @@ TURN_PROMPTS_ON_CPU = 16  # any prompt takes at least 20 ms there
 TURN_CHUNK = 8192  # tokens of a step without chunks
 MIN_TIMEOUT_S = 0.001  # when no time is left: the engine reports the timeout
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Sender of prompts: an HTTP request, or a program without headers. `owner`: of names."""
+
+    s: Services
+    headers: Mapping[str, str] = field(default_factory=dict)
+    owner: str = ""
+
+    @classmethod
+    def of(cls, request: web.BaseRequest) -> "Caller":
+        """Raises ApiError(400) for a malformed owner."""
+        return cls(s=request[SERVICES], headers=request.headers, owner=owner_in(request))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +85,7 @@ class PrefillOnlyBody(msgspec.Struct, RoutingFields, metaclass=Mixed, kw_only=Tr
 
 
 async def prompts_in(
-    request: web.BaseRequest,
+    caller: Caller,
     body: PrefillOnlyBody,
     given: str | Sequence[str | int | list[int]],
     *,
@@ -79,15 +93,15 @@ async def prompts_in(
     prefix: str,
 ) -> Prompts:
     """Return the prompts of `field`. `prefix`: of a generated name. Raises ApiError(400, 404)."""
-    s = request[SERVICES]
+    s = caller.s
     several = prompts_of(given, field=field)  # type: ignore[arg-type]
     check_num_samples(len(several), 1, field=field)
-    return named_prompts(request, body, await fitting_ids(s, several, field=field), prefix=prefix)
+    return named_prompts(caller, body, await fitting_ids(s, several, field=field), prefix=prefix)
 
 
-def named_prompts(request: web.BaseRequest, body: PrefillOnlyBody, ids: list[list[int]], *, prefix: str) -> Prompts:
+def named_prompts(caller: Caller, body: PrefillOnlyBody, ids: list[list[int]], *, prefix: str) -> Prompts:
     """Raises ApiError(400, 404)."""
-    s = request[SERVICES]
+    s = caller.s
     model = choose_model(s, body.model, body.lora_path)
     return Prompts(
         ids=ids,
@@ -95,7 +109,7 @@ def named_prompts(request: web.BaseRequest, body: PrefillOnlyBody, ids: list[lis
         model=model.shown,
         lora=model.lora,
         namespaces=namespaces_of(body, len(ids)),
-        dp_rank=routed_rank(body, request.headers),
+        dp_rank=routed_rank(body, caller.headers),
     )
 
 
@@ -137,19 +151,19 @@ def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: 
     return found
 
 
-async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
+async def embed(caller: Caller, prompts: Prompts) -> list[TextOutput]:
     """Return answers for `vector_of`."""
-    s = request[SERVICES]
-    return await _pooled(request, prompts, s.model.head.pooling)
+    s = caller.s
+    return await _pooled(caller, prompts, s.model.head.pooling)
 
 
-async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
-    return [vector_of(answer).tolist() for answer in await _pooled(request, prompts, "labels")]
+async def label_logits(caller: Caller, prompts: Prompts) -> list[list[float]]:
+    return [vector_of(answer).tolist() for answer in await _pooled(caller, prompts, "labels")]
 
 
-async def _pooled(request: web.BaseRequest, prompts: Prompts, pooling: str) -> list[TextOutput]:
-    unit = request[SERVICES].model.head.unit
-    return await _answers(request, prompts, sampling=NOTHING_NEW, skip_cache_insert=True, pooling=pooling, unit=unit)
+async def _pooled(caller: Caller, prompts: Prompts, pooling: str) -> list[TextOutput]:
+    unit = caller.s.model.head.unit
+    return await _answers(caller, prompts, sampling=NOTHING_NEW, skip_cache_insert=True, pooling=pooling, unit=unit)
 
 
 def vector_of(answer: TextOutput) -> "array.array[float]":
@@ -161,12 +175,12 @@ def size_of(answers: Sequence[TextOutput]) -> int:
 
 
 async def next_logprobs(
-    request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
+    caller: Caller, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
     """Logprobs of `token_ids` as each prompt's next token. Raises ApiError(404) without head."""
-    request[SERVICES].model.check_generates()
+    caller.s.model.check_generates()
     options = LogprobOptions(token_ids=token_ids)
-    answers = await _answers(request, prompts, sampling=ONE_TOKEN, logprobs=options, priority=priority)
+    answers = await _answers(caller, prompts, sampling=ONE_TOKEN, logprobs=options, priority=priority)
     whole = [_whole(answer, bool(answer.tokens.logprobs)) for answer in answers]
     return [[logprob for logprob, _ in answer.tokens.logprobs[0].requested] for answer in whole]
 
@@ -178,7 +192,7 @@ def shares(logits: list[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-async def _answers(request: web.BaseRequest, prompts: Prompts, **fields: Any) -> list[TextOutput]:
+async def _answers(caller: Caller, prompts: Prompts, **fields: Any) -> list[TextOutput]:
     """Send batches, so that thousands of samples do not block other requests.
 
     `fields`: of every `GenerateRequest`.
@@ -187,10 +201,10 @@ async def _answers(request: web.BaseRequest, prompts: Prompts, **fields: Any) ->
         GenerateRequest(rid=rid, input_ids=ids, alone=True, lora=prompts.lora, namespace=namespace, **fields)
         for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
     ]
-    s, time_s = request[SERVICES], asyncio.get_running_loop().time
-    timeout_s, answers = request_timeout_s(request.headers), list[TextOutput]()
+    s, time_s = caller.s, asyncio.get_running_loop().time
+    timeout_s, answers = request_timeout_s(caller.headers), list[TextOutput]()
     end_s = None if timeout_s is None else time_s() + timeout_s
-    owner, rank = owner_in(request), prompts.dp_rank
+    owner, rank = caller.owner, prompts.dp_rank
     most = TURN_PROMPTS_ON_CPU if s.leaders.info.get("device") == "cpu" else TURN_PROMPTS
     for turn in turns_of(requests, max_prompts=most, most_tokens=_turn_tokens(s)):
         left_s = None if end_s is None else max(end_s - time_s(), MIN_TIMEOUT_S)

@@ -184,7 +184,9 @@ async def answer_samples(
     s, resume = request[SERVICES], resume_of(request)
     id = body.rid or s.mint_id(format.id_prefix) if resume is None else resume.id
     created = int(time.time()) if resume is None else resume.created
-    samples = _requests(s, request, body, plan, id=id, samplings=_samplings(s, plan, format))
+    samplings = samplings_of(s, plan, format)
+    bootstraps = bootstraps_of(s, request, body, num_prompts=len(plan.prompts), n=plan.sampling.n)
+    samples = requests_of(s, body, plan, id=id, samplings=samplings, bootstraps=bootstraps)
     groups = [id] * len(samples)
     requests, generation = start(request, body, samples, groups=groups)
     usage = Usage(list(map(len, plan.prompts)), n=plan.sampling.n, count_reasoning=plan.count_reasoning)
@@ -219,7 +221,8 @@ def start(
     return requests, generation
 
 
-def _samplings(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[SamplingParams]:
+def samplings_of(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[SamplingParams]:
+    """Parameters of all samples, with a seed each. Raises ApiError(400)."""
     return [
         sampling
         for i, ids in enumerate(plan.prompts)
@@ -237,17 +240,17 @@ def _samplings(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[Sam
     ]
 
 
-def _requests(
+def requests_of(
     s: Services,
-    request: web.BaseRequest,
     body: RequestFields,
     plan: SamplesPlan,
     *,
     id: str,
     samplings: Sequence[SamplingParams],
+    bootstraps: Sequence[Bootstrap | None],
 ) -> list[GenerateRequest]:
+    """Requests of all samples, named after `id`. Raises ApiError(400)."""
     n = plan.sampling.n
-    bootstraps = bootstraps_of(s, request, body, num_prompts=len(plan.prompts), n=n)
     namespaces = namespaces_of(body, len(plan.prompts))
     hidden_states = check_hidden_states(s, body.return_hidden_states)
     interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
