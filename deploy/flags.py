@@ -148,6 +148,11 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: {text} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
+    @property
+    def options(self) -> Collection[str]:
+        """The names of all options, with their dashes."""
+        return self._option_string_actions.keys()
+
     def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, suggesting the nearest flag for an unknown one."""
         args, unknown = self.parse_known_args(self._ours(argv))

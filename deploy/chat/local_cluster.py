@@ -6,9 +6,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from service.process.start import die_with_parent
 
@@ -25,10 +26,13 @@ class NotStarted(Exception):
 
 
 @contextmanager
-def local_cluster(flags: Sequence[str]) -> Iterator[str]:
+def local_cluster(
+    flags: Sequence[str], *, output: IO[str] | None = None, is_wanted: Callable[[], bool] = lambda: True
+) -> Iterator[str]:
     """Start a cluster, at a free port by default; yield its address.
 
-    Its output goes to stderr; a session of its own keeps Ctrl-C away.
+    Its lines go to `output`, by default to stderr; a session of its own keeps Ctrl-C away.
+    `is_wanted`: false gives up while it starts. Raises NotStarted.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-chat-") as folder:
         ready = Path(folder) / "ready.json"
@@ -37,19 +41,22 @@ def local_cluster(flags: Sequence[str]) -> Iterator[str]:
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=output,
             start_new_session=True,
             preexec_fn=die_with_parent(),
         )
         try:
-            yield _address(up, ready)
+            yield _address(up, ready, is_wanted)
         finally:
             _end(up)
 
 
-def _address(up: "subprocess.Popen[bytes]", ready: Path) -> str:
+def _address(up: "subprocess.Popen[bytes]", ready: Path, is_wanted: Callable[[], bool]) -> str:
     while not ready.exists():
         if (status := up.poll()) is not None:
             raise NotStarted(status)
+        if not is_wanted():
+            raise NotStarted(-signal.SIGINT)
         time.sleep(POLL_S)
     return str(json.loads(ready.read_text())["router"])
 

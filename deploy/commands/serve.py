@@ -1,6 +1,8 @@
 """`tandem serve`: a worker by its flags."""
 
+import argparse
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from deploy.flags import Parser, add_flags, config_from
 from deploy.foreign.worker import WORKER
@@ -11,10 +13,7 @@ from transfer_backends.engines.wheels import extras_of
 
 
 def run(argv: Sequence[str]) -> int:
-    args = build_parser().parse_strict(argv)
-    engine = config_from(args, EngineConfig)
-    server = config_from(args, ServerConfig)
-    disagg = config_from(args, DisaggConfig)
+    engine, server, disagg = flags_in(build_parser().parse_strict(argv))
     require("engine", *(extras_of(disagg.disaggregation_transfer_backend) if disagg.has_peers else ()))
     from disagg.processes.worker import run_worker  # not before the flags are right: it brings the engine along
 
@@ -46,9 +45,25 @@ COMMON = (
 )
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="tandem serve",
+class ServeFlags(NamedTuple):
+    engine: EngineConfig
+    server: ServerConfig
+    disagg: DisaggConfig
+
+
+def flags_in(args: argparse.Namespace) -> ServeFlags:
+    """Raises ConfigError."""
+    return ServeFlags(
+        engine=config_from(args, EngineConfig),
+        server=config_from(args, ServerConfig),
+        disagg=config_from(args, DisaggConfig),
+    )
+
+
+def build_parser(parser_class: type[Parser] = Parser, *, prog: str = "tandem serve") -> Parser:
+    """Return the parser of a worker's flags."""
+    parser = parser_class(
+        prog=prog,
         foreign=WORKER,
         topics=TOPICS,
         common=COMMON,

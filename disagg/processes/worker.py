@@ -10,7 +10,7 @@ import uvloop
 
 from disagg.config import DisaggConfig, role_name
 from disagg.processes.node import run_node
-from disagg.processes.session_plan import plan_session
+from disagg.processes.session_plan import SessionPlan, plan_session
 from disagg.processes.sessions import run_sessions
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.local_defaults import with_random_seed, with_threads
@@ -29,7 +29,7 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     """Serve until SIGTERM (after a drain) or SIGINT; return the exit status. Raises ConfigError."""
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
     seeded = with_random_seed(engine)
-    plan = plan_session(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
+    plan = plan_on_machine(engine=seeded, server=server, disagg=disagg)
     if engine.node_rank > 0:
         return undone_in_order(lambda: run_node(plan))
     gate = open_worker_gate(server)
@@ -42,6 +42,12 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
             return runner.run(run_sessions(plan, gate, ports))
 
     return undone_in_order(serve)  # for signals before the loop catches them
+
+
+def plan_on_machine(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
+    """Plan a session; this machine decides seed, model files, threads. Raises ConfigError."""
+    local = with_threads(with_local_model(with_random_seed(engine)))
+    return plan_session(engine=local, server=server, disagg=disagg)
 
 
 def undone_in_order(run: Callable[[], int]) -> int:
