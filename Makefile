@@ -20,7 +20,7 @@ TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Checked with mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,assembly core device flags loop frontend text gguf grammar hicache lora parallel pdmux quant ranks speculative) disagg \
-	$(wildcard transfer_backends/*.py) $(addprefix transfer_backends/,prefill decode) bootstrap_server router deploy planner service tools/house
+	$(wildcard transfer_backends/*.py) $(addprefix transfer_backends/,prefill decode) bootstrap_server router deploy planner service tandem tools/house
 
 export OMP_NUM_THREADS ?= 1
 # Tests start some hundred processes: none should compile the product again.

@@ -12,4 +12,5 @@ PACKAGES = (
     "service",
     "deploy",
     "planner",
+    "tandem",
 )

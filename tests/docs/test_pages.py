@@ -20,7 +20,18 @@ from tests.packages import PACKAGES, ROOT
 _FOREIGN = """--build-arg --delete-emptydir-data --force --format --grace-period --ignore-daemonsets --list --merge --no-deps
     --parts --replicas --scenario --shm-size --small --wait"""
 FOREIGN = frozenset(_FOREIGN.split())
-TOP = ("engine", "disagg", "router", "bootstrap_server", "transfer_backends", "service", "deploy", "planner", "tests")
+TOP = (
+    "engine",
+    "disagg",
+    "router",
+    "bootstrap_server",
+    "transfer_backends",
+    "service",
+    "deploy",
+    "planner",
+    "tandem",
+    "tests",
+)
 PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tools', 'benchmarks', 'docs'))})/[\w./*-]*)`")
 MADE_BY_RUNS = ("docs/reports/gpu_check.json",)
 

@@ -1,0 +1,61 @@
+"""Tandem in Python: `LLM`, `AsyncLLM` and `Cluster` (docs/python.md).
+
+Names are imported on use, so `import tandem` brings neither torch nor a server.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.flags import ConfigError
+    from tandem.async_llm import AsyncLLM
+    from tandem.cluster import Cluster
+    from tandem.errors import EngineDeadError, RequestError, TandemError
+    from tandem.llm import LLM
+    from tandem.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, ScoringOutput
+    from tandem.params import Sampling as SamplingParams
+
+_PLACES = {
+    "AsyncLLM": ("tandem.async_llm", "AsyncLLM"),
+    "Cluster": ("tandem.cluster", "Cluster"),
+    "CompletionOutput": ("tandem.outputs", "CompletionOutput"),
+    "ConfigError": ("service.flags", "ConfigError"),
+    "EmbeddingOutput": ("tandem.outputs", "EmbeddingOutput"),
+    "EngineDeadError": ("tandem.errors", "EngineDeadError"),
+    "LLM": ("tandem.llm", "LLM"),
+    "Logprob": ("tandem.outputs", "Logprob"),
+    "RequestError": ("tandem.errors", "RequestError"),
+    "RequestOutput": ("tandem.outputs", "RequestOutput"),
+    "SamplingParams": ("tandem.params", "Sampling"),
+    "ScoringOutput": ("tandem.outputs", "ScoringOutput"),
+    "TandemError": ("tandem.errors", "TandemError"),
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Cluster",
+    "CompletionOutput",
+    "ConfigError",
+    "EmbeddingOutput",
+    "EngineDeadError",
+    "Logprob",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringOutput",
+    "TandemError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, attribute = _PLACES[name]
+    found = getattr(importlib.import_module(module), attribute)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

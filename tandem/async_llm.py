@@ -1,0 +1,132 @@
+"""`AsyncLLM`: a model for programs with an event loop; answers stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from engine.frontend.services import Services
+from tandem.errors import EngineDeadError
+from tandem.llm import Conversation, Engine, listed, pairs_of
+from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
+from tandem.params import SamplingLike, fields_of
+from tandem.requests import Asked, Prompt, Slots, Stream, ask_chat, ask_completion, embedded, in_order, ordered, scored
+
+T = TypeVar("T")
+
+
+class AsyncLLM(Engine):
+    """An `LLM` whose calls are awaited, with its arguments.
+
+    The constructor returns at once; the model loads beside the event loop, and the first call, or
+    `async with`, waits for it. Several event loops may share one.
+    """
+
+    def __init__(self, model: str = "", **flags: Any) -> None:
+        super().__init__(model, flags)
+        self._slots: Slots | None = None
+
+    async def __aenter__(self) -> "AsyncLLM":
+        await self._ready()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingLike = None, **params: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue one prompt: `async for output in llm.generate(prompt, max_tokens=16)`.
+
+        Each result has the answer so far, and its new text as `delta`; the last one is `finished`.
+        A consumer that leaves the loop aborts the request. `rid="name"` names it for `abort`.
+        Raises as `LLM.generate`.
+        """
+        fields = fields_of(sampling_params, params)
+        async for output in self._streamed(lambda s: ask_completion(s, prompt, fields, stream=True)):
+            yield output
+
+    async def chat(
+        self, messages: Conversation, sampling_params: SamplingLike = None, **params: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one conversation, as `generate` does a prompt."""
+        fields = fields_of(sampling_params, params)
+        async for output in self._streamed(lambda s: ask_chat(s, messages, fields, stream=True)):
+            yield output
+
+    async def embed(self, prompts: Prompt | Sequence[Prompt], **params: Any) -> list[EmbeddingOutput]:
+        """As `LLM.embed`."""
+        fields, s = fields_of(None, params), await self._ready()
+        return await self._all([partial(embedded, s, prompt, fields) for prompt in listed(prompts)])
+
+    async def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **params: Any
+    ) -> list[ScoringOutput]:
+        """As `LLM.score`."""
+        fields, s = fields_of(None, params), await self._ready()
+        return await self._all([partial(scored, s, pair, fields) for pair in pairs_of(text_1, text_2)])
+
+    async def abort(self, rid: str) -> None:
+        """End the request of this name early; its stream ends with the finish reason "abort"."""
+        s = await self._ready()
+        self._worker.post(lambda: s.client.abort(rid))
+
+    async def pause(self, mode: str | None = None) -> None:
+        """As `LLM.pause`."""
+        await self._order("/pause_generation", mode=mode)
+
+    async def resume(self) -> None:
+        """As `LLM.resume`."""
+        await self._order("/continue_generation")
+
+    async def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.release_memory`."""
+        await self._order("/release_memory_occupation", tags=tags)
+
+    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.resume_memory`."""
+        await self._order("/resume_memory_occupation", tags=tags)
+
+    async def update_weights(self, model_path: str, **options: Any) -> None:
+        """As `LLM.update_weights`."""
+        await self._order("/update_weights_from_disk", model_path=str(model_path), **options)
+
+    async def _streamed(self, ask: Callable[[Services], Awaitable[Asked]]) -> AsyncIterator[RequestOutput]:
+        s, slots = await self._ready(), self._slots
+        assert slots is not None, "ready"
+
+        async def begin() -> Stream:
+            return Stream(s, slots, await ask(s))
+
+        stream = await self._run(begin())
+        try:
+            while (output := await self._run(stream.next())) is not None:
+                yield output
+        finally:
+            self._worker.post(stream.leave)
+
+    async def _all(self, jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        assert self._slots is not None, "ready"
+        return await self._run(in_order(self._slots, [(1, job) for job in jobs], on_done=lambda: None))
+
+    async def _order(self, path: str, **fields: Any) -> None:
+        await self._run(ordered(await self._ready(), path, fields))
+
+    async def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        future = self._worker.submit(call)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if (over := self._worker.over) is not None:
+                raise EngineDeadError(str(over), code=over.code) from None
+            raise
+
+    async def _ready(self) -> Services:
+        """Wait for the model. Raises ConfigError, EngineDeadError."""
+        s = await asyncio.shield(asyncio.wrap_future(self._worker.started))
+        if self._slots is None:
+            self._slots = Slots(s)
+        return s

@@ -1,0 +1,49 @@
+"""Exceptions of the Python interface. Wrong flags raise `ConfigError` (service/flags.py)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from service.http.errors import ApiError
+
+
+class TandemError(Exception):
+    """A call that failed; the text says why. `code`: for programs, as in HTTP answers."""
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RequestError(TandemError, ValueError):
+    """A wrong argument of a call. `field`: its name, as in HTTP bodies."""
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.field = field
+
+
+class EngineDeadError(TandemError, RuntimeError):
+    """The engine has ended: a process died, or it was closed. Later calls fail alike."""
+
+
+@contextmanager
+def as_python() -> Iterator[None]:
+    """Raise errors of the HTTP API as ours."""
+    from service.http.errors import ApiError
+
+    try:
+        yield
+    except ApiError as error:
+        raise _translated(error) from None
+
+
+def _translated(error: "ApiError") -> TandemError:
+    from engine.frontend.client.scheduler_link import ENGINE_DEAD
+
+    if error.code == ENGINE_DEAD:
+        return EngineDeadError(error.message, code=error.code)
+    if error.status < 500:
+        return RequestError(error.message, field=error.field, code=error.code)
+    return TandemError(error.message, code=error.code)

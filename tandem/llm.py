@@ -1,0 +1,251 @@
+"""`LLM`: a model in Python, without a server. It batches by itself."""
+
+import sys
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from disagg.processes.worker import plan_on_machine
+from engine.frontend.services import Services
+from service.http.errors import ApiError
+from tandem.errors import RequestError
+from tandem.flags import parse_flags, python_names
+from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
+from tandem.params import SamplingLike, fields_of
+from tandem.requests import (
+    Asked,
+    Prompt,
+    Slots,
+    answered,
+    ask_chat,
+    ask_completion,
+    embedded,
+    in_order,
+    ordered,
+    scored,
+)
+from tandem.worker import LocalWorker
+
+T = TypeVar("T")
+Job = Callable[[], Awaitable[T]]
+Conversation = Sequence[Mapping[str, Any]]  # messages with role and content, as in /v1/chat/completions
+Ask = Callable[[Services, Any, Mapping[str, Any]], Awaitable[Asked]]
+
+
+def start_worker(model: str, flags: Mapping[str, Any]) -> LocalWorker:
+    """Start a worker by the flags of `tandem serve`. Raises ConfigError for a wrong one."""
+    engine, server, disagg = parse_flags(model, flags)
+
+    def make_plan() -> Any:
+        with python_names():
+            return plan_on_machine(engine=engine, server=server, disagg=disagg)
+
+    return LocalWorker(make_plan)
+
+
+class Engine:
+    """Base of `LLM` and `AsyncLLM`: a worker that ends with its object, or with the program."""
+
+    def __init__(self, model: str, flags: Mapping[str, Any]) -> None:
+        self._worker = start_worker(model, flags)
+        self._end = weakref.finalize(self, self._worker.close)
+
+    def close(self) -> None:
+        """End all processes; running calls fail. A second call does nothing."""
+        self._end()
+
+
+class LLM(Engine):
+    """A model on this machine: `LLM("smollm2").generate("The capital of France is")`.
+
+    `model`: what `--model-path` takes, by default the model that comes with Tandem. `flags`: those
+    of `tandem serve`, with underscores: `tp_size=2`, `lora_paths={"poems": "/adapters/poems"}`;
+    vLLM's and SGLang's names work. Returns when the model is ready. Raises ConfigError. Threads may
+    share it. Use it as a context manager, or call `close`; it also ends with the program.
+    """
+
+    def __init__(self, model: str = "", **flags: Any) -> None:
+        super().__init__(model, flags)
+        try:
+            self._services = self._worker.started.result()
+            self._slots = Slots(self._services)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingLike | Sequence[SamplingLike] = None,
+        *,
+        use_tqdm: bool = True,
+        **params: Any,
+    ) -> list[RequestOutput]:
+        """Continue prompts; return results in their order.
+
+        `prompts`: one or several texts, or lists of token ids. `sampling_params`: for all, or one
+        each; `params`: for all, by the names of `/v1/completions` (`max_tokens=16`), before the
+        former. Raises RequestError, which names the argument, and EngineDeadError.
+        """
+        return self._answers(ask_completion, listed(prompts), sampling_params, params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingLike | Sequence[SamplingLike] = None,
+        *,
+        use_tqdm: bool = True,
+        **params: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations; return results in their order.
+
+        `messages`: one or several lists of messages. `params`: by the names of
+        `/v1/chat/completions`, `tools` and `chat_template_kwargs` among them. Raises as `generate`.
+        """
+        return self._answers(ask_chat, conversations(messages), sampling_params, params, use_tqdm=use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **params: Any
+    ) -> list[EmbeddingOutput]:
+        """Vectors of prompts, in their order. `params`: of `/v1/embeddings`. Raises as `generate`."""
+        fields = fields_of(None, params)
+        jobs = [partial(embedded, self._services, prompt, fields) for prompt in listed(prompts)]
+        return self._run([(1, job) for job in jobs], use_tqdm=use_tqdm)
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = True, **params: Any
+    ) -> list[ScoringOutput]:
+        """Relevance of each `text_2` to `text_1` (one for all, or one each), as `/score` has it.
+
+        Raises as `generate`.
+        """
+        fields = fields_of(None, params)
+        jobs = [partial(scored, self._services, pair, fields) for pair in pairs_of(text_1, text_2)]
+        return self._run([(1, job) for job in jobs], use_tqdm=use_tqdm)
+
+    # ---- for trainers
+
+    def pause(self, mode: str | None = None) -> None:
+        """Stop all steps. `mode`: "abort" (default), "retract", "in_place" or "block"."""
+        self._order("/pause_generation", mode=mode)
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self._order("/continue_generation")
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Free the memory of `tags` ("kv_cache", "weights"), by default all, while nothing runs."""
+        self._order("/release_memory_occupation", tags=tags)
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again after `release_memory`; weights come from the checkpoint."""
+        self._order("/resume_memory_occupation", tags=tags)
+
+    def update_weights(
+        self, model_path: str, *, weight_version: str | None = None, abort_all_requests: bool | None = None
+    ) -> None:
+        """Load the weights of another checkpoint of the same shape.
+
+        Raises RequestError, with the old weights in use, if they do not fit.
+        """
+        self._order(
+            "/update_weights_from_disk",
+            model_path=str(model_path),
+            weight_version=weight_version,
+            abort_all_requests=abort_all_requests,
+        )
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str) -> None:
+        """Load an adapter, which requests name by `lora_path`. Needs `enable_lora=True`."""
+        self._order("/load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter once its requests have ended."""
+        self._order("/unload_lora_adapter", lora_name=lora_name)
+
+    def _answers(
+        self,
+        ask: Ask,
+        inputs: Sequence[Any],
+        sampling_params: SamplingLike | Sequence[SamplingLike],
+        params: Mapping[str, Any],
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if not inputs:
+            return []
+        fields = each_fields(sampling_params, params, len(inputs))
+        asked = self._worker.run(_ask_all(ask, self._services, inputs, fields))
+        jobs = [(one.num_samples, partial(answered, self._services, one)) for one in asked]
+        return self._run(jobs, use_tqdm=use_tqdm)
+
+    def _run(self, jobs: Sequence[tuple[int, Job[T]]], *, use_tqdm: bool) -> list[T]:
+        hidden = not use_tqdm or not sys.stderr.isatty()
+        with tqdm(total=len(jobs), unit="prompt", disable=hidden, dynamic_ncols=True) as bar:
+            return self._worker.run(in_order(self._slots, jobs, on_done=bar.update))
+
+    def _order(self, path: str, **fields: Any) -> None:
+        self._worker.run(ordered(self._services, path, fields))
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    found = list(cast(Sequence[Prompt], prompts))
+    return [cast(Prompt, found)] if found and isinstance(found[0], int) else found
+
+
+def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation, or several, as a list."""
+    found = list(messages)
+    if found and isinstance(found[0], Mapping):
+        return [cast(Conversation, found)]
+    return cast(list[Conversation], found)
+
+
+def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Raises RequestError."""
+    first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+    if len(first) not in (1, len(second)):
+        problem = f"has {len(first)} texts, text_2 has {len(second)}; give one, or as many"
+        raise RequestError(f"text_1: {problem}", field="text_1")
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def each_fields(
+    sampling_params: SamplingLike | Sequence[SamplingLike], params: Mapping[str, Any], count: int
+) -> list[dict[str, Any]]:
+    """A body's fields for each of `count` inputs. Raises RequestError."""
+    if not isinstance(sampling_params, list | tuple):
+        return [fields_of(sampling_params, params)] * count
+    if len(sampling_params) != count:
+        problem = f"has {len(sampling_params)} entries for {count} prompts; give one for all, or one each"
+        raise RequestError(f"sampling_params: {problem}", field="sampling_params")
+    return [fields_of(one, params) for one in sampling_params]
+
+
+async def _ask_all(ask: Ask, s: Services, inputs: Sequence[Any], fields: Sequence[Mapping[str, Any]]) -> list[Asked]:
+    """Check all before any is sent. Raises ApiError, with the place of the wrong one among several."""
+    found = []
+    for place, (one, own) in enumerate(zip(inputs, fields, strict=True)):
+        try:
+            found.append(await ask(s, one, own))
+        except ApiError as error:
+            if len(inputs) > 1:
+                text = f"{error.message} (input {place} of {len(inputs)})"
+                raise ApiError(error.status, text, field=error.field, code=error.code) from None
+            raise
+    return found

@@ -1,0 +1,283 @@
+"""Calls as requests of the worker: a checked body, its plan, its samples, results.
+
+Bodies, checks and plans are those of the HTTP API, so tokens are a server's. Everything here runs
+on the worker's event loop.
+"""
+
+import asyncio
+import difflib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.frontend.apis.admin.control import order_at
+from engine.frontend.apis.chat.body import READER as CHATS
+from engine.frontend.apis.chat.plan import plan_chat
+from engine.frontend.apis.openai.completions import READER as COMPLETIONS
+from engine.frontend.apis.openai.completions import plan_completion
+from engine.frontend.apis.openai.embeddings import READER as EMBEDDINGS
+from engine.frontend.apis.openai.embeddings import shortened
+from engine.frontend.apis.openai.ranking import SCORE_READER, judge
+from engine.frontend.apis.shared.body_reader import BodyReader
+from engine.frontend.apis.shared.fields import RequestFields, routed_rank
+from engine.frontend.apis.shared.ids_only import check_ids_only
+from engine.frontend.apis.shared.prefill_only import Caller, check_computes_prompts, embed, prompts_in, vector_of
+from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, requests_of, samplings_of
+from engine.frontend.client.generation import Generation
+from engine.frontend.services import Services
+from engine.messages import GenerateRequest, LogprobOptions
+from engine.text.sample import TextAnswers
+from service.http.errors import bad_field
+from tandem.outputs import EmbeddingOutput, Reading, RequestOutput, ScoringOutput
+from tandem.params import Wanted, encoded, take_logprobs
+
+T = TypeVar("T")
+B = TypeVar("B", bound=msgspec.Struct)
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or vLLM's dict with one of them
+
+_CHAT = AnswerFormat(id_prefix="chatcmpl-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A checked request, not sent yet."""
+
+    id: str
+    requests: list[GenerateRequest]
+    prompt: str | None
+    wanted: Wanted
+    answers: TextAnswers
+    dp_rank: int | None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.requests)
+
+    def reading(self) -> Reading:
+        head = RequestOutput(self.id, self.prompt, self.requests[0].input_ids, [])
+        return Reading(head, n=self.num_samples, wanted=self.wanted, answers=self.answers)
+
+
+# ---- bodies and plans
+
+
+async def ask_completion(s: Services, prompt: Prompt, fields: Mapping[str, Any], *, stream: bool = False) -> Asked:
+    """Check a prompt and its parameters. Raises ApiError, RequestError."""
+    given = _prompt_in(prompt)
+    values = {**fields, "prompt": given}
+    wanted = take_logprobs(values, chat=False)
+    body = _body(s, COMPLETIONS, values)
+    plan = await plan_completion(s, body)
+    form = AnswerFormat(id_prefix="cmpl-", field="prompt", cut=body.max_tokens is None)
+    return _asked(s, body, plan, form, wanted=wanted, prompt=given, answers=TextAnswers(), stream=stream)
+
+
+async def ask_chat(s: Services, messages: Any, fields: Mapping[str, Any], *, stream: bool = False) -> Asked:
+    """Check a conversation and its parameters. Raises ApiError, RequestError."""
+    values = {**fields, "messages": messages}
+    wanted = take_logprobs(values, chat=True)
+    body = _body(s, CHATS, values)
+    plan = await plan_chat(s, body)
+    if plan.logprobs is not None:
+        wanted = wanted._replace(answer=plan.logprobs.top_num)
+    answers = plan.answers(s.mint_id, "call_")
+    return _asked(s, body, plan, _CHAT, wanted=wanted, prompt=None, answers=answers, stream=stream)
+
+
+def _asked(
+    s: Services,
+    body: RequestFields,
+    plan: SamplesPlan,
+    form: AnswerFormat,
+    *,
+    wanted: Wanted,
+    prompt: object,
+    answers: TextAnswers,
+    stream: bool,
+) -> Asked:
+    body.stream = stream
+    id = body.rid or s.mint_id(form.id_prefix)
+    samplings = samplings_of(s, plan, form)
+    made = requests_of(s, body, plan, id=id, samplings=samplings, bootstraps=[None] * len(samplings))
+    options = wanted.options
+    return Asked(
+        id=id,
+        requests=made if options is None else [_with_logprobs(request, options) for request in made],
+        prompt=prompt if isinstance(prompt, str) else None,
+        wanted=wanted,
+        answers=answers,
+        dp_rank=routed_rank(body, {}),
+    )
+
+
+def _with_logprobs(request: GenerateRequest, options: LogprobOptions) -> GenerateRequest:
+    return msgspec.structs.replace(request, logprobs=options)
+
+
+def _prompt_in(prompt: Prompt) -> str | list[int]:
+    """Raises ApiError(400)."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        named = {name: prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None}
+        if len(named) != 1 or any(prompt.get(name) for name in prompt.keys() - {"prompt", "prompt_token_ids"}):
+            raise bad_field("prompt", "a dict has either prompt or prompt_token_ids; images go into a chat's messages")
+        (prompt,) = named.values()
+        return _prompt_in(prompt)
+    return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+
+
+def _body(s: Services, reader: BodyReader[B], values: Mapping[str, Any]) -> B:
+    """Raises ApiError(400), also for an unknown name."""
+    body, ignored = reader.decode(encoded(values), s.model.template_names)
+    if unknown := [name for name in ignored if name in values]:  # fields inside, as of messages, are ignored
+        near = difflib.get_close_matches(unknown[0], reader.names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; leave it out (docs/python.md names the arguments)"
+        raise bad_field(unknown[0], f"is no argument of this call{hint}")
+    if not s.model.has_text:
+        check_ids_only(body)
+    return body
+
+
+# ---- samples
+
+
+class Slots:
+    """Bounds the samples in flight; more wait here in order."""
+
+    def __init__(self, s: Services) -> None:
+        self._s = s
+        self._taken = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @property
+    def limit(self) -> int:
+        """Twice what runs at a time, so that the next batch waits at the scheduler."""
+        client = self._s.client
+        return min(client.max_live, 2 * client.leaders.num_ranks * client.max_running)
+
+    async def take(self, count: int) -> None:
+        """Wait for room; a count beyond the limit has all."""
+        async with self._turn:
+            while self._taken and self._taken + count > self.limit:
+                self._freed.clear()
+                await self._freed.wait()
+            self._taken += count
+
+    def give(self, count: int) -> None:
+        self._taken -= count
+        self._freed.set()
+
+
+def sent(s: Services, asked: Asked) -> Generation:
+    """Send. The end of the result's block aborts what still runs. Raises ApiError."""
+    groups = [asked.id] * asked.num_samples
+    return s.client.generate(asked.requests, groups=groups, dp_rank=asked.dp_rank)
+
+
+async def answered(s: Services, asked: Asked) -> RequestOutput:
+    """The whole answer. Raises ApiError."""
+    reading = asked.reading()
+    with sent(s, asked) as generation:
+        for index, output in enumerate(await generation.collect()):
+            reading.add(index, output)
+    return reading.result()
+
+
+class Stream:
+    """The results of one request while it runs; `leave` aborts it."""
+
+    def __init__(self, s: Services, slots: Slots, asked: Asked) -> None:
+        self._s, self._slots, self._asked = s, slots, asked
+        self._reading = asked.reading()
+        self._generation: Generation | None = None
+        self._over = False
+
+    async def next(self) -> RequestOutput | None:
+        """Wait for new tokens: what there is now, None after the last. Raises ApiError."""
+        if self._over:
+            return None
+        try:
+            generation = self._generation or await self._begun()
+            for index, output in await generation.next():
+                self._reading.add(index, output)
+        except BaseException:
+            self.leave()
+            raise
+        if generation.done:
+            self.leave()
+        return self._reading.result()
+
+    def leave(self) -> None:
+        """A second call does nothing."""
+        self._over = True
+        if self._generation is not None:
+            generation, self._generation = self._generation, None
+            generation.__exit__(None, None, None)
+            self._slots.give(self._asked.num_samples)
+
+    async def _begun(self) -> Generation:
+        await self._slots.take(self._asked.num_samples)
+        try:
+            if self._over:
+                raise asyncio.CancelledError
+            self._generation = sent(self._s, self._asked)
+        finally:
+            if self._generation is None:
+                self._slots.give(self._asked.num_samples)
+        return self._generation
+
+
+async def in_order(
+    slots: Slots, jobs: Sequence[tuple[int, Callable[[], Awaitable[T]]]], *, on_done: Callable[[], object]
+) -> list[T]:
+    """Run jobs with their numbers of samples; return results in the jobs' order.
+
+    The first error ends the others.
+    """
+    found: dict[int, T] = {}
+
+    async def run(place: int, count: int, job: Callable[[], Awaitable[T]]) -> None:
+        try:
+            found[place] = await job()
+        finally:
+            slots.give(count)
+        on_done()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for place, (count, job) in enumerate(jobs):
+                await slots.take(count)
+                group.create_task(run(place, count, job))
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [found[place] for place in range(len(jobs))]
+
+
+# ---- prompts without answers
+
+
+async def embedded(s: Services, prompt: Prompt, fields: Mapping[str, Any]) -> EmbeddingOutput:
+    """A prompt's vector. Raises ApiError, RequestError."""
+    caller, body = Caller(s=s), _body(s, EMBEDDINGS, {**fields, "input": _prompt_in(prompt)})
+    check_computes_prompts(s)
+    prompts = await prompts_in(caller, body, body.input, field="input", prefix="embd-")
+    (answer,) = await embed(caller, prompts)
+    vector = shortened(vector_of(answer), body.dimensions, unit=s.model.head.unit)
+    return EmbeddingOutput(vector.tolist(), prompts.ids[0])
+
+
+async def scored(s: Services, pair: tuple[str, str], fields: Mapping[str, Any]) -> ScoringOutput:
+    """A pair's score. Raises ApiError, RequestError."""
+    body = _body(s, SCORE_READER, {**fields, "text_1": pair[0], "text_2": pair[1]})
+    prompts, scores = await judge(Caller(s=s), body, [pair], fields=("text_1", "text_2"), prefix="score-")
+    return ScoringOutput(scores[0], prompts.ids[0])
+
+
+async def ordered(s: Services, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Have all schedulers carry out the order of an HTTP route. Raises ApiError, RequestError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return await order_at(path).carry_out(s, encoded(given))

@@ -1,0 +1,155 @@
+"""The worker under an LLM: scheduler processes, and the frontend's services on a thread of its own.
+
+The thread runs an event loop, so an LLM works where the caller's thread runs another (Jupyter).
+"""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import uvloop
+
+from disagg.config import frontend_spec
+from disagg.processes.role_session import RoleSession, started
+from disagg.processes.session_plan import SessionPlan
+from engine.frontend.client.scheduler_link import ENGINE_DEAD
+from engine.frontend.server import SessionEnd, WorkerDied, connected, until_over
+from engine.frontend.services import Services
+from engine.frontend.spec import FrontendSlot, open_worker_gate
+from engine.stamps import Stamps
+from service.flags import ConfigError
+from service.http.errors import ApiError
+from service.process.stop_signals import StopSignals
+from tandem.errors import EngineDeadError, as_python
+from tandem.flags import in_python
+
+T = TypeVar("T")
+
+CLOSED = "this engine is closed; make another LLM"
+LAST_CALLS_S = 1.0  # time for calls to take their errors before the loop ends
+
+
+class LocalWorker:
+    """A worker without HTTP, from its start to `close`. Its methods may be called in any thread.
+
+    `make_plan`: runs on the thread, as it may download a model. `started`: the services, or why
+    there are none: ConfigError for a wrong flag or file.
+    """
+
+    def __init__(self, make_plan: Callable[[], SessionPlan]) -> None:
+        self.started: concurrent.futures.Future[Services] = concurrent.futures.Future()
+        self._make_plan = make_plan
+        self._pid = os.getpid()
+        self._signals = StopSignals()
+        self._loop = uvloop.new_event_loop()
+        self._lock = threading.Lock()
+        self._over: EngineDeadError | None = None  # why calls fail
+        # a daemon: an interpreter that ends waits for other threads before it would call `close`
+        self._thread = threading.Thread(target=self._run, name="tandem-worker", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Run `call` on the worker's loop. Raises EngineDeadError."""
+        with self._lock:
+            over = self._forked() or self._over
+            if over is None:
+                return asyncio.run_coroutine_threadsafe(_in_python(call), self._loop)
+        call.close()
+        raise EngineDeadError(str(over), code=over.code)
+
+    @property
+    def over(self) -> EngineDeadError | None:
+        """Why calls fail, if they do."""
+        return self._over
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run `call` and wait; an interrupted wait cancels it. Raises TandemError."""
+        future = self.submit(call)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise EngineDeadError(str(self._over or CLOSED), code=ENGINE_DEAD) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Run `call` on the worker's loop soon, if it still runs."""
+        with self._lock:
+            if self._over is None and self._forked() is None:
+                self._loop.call_soon_threadsafe(call)
+
+    def close(self) -> None:
+        """End the processes, and wait for their end. A second call, or one in a fork, does nothing."""
+        if self._forked() is not None:
+            return
+        with self._lock:
+            if self._over is None:
+                self._loop.call_soon_threadsafe(self._signals.on_sigint)
+        self._thread.join()
+
+    def _forked(self) -> EngineDeadError | None:
+        if os.getpid() == self._pid:
+            return None
+        return EngineDeadError(f"this engine is of process {self._pid}, which forked this one; make an LLM here")
+
+    def _run(self) -> None:
+        error: BaseException = EngineDeadError(CLOSED)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._live())
+        except BaseException as found:
+            error = found
+        if not self.started.done():
+            self.started.set_exception(error)
+
+    async def _live(self) -> None:
+        why = CLOSED
+        try:
+            with started(self._make_plan()) as session:
+                await self._serve(session)
+        except BaseException as error:
+            why = str(error)
+            raise
+        finally:
+            with self._lock:
+                self._over = EngineDeadError(why, code=ENGINE_DEAD)
+            calls = asyncio.all_tasks() - {asyncio.current_task()}
+            if calls:
+                await asyncio.wait(calls, timeout=LAST_CALLS_S)
+
+    async def _serve(self, session: RoleSession) -> None:
+        plan, loop = session.plan, asyncio.get_running_loop()
+        spec = frontend_spec(plan.engine, plan.server, plan.disagg, plan.bootstrap_allowlist)
+        slot, gate = FrontendSlot(stamps=Stamps(session.ipc.dir)), open_worker_gate(plan.server)
+        with connected(spec, ipc=session.ipc, processes=session.children, gate=gate, slot=slot) as services:
+
+            def on_ready() -> None:
+                self.started.set_result(services)
+
+            try:
+                end = SessionEnd(self._signals, None)
+                await until_over(services, end, session.children, on_ready=on_ready)
+            except WorkerDied as died:
+                raise _reason(session, died) from None
+            finally:
+                services.client.fail_all(ApiError(503, CLOSED, code=ENGINE_DEAD))
+                services.close()
+                await asyncio.sleep(0)
+                await loop.shutdown_asyncgens()
+
+
+async def _in_python(call: Coroutine[Any, Any, T]) -> T:
+    with as_python():
+        return await call
+
+
+def _reason(session: RoleSession, died: WorkerDied) -> Exception:
+    """A child's own line, if it could not start."""
+    with suppress(OSError):
+        return ConfigError(in_python(session.ipc.reported_error.read_text()))
+    return EngineDeadError(f"{died}; the lines that it wrote to stderr may say more", code=ENGINE_DEAD)
