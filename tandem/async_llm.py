@@ -11,7 +11,18 @@ from tandem.errors import EngineDeadError
 from tandem.llm import Conversation, Engine, listed, pairs_of
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from tandem.params import SamplingLike, fields_of
-from tandem.requests import Asked, Prompt, Slots, Stream, ask_chat, ask_completion, embedded, in_order, ordered, scored
+from tandem.requests import (
+    PlannedRequest,
+    Prompt,
+    Slots,
+    Stream,
+    embedded,
+    in_order,
+    ordered,
+    plan_conversation,
+    plan_prompt,
+    scored,
+)
 
 T = TypeVar("T")
 
@@ -46,7 +57,7 @@ class AsyncLLM(Engine):
         Raises as `LLM.generate`.
         """
         fields = fields_of(sampling_params, params)
-        async for output in self._streamed(lambda s: ask_completion(s, prompt, fields, stream=True)):
+        async for output in self._streamed(lambda s: plan_prompt(s, prompt, fields, stream=True)):
             yield output
 
     async def chat(
@@ -54,7 +65,7 @@ class AsyncLLM(Engine):
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation, as `generate` does a prompt."""
         fields = fields_of(sampling_params, params)
-        async for output in self._streamed(lambda s: ask_chat(s, messages, fields, stream=True)):
+        async for output in self._streamed(lambda s: plan_conversation(s, messages, fields, stream=True)):
             yield output
 
     async def embed(self, prompts: Prompt | Sequence[Prompt], **params: Any) -> list[EmbeddingOutput]:
@@ -94,12 +105,14 @@ class AsyncLLM(Engine):
         """As `LLM.update_weights`."""
         await self._order("/update_weights_from_disk", model_path=str(model_path), **options)
 
-    async def _streamed(self, ask: Callable[[Services], Awaitable[Asked]]) -> AsyncIterator[RequestOutput]:
+    async def _streamed(
+        self, make_plan: Callable[[Services], Awaitable[PlannedRequest]]
+    ) -> AsyncIterator[RequestOutput]:
         s, slots = await self._ready(), self._slots
         assert slots is not None, "ready"
 
         async def begin() -> Stream:
-            return Stream(s, slots, await ask(s))
+            return Stream(s, slots, await make_plan(s))
 
         stream = await self._run(begin())
         try:

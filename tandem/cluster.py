@@ -75,21 +75,21 @@ class Cluster:
 
 def _hold(argv: Sequence[str], started: "Future[str]", closing: threading.Event) -> None:
     """Keep a cluster until `closing`."""
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         try:
-            with local_cluster(argv, output=said, is_wanted=lambda: not closing.is_set()) as url:
+            with local_cluster(argv, output=output, is_wanted=lambda: not closing.is_set()) as url:
                 started.set_result(url)
                 closing.wait()
         except NotStarted as error:
-            started.set_exception(_reason(error.status, said))
+            started.set_exception(_reason(error.status, output))
         except BaseException as error:
             started.set_exception(error)
 
 
-def _reason(status: int, said: IO[str]) -> Exception:
+def _reason(status: int, output: IO[str]) -> Exception:
     """Why `tandem up` ended, by its last lines."""
-    said.seek(0)
-    lines = [line.strip() for line in said if line.strip()]
+    output.seek(0)
+    lines = [line.strip() for line in output if line.strip()]
     if status != WRONG_FLAGS:
         errors = [line.removeprefix(_HEADS[0]) for line in lines if line.startswith(_HEADS[0])]
         return TandemError("the cluster did not start: " + " / ".join(errors or lines[-TAIL_LINES:] or [str(status)]))

@@ -17,15 +17,15 @@ from tandem.flags import parse_flags, python_names
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from tandem.params import SamplingLike, fields_of
 from tandem.requests import (
-    Asked,
+    PlannedRequest,
     Prompt,
     Slots,
     answered,
-    ask_chat,
-    ask_completion,
     embedded,
     in_order,
     ordered,
+    plan_conversation,
+    plan_prompt,
     scored,
 )
 from tandem.worker import LocalWorker
@@ -33,7 +33,7 @@ from tandem.worker import LocalWorker
 T = TypeVar("T")
 Job = Callable[[], Awaitable[T]]
 Conversation = Sequence[Mapping[str, Any]]  # messages with role and content, as in /v1/chat/completions
-Ask = Callable[[Services, Any, Mapping[str, Any]], Awaitable[Asked]]
+MakePlan = Callable[[Services, Any, Mapping[str, Any]], Awaitable[PlannedRequest]]
 
 
 def start_worker(model: str, flags: Mapping[str, Any]) -> LocalWorker:
@@ -99,7 +99,7 @@ class LLM(Engine):
         each; `params`: for all, by the names of `/v1/completions` (`max_tokens=16`), before the
         former. Raises RequestError, which names the argument, and EngineDeadError.
         """
-        return self._answers(ask_completion, listed(prompts), sampling_params, params, use_tqdm=use_tqdm)
+        return self._answers(plan_prompt, listed(prompts), sampling_params, params, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -114,7 +114,7 @@ class LLM(Engine):
         `messages`: one or several lists of messages. `params`: by the names of
         `/v1/chat/completions`, `tools` and `chat_template_kwargs` among them. Raises as `generate`.
         """
-        return self._answers(ask_chat, conversations(messages), sampling_params, params, use_tqdm=use_tqdm)
+        return self._answers(plan_conversation, conversations(messages), sampling_params, params, use_tqdm=use_tqdm)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **params: Any
@@ -177,7 +177,7 @@ class LLM(Engine):
 
     def _answers(
         self,
-        ask: Ask,
+        make_plan: MakePlan,
         inputs: Sequence[Any],
         sampling_params: SamplingLike | Sequence[SamplingLike],
         params: Mapping[str, Any],
@@ -187,8 +187,8 @@ class LLM(Engine):
         if not inputs:
             return []
         fields = each_fields(sampling_params, params, len(inputs))
-        asked = self._worker.run(_ask_all(ask, self._services, inputs, fields))
-        jobs = [(one.num_samples, partial(answered, self._services, one)) for one in asked]
+        planned = self._worker.run(_plan_all(make_plan, self._services, inputs, fields))
+        jobs = [(one.num_samples, partial(answered, self._services, one)) for one in planned]
         return self._run(jobs, use_tqdm=use_tqdm)
 
     def _run(self, jobs: Sequence[tuple[int, Job[T]]], *, use_tqdm: bool) -> list[T]:
@@ -237,15 +237,17 @@ def each_fields(
     return [fields_of(one, params) for one in sampling_params]
 
 
-async def _ask_all(ask: Ask, s: Services, inputs: Sequence[Any], fields: Sequence[Mapping[str, Any]]) -> list[Asked]:
+async def _plan_all(
+    make_plan: MakePlan, s: Services, inputs: Sequence[Any], fields: Sequence[Mapping[str, Any]]
+) -> list[PlannedRequest]:
     """Check all before any is sent. Raises ApiError, with the place of the wrong one among several."""
     found = []
-    for place, (one, own) in enumerate(zip(inputs, fields, strict=True)):
+    for number, (one, own) in enumerate(zip(inputs, fields, strict=True)):
         try:
-            found.append(await ask(s, one, own))
+            found.append(await make_plan(s, one, own))
         except ApiError as error:
             if len(inputs) > 1:
-                text = f"{error.message} (input {place} of {len(inputs)})"
+                text = f"{error.message} (input {number} of {len(inputs)})"
                 raise ApiError(error.status, text, field=error.field, code=error.code) from None
             raise
     return found

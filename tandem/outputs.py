@@ -12,7 +12,7 @@ from tandem.params import Wanted
 class Logprob:
     """A token's natural logarithm of its probability.
 
-    `rank`: 1 for the most likely token; None beyond the alternatives asked for.
+    `rank`: 1 for the most likely token; None beyond the alternatives planned for.
     """
 
     logprob: float

@@ -41,7 +41,7 @@ _CHAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlannedRequest:
     """A checked request, not sent yet."""
 
     id: str
@@ -63,7 +63,9 @@ class Asked:
 # ---- bodies and plans
 
 
-async def ask_completion(s: Services, prompt: Prompt, fields: Mapping[str, Any], *, stream: bool = False) -> Asked:
+async def plan_prompt(
+    s: Services, prompt: Prompt, fields: Mapping[str, Any], *, stream: bool = False
+) -> PlannedRequest:
     """Check a prompt and its parameters. Raises ApiError, RequestError."""
     given = _prompt_in(prompt)
     values = {**fields, "prompt": given}
@@ -71,10 +73,12 @@ async def ask_completion(s: Services, prompt: Prompt, fields: Mapping[str, Any],
     body = _body(s, COMPLETIONS, values)
     plan = await plan_completion(s, body)
     form = AnswerFormat(id_prefix="cmpl-", field="prompt", cut=body.max_tokens is None)
-    return _asked(s, body, plan, form, wanted=wanted, prompt=given, answers=TextAnswers(), stream=stream)
+    return _planned(s, body, plan, form, wanted=wanted, prompt=given, answers=TextAnswers(), stream=stream)
 
 
-async def ask_chat(s: Services, messages: Any, fields: Mapping[str, Any], *, stream: bool = False) -> Asked:
+async def plan_conversation(
+    s: Services, messages: Any, fields: Mapping[str, Any], *, stream: bool = False
+) -> PlannedRequest:
     """Check a conversation and its parameters. Raises ApiError, RequestError."""
     values = {**fields, "messages": messages}
     wanted = take_logprobs(values, chat=True)
@@ -83,10 +87,10 @@ async def ask_chat(s: Services, messages: Any, fields: Mapping[str, Any], *, str
     if plan.logprobs is not None:
         wanted = wanted._replace(answer=plan.logprobs.top_num)
     answers = plan.answers(s.mint_id, "call_")
-    return _asked(s, body, plan, _CHAT, wanted=wanted, prompt=None, answers=answers, stream=stream)
+    return _planned(s, body, plan, _CHAT, wanted=wanted, prompt=None, answers=answers, stream=stream)
 
 
-def _asked(
+def _planned(
     s: Services,
     body: RequestFields,
     plan: SamplesPlan,
@@ -96,13 +100,13 @@ def _asked(
     prompt: object,
     answers: TextAnswers,
     stream: bool,
-) -> Asked:
+) -> PlannedRequest:
     body.stream = stream
     id = body.rid or s.mint_id(form.id_prefix)
     samplings = samplings_of(s, plan, form)
     made = requests_of(s, body, plan, id=id, samplings=samplings, bootstraps=[None] * len(samplings))
     options = wanted.options
-    return Asked(
+    return PlannedRequest(
         id=id,
         requests=made if options is None else [_with_logprobs(request, options) for request in made],
         prompt=prompt if isinstance(prompt, str) else None,
@@ -150,7 +154,7 @@ class Slots:
     def __init__(self, s: Services) -> None:
         self._s = s
         self._taken = 0
-        self._turn = asyncio.Lock()
+        self._queue = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @property
@@ -161,7 +165,7 @@ class Slots:
 
     async def take(self, count: int) -> None:
         """Wait for room; a count beyond the limit has all."""
-        async with self._turn:
+        async with self._queue:
             while self._taken and self._taken + count > self.limit:
                 self._freed.clear()
                 await self._freed.wait()
@@ -172,16 +176,16 @@ class Slots:
         self._freed.set()
 
 
-def sent(s: Services, asked: Asked) -> Generation:
+def sent(s: Services, planned: PlannedRequest) -> Generation:
     """Send. The end of the result's block aborts what still runs. Raises ApiError."""
-    groups = [asked.id] * asked.num_samples
-    return s.client.generate(asked.requests, groups=groups, dp_rank=asked.dp_rank)
+    groups = [planned.id] * planned.num_samples
+    return s.client.generate(planned.requests, groups=groups, dp_rank=planned.dp_rank)
 
 
-async def answered(s: Services, asked: Asked) -> RequestOutput:
+async def answered(s: Services, planned: PlannedRequest) -> RequestOutput:
     """The whole answer. Raises ApiError."""
-    reading = asked.reading()
-    with sent(s, asked) as generation:
+    reading = planned.reading()
+    with sent(s, planned) as generation:
         for index, output in enumerate(await generation.collect()):
             reading.add(index, output)
     return reading.result()
@@ -190,9 +194,9 @@ async def answered(s: Services, asked: Asked) -> RequestOutput:
 class Stream:
     """The results of one request while it runs; `leave` aborts it."""
 
-    def __init__(self, s: Services, slots: Slots, asked: Asked) -> None:
-        self._s, self._slots, self._asked = s, slots, asked
-        self._reading = asked.reading()
+    def __init__(self, s: Services, slots: Slots, planned: PlannedRequest) -> None:
+        self._s, self._slots, self._planned = s, slots, planned
+        self._reading = planned.reading()
         self._generation: Generation | None = None
         self._over = False
 
@@ -201,7 +205,7 @@ class Stream:
         if self._over:
             return None
         try:
-            generation = self._generation or await self._begun()
+            generation = self._generation or await self._started()
             for index, output in await generation.next():
                 self._reading.add(index, output)
         except BaseException:
@@ -217,17 +221,17 @@ class Stream:
         if self._generation is not None:
             generation, self._generation = self._generation, None
             generation.__exit__(None, None, None)
-            self._slots.give(self._asked.num_samples)
+            self._slots.give(self._planned.num_samples)
 
-    async def _begun(self) -> Generation:
-        await self._slots.take(self._asked.num_samples)
+    async def _started(self) -> Generation:
+        await self._slots.take(self._planned.num_samples)
         try:
             if self._over:
                 raise asyncio.CancelledError
-            self._generation = sent(self._s, self._asked)
+            self._generation = sent(self._s, self._planned)
         finally:
             if self._generation is None:
-                self._slots.give(self._asked.num_samples)
+                self._slots.give(self._planned.num_samples)
         return self._generation
 
 
@@ -240,21 +244,19 @@ async def in_order(
     """
     found: dict[int, T] = {}
 
-    async def run(place: int, count: int, job: Callable[[], Awaitable[T]]) -> None:
-        try:
-            found[place] = await job()
-        finally:
-            slots.give(count)
+    async def run(index: int, job: Callable[[], Awaitable[T]]) -> None:
+        found[index] = await job()
         on_done()
 
     try:
         async with asyncio.TaskGroup() as group:
-            for place, (count, job) in enumerate(jobs):
+            for index, (count, job) in enumerate(jobs):
                 await slots.take(count)
-                group.create_task(run(place, count, job))
+                task = group.create_task(run(index, job))
+                task.add_done_callback(lambda _, count=count: slots.give(count))  # also if it never ran
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
-    return [found[place] for place in range(len(jobs))]
+    return [found[index] for index in range(len(jobs))]
 
 
 # ---- prompts without answers

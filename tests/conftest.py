@@ -28,7 +28,7 @@ from tests.packages import ROOT
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-SHARED = ("e2e/shared", "e2e/tiny", "hostile")  # folders whose files share servers
+SHARED = ("e2e/shared", "e2e/tiny", "hostile", "tandem")  # folders whose files share servers
 LONG = (
     *(*SHARED, "e2e", "tools/test_matrix.py", "transfer/engines/test_contract.py"),
     *("attention/triton/test_triton.py", "simulation", "engine/device/test_gpu_check.py", "security"),
@@ -42,7 +42,7 @@ if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # once:
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 
 
-STARTED = ("e2e", "hostile", "security", "deploy")  # folders whose tests start workers
+STARTED = ("e2e", "hostile", "security", "deploy", "tandem")  # folders whose tests start workers
 fork_servers = contextlib.ExitStack()  # as long as the run lasts
 
 

@@ -1,0 +1,46 @@
+"""Engines that the tests of this folder share, with the shipped model: an `LLM`, an `AsyncLLM`, and a server beside them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tandem import LLM, AsyncLLM
+from tests.e2e.cluster import tandem
+
+FLAGS: dict[str, Any] = {"max_total_tokens": 16384, "chunked_prefill_size": 256, "random_seed": 7}
+Post = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    with LLM(**FLAGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def async_llm() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(**FLAGS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a worker with the same flags."""
+    flags = [word for name, value in FLAGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with tandem(tmp_path_factory.mktemp("server"), "serve", "--port", "0", "--log-level", "warning", *flags) as started:
+        yield started.url
+
+
+@pytest.fixture
+def post(server: str) -> Post:
+    """Send a body to the server; its answer."""
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = httpx.post(server + path, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()  # type: ignore[no-any-return]
+
+    return post

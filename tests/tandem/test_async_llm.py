@@ -1,0 +1,102 @@
+"""`AsyncLLM`: streams, and aborts where its consumer leaves."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from tandem import AsyncLLM, RequestError, RequestOutput
+from tests.tandem.test_llm import LONG, MESSAGES, PROMPT, SEEDED
+
+PATIENCE_S = 30.0
+
+
+async def running(llm: AsyncLLM) -> int:
+    s = await llm._ready()
+    states = await llm._run(s.leaders.states(timeout_s=20.0))
+    return sum(state.running + sum(state.queues.values()) for state in states)
+
+
+async def until_idle(llm: AsyncLLM) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await running(llm):
+            await asyncio.sleep(0.02)
+    assert llm._slots is not None and llm._slots._taken == 0
+
+
+async def collected(llm: AsyncLLM, prompt: Any, **params: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, **params)]
+
+
+async def test_a_stream_is_the_whole_answer_in_parts(async_llm: AsyncLLM) -> None:
+    outputs = await collected(async_llm, PROMPT, **SEEDED, n=2)
+    whole = (await collected(async_llm, PROMPT, **SEEDED, n=2))[-1]
+    for index, sample in enumerate(whole.outputs):
+        assert "".join(output.outputs[index].delta for output in outputs) == sample.text
+        assert outputs[-1].outputs[index].token_ids == sample.token_ids
+    assert len(outputs) > 2 and [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+async def test_a_chat_streams(async_llm: AsyncLLM) -> None:
+    outputs = [output async for output in async_llm.chat(MESSAGES, temperature=0, logprobs=1)]
+    assert outputs[-1].text.split()[0] == "v42" and outputs[-1].logprobs
+
+
+async def test_streams_run_together(async_llm: AsyncLLM) -> None:
+    answers = await asyncio.gather(
+        *(collected(async_llm, f"k0{i} v1{i} k0{i}", max_tokens=1, temperature=0) for i in range(8))
+    )
+    assert [outputs[-1].text for outputs in answers] == [f" v1{i}" for i in range(8)]
+
+
+async def test_a_consumer_that_leaves_aborts(async_llm: AsyncLLM) -> None:
+    async for output in async_llm.generate(PROMPT, **LONG):
+        assert not output.finished
+        break
+    await until_idle(async_llm)
+
+
+async def test_a_cancelled_consumer_aborts(async_llm: AsyncLLM) -> None:
+    consumer = asyncio.create_task(collected(async_llm, PROMPT, **LONG))
+    async with asyncio.timeout(PATIENCE_S):
+        while not await running(async_llm):
+            await asyncio.sleep(0.02)
+    consumer.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await consumer
+    assert consumer.cancelled()
+    await until_idle(async_llm)
+
+
+async def test_a_request_is_aborted_by_its_name(async_llm: AsyncLLM) -> None:
+    outputs = []
+    async for output in async_llm.generate(PROMPT, **LONG, rid="mine"):
+        outputs.append(output)
+        await async_llm.abort("mine")
+    assert (outputs[-1].request_id, outputs[-1].finish_reason) == ("mine", "abort")
+    await until_idle(async_llm)
+
+
+def test_several_event_loops_share_an_engine(async_llm: AsyncLLM) -> None:
+    for _ in range(2):
+        outputs = asyncio.run(collected(async_llm, PROMPT, max_tokens=1, temperature=0))
+        assert outputs[-1].text == " v42"
+
+
+async def test_vectors_and_errors_are_awaited(async_llm: AsyncLLM) -> None:
+    assert [len(one.embedding) for one in await async_llm.embed([PROMPT, "k1"], dimensions=4)] == [4, 4]
+    with pytest.raises(RequestError, match="temperature: must be"):
+        await collected(async_llm, PROMPT, temperature=-1)
+    assert len(await async_llm.score("k1", ["k1", "v2"])) == 2
+
+
+async def test_a_trainer_pauses_and_resumes(async_llm: AsyncLLM) -> None:
+    await async_llm.pause("in_place")
+    waiting = asyncio.create_task(collected(async_llm, PROMPT, max_tokens=1, temperature=0))
+    async with asyncio.timeout(PATIENCE_S):
+        while not await running(async_llm):
+            await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await async_llm.resume()
+    assert (await asyncio.wait_for(waiting, PATIENCE_S))[-1].text == " v42"

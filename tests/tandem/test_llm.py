@@ -1,0 +1,226 @@
+"""`LLM`: its tokens are a server's, its results have the prompts' order, its errors name the argument."""
+
+import asyncio
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from tandem import LLM, RequestError, SamplingParams
+from tests.e2e.cluster import wait_until
+from tests.tandem.conftest import Post
+from tools.recall import vocab
+
+PROMPT = "k17 v42 k03 v91 k17"
+IDS = vocab.encode(PROMPT)
+MESSAGES = [{"role": "user", "content": PROMPT}]
+SEEDED = {"temperature": 40.0, "ignore_eos": True, "max_tokens": 12, "seed": 5}
+LONG = {"ignore_eos": True, "max_tokens": 4000}
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "defaults": {"temperature": 0},
+    "greedy": {"temperature": 0, "max_tokens": 6},
+    "seeded": SEEDED,
+    "samples": {**SEEDED, "n": 3},
+    "stop": {"temperature": 0, "max_tokens": 8, "stop": ["v91"]},
+    "constrained": {"temperature": 0, "max_tokens": 4, "structured_outputs": {"choice": [" v91"]}},
+    "nothing new": {"temperature": 0, "max_tokens": 0},
+}
+CHATS: dict[str, dict[str, Any]] = {
+    "defaults": {"temperature": 0},
+    "seeded": SEEDED,
+    "samples": {**SEEDED, "n": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def returned(llm: LLM) -> Iterator[None]:
+    """After each test nothing runs, and all memory is back."""
+    yield
+    wait_until(lambda: not running(llm), within_s=30, what="the engine is idle")
+    llm._worker.run(llm._services.leaders.states(timeout_s=20.0, check=True))
+
+
+def running(llm: LLM) -> int:
+    states = llm._worker.run(llm._services.leaders.states(timeout_s=20.0))
+    return sum(state.running + sum(state.queues.values()) for state in states)
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_tokens_of_a_prompt_are_the_servers(llm: LLM, post: Post, name: str) -> None:
+    params = COMPLETIONS[name]
+    for prompt in (PROMPT, IDS):
+        (ours,) = llm.generate([prompt], **params)
+        choices = post("/v1/completions", {"prompt": prompt, **params, "return_token_ids": True})["choices"]
+        assert [(o.text, o.token_ids, o.finish_reason, o.stop_reason) for o in ours.outputs] == [
+            (c["text"], c["token_ids"], c["finish_reason"], c["matched_stop"]) for c in choices
+        ]
+        assert (ours.prompt_token_ids, ours.prompt) == (IDS, prompt if isinstance(prompt, str) else None)
+        assert ours.finished and len({o.index for o in ours.outputs}) == params.get("n", 1)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_tokens_of_a_chat_are_the_servers(llm: LLM, post: Post, name: str) -> None:
+    (ours,) = llm.chat(MESSAGES, **CHATS[name])
+    body = {"messages": MESSAGES, **CHATS[name], "return_token_ids": True}
+    choices = post("/v1/chat/completions", body)["choices"]
+    assert [(o.text, o.token_ids, o.finish_reason) for o in ours.outputs] == [
+        (c["message"]["content"], c["token_ids"], c["finish_reason"]) for c in choices
+    ]
+    assert ours.prompt_token_ids == choices[0]["prompt_token_ids"]
+
+
+def test_logprobs_are_the_servers(llm: LLM, post: Post) -> None:
+    params = {"max_tokens": 3, "temperature": 0}
+    (ours,) = llm.generate(PROMPT, logprobs=2, prompt_logprobs=2, **params)
+    table = post("/v1/completions", {"prompt": PROMPT, **params, "echo": True, "logprobs": 2})["choices"][0]["logprobs"]
+    assert ours.prompt_logprobs is not None and ours.logprobs is not None and ours.prompt_logprobs[0] is None
+    positions = [*ours.prompt_logprobs[1:], *ours.logprobs]
+    chosen = [p[token] for p, token in zip(positions, [*IDS[1:], *ours.token_ids], strict=True)]
+    assert [one.logprob for one in chosen] == pytest.approx(table["token_logprobs"][1:])
+    for position, top in zip(positions, table["top_logprobs"][1:], strict=True):
+        assert sorted(one.logprob for one in position.values()) == pytest.approx(sorted(top.values()))
+    assert [one.rank for one in chosen[-3:]] == [1, 1, 1]
+    chat = llm.chat(MESSAGES, logprobs=True, top_logprobs=1, max_tokens=1, temperature=0)[0]
+    assert chat.logprobs is not None and [one.rank for one in chat.logprobs[0].values()] == [1]
+
+
+def test_vectors_are_the_servers(llm: LLM, post: Post) -> None:
+    ours = llm.embed([PROMPT, "k01 v02"], dimensions=8)
+    rows = post("/v1/embeddings", {"input": [PROMPT, "k01 v02"], "dimensions": 8})["data"]
+    assert [one.embedding for one in ours] == [pytest.approx(row["embedding"]) for row in rows]
+    assert ours[0].outputs.embedding == ours[0].embedding and ours[0].prompt_token_ids == IDS
+
+
+def test_scores_are_the_servers(llm: LLM, post: Post) -> None:
+    ours = llm.score(PROMPT, ["k17", "v42"])
+    rows = post("/score", {"text_1": PROMPT, "text_2": ["k17", "v42"]})["data"]
+    assert [one.score for one in ours] == [pytest.approx(row["score"]) for row in rows]
+    assert ours[0].outputs.score == ours[0].score
+
+
+def test_many_prompts_come_back_in_order(llm: LLM) -> None:
+    """More than run at a time: the engine batches, and no request is refused for a full queue."""
+    limit = llm._slots.limit
+    numbers = [(7 * i) % 90 for i in range(limit + 40)]
+    outputs = llm.generate([f"k{n:02d} v{n:02d} k{n:02d}" for n in numbers], max_tokens=1, temperature=0)
+    assert [one.text for one in outputs] == [f" v{n:02d}" for n in numbers]
+    assert [one.prompt for one in outputs[:2]] == ["k00 v00 k00", "k07 v07 k07"] and llm.generate([]) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=1), {"max_new_tokens": 2}, None]
+    outputs = llm.generate([PROMPT, IDS, {"prompt": PROMPT}], params, temperature=0)
+    assert [len(one.token_ids) for one in outputs] == [1, 2, 16]
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "message"),
+    [
+        ({"temprature": 1}, "temprature", "is no argument of this call; did you mean temperature?"),
+        ({"temperature": -1}, "temperature", "must be between 0 and"),
+        ({"max_tokens": "4"}, "max_tokens", "expected `int | null`, got `str`"),
+        ({"max_tokens": 10**6}, "prompt", r"maximum context length .* \(prompt\)"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+        ({"use_beam_search": True}, "use_beam_search", "is not supported"),
+        ({"lora_path": "poems"}, "lora_path", "--enable-lora"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_runs(
+    llm: LLM, params: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as wrong:
+        llm.generate([PROMPT, PROMPT], [LONG, params])
+    assert wrong.value.field == field and "(input 1 of 2)" in str(wrong.value)
+    assert not running(llm)
+
+
+def test_wrong_inputs_are_named(llm: LLM) -> None:
+    for prompt, message in (
+        ("", "prompt: must not be empty"),
+        ([1, 10**6], "prompt: 1000000 is not a token id"),
+        (
+            {"prompt": "k1", "multi_modal_data": {"image": 1}},
+            "prompt: a dict has either prompt or prompt_token_ids; images go",
+        ),
+        ({}, "prompt: a dict has either"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompt)
+    with pytest.raises(RequestError, match=r"messages\[0\].role"):
+        llm.chat([{"role": "owner", "content": "k1"}])
+    with pytest.raises(RequestError, match="instruction: is no argument of this call; did you mean instruct"):
+        llm.score("a", "b", instruction="c")
+
+
+def test_an_interrupted_call_aborts_its_requests(llm: LLM) -> None:
+    """Ctrl-C raises KeyboardInterrupt where the main thread waits."""
+    threading.Thread(
+        target=lambda: (wait_until(lambda: bool(running(llm)), within_s=30, what="it runs"), _interrupt())
+    ).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 3, **LONG)
+    wait_until(lambda: not running(llm), within_s=5, what="aborted")
+    assert llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text == " v42"
+
+
+def _interrupt() -> None:
+    import _thread
+
+    _thread.interrupt_main()
+
+
+async def test_a_running_event_loop_does_no_harm(llm: LLM) -> None:
+    """As in a notebook's cells."""
+    assert asyncio.get_running_loop().is_running()
+    assert llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text == " v42"
+
+
+def test_threads_share_an_engine(llm: LLM) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        texts = pool.map(lambda i: llm.generate(f"k0{i} v1{i} k0{i}", max_tokens=1, temperature=0)[0].text, range(8))
+        assert list(texts) == [f" v1{i}" for i in range(8)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_is_for_terminals(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    for stream, use_tqdm in ((Terminal(), True), (Terminal(), False), (io.StringIO(), True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        llm.generate([PROMPT] * 2, max_tokens=1, use_tqdm=use_tqdm)
+        shown.append(stream.getvalue())
+    assert "2/2" in shown[0] and shown[1:] == ["", ""]
+
+
+def test_a_pause_lets_calls_wait(llm: LLM) -> None:
+    llm.pause("in_place")
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(llm.generate, PROMPT, max_tokens=1, temperature=0)
+        wait_until(lambda: bool(running(llm)), within_s=30, what="it waits")
+        assert not later.done()
+        llm.resume()
+        assert later.result(timeout=30)[0].text == " v42"
+    with pytest.raises(RequestError, match="mode: must be one of abort, retract"):
+        llm.pause("slowly")
+
+
+def test_memory_is_released_by_an_engine_that_may(llm: LLM) -> None:
+    for call in (llm.release_memory, llm.resume_memory):
+        with pytest.raises(RequestError, match="--enable-memory-saver"):
+            call(["kv_cache"])
+
+
+def test_weights_come_from_another_checkpoint(llm: LLM) -> None:
+    llm.update_weights(DEFAULT_MODEL_PATH, weight_version="second")
+    assert llm._services.weight_version == "second"
+    with pytest.raises(RequestError, match="/nowhere"):
+        llm.update_weights("/nowhere")
+    assert llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text == " v42"
