@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tandem.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, ScoringOutput
     from tandem.params import Sampling as SamplingParams
 
-_PLACES = {
+_MODULES = {
     "AsyncLLM": ("tandem.async_llm", "AsyncLLM"),
     "Cluster": ("tandem.cluster", "Cluster"),
     "CompletionOutput": ("tandem.outputs", "CompletionOutput"),
@@ -49,9 +49,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module, attribute = _PLACES[name]
+    module, attribute = _MODULES[name]
     found = getattr(importlib.import_module(module), attribute)
     globals()[name] = found
     return found

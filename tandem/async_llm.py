@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from engine.frontend.services import Services
 from tandem.errors import EngineDeadError
-from tandem.llm import Conversation, Engine, listed, pairs_of
+from tandem.llm import Conversation, LocalEngine, listed, pairs_of
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from tandem.params import SamplingLike, fields_of
 from tandem.requests import (
-    PlannedRequest,
+    AnswerStream,
+    PreparedRequest,
     Prompt,
     Slots,
-    Stream,
     embedded,
     in_order,
     ordered,
@@ -27,10 +27,10 @@ from tandem.requests import (
 T = TypeVar("T")
 
 
-class AsyncLLM(Engine):
+class AsyncLLM(LocalEngine):
     """An `LLM` whose calls are awaited, with its arguments.
 
-    The constructor returns at once; the model loads beside the event loop, and the first call, or
+    The constructor returns at once; the model loads in another thread, and the first call, or
     `async with`, waits for it. Several event loops may share one.
     """
 
@@ -69,14 +69,14 @@ class AsyncLLM(Engine):
             yield output
 
     async def embed(self, prompts: Prompt | Sequence[Prompt], **params: Any) -> list[EmbeddingOutput]:
-        """As `LLM.embed`."""
+        """Vectors of prompts, as `LLM.embed`."""
         fields, s = fields_of(None, params), await self._ready()
         return await self._all([partial(embedded, s, prompt, fields) for prompt in listed(prompts)])
 
     async def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], **params: Any
     ) -> list[ScoringOutput]:
-        """As `LLM.score`."""
+        """Relevance of pairs, as `LLM.score`."""
         fields, s = fields_of(None, params), await self._ready()
         return await self._all([partial(scored, s, pair, fields) for pair in pairs_of(text_1, text_2)])
 
@@ -86,33 +86,33 @@ class AsyncLLM(Engine):
         self._worker.post(lambda: s.client.abort(rid))
 
     async def pause(self, mode: str | None = None) -> None:
-        """As `LLM.pause`."""
+        """Stop all steps, as `LLM.pause`."""
         await self._order("/pause_generation", mode=mode)
 
     async def resume(self) -> None:
-        """As `LLM.resume`."""
+        """Continue, as `LLM.resume`."""
         await self._order("/continue_generation")
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLM.release_memory`."""
+        """Free memory, as `LLM.release_memory`."""
         await self._order("/release_memory_occupation", tags=tags)
 
     async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLM.resume_memory`."""
+        """Take memory again, as `LLM.resume_memory`."""
         await self._order("/resume_memory_occupation", tags=tags)
 
     async def update_weights(self, model_path: str, **options: Any) -> None:
-        """As `LLM.update_weights`."""
+        """Load a checkpoint, as `LLM.update_weights`."""
         await self._order("/update_weights_from_disk", model_path=str(model_path), **options)
 
     async def _streamed(
-        self, make_plan: Callable[[Services], Awaitable[PlannedRequest]]
+        self, make_plan: Callable[[Services], Awaitable[PreparedRequest]]
     ) -> AsyncIterator[RequestOutput]:
         s, slots = await self._ready(), self._slots
         assert slots is not None, "ready"
 
-        async def begin() -> Stream:
-            return Stream(s, slots, await make_plan(s))
+        async def begin() -> AnswerStream:
+            return AnswerStream(s, slots, await make_plan(s))
 
         stream = await self._run(begin())
         try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_KEY = "none"  # OpenAI's client wants some key
 WRONG_FLAGS = 2  # exit status of a command line
-TAIL_LINES = 8
+LAST_LINES = 8
 _HEADS = ("tandem up: error: ", "tandem up: ")
 
 
@@ -28,7 +28,7 @@ class Cluster:
     """A router, prefill and decode workers on this machine.
 
     `model`, `flags`: as for `LLM`, and those of `tandem up`. The router listens on a free port of
-    loopback unless `port` and `host` say otherwise. Returns when all are healthy. Raises
+    loopback by default (`port`, `host`). Returns when all are healthy. Raises
     ConfigError for a wrong flag, TandemError if a process does not start. Use it as a context
     manager, or call `close`; it also ends with the program. `url`: of the router.
     """
@@ -92,7 +92,7 @@ def _reason(status: int, output: IO[str]) -> Exception:
     lines = [line.strip() for line in output if line.strip()]
     if status != WRONG_FLAGS:
         errors = [line.removeprefix(_HEADS[0]) for line in lines if line.startswith(_HEADS[0])]
-        return TandemError("the cluster did not start: " + " / ".join(errors or lines[-TAIL_LINES:] or [str(status)]))
+        return TandemError("the cluster did not start: " + " / ".join(errors or lines[-LAST_LINES:] or [str(status)]))
     last = lines[-1] if lines else "wrong flags"
     for head in _HEADS:
         last = last.removeprefix(head)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TandemError(Exception):
-    """A call that failed; the text says why. `code`: for programs, as in HTTP answers."""
+    """Base of errors; the text has the reason. `code`: for programs, as in HTTP answers."""
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)

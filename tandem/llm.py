@@ -17,7 +17,7 @@ from tandem.flags import parse_flags, python_names
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from tandem.params import SamplingLike, fields_of
 from tandem.requests import (
-    PlannedRequest,
+    PreparedRequest,
     Prompt,
     Slots,
     answered,
@@ -33,7 +33,7 @@ from tandem.worker import LocalWorker
 T = TypeVar("T")
 Job = Callable[[], Awaitable[T]]
 Conversation = Sequence[Mapping[str, Any]]  # messages with role and content, as in /v1/chat/completions
-MakePlan = Callable[[Services, Any, Mapping[str, Any]], Awaitable[PlannedRequest]]
+MakePlan = Callable[[Services, Any, Mapping[str, Any]], Awaitable[PreparedRequest]]
 
 
 def start_worker(model: str, flags: Mapping[str, Any]) -> LocalWorker:
@@ -47,7 +47,7 @@ def start_worker(model: str, flags: Mapping[str, Any]) -> LocalWorker:
     return LocalWorker(make_plan)
 
 
-class Engine:
+class LocalEngine:
     """Base of `LLM` and `AsyncLLM`: a worker that ends with its object, or with the program."""
 
     def __init__(self, model: str, flags: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Engine:
         self._end()
 
 
-class LLM(Engine):
+class LLM(LocalEngine):
     """A model on this machine: `LLM("smollm2").generate("The capital of France is")`.
 
     `model`: what `--model-path` takes, by default the model that comes with Tandem. `flags`: those
@@ -119,7 +119,10 @@ class LLM(Engine):
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **params: Any
     ) -> list[EmbeddingOutput]:
-        """Vectors of prompts, in their order. `params`: of `/v1/embeddings`. Raises as `generate`."""
+        """Vectors of prompts, in their order. `params`: of `/v1/embeddings`.
+
+        Raises as `generate`.
+        """
         fields = fields_of(None, params)
         jobs = [partial(embedded, self._services, prompt, fields) for prompt in listed(prompts)]
         return self._run([(1, job) for job in jobs], use_tqdm=use_tqdm)
@@ -239,8 +242,8 @@ def each_fields(
 
 async def _plan_all(
     make_plan: MakePlan, s: Services, inputs: Sequence[Any], fields: Sequence[Mapping[str, Any]]
-) -> list[PlannedRequest]:
-    """Check all before any is sent. Raises ApiError, with the place of the wrong one among several."""
+) -> list[PreparedRequest]:
+    """Check all before any is sent. Raises ApiError, with the number of the wrong one."""
     found = []
     for number, (one, own) in enumerate(zip(inputs, fields, strict=True)):
         try:

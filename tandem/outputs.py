@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.messages import FinishReason, TokenLogprob
 from engine.text.sample import TextAnswers, TextOutput, ToolCall, WholeAnswer, joined
-from tandem.params import Wanted
+from tandem.params import WantedLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ Position = dict[int, Logprob]  # by token id: the chosen token and its alternati
 class CompletionOutput:
     """One sample.
 
-    `finish_reason`: "stop", "length", "tool_calls" or "abort"; None while it runs. `stop_reason`: the token id or
-    text that stopped it. `delta`: the text since the result before, in a stream. `reasoning`,
-    `tool_calls`: of a chat, as the model's format has them.
+    `finish_reason`: "stop", "length", "tool_calls" or "abort"; null while it runs. `stop_reason`:
+    the token id or text that stopped it. `delta`: the text since the result before, in a stream.
+    `reasoning`, `tool_calls`: of a chat, as the model's format has them.
     """
 
     index: int
@@ -101,13 +101,13 @@ class ScoringOutput:
         return self
 
 
-class Reading:
+class ResultBuilder:
     """Builds a request's results from its outputs, in order. Pure.
 
     `head`: the result without samples. `answers`: finds reasoning and calls.
     """
 
-    def __init__(self, head: RequestOutput, *, n: int, wanted: Wanted, answers: TextAnswers) -> None:
+    def __init__(self, head: RequestOutput, *, n: int, wanted: WantedLogprobs, answers: TextAnswers) -> None:
         self._head = head
         self._wanted = wanted
         self._answers = answers

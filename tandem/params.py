@@ -28,8 +28,8 @@ _ELSEWHERE = {
 class Sampling(SamplingFields, StructuredFields, metaclass=Mixed, kw_only=True):
     """`tandem.SamplingParams`: the sampling fields of the HTTP API, with vLLM's names.
 
-    What is left out has the default of `/v1/completions`: the checkpoint's generation_config.json,
-    and 16 tokens (a chat: what fits). `logprobs`, `prompt_logprobs`: alternatives per token, 0 to 20.
+    Others have the default of `/v1/completions`: the checkpoint's generation_config.json, and 16
+    tokens (a chat: what fits). `logprobs`, `prompt_logprobs`: alternatives per token, 0 to 20.
     """
 
     max_tokens: int | None = None
@@ -42,7 +42,7 @@ class Sampling(SamplingFields, StructuredFields, metaclass=Mixed, kw_only=True):
 SamplingLike = Sampling | Mapping[str, Any] | object | None
 
 
-class Wanted(NamedTuple):
+class WantedLogprobs(NamedTuple):
     """Numbers of alternatives per token, None for no logprobs."""
 
     answer: int | None = None
@@ -66,7 +66,7 @@ def fields_of(sampling_params: SamplingLike, more: Mapping[str, Any]) -> dict[st
     return fields
 
 
-def take_logprobs(fields: dict[str, Any], *, chat: bool) -> Wanted:
+def take_logprobs(fields: dict[str, Any], *, chat: bool) -> WantedLogprobs:
     """Remove the counts of logprobs from `fields`; a chat may leave HTTP's switch there.
 
     Raises ApiError(400).
@@ -78,7 +78,7 @@ def take_logprobs(fields: dict[str, Any], *, chat: bool) -> Wanted:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise bad_field(name, f"must be a number of alternatives per token, 0 to {MAX_TOP_LOGPROBS}, got {value!r}")
         check_range(name, value, MAX_TOP_LOGPROBS)
-    return Wanted(found.get("logprobs"), found["prompt_logprobs"])
+    return WantedLogprobs(found.get("logprobs"), found["prompt_logprobs"])
 
 
 def encoded(fields: Mapping[str, Any]) -> bytes:

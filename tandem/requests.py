@@ -23,15 +23,15 @@ from engine.frontend.apis.openai.ranking import SCORE_READER, judge
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.fields import RequestFields, routed_rank
 from engine.frontend.apis.shared.ids_only import check_ids_only
-from engine.frontend.apis.shared.prefill_only import Caller, check_computes_prompts, embed, prompts_in, vector_of
+from engine.frontend.apis.shared.prefill_only import PromptSender, check_computes_prompts, embed, prompts_in, vector_of
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, requests_of, samplings_of
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.text.sample import TextAnswers
 from service.http.errors import bad_field
-from tandem.outputs import EmbeddingOutput, Reading, RequestOutput, ScoringOutput
-from tandem.params import Wanted, encoded, take_logprobs
+from tandem.outputs import EmbeddingOutput, RequestOutput, ResultBuilder, ScoringOutput
+from tandem.params import WantedLogprobs, encoded, take_logprobs
 
 T = TypeVar("T")
 B = TypeVar("B", bound=msgspec.Struct)
@@ -41,13 +41,13 @@ _CHAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedRequest:
+class PreparedRequest:
     """A checked request, not sent yet."""
 
     id: str
     requests: list[GenerateRequest]
     prompt: str | None
-    wanted: Wanted
+    wanted: WantedLogprobs
     answers: TextAnswers
     dp_rank: int | None
 
@@ -55,9 +55,9 @@ class PlannedRequest:
     def num_samples(self) -> int:
         return len(self.requests)
 
-    def reading(self) -> Reading:
+    def reading(self) -> ResultBuilder:
         head = RequestOutput(self.id, self.prompt, self.requests[0].input_ids, [])
-        return Reading(head, n=self.num_samples, wanted=self.wanted, answers=self.answers)
+        return ResultBuilder(head, n=self.num_samples, wanted=self.wanted, answers=self.answers)
 
 
 # ---- bodies and plans
@@ -65,29 +65,29 @@ class PlannedRequest:
 
 async def plan_prompt(
     s: Services, prompt: Prompt, fields: Mapping[str, Any], *, stream: bool = False
-) -> PlannedRequest:
+) -> PreparedRequest:
     """Check a prompt and its parameters. Raises ApiError, RequestError."""
     given = _prompt_in(prompt)
-    values = {**fields, "prompt": given}
+    values = {**fields, "prompt": given, "stream": stream}
     wanted = take_logprobs(values, chat=False)
     body = _body(s, COMPLETIONS, values)
     plan = await plan_completion(s, body)
     form = AnswerFormat(id_prefix="cmpl-", field="prompt", cut=body.max_tokens is None)
-    return _planned(s, body, plan, form, wanted=wanted, prompt=given, answers=TextAnswers(), stream=stream)
+    return _planned(s, body, plan, form, wanted=wanted, prompt=given, answers=TextAnswers())
 
 
 async def plan_conversation(
     s: Services, messages: Any, fields: Mapping[str, Any], *, stream: bool = False
-) -> PlannedRequest:
+) -> PreparedRequest:
     """Check a conversation and its parameters. Raises ApiError, RequestError."""
-    values = {**fields, "messages": messages}
+    values = {**fields, "messages": messages, "stream": stream}
     wanted = take_logprobs(values, chat=True)
     body = _body(s, CHATS, values)
     plan = await plan_chat(s, body)
     if plan.logprobs is not None:
         wanted = wanted._replace(answer=plan.logprobs.top_num)
     answers = plan.answers(s.mint_id, "call_")
-    return _planned(s, body, plan, _CHAT, wanted=wanted, prompt=None, answers=answers, stream=stream)
+    return _planned(s, body, plan, _CHAT, wanted=wanted, prompt=None, answers=answers)
 
 
 def _planned(
@@ -96,17 +96,15 @@ def _planned(
     plan: SamplesPlan,
     form: AnswerFormat,
     *,
-    wanted: Wanted,
+    wanted: WantedLogprobs,
     prompt: object,
     answers: TextAnswers,
-    stream: bool,
-) -> PlannedRequest:
-    body.stream = stream
+) -> PreparedRequest:
     id = body.rid or s.mint_id(form.id_prefix)
     samplings = samplings_of(s, plan, form)
     made = requests_of(s, body, plan, id=id, samplings=samplings, bootstraps=[None] * len(samplings))
     options = wanted.options
-    return PlannedRequest(
+    return PreparedRequest(
         id=id,
         requests=made if options is None else [_with_logprobs(request, options) for request in made],
         prompt=prompt if isinstance(prompt, str) else None,
@@ -176,13 +174,13 @@ class Slots:
         self._freed.set()
 
 
-def sent(s: Services, planned: PlannedRequest) -> Generation:
+def sent(s: Services, planned: PreparedRequest) -> Generation:
     """Send. The end of the result's block aborts what still runs. Raises ApiError."""
     groups = [planned.id] * planned.num_samples
     return s.client.generate(planned.requests, groups=groups, dp_rank=planned.dp_rank)
 
 
-async def answered(s: Services, planned: PlannedRequest) -> RequestOutput:
+async def answered(s: Services, planned: PreparedRequest) -> RequestOutput:
     """The whole answer. Raises ApiError."""
     reading = planned.reading()
     with sent(s, planned) as generation:
@@ -191,10 +189,10 @@ async def answered(s: Services, planned: PlannedRequest) -> RequestOutput:
     return reading.result()
 
 
-class Stream:
+class AnswerStream:
     """The results of one request while it runs; `leave` aborts it."""
 
-    def __init__(self, s: Services, slots: Slots, planned: PlannedRequest) -> None:
+    def __init__(self, s: Services, slots: Slots, planned: PreparedRequest) -> None:
         self._s, self._slots, self._planned = s, slots, planned
         self._reading = planned.reading()
         self._generation: Generation | None = None
@@ -264,10 +262,10 @@ async def in_order(
 
 async def embedded(s: Services, prompt: Prompt, fields: Mapping[str, Any]) -> EmbeddingOutput:
     """A prompt's vector. Raises ApiError, RequestError."""
-    caller, body = Caller(s=s), _body(s, EMBEDDINGS, {**fields, "input": _prompt_in(prompt)})
+    sender, body = PromptSender(s=s), _body(s, EMBEDDINGS, {**fields, "input": _prompt_in(prompt)})
     check_computes_prompts(s)
-    prompts = await prompts_in(caller, body, body.input, field="input", prefix="embd-")
-    (answer,) = await embed(caller, prompts)
+    prompts = await prompts_in(sender, body, body.input, field="input", prefix="embd-")
+    (answer,) = await embed(sender, prompts)
     vector = shortened(vector_of(answer), body.dimensions, unit=s.model.head.unit)
     return EmbeddingOutput(vector.tolist(), prompts.ids[0])
 
@@ -275,7 +273,7 @@ async def embedded(s: Services, prompt: Prompt, fields: Mapping[str, Any]) -> Em
 async def scored(s: Services, pair: tuple[str, str], fields: Mapping[str, Any]) -> ScoringOutput:
     """A pair's score. Raises ApiError, RequestError."""
     body = _body(s, SCORE_READER, {**fields, "text_1": pair[0], "text_2": pair[1]})
-    prompts, scores = await judge(Caller(s=s), body, [pair], fields=("text_1", "text_2"), prefix="score-")
+    prompts, scores = await judge(PromptSender(s=s), body, [pair], fields=("text_1", "text_2"), prefix="score-")
     return ScoringOutput(scores[0], prompts.ids[0])
 
 

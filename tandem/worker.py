@@ -84,7 +84,7 @@ class LocalWorker:
                 self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
-        """End the processes, and wait for their end. A second call, or one in a fork, does nothing."""
+        """End the processes, and wait for it. A second call, or one in a fork, does nothing."""
         if self._forked() is not None:
             return
         with self._lock:

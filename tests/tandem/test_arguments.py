@@ -15,7 +15,7 @@ from service.http.errors import ApiError
 from tandem.errors import RequestError
 from tandem.flags import argv_of, parse_flags
 from tandem.llm import conversations, each_fields, listed, pairs_of
-from tandem.params import Sampling, Wanted, encoded, fields_of, take_logprobs
+from tandem.params import Sampling, WantedLogprobs, encoded, fields_of, take_logprobs
 
 # ---- the package
 
@@ -144,11 +144,11 @@ def test_a_value_without_json_is_named() -> None:
 def test_logprobs_are_counts() -> None:
     fields: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 5, "n": 2}
     wanted = take_logprobs(fields, chat=False)
-    assert (wanted, fields) == (Wanted(3, 5), {"n": 2})
+    assert (wanted, fields) == (WantedLogprobs(3, 5), {"n": 2})
     assert wanted.options is not None and (wanted.options.start_len, wanted.options.top_num) == (0, 5)
-    assert Wanted().options is None
+    assert WantedLogprobs().options is None
     fields = {"logprobs": True, "top_logprobs": 2}
-    assert (take_logprobs(fields, chat=True), fields) == (Wanted(), {"logprobs": True, "top_logprobs": 2})
+    assert (take_logprobs(fields, chat=True), fields) == (WantedLogprobs(), {"logprobs": True, "top_logprobs": 2})
     for wrong, message in ((True, "must be a number of alternatives"), (21, "must be between 0 and 20")):
         with pytest.raises(ApiError, match=f"logprobs: {message}"):
             take_logprobs({"logprobs": wrong}, chat=False)

@@ -9,8 +9,8 @@ import pytest
 from engine.frontend.services import Services
 from engine.messages import FinishReason, TokenLogprob, TokenOutput
 from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, TextAnswers, TextOutput
-from tandem.outputs import Logprob, Reading, RequestOutput
-from tandem.params import Wanted
+from tandem.outputs import Logprob, RequestOutput, ResultBuilder
+from tandem.params import WantedLogprobs
 from tandem.requests import Slots, in_order
 
 
@@ -20,8 +20,10 @@ def output(text: str, ids: list[int], finish: str = "", **more: Any) -> TextOutp
     return TextOutput(text=text, tokens=tokens, **texts)
 
 
-def reading(*, n: int = 1, wanted: Wanted = Wanted(), answers: TextAnswers | None = None) -> Reading:  # noqa: B008
-    return Reading(RequestOutput("r", "p", [1, 2], []), n=n, wanted=wanted, answers=answers or TextAnswers())
+def reading(
+    *, n: int = 1, wanted: WantedLogprobs = WantedLogprobs(), answers: TextAnswers | None = None
+) -> ResultBuilder:  # noqa: B008
+    return ResultBuilder(RequestOutput("r", "p", [1, 2], []), n=n, wanted=wanted, answers=answers or TextAnswers())
 
 
 def test_results_grow_and_their_deltas_do_not_overlap() -> None:
@@ -44,7 +46,7 @@ def test_results_grow_and_their_deltas_do_not_overlap() -> None:
 
 
 def test_logprobs_have_ranks_and_as_many_alternatives_as_wanted() -> None:
-    growing = reading(wanted=Wanted(1, 2))
+    growing = reading(wanted=WantedLogprobs(1, 2))
     prompt = [TokenLogprob(None, 1), TokenLogprob(-3.0, 2, [(-0.5, 4), (-1.0, 5)])]
     growing.add(0, output("", [], input_logprobs=prompt, input_logprob_texts=[("p", []), ("q", ["s", "t"])]))
     answer = [TokenLogprob(-1.0, 5, [(-0.5, 4), (-1.0, 5)]), TokenLogprob(-0.25, 6, [(-0.25, 6), (-2.0, 4)])]
@@ -60,7 +62,7 @@ def test_logprobs_have_ranks_and_as_many_alternatives_as_wanted() -> None:
 
 
 def test_without_wanted_logprobs_there_are_none() -> None:
-    growing = reading(wanted=Wanted(None, 0))
+    growing = reading(wanted=WantedLogprobs(None, 0))
     growing.add(0, output("a", [5], "stop", logprobs=[TokenLogprob(-1.0, 5)], logprob_texts=[("a", [])]))
     assert growing.result().logprobs is None
 

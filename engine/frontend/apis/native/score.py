@@ -15,8 +15,8 @@ from engine.frontend.apis.native.body import shown_finish
 from engine.frontend.apis.shared.body_reader import EMBEDDING, NO_AUDIO, TEXT_ONLY, BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
 from engine.frontend.apis.shared.prefill_only import (
-    Caller,
     PrefillOnlyBody,
+    PromptSender,
     check_computes_prompts,
     embed,
     fitting_lists,
@@ -66,9 +66,9 @@ async def score(request: web.BaseRequest) -> web.Response:
     check_computes_prompts(s)
     labels = _labels(body, vocab_size=s.model.vocab_size)
     ids = await _joined(s, body)
-    caller = Caller.of(request)
-    prompts = named_prompts(caller, body, ids, prefix="score-")
-    logprobs = await next_logprobs(caller, prompts, token_ids=labels, priority=check_priority(body.priority))
+    sender = PromptSender.of(request)
+    prompts = named_prompts(sender, body, ids, prefix="score-")
+    logprobs = await next_logprobs(sender, prompts, token_ids=labels, priority=check_priority(body.priority))
     shown = shares if body.apply_softmax else probabilities
     return json_response(
         {
@@ -139,9 +139,9 @@ async def encode(request: web.BaseRequest) -> web.Response:
         raise bad_field("text", "give either text or input_ids")
     field, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     assert given is not None
-    caller = Caller.of(request)
-    prompts = await prompts_in(caller, body, given, field=field, prefix="encode-")
-    answers = await embed(caller, prompts)
+    sender = PromptSender.of(request)
+    prompts = await prompts_in(sender, body, given, field=field, prefix="encode-")
+    answers = await embed(sender, prompts)
     is_list = isinstance(given, list) and not isinstance(given[0], int)
 
     def shown(rid: str, ids: list[int], answer: TextOutput) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
 from engine.frontend.apis.shared.prefill_only import (
-    Caller,
     PrefillOnlyBody,
+    PromptSender,
     check_computes_prompts,
     embed,
     prompts_in,
@@ -38,9 +38,9 @@ READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 async def embeddings(request: web.BaseRequest) -> web.Response:
     body = await READER.read(request)
     _check(request[SERVICES], body)
-    caller = Caller.of(request)
-    prompts = await prompts_in(caller, body, body.input, field="input", prefix="embd-")
-    answers = await embed(caller, prompts)
+    sender = PromptSender.of(request)
+    prompts = await prompts_in(sender, body, body.input, field="input", prefix="embd-")
+    answers = await embed(sender, prompts)
     unit = request[SERVICES].model.head.unit
 
     def shown(index: int, answer: TextOutput) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from aiohttp import web
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples
 from engine.frontend.apis.shared.prefill_only import (
-    Caller,
     PrefillOnlyBody,
     Prompts,
+    PromptSender,
     check_computes_prompts,
     fitting_lists,
     fitting_texts,
@@ -50,7 +50,7 @@ class PairBody(PrefillOnlyBody, kw_only=True):
 
 
 async def judge(
-    caller: Caller,
+    sender: PromptSender,
     body: PairBody,
     pairs: Sequence[tuple[str, str]],
     *,
@@ -61,7 +61,7 @@ async def judge(
 
     Raises ApiError(400, 404).
     """
-    s = caller.s
+    s = sender.s
     check_computes_prompts(s)
     check_num_samples(len(pairs), 1, field=fields[1])
     answers = None if s.model.head.labels else _yes_no(s)
@@ -74,11 +74,11 @@ async def judge(
         named = INSTRUCTION if body.instruct is None else body.instruct
         asked = (question(query, text, named) for query, text in pairs)
         ids = await fitting_texts(s, asked, field=fields[1], room=1)
-    prompts = named_prompts(caller, body, ids, prefix=prefix)
+    prompts = named_prompts(sender, body, ids, prefix=prefix)
     if answers is None:
-        scores = [_sigmoid(row[0]) for row in await label_logits(caller, prompts)]
+        scores = [_sigmoid(row[0]) for row in await label_logits(sender, prompts)]
     else:
-        rows = await next_logprobs(caller, prompts, token_ids=answers, priority=0)
+        rows = await next_logprobs(sender, prompts, token_ids=answers, priority=0)
         scores = [_sigmoid(yes - no) for yes, no in rows]
     return prompts, scores
 
@@ -153,8 +153,8 @@ async def classify(request: web.BaseRequest) -> web.Response:
         message = "this model has no labels: /classify needs one whose architecture is ...ForSequenceClassification"
         raise ApiError(404, f"{message}; a chat with structured_outputs.choice names a class", code="model_has_no_head")
     check_computes_prompts(s)
-    caller = Caller.of(request)
-    prompts = await prompts_in(caller, body, body.input, field="input", prefix="classify-")
+    sender = PromptSender.of(request)
+    prompts = await prompts_in(sender, body, body.input, field="input", prefix="classify-")
     labels = s.model.head.labels
 
     def shown(index: int, logits: list[float]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ async def classify(request: web.BaseRequest) -> web.Response:
         label = labels[probs.index(max(probs))]
         return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
-    rows = await label_logits(caller, prompts)
+    rows = await label_logits(sender, prompts)
     return json_response(
         {
             "id": prompts.name,
@@ -214,7 +214,9 @@ async def rerank(request: web.BaseRequest) -> web.Response:
     if body.top_n is not None and body.top_n < 1:
         raise bad_field("top_n", f"must be 1 or more, got {body.top_n}")
     pairs = [(body.query, text) for text in texts]
-    prompts, scores = await judge(Caller.of(request), body, pairs, fields=("query", "documents"), prefix="rerank-")
+    prompts, scores = await judge(
+        PromptSender.of(request), body, pairs, fields=("query", "documents"), prefix="rerank-"
+    )
     order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: body.top_n]
     with_text = body.return_documents is not False
 
@@ -261,7 +263,7 @@ async def score_pairs(request: web.BaseRequest) -> web.Response:
     if len(first) not in (1, len(second)):
         raise bad_field("text_1", f"has {len(first)} texts, text_2 has {len(second)}; give one, or as many")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-    prompts, scores = await judge(Caller.of(request), body, pairs, fields=("text_1", "text_2"), prefix="score-")
+    prompts, scores = await judge(PromptSender.of(request), body, pairs, fields=("text_1", "text_2"), prefix="score-")
     return json_response(
         {
             "id": prompts.name,

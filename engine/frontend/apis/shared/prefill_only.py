@@ -38,7 +38,7 @@ ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caller:
+class PromptSender:
     """Sender of prompts: an HTTP request, or a program without headers. `owner`: of names."""
 
     s: Services
@@ -46,7 +46,7 @@ class Caller:
     owner: str = ""
 
     @classmethod
-    def of(cls, request: web.BaseRequest) -> "Caller":
+    def of(cls, request: web.BaseRequest) -> "PromptSender":
         """Raises ApiError(400) for a malformed owner."""
         return cls(s=request[SERVICES], headers=request.headers, owner=owner_in(request))
 
@@ -85,7 +85,7 @@ class PrefillOnlyBody(msgspec.Struct, RoutingFields, metaclass=Mixed, kw_only=Tr
 
 
 async def prompts_in(
-    caller: Caller,
+    sender: PromptSender,
     body: PrefillOnlyBody,
     given: str | Sequence[str | int | list[int]],
     *,
@@ -93,15 +93,15 @@ async def prompts_in(
     prefix: str,
 ) -> Prompts:
     """Return the prompts of `field`. `prefix`: of a generated name. Raises ApiError(400, 404)."""
-    s = caller.s
+    s = sender.s
     several = prompts_of(given, field=field)  # type: ignore[arg-type]
     check_num_samples(len(several), 1, field=field)
-    return named_prompts(caller, body, await fitting_ids(s, several, field=field), prefix=prefix)
+    return named_prompts(sender, body, await fitting_ids(s, several, field=field), prefix=prefix)
 
 
-def named_prompts(caller: Caller, body: PrefillOnlyBody, ids: list[list[int]], *, prefix: str) -> Prompts:
+def named_prompts(sender: PromptSender, body: PrefillOnlyBody, ids: list[list[int]], *, prefix: str) -> Prompts:
     """Raises ApiError(400, 404)."""
-    s = caller.s
+    s = sender.s
     model = choose_model(s, body.model, body.lora_path)
     return Prompts(
         ids=ids,
@@ -109,7 +109,7 @@ def named_prompts(caller: Caller, body: PrefillOnlyBody, ids: list[list[int]], *
         model=model.shown,
         lora=model.lora,
         namespaces=namespaces_of(body, len(ids)),
-        dp_rank=routed_rank(body, caller.headers),
+        dp_rank=routed_rank(body, sender.headers),
     )
 
 
@@ -151,19 +151,19 @@ def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: 
     return found
 
 
-async def embed(caller: Caller, prompts: Prompts) -> list[TextOutput]:
+async def embed(sender: PromptSender, prompts: Prompts) -> list[TextOutput]:
     """Return answers for `vector_of`."""
-    s = caller.s
-    return await _pooled(caller, prompts, s.model.head.pooling)
+    s = sender.s
+    return await _pooled(sender, prompts, s.model.head.pooling)
 
 
-async def label_logits(caller: Caller, prompts: Prompts) -> list[list[float]]:
-    return [vector_of(answer).tolist() for answer in await _pooled(caller, prompts, "labels")]
+async def label_logits(sender: PromptSender, prompts: Prompts) -> list[list[float]]:
+    return [vector_of(answer).tolist() for answer in await _pooled(sender, prompts, "labels")]
 
 
-async def _pooled(caller: Caller, prompts: Prompts, pooling: str) -> list[TextOutput]:
-    unit = caller.s.model.head.unit
-    return await _answers(caller, prompts, sampling=NOTHING_NEW, skip_cache_insert=True, pooling=pooling, unit=unit)
+async def _pooled(sender: PromptSender, prompts: Prompts, pooling: str) -> list[TextOutput]:
+    unit = sender.s.model.head.unit
+    return await _answers(sender, prompts, sampling=NOTHING_NEW, skip_cache_insert=True, pooling=pooling, unit=unit)
 
 
 def vector_of(answer: TextOutput) -> "array.array[float]":
@@ -175,12 +175,12 @@ def size_of(answers: Sequence[TextOutput]) -> int:
 
 
 async def next_logprobs(
-    caller: Caller, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
+    sender: PromptSender, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
     """Logprobs of `token_ids` as each prompt's next token. Raises ApiError(404) without head."""
-    caller.s.model.check_generates()
+    sender.s.model.check_generates()
     options = LogprobOptions(token_ids=token_ids)
-    answers = await _answers(caller, prompts, sampling=ONE_TOKEN, logprobs=options, priority=priority)
+    answers = await _answers(sender, prompts, sampling=ONE_TOKEN, logprobs=options, priority=priority)
     whole = [_whole(answer, bool(answer.tokens.logprobs)) for answer in answers]
     return [[logprob for logprob, _ in answer.tokens.logprobs[0].requested] for answer in whole]
 
@@ -192,7 +192,7 @@ def shares(logits: list[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-async def _answers(caller: Caller, prompts: Prompts, **fields: Any) -> list[TextOutput]:
+async def _answers(sender: PromptSender, prompts: Prompts, **fields: Any) -> list[TextOutput]:
     """Send batches, so that thousands of samples do not block other requests.
 
     `fields`: of every `GenerateRequest`.
@@ -201,10 +201,10 @@ async def _answers(caller: Caller, prompts: Prompts, **fields: Any) -> list[Text
         GenerateRequest(rid=rid, input_ids=ids, alone=True, lora=prompts.lora, namespace=namespace, **fields)
         for rid, ids, namespace in zip(prompts.rids, prompts.ids, prompts.namespaces, strict=True)
     ]
-    s, time_s = caller.s, asyncio.get_running_loop().time
-    timeout_s, answers = request_timeout_s(caller.headers), list[TextOutput]()
+    s, time_s = sender.s, asyncio.get_running_loop().time
+    timeout_s, answers = request_timeout_s(sender.headers), list[TextOutput]()
     end_s = None if timeout_s is None else time_s() + timeout_s
-    owner, rank = caller.owner, prompts.dp_rank
+    owner, rank = sender.owner, prompts.dp_rank
     most = TURN_PROMPTS_ON_CPU if s.leaders.info.get("device") == "cpu" else TURN_PROMPTS
     for turn in turns_of(requests, max_prompts=most, most_tokens=_turn_tokens(s)):
         left_s = None if end_s is None else max(end_s - time_s(), MIN_TIMEOUT_S)
