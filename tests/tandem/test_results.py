@@ -13,6 +13,8 @@ from tandem.outputs import Logprob, RequestOutput, ResultBuilder
 from tandem.params import WantedLogprobs
 from tandem.requests import Slots, in_order
 
+NO_LOGPROBS = WantedLogprobs()
+
 
 def output(text: str, ids: list[int], finish: str = "", **more: Any) -> TextOutput:
     texts = {name: more.pop(name, []) for name in ("logprob_texts", "input_logprob_texts")}
@@ -20,9 +22,7 @@ def output(text: str, ids: list[int], finish: str = "", **more: Any) -> TextOutp
     return TextOutput(text=text, tokens=tokens, **texts)
 
 
-def reading(
-    *, n: int = 1, wanted: WantedLogprobs = WantedLogprobs(), answers: TextAnswers | None = None
-) -> ResultBuilder:  # noqa: B008
+def reading(*, n: int = 1, wanted: WantedLogprobs = NO_LOGPROBS, answers: TextAnswers | None = None) -> ResultBuilder:
     return ResultBuilder(RequestOutput("r", "p", [1, 2], []), n=n, wanted=wanted, answers=answers or TextAnswers())
 
 
