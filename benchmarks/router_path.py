@@ -27,7 +27,7 @@ from router.compose.routes import make_handler
 from router.config import RouterConfig
 from router.pool.breaker import Check
 from router.server import SHUTDOWN_TIMEOUT_S
-from service.http.server import make_runner
+from service.http.server import HttpServer
 
 WINDOW = 100  # requests: so short that one of many is not disturbed
 EVENTS = 64
@@ -75,13 +75,13 @@ def _later(loop: asyncio.AbstractEventLoop, act: Callable[[bytes], None], data: 
 class Client:
     """Sends one request after the other over one connection; `serve(n)` returns when n were answered."""
 
-    def __init__(self, server: Any, *, stream: bool) -> None:
+    def __init__(self, server: HttpServer, *, stream: bool) -> None:
         self._request = request_bytes("127.0.0.1", stream=stream)
-        self._stream = stream
+        self._end = b"0\r\n\r\n" if stream else ANSWER
         self._left = 0
         self._done: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._protocol = server()
+        self._protocol = server.connect()
         self._protocol.connection_made(Wire(self._on_answer))
 
     async def serve(self, count: int) -> None:
@@ -90,9 +90,9 @@ class Client:
         await self._done
 
     def _on_answer(self, data: bytes) -> None:
-        if not data.startswith(b"HTTP/1.1 200 OK") and not self._stream:
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200 OK"):
             raise AssertionError(data[:200])
-        if self._stream and not data.endswith(b"0\r\n\r\n"):
+        if not data.endswith(self._end):
             return
         self._left -= 1
         if self._left:
@@ -112,10 +112,9 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
     join_worker(upstream, prefill, answer=whole(ANSWER))
     join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
-    runner = make_runner(make_handler(router), limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    return Client(runner.server, stream=stream)
+    server = HttpServer(make_handler(router), limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+    stack.push_async_callback(server.close)
+    return Client(server, stream=stream)
 
 
 async def windows_us(*, seconds: float, stream: bool) -> list[float]:

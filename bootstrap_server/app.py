@@ -8,18 +8,19 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from bootstrap_server.protocol import MAX_BODY_BYTES, MAX_BUT, Registration, RegistrationReply, RoomBatch
 from bootstrap_server.registry import BootstrapConfig, Registry
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of, make_guard
 from service.http.listening import ListeningPort, open_port
-from service.http.routes import OPENAI, Handler, Routes, json_response
-from service.http.server import RequestLimits, serving
+from service.http.request import Request, RequestLimits, Stream
+from service.http.routes import OPENAI, Handler, RouteDef, Routes, delete, get, json_response, post, put
+from service.http.server import serving
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
@@ -42,23 +43,23 @@ class SignatureCheck:
         self._clock = clock
         self._next_log_s = 0.0
 
-    async def answer(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+    async def answer(self, request: Request, handler: Handler) -> Response:
         verifier = self._verifier
         if verifier is None or request.path in OPEN_PATHS:
             return await handler(request)
         now_s = self._clock()
-        call = Call(request.method, request.raw_path, await request.read())
+        call = Call(request.method, request.target, await request.read())
         verdict, nonce = verifier.verify(request.headers.get(AUTH_HEADER, ""), call, now_s)
         if verdict is Verdict.FORGED:
             self._count(request, now_s)
         if verdict is not Verdict.GOOD:
             return _unsigned(verifier.challenge(now_s))
         response = await handler(request)
-        if isinstance(response, web.Response) and isinstance(response.body, bytes):
-            response.headers[AUTH_HEADER] = verifier.sign_answer(nonce, status=response.status, body=response.body)
+        if not isinstance(response, Stream):
+            response.headers[AUTH_HEADER] = verifier.sign_answer(nonce, status=response.status_code, body=bytes(response.body))
         return response
 
-    def _count(self, request: web.BaseRequest, now_s: float) -> None:
+    def _count(self, request: Request, now_s: float) -> None:
         self.num_refused += 1
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_EVERY_S
@@ -66,7 +67,7 @@ class SignatureCheck:
             log.warning(text, request.remote, self.num_refused)
 
 
-def _unsigned(challenge: str) -> web.Response:
+def _unsigned(challenge: str) -> Response:
     message = f"{AUTH_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file"
     response = OPENAI.response(ApiError(401, message, code="unsigned"))
     response.headers[CHALLENGE_HEADER] = challenge
@@ -139,14 +140,14 @@ def make_handle(
             metrics.expect(f"{method} {path}")
     guard = make_guard(routes, gate=NO_KEYS, need_of=lambda method, path: Access.NONE, browser=browser)
 
-    async def signed(request: web.BaseRequest) -> web.StreamResponse:
+    async def signed(request: Request) -> Response:
         return await check.answer(request, guard)
 
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: Request) -> Response:
         response = await answer_of(signed, request)
         path = routes.of(request).path
         if path and path not in OPEN_PATHS:
-            metrics.on_answered(f"{request.method} {path}", response.status)
+            metrics.on_answered(f"{request.method} {path}", response.status_code)
         return response
 
     return handle
@@ -162,14 +163,14 @@ class BootstrapHandlers:
         self._clock = clock
         self._server_id = uuid.uuid4().hex
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[RouteDef]:
         return [
-            web.put("/route", self.register),
-            web.get("/route", self.look_up),
-            web.delete("/route", self.leave),
-            web.post("/rooms", self.register_rooms),
-            web.get("/health", self.health),
-            web.get("/metrics", self.metrics),
+            put("/route", self.register),
+            get("/route", self.look_up),
+            delete("/route", self.leave),
+            post("/rooms", self.register_rooms),
+            get("/health", self.health),
+            get("/metrics", self.metrics),
         ]
 
     def _now(self) -> float:
@@ -177,48 +178,48 @@ class BootstrapHandlers:
         self._registry.expire(now_s)
         return now_s
 
-    async def register(self, request: web.BaseRequest) -> web.Response:
+    async def register(self, request: Request) -> Response:
         worker = decode_body(await request.read(), Registration)
         self._registry.register(worker, self._now())
         return json_response(RegistrationReply(self._registry.lease_s, self._registry.shared, self._server_id))
 
-    async def look_up(self, request: web.BaseRequest) -> web.Response:
+    async def look_up(self, request: Request) -> Response:
         self._now()
         room = _room(request)
         if request.query.get("any") != "1":
             return json_response(self._registry.look_up(room))
         return json_response(self._registry.look_up_any(room, but=_but(request)))
 
-    async def leave(self, request: web.BaseRequest) -> web.Response:
+    async def leave(self, request: Request) -> Response:
         incarnation = request.query.get("incarnation")
         if not incarnation:
             raise ApiError(400, "incarnation: the query parameter is missing")
         self._registry.leave(incarnation)
         return json_response({})
 
-    async def register_rooms(self, request: web.BaseRequest) -> web.Response:
+    async def register_rooms(self, request: Request) -> Response:
         batch = decode_body(await request.read(), RoomBatch)
         self._registry.register_rooms(batch.incarnation, batch.rooms, self._now())
         return json_response({})
 
-    async def health(self, request: web.BaseRequest) -> web.Response:
+    async def health(self, request: Request) -> Response:
         self._now()
         counts = {"workers": self._registry.num_workers, "rooms": self._registry.num_rooms}
         return json_response({**counts, "refused": self._check.num_refused})
 
-    async def metrics(self, request: web.BaseRequest) -> web.Response:
+    async def metrics(self, request: Request) -> Response:
         self._now()
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": METRICS_CONTENT_TYPE})
+        return Response(content=self._metrics.exposition(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
-def _room(request: web.BaseRequest) -> int:
+def _room(request: Request) -> int:
     text = request.query.get("room", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and 0 < int(text) < 2**63):
         raise ApiError(400, f"room: the query parameter must be between 1 and 2**63-1, got {text[:40]!r}")
     return int(text)
 
 
-def _but(request: web.BaseRequest) -> list[str]:
+def _but(request: Request) -> list[str]:
     names = request.query.get("but", "").split(",")
     if len(names) > MAX_BUT:
         raise ApiError(400, f"but: at most {MAX_BUT} incarnations, got {len(names)}")

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import uvloop
-from aiohttp import web
 
 from router.compose.exposure import check_exposure, limits_of
 from router.compose.router import Router
@@ -15,7 +14,8 @@ from router.compose.routes import make_handler
 from router.config import RouterConfig, check_config
 from router.fleet import ProcessSlot, obey_parent, run_fleet
 from service.http.listening import open_port
-from service.http.server import RequestLimits, make_runner
+from service.http.request import RequestLimits
+from service.http.server import HttpServer
 from service.process.files import write_ready_file
 from service.process.start import allow_many_files, spare_what_lives
 from service.process.stop_signals import StopSignals
@@ -69,14 +69,13 @@ async def start_router(
     async with AsyncExitStack() as stack:
         router = Router(config, slot, stack)
         await router.connect(stack)
-        runner = make_runner(make_handler(router), limits or limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
-        stack.push_async_callback(runner.cleanup)  # ends first: no new connections, waits for running requests
-        await runner.setup()
+        server = HttpServer(make_handler(router), limits or limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+        stack.push_async_callback(server.close)  # ends first: no new connections, waits for running requests
         if slot is not None:  # before reading the pool, so that no change is missed
-            await web.UnixSite(runner, str(slot.socket(slot.row))).start()
+            await server.serve_unix(slot.socket(slot.row))
             await router.peers.catch_up(router.table, now_s=time.monotonic())
         port = stack.enter_context(open_port(config.host, config.port, shared=slot is not None))
-        await port.serve(runner)
+        await server.serve(port)
         router.url = port.url
         if router.secret is None and config.failover_max:
             log.info(

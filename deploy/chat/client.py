@@ -17,7 +17,7 @@ import msgspec
 
 from deploy.openai_api import DONE, SseParser, StreamChunk, StreamFailed, decode_event, hint_for, message_of
 from service.flags import FlagSet, flag
-from service.http.routes import segment
+from service.http.request import segment
 from service.security.keys import bearer
 
 # ---- The conversation, and commands in input lines. Pure.

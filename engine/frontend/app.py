@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.routes import OPENAPI_PATH, ROUTES, make_document, need_of
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
 from service.http.home import CHAT, SHARED, Home, Pages
-from service.http.routes import REQUEST_ID, Handler, Routes
+from service.http.request import Request
+from service.http.routes import REQUEST_ID, Handler, RouteDef, Routes, get
 from service.telemetry.context import about
 
 log = logging.getLogger(__name__)
@@ -34,14 +35,14 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
         if route.streams and not route.is_alias:
             services.metrics.expect(route.path, route.method)
 
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: Request) -> Response:
         start_s, status = time.monotonic(), CLIENT_GONE
         endpoint = routes.of(request).path or "other"
         request[SERVICES] = services
         services.metrics.on_http(endpoint, request.method)
         try:
             response = await guard(request)
-            status = response.status
+            status = response.status_code
             return response
         finally:
             services.metrics.on_http_end(endpoint, request.method, status)
@@ -50,20 +51,20 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     return handle
 
 
-def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[web.RouteDef]:
+def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[RouteDef]:
     document = make_document(ROUTES)
 
-    async def openapi(request: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(body=document, content_type="application/json")
+    async def openapi(request: Request) -> Response:
+        return Response(content=document, media_type="application/json")
 
-    yield web.get(OPENAPI_PATH, openapi)
+    yield get(OPENAPI_PATH, openapi)
     for route in ROUTES:
         handler = refuse_to_generate if encodes and route.computes else route.handler
         handler = handler if route.method == "GET" else bounded(handler)
-        yield web.route(route.method, route.path, handler)
+        yield RouteDef(route.method, route.path, handler)
 
 
-async def refuse_to_generate(request: web.BaseRequest) -> web.StreamResponse:
+async def refuse_to_generate(request: Request) -> Response:
     message = (
         f"{request.path}: this is an encode worker (--disaggregation-mode encode): it encodes images for other workers and generates "
         "nothing; send the request to the router"
@@ -88,7 +89,7 @@ def level_of(path: str, status: int) -> int:
     return logging.DEBUG if path in QUIET_PATHS and is_usual else logging.INFO
 
 
-def _log(request: web.BaseRequest, status: int, taken_s: float) -> None:
+def _log(request: Request, status: int, taken_s: float) -> None:
     level = level_of(request.path, status)
     fields = about(method=request.method, path=request.path, status=status, duration_s=round(taken_s, 6))
     request_id = request[REQUEST_ID]
@@ -100,7 +101,7 @@ def _bound(max_open: int) -> Callable[[Handler], Handler]:
     num_open = 0
 
     def bounded(handler: Handler) -> Handler:
-        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        async def handle(request: Request) -> Response:
             nonlocal num_open
             if num_open >= max_open:
                 message = f"{num_open} requests are in progress; try again later"

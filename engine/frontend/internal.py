@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
+from starlette.responses import Response
 from yarl import URL
 
 from engine.frontend.client.other_frontends import (
@@ -29,7 +29,8 @@ from engine.frontend.services import Services
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of
 from service.http.reconnect import RETAINED_PATH, RetainedQuestion, RetainedRest
-from service.http.routes import Handler, json_response
+from service.http.request import Request, Stream
+from service.http.routes import Handler, json_response, no_such_path
 from service.telemetry.context import Records, TracesQuery
 
 # ---- Forwards requests to the main frontend, which applies keys, metrics and logs.
@@ -51,21 +52,21 @@ async def forwarding_to(path: Path) -> AsyncIterator[Handler]:
     connector = aiohttp.UnixConnector(path=str(path), limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
 
-        async def forward(request: web.BaseRequest) -> web.StreamResponse:
+        async def forward(request: Request) -> Response:
             return await _forward(session, request)
 
-        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        async def handle(request: Request) -> Response:
             return await answer_of(forward, request)
 
         yield handle
 
 
-async def _forward(session: aiohttp.ClientSession, request: web.BaseRequest) -> web.StreamResponse:
+async def _forward(session: aiohttp.ClientSession, request: Request) -> Response:
     body = await request.read()
     try:
         answer = await session.request(
             request.method,
-            URL("http://main" + request.rel_url.raw_path_qs, encoded=True),
+            URL("http://main" + request.target, encoded=True),
             data=body or None,
             headers=_without(request.headers, _NOT_FORWARDED),
             skip_auto_headers=_OWN_HEADERS,
@@ -74,15 +75,13 @@ async def _forward(session: aiohttp.ClientSession, request: web.BaseRequest) -> 
     except (aiohttp.ClientError, OSError):
         raise not_ready("the worker's main frontend does not answer; try again soon") from None
     async with answer:
-        response = web.StreamResponse(status=answer.status, reason=answer.reason)
-        response.headers.extend(_without(answer.headers, _NOT_RETURNED))
-        await response.prepare(request)
+        response = Stream(request, status=answer.status, headers=_without(answer.headers, _NOT_RETURNED))
         try:
             async for chunk in answer.content.iter_any():
                 await response.write(chunk)
         except aiohttp.ClientError as error:
             raise ConnectionResetError("the main frontend ended in the middle of an answer") from error
-        await response.write_eof()
+        await response.end()
         return response
 
 
@@ -105,14 +104,14 @@ def make_internal_handle(s: Services) -> Handler:
         CLOSE: (CloseFrontend, lambda body: _close(s, body)),
     }
 
-    async def call(request: web.BaseRequest) -> web.Response:
+    async def call(request: Request) -> Response:
         if request.path not in calls:
-            raise web.HTTPNotFound
+            raise no_such_path(request)
         body_type, answer = calls[request.path]
         shown = answer(None if body_type is None else decode_body(await request.read(), body_type))
-        return web.Response(body=shown) if isinstance(shown, bytes) else json_response(shown)
+        return Response(content=shown) if isinstance(shown, bytes) else json_response(shown)
 
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: Request) -> Response:
         return await answer_of(call, request)
 
     return handle

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
 from engine.frontend.assembly import make_services
@@ -19,7 +19,8 @@ from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamp, Stamps
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 from service.http.listening import ListeningPort
-from service.http.routes import Handler, Routes
+from service.http.request import Request
+from service.http.routes import Handler, RouteDef, Routes
 from service.http.server import serving, serving_unix
 from service.process.start import spare_what_lives
 from service.security.keys import KeyGate
@@ -56,10 +57,10 @@ async def run_other_frontend(
 @asynccontextmanager
 async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
     own = make_handle(s, max_open=s.client.max_live + SPARE_REQUESTS)
-    of_main = Routes(web.route(route.method, route.path, route.handler) for route in ROUTES if not route.anywhere)
+    of_main = Routes(RouteDef(route.method, route.path, route.handler) for route in ROUTES if not route.anywhere)
     async with forwarding_to(ipc.http_socket(MAIN_FRONTEND)) as forward:
 
-        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        async def handle(request: Request) -> Response:
             is_of_main = of_main.find(request.method, request.path).path != ""
             return await (forward if is_of_main else own)(request)
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.admin import control, health, info, role_switch, tokens, weights
 from engine.frontend.apis.anthropic import messages
@@ -18,12 +18,13 @@ from engine.frontend.apis.shared import retained
 from engine.frontend.apis.shared.routes import SCHEMAS, ApiRoute, token_route
 from service.http import openapi
 from service.http.home import CHAT, HOME, SHARED
+from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, INVOCATIONS, UNSERVED, InvocationBody, invoked_path, refuse
 from service.security.keys import Access
 from service.waiter import BODIES
 
 
-async def invocations(request: web.BaseRequest) -> web.StreamResponse:
+async def invocations(request: Request) -> Response:
     data = await request.read()
     path = await BODIES.run(partial(invoked_path, data), size=len(data))
     return await _HANDLERS["POST", path](request)

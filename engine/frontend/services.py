@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import OtherFrontends
@@ -19,6 +17,7 @@ from engine.frontend.served_model import ServedModel, Texts
 from engine.frontend.spec import FrontendSpec
 from engine.stamps import Stamps
 from service.http.reconnect import StreamLogs
+from service.http.request import RequestKey
 from service.responses.store import LocalBook
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
@@ -91,4 +90,4 @@ def context_length_of(model: ServedModel, leaders: Leaders) -> int:
     return model.context_length if kv is None else min(model.context_length, kv)
 
 
-SERVICES: web.RequestKey[Services] = web.RequestKey("services", Services)
+SERVICES: RequestKey[Services] = RequestKey("services", Services)

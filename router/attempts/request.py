@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.attempts.upstream_call import CallFailed, FailedWorkers
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
 from router.pool.worker import Lease, Role, Way, Worker
 from service.http.errors import ApiError
+from service.http.request import Request, Stream
 from service.http.routes import open_stream
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class RequestRefused(ApiError):
 class ClientStream:
     """Begins and ends a stream to the client."""
 
-    async def open(self, http: web.BaseRequest, *, status: int, headers: Mapping[str, str]) -> web.StreamResponse:
-        return await open_stream(http, status=status, headers=headers)
+    async def open(self, http: Request, *, status: int, headers: Mapping[str, str]) -> Stream:
+        return open_stream(http, status=status, headers=headers)
 
     async def end(self) -> None:
         """Stop all other writers, before the stream's last event."""
@@ -58,7 +59,7 @@ class ClientStream:
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """One request, with times on the router's clock."""
 
-    http: web.BaseRequest
+    http: Request
     task: asyncio.Task[object]
     request_id: str
     path: str
@@ -136,8 +137,8 @@ def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
 
 # ---- Parts of a request (set in router/compose/).
 
-Serve = Callable[[RequestContext], Awaitable[web.StreamResponse]]
-ServePart = Callable[[RequestContext, Serve], Awaitable[web.StreamResponse]]  # surrounds the service
+Serve = Callable[[RequestContext], Awaitable[Response]]
+ServePart = Callable[[RequestContext, Serve], Awaitable[Response]]  # surrounds the service
 CallPart = Callable[["PromptCall"], None]  # changes the call of an attempt before it is sent
 
 

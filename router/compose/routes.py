@@ -3,8 +3,6 @@
 import secrets
 from functools import partial
 
-from aiohttp import web
-
 from router.body import PUTS, Api
 from router.compose.exposure import browser_rule
 from router.compose.router import Router
@@ -18,7 +16,7 @@ from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
 from service.http.guard import make_guard
 from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of
-from service.http.routes import INVOCATIONS, Handler, Routes, unserved_routes
+from service.http.routes import INVOCATIONS, Handler, Routes, post, put, unserved_routes
 from service.security.keys import Access
 
 # ---- Static files of the router's pages.
@@ -85,9 +83,9 @@ def make_routes(router: Router) -> Routes:
     generate = counted(router.dispatcher.handle, router.metrics)
     return Routes(
         [
-            *(web.post(api.value, generate) for api in Api),
-            *(web.put(api.value, generate) for api in PUTS),
-            web.post(INVOCATIONS, counted(router.dispatcher.invoke, router.metrics)),
+            *(post(api.value, generate) for api in Api),
+            *(put(api.value, generate) for api in PUTS),
+            post(INVOCATIONS, counted(router.dispatcher.invoke, router.metrics)),
             *health.routes(),
             *workers.routes(),
             *fan_out.routes(),

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, combinations, product
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
@@ -22,6 +22,7 @@ from router.pool.breaker import State
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable
 from service.http.guard import CLIENT_GONE, answer_of
+from service.http.request import Request
 from service.http.routes import Handler
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
@@ -183,12 +184,12 @@ class _OneFamily(CollectorRegistry):
 def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
     """Count a handler's requests, 499 if the client left."""
 
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: Request) -> Response:
         started_s, status = time.monotonic(), CLIENT_GONE
         metrics.on_begin()
         try:
             response = await answer_of(handler, request)
-            status = response.status
+            status = response.status_code
             return response
         finally:
             metrics.on_answered(request.path, status, time.monotonic() - started_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
@@ -16,7 +16,8 @@ from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import LiveRequests
 from service.http.errors import ApiError, decode_or_none
-from service.http.routes import json_response
+from service.http.request import Request
+from service.http.routes import RouteDef, get, json_response
 
 # ---- The dashboard's JSON document. Pure.
 
@@ -169,14 +170,14 @@ class Dashboard:
     peers: PeerProcesses
     auto_roles: Callable[[], Awaitable[bytes]] | None = None
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[RouteDef]:
         return [
-            web.get(STATE, self.state),
-            web.get(SNAPSHOT, self.snapshot),
-            web.get(REQUEST + "{key}", self.request),
+            get(STATE, self.state),
+            get(SNAPSHOT, self.snapshot),
+            get(REQUEST + "{key}", self.request),
         ]
 
-    async def state(self, request: web.BaseRequest) -> web.Response:
+    async def state(self, request: Request) -> Response:
         """Return the state of all processes, without request details."""
         now_s = self.recorder.now_s()
         memory = await self.memory()
@@ -185,10 +186,10 @@ class Dashboard:
         status = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
         return _fresh({**status, **picture})
 
-    async def snapshot(self, request: web.BaseRequest) -> web.Response:
+    async def snapshot(self, request: Request) -> Response:
         return _fresh(self._own())
 
-    async def request(self, request: web.BaseRequest) -> web.Response:
+    async def request(self, request: Request) -> Response:
         key = request.path.removeprefix(REQUEST)
         for record in (await self.memory()).records:
             if record.key == key:
@@ -219,5 +220,5 @@ class Dashboard:
         }
 
 
-def _fresh(value: object) -> web.Response:
+def _fresh(value: object) -> Response:
     return json_response(value, headers={"Cache-Control": "no-store"})

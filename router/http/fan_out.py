@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.client.session import CALL_TIMEOUT_S, call_worker
 from router.fleet import PeerProcesses
@@ -21,7 +21,8 @@ from service.flags import untagged
 from service.http.errors import ApiError, decode_or_none, object_of
 from service.http.guard import caller_header, has_admin_key, key_refusal
 from service.http.openapi import loads_answer
-from service.http.routes import json_response, segment
+from service.http.request import Request, segment
+from service.http.routes import RouteDef, get, json_response, post
 from service.security.keys import Access, KeyGate, authorization_of
 from service.waiter import BODIES
 
@@ -61,19 +62,19 @@ class FanOutApi:
     live: LiveRequests
     peers: PeerProcesses
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[RouteDef]:
         return [
-            *(web.post(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
-            web.post(JOIN_GROUP, self.join_group),
-            web.post(PAUSE, self.pause),
-            web.post(CONTINUE, self.unpause),
-            web.get("/flush_cache", self.pass_to_all),
-            *(web.post(path, self.pass_adapter) for path in (LOAD_ADAPTER, UNLOAD_ADAPTER)),
-            web.post("/abort_request", self.abort_request),
-            web.get("/health_generate", self.health_generate),
+            *(post(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
+            post(JOIN_GROUP, self.join_group),
+            post(PAUSE, self.pause),
+            post(CONTINUE, self.unpause),
+            get("/flush_cache", self.pass_to_all),
+            *(post(path, self.pass_adapter) for path in (LOAD_ADAPTER, UNLOAD_ADAPTER)),
+            post("/abort_request", self.abort_request),
+            get("/health_generate", self.health_generate),
         ]
 
-    async def pass_to_all(self, request: web.BaseRequest) -> web.Response:
+    async def pass_to_all(self, request: Request) -> Response:
         headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
         encoders = path not in EXPERTS
@@ -84,7 +85,7 @@ class FanOutApi:
             self.monitor.refresh()  # model names and health may have changed
         return answer
 
-    async def join_group(self, request: web.BaseRequest) -> web.Response:
+    async def join_group(self, request: Request) -> Response:
         """Let all workers join a trainer's process group, with ranks from `rank_offset` on, in the
         order of /workers.
         """
@@ -102,7 +103,7 @@ class FanOutApi:
         call = OperatorCall("POST", JOIN_GROUP, headers, bodies=bodies, timeout_s=UPDATE_TIMEOUT_S)
         return await self.calls.call_all(call)
 
-    async def pause(self, request: web.BaseRequest) -> web.Response:
+    async def pause(self, request: Request) -> Response:
         """Pause all workers. Mode `block` first holds new requests in all processes and waits for
         running ones, so that no pair has half a request.
         """
@@ -113,14 +114,14 @@ class FanOutApi:
                 return json_response({"success": True})
         return await self.pass_to_all(request)
 
-    async def unpause(self, request: web.BaseRequest) -> web.Response:
+    async def unpause(self, request: Request) -> Response:
         """Continue all workers, then admit waiting requests."""
         answer = None if self.peers.is_peer(request) else await self.pass_to_all(request)
         self.live.unblock()
         await self.peers.forward(request, {})
         return json_response({"success": True}) if answer is None else answer
 
-    async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
+    async def pass_adapter(self, request: Request) -> Response:
         """Load or unload an adapter at all workers of a model but encoders."""
         body, path = await request.read(), request.path
         fields = object_of(body)  # workers refuse a non-object
@@ -139,7 +140,7 @@ class FanOutApi:
         self.monitor.refresh()  # model names have changed
         return answer
 
-    async def abort_request(self, request: web.BaseRequest) -> web.Response:
+    async def abort_request(self, request: Request) -> Response:
         """Abort at every worker. An admin may abort any request, others their own."""
         body, authorization = await request.read(), authorization_of(request.headers)
         asked = await BODIES.run(partial(decode_or_none, body, _Abort), size=len(body))
@@ -153,7 +154,7 @@ class FanOutApi:
             headers = {**self.calls.credentials.for_client(authorization), **caller_header(request)}
         return await self.calls.call_all(OperatorCall("POST", "/abort_request", headers, body))
 
-    async def health_generate(self, request: web.BaseRequest) -> web.Response:
+    async def health_generate(self, request: Request) -> Response:
         return await self.calls.call_all(OperatorCall("GET", "/health_generate", self.calls.credentials.own()))
 
 
@@ -186,32 +187,32 @@ class _Named(msgspec.Struct):
 class AnyWorkerApi:
     calls: WorkerCalls
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[RouteDef]:
         return [
-            *(web.post(path, self.ask) for path in (*ASKED, *_ALIASES)),
-            *(web.get(path, self.calls.call_one) for path in DESCRIBED),
-            *(web.get(path, self.list_models) for path in LISTS),
-            web.get(_MODEL + "{model}", self.get_model),
+            *(post(path, self.ask) for path in (*ASKED, *_ALIASES)),
+            *(get(path, self.calls.call_one) for path in DESCRIBED),
+            *(get(path, self.list_models) for path in LISTS),
+            get(_MODEL + "{model}", self.get_model),
         ]
 
-    async def ask(self, request: web.BaseRequest) -> web.Response:
+    async def ask(self, request: Request) -> Response:
         body = await request.read()
         named = await BODIES.run(partial(decode_or_none, body, _Named), size=len(body)) or _Named()
         name = named.name if named.model is msgspec.UNSET else named.model
         return await self._call_for(request, untagged(name) if isinstance(name, str) else "")
 
-    async def get_model(self, request: web.BaseRequest) -> web.Response:
+    async def get_model(self, request: Request) -> Response:
         name = request.path.removeprefix(_MODEL)
         return await self._call_for(request, name, path=_MODEL + segment(name))
 
-    async def list_models(self, request: web.BaseRequest) -> web.Response:
+    async def list_models(self, request: Request) -> Response:
         if not self.calls.table.models.several:
             return await self.calls.call_one(request)
         field, key = LISTS[request.path]
         models = join_models(await self._lists(request), field=field, key=key)
         return json_response({"object": "list", field: models} if field == "data" else {field: models})
 
-    async def _lists(self, request: web.BaseRequest) -> list[object]:
+    async def _lists(self, request: Request) -> list[object]:
         headers = self.calls.credentials.for_client(authorization_of(request.headers))
         speakers: dict[str, Worker] = {}
         for role in reversed(self.calls.roles):
@@ -220,7 +221,7 @@ class AnyWorkerApi:
         calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
         return [decode_or_none(answer.body) for answer in await asyncio.gather(*calls)]
 
-    async def _call_for(self, request: web.BaseRequest, name: str, *, path: str = "") -> web.Response:
+    async def _call_for(self, request: Request, name: str, *, path: str = "") -> Response:
         return await self.calls.call_one(request, model=self.calls.table.models.meant(name), path=path)
 
 
@@ -233,17 +234,17 @@ LOADS = ("/v1/loads", "/loads")  # SMG tries the second first
 class LoadsApi:
     calls: WorkerCalls
 
-    def routes(self) -> list[web.RouteDef]:
-        return [*(web.get(path, self.loads) for path in LOADS), web.get("/get_load", self.old_load)]
+    def routes(self) -> list[RouteDef]:
+        return [*(get(path, self.loads) for path in LOADS), get("/get_load", self.old_load)]
 
-    async def loads(self, request: web.BaseRequest) -> web.Response:
+    async def loads(self, request: Request) -> Response:
         rows = await self._rows(request)
         return json_response(loads_answer(rows))
 
-    async def old_load(self, request: web.BaseRequest) -> web.Response:
+    async def old_load(self, request: Request) -> Response:
         return json_response([old_row(row) for row in await self._rows(request)])
 
-    async def _rows(self, request: web.BaseRequest) -> list[dict[str, Any]]:
+    async def _rows(self, request: Request) -> list[dict[str, Any]]:
         headers = self.calls.credentials.for_client(authorization_of(request.headers))
         answers = await self.calls.answers(OperatorCall("GET", "/v1/loads", headers))
         return join_rows((w.url, w.role.value, object_of(a.body)) for w, a in answers if a.status == 200)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from starlette.responses import Response
 
 from router.fleet import SUMMED_GAUGES, PeerProcesses
 from router.history.metrics import RouterMetrics
@@ -15,7 +15,8 @@ from router.requests.answer import no_worker
 from router.requests.dispatch import LiveRequests
 from service.flags import installed_version
 from service.http.errors import DRAINING, ApiError
-from service.http.routes import json_response
+from service.http.request import Request
+from service.http.routes import RouteDef, get, json_response, post
 from service.telemetry.expositions import merge_expositions
 
 PROBES = ("/liveness", "/health", "/readiness", "/ping")
@@ -40,23 +41,23 @@ class HealthApi:
     metrics: RouterMetrics
     peers: PeerProcesses
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[RouteDef]:
         liveness, *readiness = PROBES
         return [
-            web.get(liveness, self.liveness),
-            *(web.get(path, self.readiness) for path in readiness),
-            web.post("/ping", self.readiness),  # SageMaker's
-            web.get("/version", self.version),
-            web.get("/metrics", self.get_metrics),
+            get(liveness, self.liveness),
+            *(get(path, self.readiness) for path in readiness),
+            post("/ping", self.readiness),  # SageMaker's
+            get("/version", self.version),
+            get("/metrics", self.get_metrics),
         ]
 
-    async def liveness(self, request: web.BaseRequest) -> web.Response:
+    async def liveness(self, request: Request) -> Response:
         return json_response({"status": "alive"})
 
-    async def version(self, request: web.BaseRequest) -> web.Response:
+    async def version(self, request: Request) -> Response:
         return json_response({"version": installed_version()})
 
-    async def readiness(self, request: web.BaseRequest) -> web.Response:
+    async def readiness(self, request: Request) -> Response:
         """Return 200 if all roles have workers that fit; with `?workers=all` if all are healthy in
         all processes.
         """
@@ -67,13 +68,13 @@ class HealthApi:
         workers, missing = table.workers(), missing_roles(table, self.calls.ways)
         if missing:
             raise no_worker(table, missing)
-        if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
+        if request.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
             raise ApiError(503, waits_for, code="not_all_healthy")
         healthy = sum(w.answers for w in workers)
         status = {"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)}
         return json_response({**status, **notes_of(table, self.live)})
 
-    async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
+    async def _waits_for(self, request: Request, workers: Sequence[Worker]) -> str:
         misfits = self.calls.table.misfits
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         late += [f"{w.role} {w.url}: {misfits[w.worker_id]}" for w in workers if w.worker_id in misfits]
@@ -84,8 +85,8 @@ class HealthApi:
         num_late = self.peers.num - len(await self.peers.request("GET", "/readiness?workers=all"))
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
-    async def get_metrics(self, request: web.BaseRequest) -> web.Response:
+    async def get_metrics(self, request: Request) -> Response:
         body = await self.metrics.scrape()
         if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):
             body = merge_expositions([body, *others], summed=SUMMED_GAUGES)
-        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
+        return Response(content=body, headers={"Content-Type": "text/plain; version=0.0.4"})

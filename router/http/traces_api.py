@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.client.session import call_worker
 from router.fleet import PeerProcesses
@@ -15,7 +15,8 @@ from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
 from service.http.guard import CALLER
-from service.http.routes import json_response
+from service.http.request import Request
+from service.http.routes import RouteDef, get, json_response, post
 from service.security.keys import Access, Caller, authorization_of
 from service.telemetry.context import Record, Records, Tracer, TracesQuery, last_ids, query_error
 
@@ -31,10 +32,10 @@ class TracesApi:
     peers: PeerProcesses
     memory: Callable[[], Awaitable[DashboardSnapshot]]
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post(TRACES, self.traces), web.get(TRACES + "/{id}", self.trace)]
+    def routes(self) -> list[RouteDef]:
+        return [post(TRACES, self.traces), get(TRACES + "/{id}", self.trace)]
 
-    async def traces(self, request: web.BaseRequest) -> web.Response:
+    async def traces(self, request: Request) -> Response:
         query = decode_body(await request.read(), TracesQuery)
         if (wrong := query_error(query)) is not None:
             field, _, message = wrong.partition(": ")
@@ -51,7 +52,7 @@ class TracesApi:
         kept = [record for record in records if record.request_id in wanted] + of_workers
         return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
 
-    async def trace(self, request: web.BaseRequest) -> web.Response:
+    async def trace(self, request: Request) -> Response:
         """Return a request with its workers' records, to its own client or an admin."""
         request_id, caller = request.path.removeprefix(TRACES + "/"), request[CALLER]
         record = last_of((await self.memory()).records, request_id, caller)

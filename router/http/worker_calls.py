@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.client.credentials import Credentials
 from router.client.session import CALL_TIMEOUT_S, WorkerAnswer, call_worker
@@ -16,6 +16,7 @@ from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, serves
 from router.requests.answer import no_route, no_worker
 from service.http.guard import CALLER_HEADER
+from service.http.request import Request
 from service.http.routes import json_response
 from service.security.keys import authorization_of
 
@@ -48,7 +49,7 @@ class WorkerCalls:
     def roles(self) -> list[Role]:
         return [role for way in self.ways for role in way]
 
-    async def call_one(self, request: web.BaseRequest, *, model: str = "", path: str = "") -> web.Response:
+    async def call_one(self, request: Request, *, model: str = "", path: str = "") -> Response:
         """Pass a request to the first live worker, decode first."""
         call = OperatorCall(
             "POST" if request.method == "POST" else "GET",
@@ -62,10 +63,10 @@ class WorkerCalls:
                 if lacks_route(answer.status, answer.body):
                     raise no_route(worker, request.path)
                 if answer.status:
-                    return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+                    return Response(status_code=answer.status, content=answer.body, headers=answer.headers)
         raise no_worker(self.table, missing_roles(self.table, self.ways, model) or self.roles, model)
 
-    async def call_all(self, call: OperatorCall) -> web.Response:
+    async def call_all(self, call: OperatorCall) -> Response:
         """Call all live workers; return the worst status and all answers."""
         answers = await self.answers(call)
         if call.model and not answers:

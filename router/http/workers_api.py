@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.client.session import call_worker
 from router.config import RouterConfig, check_worker_url
@@ -21,7 +21,8 @@ from router.pool.workers import WorkerTable
 from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
-from service.http.routes import json_response
+from service.http.request import Request
+from service.http.routes import RouteDef, delete, get, json_response, post
 from service.security.keys import authorization_of
 
 # ---- Descriptions of workers.
@@ -108,24 +109,24 @@ class WorkersApi:
     peers: PeerProcesses
     discovery: Discovery | None
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[RouteDef]:
         return [
-            web.get("/workers", self.list_workers),
-            web.post("/workers", self.add_worker),
-            web.delete("/workers", self.remove_worker),
-            web.post("/workers/role", self.switch_role),
-            web.post("/workers/migrate", self.migrate),
-            web.get("/get_loads", self.get_loads),
-            web.get("/get_server_info", self.server_info),
-            web.get("/server_info", self.server_info),
-            web.get("/openapi.json", self.openapi),
+            get("/workers", self.list_workers),
+            post("/workers", self.add_worker),
+            delete("/workers", self.remove_worker),
+            post("/workers/role", self.switch_role),
+            post("/workers/migrate", self.migrate),
+            get("/get_loads", self.get_loads),
+            get("/get_server_info", self.server_info),
+            get("/server_info", self.server_info),
+            get("/openapi.json", self.openapi),
         ]
 
-    async def list_workers(self, request: web.BaseRequest) -> web.Response:
+    async def list_workers(self, request: Request) -> Response:
         table = self.calls.table
         return json_response({"workers": await describe_all(table), "total": len(table.workers())})
 
-    async def add_worker(self, request: web.BaseRequest) -> web.Response:
+    async def add_worker(self, request: Request) -> Response:
         body = decode_body(await request.read(), _NewWorker)
         role = self._role_of(body, Role.ENCODE)
         worker = self.calls.table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
@@ -133,7 +134,7 @@ class WorkersApi:
         await self.peers.forward(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
         return json_response(self._describe(worker), status=201)
 
-    async def remove_worker(self, request: web.BaseRequest) -> web.Response:
+    async def remove_worker(self, request: Request) -> Response:
         """Remove a worker; its running requests continue."""
         query = dict(request.query)
         url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
@@ -142,7 +143,7 @@ class WorkersApi:
         await self.peers.forward(request, {"url": url})
         return json_response(self._describe(worker))
 
-    async def switch_role(self, request: web.BaseRequest) -> web.Response:
+    async def switch_role(self, request: Request) -> Response:
         """Switch a role: 409 if refused, 502 if the worker did not return."""
         body = decode_body(await request.read(), _RoleSwitch)
         role, worker = self._role_of(body), self.calls.table.find(body.url)
@@ -153,7 +154,7 @@ class WorkersApi:
         await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
         return json_response(self._describe(worker))
 
-    async def migrate(self, request: web.BaseRequest) -> web.Response:
+    async def migrate(self, request: Request) -> Response:
         """Migrate running requests to others. `moved` counts this process's."""
         body = decode_body(await request.read(), _NamedWorker)
         worker = self.calls.table.find(body.url)
@@ -163,10 +164,10 @@ class WorkersApi:
         await self.peers.forward(request, {"url": body.url})
         return json_response({**self._describe(worker), "moved": moved})
 
-    async def get_loads(self, request: web.BaseRequest) -> web.Response:
+    async def get_loads(self, request: Request) -> Response:
         return json_response({"workers": await describe_all(self.calls.table)})
 
-    async def server_info(self, request: web.BaseRequest) -> web.Response:
+    async def server_info(self, request: Request) -> Response:
         return json_response(
             {
                 "router_manager": True,
@@ -178,7 +179,7 @@ class WorkersApi:
             }
         )
 
-    async def openapi(self, request: web.BaseRequest) -> web.Response:
+    async def openapi(self, request: Request) -> Response:
         """Return the document, with generation by the first live worker."""
         headers = self.calls.credentials.own()
         for role in reversed(self.calls.roles):

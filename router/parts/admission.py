@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from aiohttp import web
 from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.responses import Response
 
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, RequestRefused, Serve, Slo, milliseconds
 from router.body import BadBody, ParsedBody, named_priority
@@ -37,6 +37,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import Pool, Role, Worker
 from service.http.errors import ApiError
 from service.http.guard import CALLER
+from service.http.request import Request
 from service.security.keys import Access
 from service.waiter import Waiter, loop_time_s
 
@@ -201,17 +202,17 @@ def client_of(remote: str | None) -> str:
     return str(address)
 
 
-def client_name(http: web.BaseRequest) -> str:
+def client_name(http: Request) -> str:
     """Return the client for limits: its API key's name, else its address."""
     return http[CALLER].name or client_of(http.remote)
 
 
 def limit_rate(
     limiter: RateLimiter, on_refused: Callable[[str], None]
-) -> Callable[[web.BaseRequest, Access], ApiError | None]:
+) -> Callable[[Request, Access], ApiError | None]:
     """Return a check that refuses a client above its rate, except on open routes."""
 
-    def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
+    def admit(request: Request, need: Access) -> ApiError | None:
         if need is Access.NONE:
             return None
         wait_s = limiter.wait_s(client_name(request), time.monotonic())
@@ -324,13 +325,13 @@ class Admission:
         self._has_slo = config.slo_ttft_s > 0 or config.slo_itl_s > 0
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
-    def refuse_early(self, http: web.BaseRequest) -> None:
+    def refuse_early(self, http: Request) -> None:
         """Raise RequestRefused before the body is read, if there is neither room nor queue."""
         client = self._client(http)
         if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
 
-    async def around(self, request: RequestContext, serve: Serve) -> web.StreamResponse:
+    async def around(self, request: RequestContext, serve: Serve) -> Response:
         request.slo = self._slo_of(request.http)
         ticket = await self.enter(request)
         try:
@@ -357,7 +358,7 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         self._wake(self.queue.leave(ticket))
 
-    def _slo_of(self, http: web.BaseRequest) -> Slo | None:
+    def _slo_of(self, http: Request) -> Slo | None:
         headers = http.headers
         if TTFT_HEADER not in headers and ITL_HEADER not in headers:
             return self._slo if self._has_slo else None
@@ -416,11 +417,11 @@ class Admission:
             message = f"the router serves {most} requests (--max-concurrent-requests)"
         return RequestRefused(f"{message}; try again later", why=why)
 
-    def _client(self, http: web.BaseRequest) -> str:
+    def _client(self, http: Request) -> str:
         return client_name(http) if self._by_client else ""
 
 
-def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:
+def _priority(http: Request, parsed: ParsedBody) -> int:
     named = named_priority(parsed)
     text = http.headers.get(PRIORITY_HEADER)
     if named is None and text is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
@@ -29,6 +29,7 @@ from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import decode_or_none
 from service.http.guard import owner_said
+from service.http.request import Stream
 from service.http.resume import MOVE_OUT, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
 from service.telemetry.context import about
 from service.waiter import end_tasks
@@ -70,7 +71,7 @@ class ResumableAnswer(ClientAnswer):
     _rooms: Sequence[int] = ()  # of the current migration
     _all_rooms: list[int] = field(default_factory=list)
 
-    async def whole(self) -> web.StreamResponse:
+    async def whole(self) -> Response:
         """Return a whole answer. If it cannot continue elsewhere it restarts (CallFailed)."""
         if not self.attempt.answering.framed:
             return await super().whole()
@@ -143,9 +144,7 @@ class ResumableAnswer(ClientAnswer):
                 merger.follow(rest.prefill.reply.take())
         return True
 
-    async def _end(
-        self, out: web.StreamResponse, failure: CallFailed | None, last_event: bytes = b""
-    ) -> web.StreamResponse:
+    async def _end(self, out: Stream, failure: CallFailed | None, last_event: bytes = b"") -> Response:
         return await super()._end(out, failure, self.record.last_event if self.record.failed else b"")
 
     async def _begin_rest(self, failure: CallFailed) -> PairAttempt | None:

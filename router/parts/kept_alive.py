@@ -6,12 +6,13 @@ It may still change workers. After a comment an error is the stream's last event
 import asyncio
 from collections.abc import Mapping
 
-from aiohttp import web
+from starlette.responses import Response
 
 from router.attempts.request import ClientStream, RequestContext, Serve
 from router.requests.answer import HANDED_BACK, draining, error_of
 from service.http.errors import ApiError
 from service.http.keep_alive import KeepAlive
+from service.http.request import Request, Stream
 from service.http.routes import errors_of
 
 
@@ -21,14 +22,14 @@ class KeptStream(ClientStream):
     def __init__(self, alive: KeepAlive) -> None:
         self._alive = alive
 
-    async def open(self, http: web.BaseRequest, *, status: int, headers: Mapping[str, str]) -> web.StreamResponse:
+    async def open(self, http: Request, *, status: int, headers: Mapping[str, str]) -> Stream:
         return await self._alive.open(status=status, headers=headers)
 
     async def end(self) -> None:
         await self._alive.end()
 
 
-async def serve_kept_alive(request: RequestContext, serve: Serve, *, interval_s: float) -> web.StreamResponse:
+async def serve_kept_alive(request: RequestContext, serve: Serve, *, interval_s: float) -> Response:
     """Write comments into a stream that is silent for `interval_s`. A `ServePart`."""
     if not request.parsed.streams:
         return await serve(request)
@@ -46,10 +47,10 @@ async def serve_kept_alive(request: RequestContext, serve: Serve, *, interval_s:
             return await _end(alive, _failed(request, draining(HANDED_BACK)))
         if alive.stream is None or answer is alive.stream:
             return answer
-        assert isinstance(answer, web.Response) and isinstance(answer.body, bytes), answer
-        if answer.status < 300:  # a whole answer, as the worker does not stream
+        assert isinstance(answer, Response) and isinstance(answer.body, bytes), answer
+        if answer.status_code < 300:  # a whole answer, as the worker does not stream
             return await _end(alive, b"data: " + b" ".join(answer.body.split(b"\n")) + b"\n\n")
-        return await _end(alive, _failed(request, error_of(answer.status, answer.body)))
+        return await _end(alive, _failed(request, error_of(answer.status_code, answer.body)))
 
 
 def _failed(request: RequestContext, error: ApiError) -> bytes:
@@ -57,9 +58,8 @@ def _failed(request: RequestContext, error: ApiError) -> bytes:
     return errors_of(request.http).last_event(error)
 
 
-async def _end(alive: KeepAlive, last_event: bytes) -> web.StreamResponse:
+async def _end(alive: KeepAlive, last_event: bytes) -> Response:
     await alive.end()
     assert alive.stream is not None
-    await alive.stream.write(last_event)
-    await alive.stream.write_eof()
+    await alive.stream.end(last_event)
     return alive.stream

@@ -10,7 +10,7 @@ from functools import partial
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.attempts.request import RequestContext, Serve
 from router.body import OLLAMA
@@ -43,7 +43,7 @@ class Reconnect:
     credentials: Credentials
     secret: bytes
 
-    async def around(self, request: RequestContext, serve: Serve) -> web.StreamResponse:
+    async def around(self, request: RequestContext, serve: Serve) -> Response:
         """Make workers retain a stream, or serve only the rest after the last event.
 
         ApiError: 410 lost, 503 uncertain.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
@@ -19,9 +19,9 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, serves
 from router.requests.merge import Merger
 from service.http.errors import DRAINING, ApiError
+from service.http.request import DirectWrites, Stream
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
 from service.http.routes import EVENTS_TYPE, LINES_TYPE, errors_of
-from service.http.server import DirectWrites
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ class ClientAnswer:
     attempt: PairAttempt
     mergers: Sequence[Merger] = ()
 
-    async def whole(self) -> web.StreamResponse:
+    async def whole(self) -> Response:
         """Return an answer that does not stream."""
         return self._respond(self.attempt.answering.reply.take())
 
-    async def stream(self) -> web.StreamResponse:
+    async def stream(self) -> Response:
         request, reply = self.request, self.attempt.answering.reply
         try:
             self._follow()
@@ -149,7 +149,7 @@ class ClientAnswer:
         filters += [part.on_events for part in self.request.answer_parts]
         return StreamSplitter(kind, filters=filters, record=record)
 
-    async def _relay(self, out: web.StreamResponse, splitter: StreamSplitter) -> CallFailed | None:
+    async def _relay(self, out: Stream, splitter: StreamSplitter) -> CallFailed | None:
         """Relay until the end or failure of the attempt's answer, which is returned.
 
         Connection errors of the client propagate.
@@ -169,12 +169,13 @@ class ClientAnswer:
                 request.num_chunks += 1
             return splitter.feed(chunk)
 
-        direct = DirectWrites(request.http, out, take=take, is_over=lambda: call.ended)
+        direct = DirectWrites(out, take=take, is_over=lambda: call.ended)
         reply.listener = direct.on_change
         try:
             while not call.ended or reply.num_buffered:
-                events = take() if reply.num_buffered else await direct.wait()
-                if events:
+                if not reply.num_buffered:
+                    await direct.wait()
+                elif events := take():
                     await out.write(events)
         finally:
             reply.listener = nothing
@@ -185,8 +186,8 @@ class ClientAnswer:
         return None
 
     async def _end(
-        self, out: web.StreamResponse, failure: CallFailed | None, last_event: bytes = b""
-    ) -> web.StreamResponse:
+        self, out: Stream, failure: CallFailed | None, last_event: bytes = b""
+    ) -> Response:
         """End the client's stream, perhaps with an error: `last_event` of the worker, else ours."""
         request, attempt = self.request, self.attempt
         await request.client.end()
@@ -198,15 +199,14 @@ class ClientAnswer:
             if failure.reason != "status":
                 log.warning(ENDS, request.request_id, failure)
         else:
-            await out.write_eof()
+            await out.end()
             self._complete()
             return out
         attempt.close()
-        await out.write(last_event or errors_of(request.http).last_event(error))  # without [DONE]
-        await out.write_eof()
+        await out.end(last_event or errors_of(request.http).last_event(error))  # without [DONE]
         return out
 
-    def _respond(self, body: bytes) -> web.Response:
+    def _respond(self, body: bytes) -> Response:
         request, call = self.request, self.attempt.answering
         for part in request.answer_parts:
             body = part.on_answer(body)
@@ -214,7 +214,7 @@ class ClientAnswer:
         for merger in self.mergers:
             body = merger.merge_answer(body)
         headers = answer_headers(call.reply.headers) | (JSON if call.framed else {})
-        return web.Response(status=call.reply.status, body=body, headers=headers)
+        return Response(status_code=call.reply.status, content=body, headers=headers)
 
     def _complete(self) -> None:
         self.attempt.complete()
@@ -256,12 +256,12 @@ def _state(worker: Worker) -> str:
     return "it does not answer its checks" if worker.silent else worker.checks.error or worker.health.value
 
 
-def failure_response(failure: CallFailed, path: str) -> web.Response:
+def failure_response(failure: CallFailed, path: str) -> Response:
     """Return a worker's error unchanged. ApiError if there is none, or no such route."""
     if lacks_route(failure.status, failure.body):
         raise no_route(failure.worker, path) from None
     if failure.reason == "status":
-        return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
+        return Response(status_code=failure.status, content=failure.body, headers=answer_headers(failure.headers))
     status = 504 if failure.reason == "timeout" else 502
     raise ApiError(status, str(failure), code=f"{WORKER_CODE}{failure.reason}") from None
 

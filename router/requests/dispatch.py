@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from aiohttp import web
+from starlette.responses import Response
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import BodyPart, RequestContext, RequestRefused, Serve, ServePart
@@ -35,6 +35,7 @@ from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE, caller_header, rank_in, time_given
+from service.http.request import Request
 from service.http.routes import REQUEST_ID, invoked_path
 from service.process.stop_signals import wait_while
 from service.security.keys import authorization_of
@@ -68,7 +69,7 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def refuse_if_draining(self, http: web.BaseRequest) -> None:
+    def refuse_if_draining(self, http: Request) -> None:
         if self.draining:
             raise draining("the router is draining: it takes no new requests")
 
@@ -121,7 +122,7 @@ class RequestParts:
     get headers that the client sent (`passed`), and those `by_api` and of `streams`.
     """
 
-    gates: tuple[Callable[[web.BaseRequest], None], ...] = ()
+    gates: tuple[Callable[[Request], None], ...] = ()
     bodies: tuple[BodyPart, ...] = ()
     around: tuple[ServePart, ...] = ()
     answer: Attempted = ClientAnswer
@@ -155,12 +156,12 @@ class Dispatcher:
         for part in reversed(self.parts.around):
             self._serve_inside = _around(part, self._serve_inside)
 
-    async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
+    async def invoke(self, http: Request) -> Response:
         """Answer POST /invocations."""
         body = await http.read()
         return await self.handle(http, path=await BODIES.run(partial(invoked_path, body), size=len(body)))
 
-    async def handle(self, http: web.BaseRequest, *, path: str = "") -> web.StreamResponse:
+    async def handle(self, http: Request, *, path: str = "") -> Response:
         if self.live.blocked:
             await self.live.wait_unblocked(timeout_s=time_given(http.headers))
         try:
@@ -172,7 +173,7 @@ class Dispatcher:
                 notify(error.why)
             raise
 
-    async def _handle(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
+    async def _handle(self, http: Request, path: str) -> Response:
         task = asyncio.current_task()
         assert task is not None
         started_s = self.launcher.clock()
@@ -189,7 +190,7 @@ class Dispatcher:
         try:
             await self._read(request)
             response = await self._serve_inside(request)
-            status = response.status
+            status = response.status_code
             return response
         except ApiError as error:
             status = error.status
@@ -240,7 +241,7 @@ class Dispatcher:
         headers |= self.credentials.for_client(authorization_of(given))
         return headers
 
-    async def _serve(self, request: RequestContext) -> web.StreamResponse:
+    async def _serve(self, request: RequestContext) -> Response:
         if not self.launcher.rooms.has_room_for(request.parsed.num_samples):
             message = "the router has too many samples in flight"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
@@ -263,14 +264,14 @@ class Dispatcher:
             await asyncio.sleep(pause_s(number, self.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
+    async def _attempt(self, request: RequestContext, attempt: PairAttempt) -> Response:
         try:
             await self.launcher.until_started(request, attempt)
             return await self._give(request, attempt)
         finally:
             attempt.end()
 
-    async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
+    async def _give(self, request: RequestContext, attempt: PairAttempt) -> Response:
         attempt.begin_answer()
         now_s = self.launcher.clock()
         for notify in self.launcher.events.on_first_byte:
@@ -283,7 +284,7 @@ class Dispatcher:
         answer = self.parts.answer(self.launcher, request, attempt, mergers)
         return await (answer.stream() if attempt.answering.streaming else answer.whole())
 
-    def _none_left(self, request: RequestContext) -> web.Response:
+    def _none_left(self, request: RequestContext) -> Response:
         missing = self.picker.missing(request)
         if request.failed is not None and not missing:
             return failure_response(request.failed.last, request.path)

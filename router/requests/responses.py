@@ -10,8 +10,8 @@ from functools import partial
 from typing import ClassVar
 
 import msgspec
-from aiohttp import web
 from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.responses import Response
 
 from router.attempts.request import RequestContext
 from router.body import HISTORY_FIELD, Api, ParsedBody, with_fields, write_body
@@ -19,7 +19,8 @@ from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.pool.worker import Worker
 from service.http.errors import bad_field, decode_body, decode_or_none
-from service.http.routes import json_response
+from service.http.request import Request
+from service.http.routes import RouteDef, delete, get, json_response, no_such_path, post
 from service.responses import api
 from service.responses.api import PATH, StoredHandler, caller_of, named_response
 from service.responses.items import REFERENCE, Conversation, StoreFields, not_found, open_conversation, to_store
@@ -210,25 +211,25 @@ class ResponsesApi:
     book: SharedBook | None
     peers: PeerProcesses
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[RouteDef]:
         one = PATH + "/{id}"
         return [
-            web.get(one, self._of(api.get_response)),
-            web.delete(one, self._of(api.delete_response)),
-            web.post(f"{one}/cancel", self._of(api.cancel_response)),
-            web.get(f"{one}/input_items", self._of(api.list_input_items)),
-            web.post(PEER_PATH, self.answer_peer),
+            get(one, self._of(api.get_response)),
+            delete(one, self._of(api.delete_response)),
+            post(f"{one}/cancel", self._of(api.cancel_response)),
+            get(f"{one}/input_items", self._of(api.list_input_items)),
+            post(PEER_PATH, self.answer_peer),
         ]
 
-    async def answer_peer(self, request: web.BaseRequest) -> web.Response:
+    async def answer_peer(self, request: Request) -> Response:
         if self.book is None or not self.peers.is_peer(request):
-            raise web.HTTPNotFound
+            raise no_such_path(request)
         question = decode_body(await request.read(), PeerQuestion)
         acts = {"find": self.book.local.find, "remove": self.book.local.remove, "cancel": self.book.local.cancel}
         return json_response(await acts[question.act](question.id, question.owner))
 
-    def _of(self, handler: StoredHandler) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
-        async def handle(request: web.BaseRequest) -> web.Response:
+    def _of(self, handler: StoredHandler) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
             if self.book is None:
                 raise not_found(named_response(request))
             return await handler(request, self.book)

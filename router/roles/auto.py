@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from router.config import AutoRolesFlags
 from router.fleet import PeerProcesses
@@ -19,6 +19,8 @@ from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Gauge, Move, Standing
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
+from service.http.request import Request
+from service.http.routes import RouteDef, get
 from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
@@ -64,13 +66,13 @@ class AutoRoles:
         """End auto roles; workers complete running switches."""
         await end_tasks(self._tasks)
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get(PATH, self.handle)]
+    def routes(self) -> list[RouteDef]:
+        return [get(PATH, self.handle)]
 
-    async def handle(self, request: web.BaseRequest) -> web.Response:
+    async def handle(self, request: Request) -> Response:
         is_peer = self.peers.is_peer(request)
         body = msgspec.json.encode(self.status()) if is_peer else await self.leading_status()
-        return web.Response(body=body, content_type="application/json")
+        return Response(content=body, media_type="application/json")
 
     async def leading_status(self) -> bytes:
         """Return the leader's `status` as JSON, else this process's."""

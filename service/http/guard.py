@@ -7,15 +7,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 
-from aiohttp import web
+from starlette.responses import Response
 
 from service.http.errors import INTERNAL_ERROR, ApiError
+from service.http.request import BrokenBody, Request, RequestKey, Stream, raw_headers
 from service.http.routes import (
     EXTRA_HEADERS,
     REQUEST_ID,
     REQUEST_ID_HEADER,
     STREAMING,
-    ApiShape,
     Handler,
     HttpRoute,
     Routes,
@@ -27,7 +27,7 @@ from service.telemetry.context import CURRENT, OPERATIONS, TraceContext, request
 
 log = logging.getLogger(__name__)
 
-CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+CALLER: RequestKey[Caller] = RequestKey("caller", Caller)
 ANYBODY = Caller(Access.ADMIN)  # at a server without keys
 CLIENT_GONE = 499  # status in logs and metrics if the client disconnected
 
@@ -38,8 +38,8 @@ def make_guard(
     gate: KeyGate,
     need_of: Callable[[str, str], Access],
     browser: BrowserRule,
-    admit: Callable[[web.BaseRequest, Access], ApiError | None] | None = None,
-    is_trusted: Callable[[web.BaseRequest], bool] | None = None,
+    admit: Callable[[Request, Access], ApiError | None] | None = None,
+    is_trusted: Callable[[Request], bool] | None = None,
     on_refused: Callable[[str], None] = lambda reason: None,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> Handler:
@@ -52,7 +52,7 @@ def make_guard(
 
     has_keys = gate.api.is_set or gate.admin.is_set
 
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: Request) -> Response:
         route = routes.of(request)
         request_id = request_id_of(request.headers.get(REQUEST_ID_HEADER, "")) or new_id()
         request[REQUEST_ID] = request_id
@@ -62,24 +62,24 @@ def make_guard(
         response = early_answer(request, route)
         if response is None:
             response = await answer_of(route.handler, request)
-        if not response.prepared:
-            response.headers.extend(request[EXTRA_HEADERS])
+        if not isinstance(response, Stream):
+            response.raw_headers += raw_headers(request[EXTRA_HEADERS].items())
         return response
 
-    def early_answer(request: web.BaseRequest, route: HttpRoute) -> web.StreamResponse | None:
+    def early_answer(request: Request, route: HttpRoute) -> Response | None:
         if is_trusted is not None and is_trusted(request):
             return None
-        page = browser.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
+        page = browser.refusal(request.method, request.path, request.headers, has_body=request.has_body)
         if page is not None:
             on_refused("browser")
             return route.errors.response(ApiError(page.status, page.message, code=page.code))
         preflight = browser.preflight(request.method, request.headers)
         if preflight is not None:  # browsers send it without a key
-            return web.Response(status=204, headers=preflight)
+            return Response(status_code=204, headers=preflight)
         refusal = refuse(request)
         return None if refusal is None else route.errors.response(refusal)
 
-    def refuse(request: web.BaseRequest) -> ApiError | None:
+    def refuse(request: Request) -> ApiError | None:
         request[CALLER] = ANYBODY
         if has_keys:
             request[CALLER] = gate.caller(authorization_of(request.headers), time.monotonic())
@@ -92,7 +92,7 @@ def make_guard(
     return handle
 
 
-def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiError | None:
+def key_refusal(request: Request, gate: KeyGate, need: Access) -> ApiError | None:
     """Return the refusal, if any; also for handlers that decide by the body."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:
@@ -101,21 +101,15 @@ def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiErr
     return ApiError(status, message, code="invalid_api_key" if status == 401 else "admin_key_needed")
 
 
-async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
+async def answer_of(handler: Handler, request: Request) -> Response:
     """Return the handler's response or exception, unless a stream has started."""
     errors = errors_of(request)
     try:
         return await handler(request)
     except ApiError as error:
         response = errors.response(error)
-        if error.status in (408, 413):  # the rest of the body is not read
-            response.force_close()
-        return response
-    except web.HTTPException as error:
-        return _of_http(error, request, errors)
-    except web.RequestPayloadError as error:  # broken chunks or compression, a truncated body
-        response = errors.response(ApiError(400, f"the body cannot be read: {' '.join(str(error).split())}"))
-        response.force_close()  # the start of the next request is unknown
+        if error.status in (408, 413) or isinstance(error, BrokenBody):  # the rest of the body is not read
+            response.headers["Connection"] = "close"
         return response
     except ConnectionError:
         raise  # the client disconnected
@@ -127,17 +121,6 @@ async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamRes
         log.exception("%s %s failed", request.method, request.path)
         message = "internal error; the server's log has the details"
         return errors.response(ApiError(500, message, code=INTERNAL_ERROR))
-
-
-def _of_http(error: web.HTTPException, request: web.BaseRequest, errors: ApiShape) -> web.Response:
-    if error.status == 404:
-        return errors.response(ApiError(404, f"there is no {request.path} here", code="not_found"))
-    if error.status == 405:
-        message = f"{request.path} does not take {request.method}"
-        response = errors.response(ApiError(405, message, code="method_not_allowed"))
-        response.headers["Allow"] = error.headers["Allow"]
-        return response
-    return errors.response(ApiError(error.status, error.text or error.reason))
 
 
 # ---- The client's deadline by `x-request-timeout` (seconds) or Envoy's header.
@@ -215,7 +198,7 @@ NO_KEY = "-"  # names shared by all
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-def caller_header(request: web.BaseRequest) -> dict[str, str]:
+def caller_header(request: Request) -> dict[str, str]:
     """Owners of request names: a `rid` belongs to the key that sent it.
 
         router -> worker   CALLER_HEADER: digest of the client's key, or NO_KEY
@@ -230,7 +213,7 @@ def owner_said(headers: Mapping[str, str]) -> str:
     return headers.get(CALLER_HEADER, NO_KEY).replace(NO_KEY, "")
 
 
-def owner_in(request: web.BaseRequest) -> str:
+def owner_in(request: Request) -> str:
     """Return a worker request's owner, empty for all without key. Raises ApiError(400)."""
     said = request.headers.get(CALLER_HEADER)
     if said is None:
@@ -242,16 +225,16 @@ def owner_in(request: web.BaseRequest) -> str:
     return said.replace(NO_KEY, "")
 
 
-def has_admin_key(request: web.BaseRequest, gate: KeyGate) -> bool:
+def has_admin_key(request: Request, gate: KeyGate) -> bool:
     """Return whether the caller may abort any request."""
     return gate.admin.is_set and request[CALLER].access >= Access.ADMIN
 
 
-def may_end_any(request: web.BaseRequest, gate: KeyGate) -> bool:
+def may_end_any(request: Request, gate: KeyGate) -> bool:
     """The same at a worker; without keys it trusts all but a router's clients."""
     has_keys = gate.api.is_set or gate.admin.is_set
     return has_admin_key(request, gate) if has_keys else CALLER_HEADER not in request.headers
 
 
-def _own(request: web.BaseRequest) -> str:
+def _own(request: Request) -> str:
     return owner_of(authorization_of(request.headers)) if request[CALLER].name else ""

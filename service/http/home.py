@@ -6,11 +6,12 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from aiohttp import web
+from starlette.responses import Response
 
 from service.flags import installed_version
 from service.http.guard import CALLER
-from service.http.routes import json_response
+from service.http.request import Request
+from service.http.routes import RouteDef, get, json_response
 from service.security.keys import Access
 
 # ---- Static files of pages, public; their data needs a key.
@@ -50,12 +51,12 @@ class Pages:
     def __init__(self, files: Mapping[str, Path] = SHARED) -> None:
         self._files = {path: (file.read_bytes(), _TYPES[file.suffix]) for path, file in files.items()}
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get(path, self.file) for path in self._files]
+    def routes(self) -> list[RouteDef]:
+        return [get(path, self.file) for path in self._files]
 
-    async def file(self, request: web.BaseRequest) -> web.Response:
+    async def file(self, request: Request) -> Response:
         body, kind = self._files[request.path]
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=PAGE_HEADERS)
+        return Response(content=body, media_type=kind, headers=PAGE_HEADERS)
 
 
 # ---- home
@@ -103,16 +104,16 @@ class Home:
     models: Callable[[], Sequence[str]]
     links: Mapping[str, str]
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get(HOME, self.home)]
+    def routes(self) -> list[RouteDef]:
+        return [get(HOME, self.home)]
 
-    async def home(self, request: web.BaseRequest) -> web.Response:
+    async def home(self, request: Request) -> Response:
         models = list(self.models()) if request[CALLER].access >= Access.USER else None
         links = {**self.links, **LINKS}
         if "text/html" in request.headers.get("Accept", ""):
             body = self._page(models, links)
             headers = {**PAGE_HEADERS, "Vary": "Accept"}
-            return web.Response(text=body, content_type="text/html", charset="utf-8", headers=headers)
+            return Response(content=body, media_type="text/html", headers=headers)
         facts = {"name": "tandem", "server": self.server, "version": installed_version(), "links": links}
         return json_response(facts if models is None else {**facts, "models": models}, headers={"Vary": "Accept"})
 

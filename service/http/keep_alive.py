@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from aiohttp import web
-
-from service.http.routes import SSE_HEADERS, CoalescedResponse, open_stream, shape_of
+from service.http.request import Request, Stream
+from service.http.routes import SSE_HEADERS, open_stream, shape_of
 
 # Set by a router that writes them itself: a worker's first byte is then output.
 NO_BEATS_HEADER = "x-tandem-no-keep-alive"
@@ -19,8 +18,8 @@ class KeepAlive:
     bytes sent; writers report nothing.
     """
 
-    def __init__(self, request: web.BaseRequest, *, interval_s: float) -> None:
-        self.stream: CoalescedResponse | None = None
+    def __init__(self, request: Request, *, interval_s: float) -> None:
+        self.stream: Stream | None = None
         self._request = request
         self._beat = shape_of(request.path).beat
         self._interval_s = interval_s
@@ -41,11 +40,11 @@ class KeepAlive:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def open(self, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
+    async def open(self, *, headers: Mapping[str, str], status: int = 200) -> Stream:
         """Return the stream, after a keep-alive with status 200 and an event stream's headers."""
         async with self._turn:
             if self.stream is None:
-                self.stream = await open_stream(self._request, headers=headers, status=status)
+                self.stream = open_stream(self._request, headers=headers, status=status)
         return self.stream
 
     async def end(self) -> None:
@@ -56,7 +55,7 @@ class KeepAlive:
 
     def _on_timer(self) -> None:
         """Check every half interval."""
-        num_bytes = self._request.writer.output_size
+        num_bytes = 0 if self.stream is None else self.stream.num_bytes
         if num_bytes != self._num_bytes or self._has_beaten:
             self._num_bytes, self._has_beaten = num_bytes, False
         elif self._task is None or self._task.done():
@@ -69,6 +68,6 @@ class KeepAlive:
                 if self._is_over:
                     return
                 if self.stream is None:
-                    self.stream = await open_stream(self._request, headers=SSE_HEADERS)
+                    self.stream = open_stream(self._request, headers=SSE_HEADERS)
                 await self.stream.write(self._beat)
-                self._num_bytes, self._has_beaten = self._request.writer.output_size, True
+                self._num_bytes, self._has_beaten = self.stream.num_bytes, True

@@ -4,18 +4,16 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from service.flags import ConfigError
 
-if TYPE_CHECKING:
-    from aiohttp import web
 BACKLOG = 1024
 
 
@@ -40,12 +38,9 @@ class ListeningPort:
     def url(self) -> str:
         return url_of(self.host, self.port)
 
-    async def serve(self, runner: "web.BaseRunner") -> None:
-        """Serve until the runner's cleanup; afterwards connections queue in the kernel."""
-        from aiohttp import web  # the launcher of a cluster looks for free ports, and serves none
-
-        for sock in self._sockets:
-            await web.SockSite(runner, sock.dup(), backlog=BACKLOG).start()
+    @property
+    def sockets(self) -> Sequence[socket.socket]:
+        return self._sockets
 
 
 def url_of(host: str, port: int) -> str:

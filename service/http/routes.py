@@ -1,15 +1,16 @@
 """Handlers by path and prefix, at a third of aiohttp's cost; shapes of answers."""
 
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from service.http.errors import ApiError, decode_body
+from service.http.request import Request, RequestKey, Stream
 from service.waiter import BODIES
 
 # ---- JSON answers, and streams of events or lines (NDJSON).
@@ -21,30 +22,21 @@ _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SSE_HEADERS = {"Content-Type": f"{EVENTS_TYPE}; charset=utf-8", **_UNBUFFERED}
 LINES_HEADERS = {"Content-Type": LINES_TYPE, **_UNBUFFERED}
 DONE = b"data: [DONE]\n\n"
-REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-EXTRA_HEADERS: web.RequestKey[dict[str, str]] = web.RequestKey("extra_headers", dict)  # of every response
-STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are sent
+REQUEST_ID: RequestKey[str] = RequestKey("request_id", str)
+EXTRA_HEADERS: RequestKey[dict[str, str]] = RequestKey("extra_headers", dict)  # of every response
+STREAMING: RequestKey[bool] = RequestKey("streaming", bool)  # headers are sent
 
 _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 _encode = msgspec.json.Encoder().encode
 
 
-class CoalescedResponse(web.StreamResponse):
-    """Sends headers with the first bytes, to avoid a delayed ACK."""
-
-    _send_headers_immediately = False
-
-
-async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-    out = CoalescedResponse(status=status, headers=headers)
-    out.headers.extend(request[EXTRA_HEADERS])
+def open_stream(request: Request, *, headers: Mapping[str, str], status: int = 200) -> Stream:
     request[STREAMING] = True
-    await out.prepare(request)
-    return out
+    return Stream(request, status=status, headers=chain(headers.items(), request[EXTRA_HEADERS].items()))
 
 
-def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=_encode(value), status=status, content_type="application/json", headers=headers)
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encode(value), status, headers, "application/json")
 
 
 async def json_rows(rows: Iterable[Any], *, size: int) -> list[msgspec.Raw]:
@@ -88,10 +80,10 @@ class ApiShape:
     schema: dict[str, Any]
     beat: bytes = COMMENT
 
-    def response(self, error: ApiError) -> web.Response:
+    def response(self, error: ApiError) -> Response:
         headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
         body = msgspec.json.encode(self.body(error))
-        return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
+        return Response(body, error.status, headers, "application/json")
 
     def last_event(self, error: ApiError) -> bytes:
         """Return an error as a stream's end, which clients' SDKs raise."""
@@ -170,35 +162,6 @@ def shape_of(path: str) -> ApiShape:
     return next((shape for prefix, shape in _BY_PREFIX if path.startswith(prefix)), OPENAI)
 
 
-# ---- Normalization of request paths before any rule. Pure.
-
-# Matches paths that may not be normal: escapes, or bytes that need one, backslashes, empty
-# segments, dots, a trailing slash.
-_ODD = re.compile(r"[^!-~]|%|\\|//|/\.|./$")
-_IN_SEGMENTS = "!$&'()*+,;=:@~"  # allowed in a path by RFC 3986, beyond those that quote() leaves
-
-
-def plain_path(raw: str) -> str:
-    """Decode escapes once; drop dot and empty segments and a trailing slash.
-
-    Encoded slashes and backslashes count as slashes, so a rule holds for each spelling, also at a
-    server that gets the path passed on. Bytes that are not UTF-8 stay.
-    """
-    if not raw.startswith("/") or not _ODD.search(raw):
-        return raw
-    kept: list[bytes] = []
-    for part in unquote_to_bytes(raw.encode(errors="surrogateescape")).replace(b"\\", b"/").split(b"/"):
-        if part == b"..":
-            del kept[-1:]
-        elif part not in (b"", b"."):
-            kept.append(part)
-    return "/" + "/".join(quote_from_bytes(part, safe=_IN_SEGMENTS) for part in kept)
-
-
-def segment(name: str) -> str:
-    return quote(name, safe="")
-
-
 # ---- SageMaker's POST /invocations, for any API. Pure.
 
 INVOCATIONS = "/invocations"
@@ -232,6 +195,20 @@ def invoked_path(body: bytes) -> str:
     raise ApiError(400, f"the body fits no API: it needs one of {', '.join(_PATHS)}", code="unknown_body")
 
 
+# ---- definitions of routes
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class RouteDef(NamedTuple):
+    method: str
+    path: str
+    handler: Handler
+
+
+get, post, put, delete = (partial(RouteDef, method) for method in ("GET", "POST", "PUT", "DELETE"))
+
+
 # ---- models with special heads
 
 EMBEDDINGS = "/v1/embeddings makes vectors to compare"
@@ -254,21 +231,18 @@ UNSERVED: Mapping[str, ModelHead] = {
 }
 
 
-async def refuse(request: web.BaseRequest) -> web.StreamResponse:
+async def refuse(request: Request) -> Response:
     path = request.path.rstrip("/")
     head = UNSERVED[path]
     message = f"{path} needs {head.needs}; the models here generate text. Instead: {head.instead}"
     raise ApiError(404, message, code="model_has_no_head")
 
 
-def unserved_routes() -> list[web.RouteDef]:
-    return [web.post(path, refuse) for path in UNSERVED]
+def unserved_routes() -> list[RouteDef]:
+    return [post(path, refuse) for path in UNSERVED]
 
 
 # ---- routes
-
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
@@ -279,13 +253,13 @@ class HttpRoute:
     errors: ApiShape
 
 
-ROUTE: web.RequestKey[HttpRoute] = web.RequestKey("route", HttpRoute)
+ROUTE: RequestKey[HttpRoute] = RequestKey("route", HttpRoute)
 
 
 class Routes:
     """Routes by path and method; "/{name}" matches any text up to what follows."""
 
-    def __init__(self, routes: Iterable[web.RouteDef]) -> None:
+    def __init__(self, routes: Iterable[RouteDef]) -> None:
         self._exact: dict[str, dict[str, HttpRoute]] = {}
         below: dict[tuple[str, str], dict[str, HttpRoute]] = {}  # "/v1/models/", "" -> method -> route
         for route in routes:
@@ -293,7 +267,7 @@ class Routes:
             ends = (head, rest.partition("}")[2])
             methods = below.setdefault(ends, {}) if brace else self._exact.setdefault(head, {})
             assert route.method not in methods, (route.method, route.path)
-            methods[route.method] = HttpRoute(route.path, route.handler, shape_of(route.path))  # type: ignore[arg-type]
+            methods[route.method] = HttpRoute(route.path, route.handler, shape_of(route.path))
             if route.method == "GET":
                 methods["HEAD"] = methods["GET"]
         self._below = sorted(below.items(), key=lambda item: -len(item[0][1]))  # paths that continue after {name} first
@@ -315,7 +289,7 @@ class Routes:
                     found.setdefault(route.path, set()).add(method)
         return found
 
-    def of(self, request: web.BaseRequest) -> HttpRoute:
+    def of(self, request: Request) -> HttpRoute:
         route = request.get(ROUTE)
         if route is None:
             route = request[ROUTE] = self.find(request.method, request.path)
@@ -328,19 +302,27 @@ class Routes:
         return None
 
 
-def errors_of(request: web.BaseRequest) -> ApiShape:
+def errors_of(request: Request) -> ApiShape:
     """Return the shape of errors, OpenAI's before routing."""
     route = request.get(ROUTE)
     return OPENAI if route is None else route.errors
 
 
-async def _not_found(request: web.BaseRequest) -> web.StreamResponse:
-    raise web.HTTPNotFound
+def no_such_path(request: Request) -> ApiError:
+    return ApiError(404, f"there is no {request.path} here", code="not_found")
+
+
+async def _not_found(request: Request) -> Response:
+    raise no_such_path(request)
 
 
 def _not_allowed(method: str, methods: dict[str, HttpRoute]) -> HttpRoute:
-    async def refuse(request: web.BaseRequest) -> web.StreamResponse:
-        raise web.HTTPMethodNotAllowed(method, sorted(methods))
-
     known = next(iter(methods.values()))
+
+    async def refuse(request: Request) -> Response:
+        message = f"{request.path} does not take {method}"
+        response = known.errors.response(ApiError(405, message, code="method_not_allowed"))
+        response.headers["Allow"] = ",".join(sorted(methods))
+        return response
+
     return HttpRoute(known.path, refuse, known.errors)

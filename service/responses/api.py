@@ -3,10 +3,11 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from aiohttp import web
+from starlette.responses import Response
 
 from service.http.errors import ApiError, bad_field
-from service.http.routes import json_response
+from service.http.request import Request
+from service.http.routes import json_response, no_such_path
 from service.responses.items import input_items, not_found
 from service.responses.store import ResponseBook, StoredResponse
 from service.security.keys import authorization_of, owner_of
@@ -14,23 +15,23 @@ from service.security.keys import authorization_of, owner_of
 PATH = "/v1/responses"
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # of listed items, as in OpenAI's API
 
-StoredHandler = Callable[[web.BaseRequest, ResponseBook], Awaitable[web.Response]]
+StoredHandler = Callable[[Request, ResponseBook], Awaitable[Response]]
 
 
-async def get_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+async def get_response(request: Request, book: ResponseBook) -> Response:
     if request.query.get("stream", "false") != "false":
         raise bad_field("stream", "a stored response is not streamed; leave it out", code="unsupported_parameter")
     return _shown(await _find(request, book))
 
 
-async def delete_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+async def delete_response(request: Request, book: ResponseBook) -> Response:
     id = named_response(request)
     if not await book.remove(id, caller_of(request)):
         raise not_found(id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
-async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+async def cancel_response(request: Request, book: ResponseBook) -> Response:
     id = named_response(request)
     try:
         await book.cancel(id, caller_of(request))
@@ -39,7 +40,7 @@ async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.R
     return _shown(await _find(request, book))
 
 
-async def list_input_items(request: web.BaseRequest, book: ResponseBook) -> web.Response:
+async def list_input_items(request: Request, book: ResponseBook) -> Response:
     """Return the items before a response, newest first by default."""
     found = await _find(request, book)
     return json_response(page_of(input_items(found), request.query))
@@ -66,15 +67,15 @@ def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
     }
 
 
-def named_response(request: web.BaseRequest) -> str:
-    """Return the id in the path. Raises HTTPNotFound."""
+def named_response(request: Request) -> str:
+    """Return the id in the path. Raises ApiError(404)."""
     id, _, rest = request.path.removeprefix(PATH + "/").partition("/")
     if rest not in ("", "cancel", "input_items"):
-        raise web.HTTPNotFound
+        raise no_such_path(request)
     return id
 
 
-def caller_of(request: web.BaseRequest) -> str:
+def caller_of(request: Request) -> str:
     return owner_of(authorization_of(request.headers))
 
 
@@ -84,7 +85,7 @@ def _limit(text: str) -> int:
     return int(text)
 
 
-async def _find(request: web.BaseRequest, book: ResponseBook) -> Sequence[StoredResponse]:
+async def _find(request: Request, book: ResponseBook) -> Sequence[StoredResponse]:
     id = named_response(request)
     found = await book.find(id, caller_of(request))
     if not found:
@@ -92,5 +93,5 @@ async def _find(request: web.BaseRequest, book: ResponseBook) -> Sequence[Stored
     return found
 
 
-def _shown(found: Sequence[StoredResponse]) -> web.Response:
-    return web.Response(body=found[0].response, content_type="application/json")
+def _shown(found: Sequence[StoredResponse]) -> Response:
+    return Response(content=found[0].response, media_type="application/json")

@@ -8,17 +8,18 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
-from aiohttp import web
+from starlette.responses import Response
 
 from service.http.listening import open_port
+from service.http.request import Request, RequestLimits
 from service.http.routes import json_response
-from service.http.server import RequestLimits, make_runner, serving
+from service.http.server import HttpServer, serving
 
 
-async def echo(request: web.BaseRequest) -> web.StreamResponse:
+async def echo(request: Request) -> Response:
     body = (await request.read()).decode()
     return json_response(
-        {"path": request.path, "raw": request.rel_url.raw_path, "query": request.query_string, "body": body}
+        {"path": request.path, "raw": request.raw_path, "query": request.target.partition("?")[2], "body": body}
     )
 
 
@@ -80,21 +81,20 @@ async def test_what_is_no_http_is_refused_in_the_shape_of_all_errors(junk: bytes
 HEAD = b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
-async def handle(request: web.BaseRequest) -> web.StreamResponse:
+async def handle(request: Request) -> Response:
     return json_response({"path": request.path})
 
 
 async def answers_at_the_end(*requests: bytes) -> list[bytes]:
     """What a client reads that connected before the server's end and sends each of `requests` after it has begun."""
     with open_port("127.0.0.1", 0) as port:
-        runner = make_runner(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1)
-        await runner.setup()
-        await port.serve(runner)
+        server = HttpServer(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1)
+        await server.serve(port)
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        while not runner.server.connections:
+        while not server.num_connections:
             await asyncio.sleep(0)
-        end = asyncio.create_task(runner.cleanup())
-        while runner.sites:
+        end = asyncio.create_task(server.close())
+        while server.is_listening:
             await asyncio.sleep(0)
         for _ in range(10):  # turns of the loop, in which the server could close the connection
             await asyncio.sleep(0)
@@ -126,19 +126,17 @@ def test_a_connection_is_answered_whenever_its_server_ends_by_it_or_by_the_next(
 
     async def answer() -> bytes:
         with open_port("127.0.0.1", 0) as port:
-            runners = [make_runner(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1) for _ in "ab"]
-            for runner in runners:
-                await runner.setup()
-            await port.serve(runners[0])
+            servers = [HttpServer(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1) for _ in "ab"]
+            await servers[0].serve(port)
             with socket.create_connection(("127.0.0.1", port.port)) as client:
                 client.sendall(HEAD)
                 for _ in range(iterations):
                     await asyncio.sleep(0)
-                await runners[0].cleanup()
-                await port.serve(runners[1])
+                await servers[0].close()
+                await servers[1].serve(port)
                 client.setblocking(False)
                 received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 16), 10)
-            await runners[1].cleanup()
+            await servers[1].close()
             return received
 
     with asyncio.Runner(loop_factory=new_loop) as runner:

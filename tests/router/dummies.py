@@ -22,8 +22,8 @@ from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.http import heartbeats
 from service.http.guard import CALLER_HEADER
+from service.http.request import RequestLimits
 from service.http.resume import MOVE_OUT, RESUME_FIELD
-from service.http.server import RequestLimits
 from service.security.keys import ROUTER_SECRET
 
 DEADLINE_S = 60.0

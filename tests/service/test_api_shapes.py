@@ -75,7 +75,7 @@ def test_the_last_event_is_one_whole_event(shape: ApiShape, head: bytes, end: by
 def test_a_router_reads_every_shape(shape: ApiShape) -> None:
     body = shape.response(DRAINING)
     assert isinstance(body.body, bytes) and reports_draining(body.body) and parse_error(body.body) == "it drains"
-    assert body.status == 503 and body.headers["Retry-After"] == "1"
+    assert body.status_code == 503 and body.headers["Retry-After"] == "1"
     other = json.dumps(shape.body(REFUSED)).encode()
     assert not reports_draining(other) and parse_error(other) == REFUSED.message
     own = from_finish(FinishReason(kind="abort", message="NaN", status=500, own=True))

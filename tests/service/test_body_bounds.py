@@ -8,9 +8,10 @@ import zlib
 
 import httpx2 as httpx
 import pytest
-from aiohttp import web
+from starlette.responses import Response
 
-from service.http import errors, server
+from service.http import errors
+from service.http import request as request_module
 from service.http.errors import (
     ALWAYS_BYTES,
     MAX_PARTS,
@@ -23,8 +24,9 @@ from service.http.errors import (
 )
 from service.http.guard import answer_of
 from service.http.listening import open_port
+from service.http.request import Request, RequestLimits
 from service.http.routes import json_response
-from service.http.server import RequestLimits, serving
+from service.http.server import serving
 from service.waiter import BODIES
 
 MOST = 16 << 20
@@ -133,12 +135,12 @@ async def test_servers_refuse_such_bodies_and_inflate_beside_their_loop(monkeypa
         threads.append(threading.current_thread())
         return inflate(data, coding, most_bytes=most_bytes)
 
-    monkeypatch.setattr(server, "inflate", noted)
+    monkeypatch.setattr(request_module, "inflate", noted)
 
-    async def size(request: web.BaseRequest) -> web.StreamResponse:
+    async def size(request: Request) -> Response:
         return json_response({"size": len(await request.read()), "again": len(await request.read())})
 
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: Request) -> Response:
         return await answer_of(size, request)
 
     long = gzip.compress(random.Random(1).randbytes(300_000))
@@ -161,7 +163,7 @@ async def test_servers_refuse_such_bodies_and_inflate_beside_their_loop(monkeypa
 
 
 async def test_a_compressed_body_waits_for_no_huge_one() -> None:
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: Request) -> Response:
         return json_response(len(await request.read()))
 
     goes_on, body = threading.Event(), random.Random(1).randbytes(10_000)

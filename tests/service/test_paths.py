@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.http.routes import plain_path, segment
+from service.http.request import plain_path, segment
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from service.http.image_encoders import ImageEncoder
 from service.http.image_encoders import write_header as name_encoders
 from service.http.prefix_source import PrefixSourceHeader
 from service.http.prefix_source import write_header as name_source
+from service.http.request import plain_path
 from service.http.resume import sign
-from service.http.routes import plain_path
 from service.security.keys import bearer
 from tests.e2e.cluster import Started, tandem
 from tests.frontend.conftest import Worker, start_worker

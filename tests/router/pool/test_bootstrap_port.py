@@ -9,19 +9,20 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
+from starlette.responses import Response
 
 from bootstrap_server.app import make_handle
 from bootstrap_server.registry import BootstrapConfig, Registry
 from router.pool.reports import is_bootstrap_server
 from service.http.listening import open_port
+from service.http.request import Request, RequestLimits
 from service.http.routes import Handler
-from service.http.server import RequestLimits, serving
+from service.http.server import serving
 from tests.router.dummies import BOOTSTRAP_PORT, CHAT, Cluster, DummyWorker, cluster, until, workers
 
 
-async def ok(request: web.BaseRequest) -> web.StreamResponse:
-    return web.Response(text="OK")
+async def ok(request: Request) -> Response:
+    return Response("OK")
 
 
 @asynccontextmanager
@@ -83,7 +84,7 @@ async def test_a_mapped_port_is_right_where_a_bootstrap_server_answers(whose: st
 async def test_a_bootstrap_server_that_hangs_hides_no_silent_worker() -> None:
     asked = 0
 
-    async def ok_once(request: web.BaseRequest) -> web.StreamResponse:
+    async def ok_once(request: Request) -> Response:
         nonlocal asked
         asked += 1
         if asked > 1:

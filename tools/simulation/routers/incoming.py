@@ -1,69 +1,64 @@
-"""Requests of simulated clients, as the dispatcher and `web.StreamResponse` see them."""
+"""Requests of simulated clients, as ASGI hands them to the router."""
 
-from types import SimpleNamespace
-from typing import Any
+from starlette.types import Message, Receive
 
-import aiohttp
-from aiohttp import HttpVersion11, web
-from multidict import CIMultiDict
-
+import service.http.request as served
+from service.http.request import CONNECTION, RequestLimits
 from service.http.routes import REQUEST_ID_HEADER
-from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
 
-
-class IncomingRequest(dict[Any, Any]):
-    """What the dispatcher and `web.StreamResponse` use of a `web.Request`."""
-
-    method = "POST"
-    version = HttpVersion11
-    keep_alive = True
-    body_exists = True
-    protocol = SimpleNamespace(is_full=False)
-
-    def __init__(self, loop: VirtualLoop, request: Request, reply: Reply, request_id: str) -> None:
-        super().__init__()
-        self.path = request.path
-        self.headers = CIMultiDict(
-            {REQUEST_ID_HEADER: request_id, "Content-Type": "application/json", **request.headers}
-        )
-        self._body = request.body
-        self.writer = self._payload_writer = _Writer(reply)
-
-    async def read(self) -> bytes:
-        return self._body
-
-    async def _prepare_hook(self, response: web.StreamResponse) -> None:
-        """No application, no signals."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
+LIMITS = RequestLimits(max_body_bytes=1 << 30)
 
 
-class _Writer:
-    """`AbstractStreamWriter` to the client."""
+class _Connection:
+    """The client's; it reads at once."""
 
-    buffer_size = output_size = 0
-    length: int | None = None
+    broken = ""
+    is_full = False
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
 
-    def enable_chunking(self) -> None:
-        """Parts are parts here anyway."""
+    @property
+    def is_gone(self) -> bool:
+        return not self._reply.connected
 
-    async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None:
-        self._reply.head(int(status_line.split()[1]), headers.get("Content-Type", ""))
 
-    def send_headers(self) -> None:
-        """Sent by `write_headers`."""
+class _Answer:
+    """Sends ASGI's messages of a stream into `reply`."""
 
-    async def write(self, chunk: bytes) -> None:
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    async def send(self, message: Message) -> None:
         if not self._reply.connected:
-            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
-        self.output_size += len(chunk)
-        self._reply.chunk(bytes(chunk))
+            raise ConnectionResetError("the client has left")
+        if message["type"] == "http.response.start":
+            kind = next((value for name, value in message["headers"] if name == b"content-type"), b"")
+            return self._reply.head(message["status"], kind.decode())
+        if message["body"]:
+            self._reply.chunk(message["body"])
+        if not message.get("more_body"):
+            self._reply.finish()
 
-    async def write_eof(self, chunk: bytes = b"") -> None:
-        if chunk:
-            await self.write(chunk)
-        self._reply.finish()
+
+def incoming(request: Request, reply: Reply, request_id: str) -> served.Request:
+    headers = {REQUEST_ID_HEADER: request_id, "Content-Type": "application/json", **request.headers}
+    headers["Content-Length"] = str(len(request.body))
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": b"",
+        "headers": served.raw_headers(headers.items()),
+        CONNECTION: _Connection(reply),
+    }
+    return served.Request(scope, _whole(request.body), _Answer(reply).send, LIMITS)
+
+
+def _whole(body: bytes) -> Receive:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive

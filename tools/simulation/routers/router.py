@@ -2,24 +2,22 @@
 and requests that are simulated. They are coroutines; the loop that runs them has virtual time (aio.py).
 """
 
-from typing import Any
 
-from aiohttp import web
-
+import service.http.request as served
 from router.body import Api
 from router.compose.routes import need_of
 from router.history.metrics import counted
 from router.pool.breaker import Health
 from router.pool.worker import Role
 from service.http.guard import make_guard
-from service.http.routes import REQUEST_ID_HEADER, Routes
+from service.http.routes import REQUEST_ID_HEADER, Routes, post
 from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request, serve
 from tools.simulation.network import Network
 from tools.simulation.options import Options
-from tools.simulation.routers.incoming import IncomingRequest
+from tools.simulation.routers.incoming import incoming
 from tools.simulation.routers.parts import RouterParts
 from tools.simulation.world import Process, Violation
 
@@ -40,7 +38,7 @@ class Router:
         self._upstream = parts.upstream
         browser = BrowserRule(host=parts.config.host, has_keys=False)
         generate = counted(self.dispatcher.handle, parts.metrics)
-        routes = Routes(web.post(api.value, generate) for api in Api)
+        routes = Routes(post(api.value, generate) for api in Api)
         self._guard = make_guard(routes, gate=parts.gate, need_of=need_of, browser=browser, new_id=lambda: process.name)
         self._num_requests = 0
         self._seen = (0, 0, 0)
@@ -60,15 +58,15 @@ class Router:
         self._num_requests += 1
         name = request.headers.get(REQUEST_ID_HEADER) or f"{self.process.name}-{self._num_requests}"
         self._upstream.note(name, request)
-        incoming: Any = IncomingRequest(self.aio, request, reply, name)
-        task = self.aio.run(lambda: self.aio.create_task(self._serve(incoming, reply)))
-        reply.on_gone = lambda: self.aio.run(task.cancel)  # handler_cancellation=True
+        http = incoming(request, reply, name)
+        task = self.aio.run(lambda: self.aio.create_task(self._serve(http, reply)))
+        reply.on_gone = lambda: self.aio.run(task.cancel)  # as our server does
 
-    async def _serve(self, request: Any, reply: Reply) -> None:
-        response = await self._guard(request)
-        if isinstance(response, web.Response):
-            body = response.body if isinstance(response.body, bytes) else b""
-            reply.whole(response.status, body, retry_after=response.headers.get("Retry-After", ""))
+    async def _serve(self, http: served.Request, reply: Reply) -> None:
+        response = await self._guard(http)
+        if not isinstance(response, served.Stream):
+            retry_after = response.headers.get("Retry-After", "")
+            reply.whole(response.status_code, bytes(response.body), retry_after=retry_after)
 
     def has_asked(self, node: str, since_s: float) -> bool:
         """Whether all this time, by the world's clock, it has taken the worker at `node` for one that may live."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.shared.resumable import check_signed
 from engine.frontend.apis.shared.routes import ApiRoute, admin_route
@@ -29,6 +29,7 @@ from engine.messages import (
 )
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.guard import key_refusal, may_end_any, owner_in
+from service.http.request import Request
 from service.http.resume import MOVE_OUT, Name
 from service.http.routes import json_response
 from service.security.keys import Access
@@ -89,14 +90,14 @@ class StartProfileBody(msgspec.Struct, kw_only=True):
     record_shapes: bool | None = None
 
 
-async def flush_cache(request: web.BaseRequest) -> web.Response:
+async def flush_cache(request: Request) -> Response:
     reply = await request[SERVICES].leaders.flush_cache()
     if not reply.ok:
         raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
-    return web.Response(text=(reply.message or "Cache flushed.") + "\n")
+    return Response(content=(reply.message or "Cache flushed.") + "\n")
 
 
-async def abort_request(request: web.BaseRequest) -> web.Response:
+async def abort_request(request: Request) -> Response:
     """200 also for an unknown id, as in SGLang, or another key's, which continues."""
     s = request[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
@@ -113,10 +114,10 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
             await s.others.abort(body.rid, owner=owner)
     else:
         raise bad_field("rid", "name a request, or set abort_all")
-    return web.Response()
+    return Response()
 
 
-async def move_out(request: web.BaseRequest) -> web.Response:
+async def move_out(request: Request) -> Response:
     """End streams that Tandem's router moves. `moving`: rids found."""
     s, data = request[SERVICES], await request.read()
     check_signed(request, data)
@@ -150,7 +151,7 @@ class Order:
     head: tuple[str, Any] = SUCCESS
     shown: Callable[[Services, ControlReply], dict[str, Any]] = lambda s, reply: reply.values
 
-    async def handle(self, request: web.BaseRequest) -> web.Response:
+    async def handle(self, request: Request) -> Response:
         data = b"" if self.body is None else await request.read()
         return json_response(await self.carry_out(request[SERVICES], data))
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.flags.images import blank_image
 from engine.frontend.apis.admin.load import step_summary
@@ -17,6 +17,7 @@ from engine.sampling_params import SamplingParams
 from engine.stamps import Stamped
 from service.http.errors import DRAINING, ApiError, bad_field
 from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, PATH, TYPE, first_line, live_line, wait_s
+from service.http.request import Request
 from service.http.routes import json_response, open_stream
 from service.security.keys import Access
 
@@ -26,7 +27,7 @@ MAX_STREAMS = 256  # router processes
 _HEADERS = {"Content-Type": TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
+async def heartbeats(request: Request) -> Response:
     """Raises ApiError: 400 for `every`, 503 if not ready or too many."""
     s, every_s = request[SERVICES], _every_s(request)
     if not s.leaders.ready.is_set() or not s.stamps.read():
@@ -34,7 +35,7 @@ async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
     if s.beating.num >= MAX_STREAMS:
         raise ApiError(503, f"{MAX_STREAMS} streams of heartbeats are open", code="queue_full", retry_after_s=1)
     with s.beating.taken() as pause:
-        out = await open_stream(request, headers=_HEADERS)
+        out = open_stream(request, headers=_HEADERS)
         await out.write(first_line(every_s))
         lines = HeartbeatLines()
         while await pause(wait_s(time.monotonic(), every_s, phase=LINES)):
@@ -42,7 +43,7 @@ async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
                 s.stamps.read(), now_s=time.monotonic(), num_live=s.client.num_live, fine=_is_fine(s)
             ):
                 await out.write(line)
-        await out.write_eof()
+        await out.end()
     return out
 
 
@@ -69,7 +70,7 @@ def _is_fine(s: Services) -> bool:
     return s.client.closed is None and s.warm.is_set() and not s.leaders.released and not s.leaders.paused
 
 
-def _every_s(request: web.BaseRequest) -> float:
+def _every_s(request: Request) -> float:
     text = request.query.get("every", f"{EVERY_S:g}")
     try:
         value = float(text)
@@ -136,7 +137,7 @@ LOADING_TIMEOUT_S = 1.0
 INFO_TIMEOUT_S = 5.0
 
 
-async def health(request: web.BaseRequest) -> web.Response:
+async def health(request: Request) -> Response:
     """200 if the scheduler is alive; 503 while draining or with released memory.
 
     In a long step the heartbeat thread answers with `busy_s` and `step`; 503 if it is silent,
@@ -178,12 +179,12 @@ async def _until_all_run(s: Services) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def liveness(request: web.BaseRequest) -> web.Response:
+async def liveness(request: Request) -> Response:
     """200 while this process answers; the watchdog handles a stuck scheduler."""
     return json_response({"status": "alive"})
 
 
-async def health_generate(request: web.BaseRequest) -> web.Response:
+async def health_generate(request: Request) -> Response:
     """200 after one token through model and frontend (disaggregated: without transfer)."""
     s = request[SERVICES]
     check_up(s)

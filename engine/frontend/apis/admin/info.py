@@ -3,7 +3,7 @@
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
@@ -16,6 +16,7 @@ from engine.messages import StateReply
 from service.flags import installed_version
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.openapi import loads_answer
+from service.http.request import Request
 from service.http.routes import json_response
 from service.security.keys import Access
 from service.telemetry.context import Records, TracesQuery, query_error
@@ -25,11 +26,11 @@ SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over a wor
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def list_models(request: web.BaseRequest) -> web.Response:
+async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": _model_cards(request[SERVICES])})
 
 
-async def get_model(request: web.BaseRequest) -> web.Response:
+async def get_model(request: Request) -> Response:
     s = request[SERVICES]
     chosen = choose_model(s, request.path.removeprefix("/v1/models/"), None)
     return json_response(next(card for card in _model_cards(s) if card["id"] == chosen.shown))
@@ -50,16 +51,16 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
     return [base, *({**base, "id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
 
 
-async def version(request: web.BaseRequest) -> web.Response:
+async def version(request: Request) -> Response:
     return json_response({"version": installed_version()})
 
 
-async def model_info(request: web.BaseRequest) -> web.Response:
+async def model_info(request: Request) -> Response:
     s = request[SERVICES]
     return json_response({**s.model.info, **s.leaders.updated, "max_model_len": s.context_length})
 
 
-async def server_info(request: web.BaseRequest) -> web.Response:
+async def server_info(request: Request) -> Response:
     s = request[SERVICES]
     states, now, switch = await states_if_up(s), await step_if_up(s), s.spec.switch
     load = load_summary(total_of(states)) if states else {}
@@ -112,7 +113,7 @@ def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, An
     ]
 
 
-async def loads(request: web.BaseRequest) -> web.Response:
+async def loads(request: Request) -> Response:
     s = request[SERVICES]
     entries = [
         v1_loads_entry(
@@ -123,19 +124,19 @@ async def loads(request: web.BaseRequest) -> web.Response:
     return json_response(loads_answer(entries))
 
 
-async def old_load(request: web.BaseRequest) -> web.Response:
+async def old_load(request: Request) -> Response:
     return json_response(get_load(await request[SERVICES].client.recent_states()))
 
 
-async def metrics(request: web.BaseRequest) -> web.Response:
+async def metrics(request: Request) -> Response:
     s = request[SERVICES]
     body = s.metrics.exposition(await states_if_up(s), await steps_if_up(s))
     if s.others.num:
         body = merge_expositions([body, *await s.others.expositions()], summed=SUMMED_GAUGES)
-    return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
+    return Response(content=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
-async def check(request: web.BaseRequest) -> web.Response:
+async def check(request: Request) -> Response:
     """Run all invariant checks; `ok`: no problem found."""
     states = await request[SERVICES].leaders.states(check=True)
     total = total_of(states)
@@ -143,7 +144,7 @@ async def check(request: web.BaseRequest) -> web.Response:
     return json_response({"ok": not total.problems, **msgspec.structs.asdict(total), **ranks})
 
 
-async def traces(request: web.BaseRequest) -> web.Response:
+async def traces(request: Request) -> Response:
     """Recent requests for `tandem trace` (service/telemetry/context.py)."""
     query = decode_body(await request.read(), TracesQuery)
     if (wrong := query_error(query)) is not None:

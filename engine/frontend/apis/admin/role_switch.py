@@ -3,7 +3,7 @@
 import math
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.shared.routes import admin_route
 from engine.frontend.errors import not_ready
@@ -11,6 +11,7 @@ from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
 from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body
+from service.http.request import Request
 from service.http.routes import json_response
 
 ROLES = ("prefill", "decode")
@@ -24,7 +25,7 @@ class SwitchBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-async def switch_role(request: web.BaseRequest) -> web.Response:
+async def switch_role(request: Request) -> Response:
     """202 once draining; /server_info shows the new role when done. 200 if unchanged."""
     s = request[SERVICES]
     body = decode_body(await request.read(), SwitchBody)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import plan_chat
@@ -15,6 +15,7 @@ from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import bad_field, decode_body
+from service.http.request import Request
 from service.http.routes import json_response
 from service.waiter import BODIES
 
@@ -51,7 +52,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-async def tokenize(request: web.BaseRequest) -> web.Response:
+async def tokenize(request: Request) -> Response:
     s = request[SERVICES]
     body = await READER.read(request)
     if body.messages is not None:
@@ -85,7 +86,7 @@ async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
     return await s.texts.encode_all(texts, field="prompt", add_special_tokens=add)
 
 
-async def detokenize(request: web.BaseRequest) -> web.Response:
+async def detokenize(request: Request) -> Response:
     s = request[SERVICES]
     data = await request.read()
     body = await BODIES.run(partial(decode_body, data, DetokenizeBody), size=len(data))

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of
@@ -26,6 +26,7 @@ from engine.text.sample import (
     joined,
 )
 from service.http.errors import object_of
+from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, json_response, typed_event
 
 # ---- an answer as a message
@@ -157,7 +158,7 @@ def _thinking_block(text: str) -> dict[str, Any]:
 _FORMAT = AnswerFormat(id_prefix="msg_", framing=Framing(encode=typed_event), cut=True)
 
 
-async def messages(request: web.BaseRequest) -> web.StreamResponse:
+async def messages(request: Request) -> Response:
     s = request[SERVICES]
     body = await MESSAGES.read(request)
     with in_words_of(NAMES):
@@ -173,7 +174,7 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
         return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
-async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
+async def count_tokens(request: Request) -> Response:
     body = await COUNT_TOKENS.read(request)
     with in_words_of(NAMES):
         chat = await beside_loop(request, partial(chat_of, body))

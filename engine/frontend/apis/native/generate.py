@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.chat.reading import check_budget, gate_of, needed_format
 from engine.frontend.apis.native.body import (
@@ -42,6 +42,7 @@ from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
 from service.http.errors import bad_field
+from service.http.request import Request
 from service.http.routes import DONE, EVENTS_TYPE
 from service.waiter import BODIES
 
@@ -53,7 +54,7 @@ LIMIT = "sampling_params.max_new_tokens"
 PARAMS_BYTES = 2048  # reading as much costs as much as checking parameters
 
 
-async def generate(request: web.BaseRequest) -> web.StreamResponse:
+async def generate(request: Request) -> Response:
     s = request[SERVICES]
     body = await READER.read(request)
     prompts, images, single = await _prompts(s, body)
@@ -155,7 +156,7 @@ def _after_reasoning(s: Services, body: GenerateBody, params: SamplingParams, pr
 
 
 def _requests(
-    request: web.BaseRequest,
+    request: Request,
     body: GenerateBody,
     *,
     prompts: list[list[int]],

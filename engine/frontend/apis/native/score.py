@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.native.body import shown_finish
 from engine.frontend.apis.shared.body_reader import EMBEDDING, NO_AUDIO, TEXT_ONLY, BodyReader, Unserved
@@ -33,6 +33,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
+from service.http.request import Request
 from service.http.routes import json_response, json_rows
 
 
@@ -60,7 +61,7 @@ READER = BodyReader(
 )
 
 
-async def score(request: web.BaseRequest) -> web.Response:
+async def score(request: Request) -> Response:
     s = request[SERVICES]
     body = await READER.read(request)
     check_computes_prompts(s)
@@ -130,7 +131,7 @@ ENCODE_READER = BodyReader(
 )
 
 
-async def encode(request: web.BaseRequest) -> web.Response:
+async def encode(request: Request) -> Response:
     s = request[SERVICES]
     started_s = time.monotonic()
     body = await ENCODE_READER.read(request)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.plan import plan_chat
@@ -41,6 +41,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextAnswers, WholeAnswer
 from service.flags import untagged
 from service.http.errors import bad_field, decode_body
+from service.http.request import Request
 from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line
 
 # ---- GET /api/tags, /api/ps, /api/version and POST /api/show.
@@ -50,21 +51,21 @@ NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")
 
 
-async def version(request: web.BaseRequest) -> web.Response:
+async def version(request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
-async def tags(request: web.BaseRequest) -> web.Response:
+async def tags(request: Request) -> Response:
     return json_response({"models": list(_cards(request[SERVICES]))})
 
 
-async def ps(request: web.BaseRequest) -> web.Response:
+async def ps(request: Request) -> Response:
     s = request[SERVICES]
     more = {"expires_at": NEVER, "context_length": s.context_length}
     return json_response({"models": [{**card, **more, "size_vram": card["size"]} for card in _cards(s)]})
 
 
-async def show(request: web.BaseRequest) -> web.Response:
+async def show(request: Request) -> Response:
     s = request[SERVICES]
     body = decode_body(await request.read(), ShowBody)
     name = body.model or body.name
@@ -138,7 +139,7 @@ _FORMAT = AnswerFormat(id_prefix="chat-", framing=LINES, cut=True)
 _RAW_FORMAT = AnswerFormat(id_prefix="gen-", field="prompt", framing=LINES, cut=True)
 
 
-async def chat(request: web.BaseRequest) -> web.StreamResponse:
+async def chat(request: Request) -> Response:
     start_ns = time.monotonic_ns()
     body = await CHAT.read(request)
     with in_words_of(NAMES):
@@ -149,7 +150,7 @@ async def chat(request: web.BaseRequest) -> web.StreamResponse:
         )
 
 
-async def generate(request: web.BaseRequest) -> web.StreamResponse:
+async def generate(request: Request) -> Response:
     """Prompts are raw without a chat template."""
     start_ns, s = time.monotonic_ns(), request[SERVICES]
     body = await GENERATE.read(request)
@@ -162,8 +163,8 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def _answer_chat(
-    request: web.BaseRequest, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
-) -> web.StreamResponse:
+    request: Request, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
+) -> Response:
     plan = await plan_chat(request[SERVICES], chat)
     answers = plan.answers(ids_of(request).mint, "call_")
     view = partial(OllamaView, answers, model=body.model, start_ns=start_ns, show=show)
@@ -171,8 +172,8 @@ async def _answer_chat(
 
 
 async def _complete(
-    request: web.BaseRequest, body: OllamaGenerateBody, prompt: str, *, start_ns: int
-) -> web.StreamResponse:
+    request: Request, body: OllamaGenerateBody, prompt: str, *, start_ns: int
+) -> Response:
     s, fields = request[SERVICES], completion_of(body)
     model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
     plan = SamplesPlan(
@@ -186,7 +187,7 @@ async def _complete(
     return await answer_samples(request, fields, plan, _RAW_FORMAT, view=view)
 
 
-def _loaded(s: Services, body: OllamaFields, show: Show) -> web.Response:
+def _loaded(s: Services, body: OllamaFields, show: Show) -> Response:
     choose_model(s, untagged(body.model), body.lora_path)
     shown: dict[str, Any] = show(WholeAnswer())
     return json_response(loaded(body.model, shown))

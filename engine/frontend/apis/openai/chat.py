@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.plan import plan_chat
@@ -27,6 +27,7 @@ from engine.text.sample import (
     joined,
 )
 from engine.text.tokenizer import Tokenizer
+from service.http.request import Request
 from service.http.routes import EVENTS_TYPE
 
 # ---- Optional fields of a choice: token ids (vLLM, SGLang), last hidden state (SGLang). Pure.
@@ -259,7 +260,7 @@ def _arguments(text: str) -> dict[str, Any]:
 _FORMAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
-async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
+async def chat_completions(request: Request) -> Response:
     s = request[SERVICES]
     body = await READER.read(request)
     plan = await plan_chat(s, body)

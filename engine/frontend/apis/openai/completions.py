@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.body import ChatBody
@@ -43,6 +43,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.incremental import Span, places_of
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
+from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, json_response
 
 # ---- Body of /v1/completions, and its checks. Pure.
@@ -176,7 +177,7 @@ async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
     )
 
 
-async def completions(request: web.BaseRequest) -> web.StreamResponse:
+async def completions(request: Request) -> Response:
     s = request[SERVICES]
     body = await READER.read(request)
     plan = await plan_completion(s, body)
@@ -221,7 +222,7 @@ _MADE = ("reasoning", "bad_token_ids")  # vLLM has the original fields
 _AS_THEY_CAME = ("bad_words", "thinking_token_budget")
 
 
-async def render_chat_completion(request: web.BaseRequest) -> web.Response:
+async def render_chat_completion(request: Request) -> Response:
     """POST /v1/chat/completions/render, /v1/completions/render: vLLM's /inference/v1/generate body.
 
     Routers choose a worker by the token ids. Nothing is computed.
@@ -249,7 +250,7 @@ async def render_chat_completion(request: web.BaseRequest) -> web.Response:
     )
 
 
-async def render_completion(request: web.BaseRequest) -> web.Response:
+async def render_completion(request: Request) -> Response:
     s = request[SERVICES]
     body = await READER.read(request)
     plan = await plan_completion(s, body)

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
 from engine.frontend.apis.shared.prefill_only import (
@@ -22,6 +22,7 @@ from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
+from service.http.request import Request
 from service.http.routes import json_response, json_rows
 
 
@@ -35,7 +36,7 @@ class EmbeddingBody(PrefillOnlyBody, kw_only=True):
 READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 
 
-async def embeddings(request: web.BaseRequest) -> web.Response:
+async def embeddings(request: Request) -> Response:
     body = await READER.read(request)
     _check(request[SERVICES], body)
     sender = PromptSender.of(request)

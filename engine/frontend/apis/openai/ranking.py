@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples
@@ -29,6 +29,7 @@ from engine.frontend.apis.shared.prefill_only import (
 from engine.frontend.apis.shared.routes import token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError, bad_field
+from service.http.request import Request
 from service.http.routes import json_response
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -146,7 +147,7 @@ CLASSIFY_READER = BodyReader(
 )
 
 
-async def classify(request: web.BaseRequest) -> web.Response:
+async def classify(request: Request) -> Response:
     s = request[SERVICES]
     body = await CLASSIFY_READER.read(request)
     if not s.model.head.labels:
@@ -206,7 +207,7 @@ RERANK_READER = BodyReader(
 )
 
 
-async def rerank(request: web.BaseRequest) -> web.Response:
+async def rerank(request: Request) -> Response:
     body = await RERANK_READER.read(request)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     if not texts:
@@ -255,7 +256,7 @@ SCORE_READER = BodyReader(
 )
 
 
-async def score_pairs(request: web.BaseRequest) -> web.Response:
+async def score_pairs(request: Request) -> Response:
     body = await SCORE_READER.read(request)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if not second:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.plan import plan_chat
@@ -20,6 +20,7 @@ from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import bad_field, decode_body
 from service.http.guard import owner_in
+from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, Handler, typed_event
 from service.responses import api
 from service.responses.api import StoredHandler, caller_of, named_response
@@ -38,7 +39,7 @@ from service.responses.store import LocalBook
 
 
 def _of_worker(handler: StoredHandler) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.Response:
+    async def handle(request: Request) -> Response:
         book = request[SERVICES].responses
         if book is None:
             raise not_found(named_response(request))
@@ -59,7 +60,7 @@ _FORMAT = AnswerFormat(id_prefix=RESPONSE, framing=Framing(encode=typed_event, n
 _items = msgspec.json.Decoder(list[Item])
 
 
-async def create_response(request: web.BaseRequest) -> web.StreamResponse:
+async def create_response(request: Request) -> Response:
     s, body = request[SERVICES], await READER.read(request)
     keeper = await _keeper(request, s, body)
     chat = await beside_loop(request, partial(to_chat, body))
@@ -87,7 +88,7 @@ class _Keeper:
         self._client.abort(id, owner=self._names_owner)
 
 
-async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody) -> _Keeper | None:
+async def _keeper(request: Request, s: Services, body: ResponseBody) -> _Keeper | None:
     """Open the continued conversation, unless stored elsewhere. Raises ApiError(400)."""
     if body.history is not None:  # a router stores it
         return None
@@ -114,8 +115,8 @@ def _refuse_stored(body: ResponseBody, mode: str) -> None:
 
 
 async def _answer(
-    request: web.BaseRequest, s: Services, body: ResponseBody, chat: ChatBody, keeper: _Keeper | None
-) -> web.StreamResponse:
+    request: Request, s: Services, body: ResponseBody, chat: ChatBody, keeper: _Keeper | None
+) -> Response:
     resume = resume_of(request)
     chat.rid = s.mint_id(RESPONSE) if resume is None else resume.id
     plan = await (truncated_chat(s, chat) if body.truncation == "auto" else plan_chat(s, chat))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 import msgspec
-from aiohttp import web
 from msgspec.structs import FieldInfo
 
 from engine.frontend.apis.shared.ids_only import check_ids_only
@@ -20,6 +19,7 @@ from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.errors import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
 from service.http.errors import MAX_FIELDS, ApiError, bad_field, check_fields, decode_body, decode_or_none
+from service.http.request import Request
 from service.http.routes import EXTRA_HEADERS
 from service.waiter import BODIES
 
@@ -63,7 +63,7 @@ class BodyReader(Generic[T]):
         object.__setattr__(self, "names", _names(self.body) | FOR_THE_ROUTER)
         object.__setattr__(self, "inner", {name: types[name] for name in self.looked_into})
 
-    async def read(self, request: web.BaseRequest) -> T:
+    async def read(self, request: Request) -> T:
         """Raises ApiError(400)."""
         data, names = await request.read(), request[SERVICES].model.template_names
         body, ignored = await BODIES.run(lambda: self.decode(take_resume(request, data), names), size=len(data))
@@ -100,7 +100,7 @@ class BodyReader(Generic[T]):
                 yield from unknown_inside(raw, self.inner[name], name)
 
 
-async def beside_loop(request: web.BaseRequest, work: Callable[[], R]) -> R:
+async def beside_loop(request: Request, work: Callable[[], R]) -> R:
     """Run `work` on a body's values, in a thread if the body is long."""
     return await BODIES.run(work, size=len(await request.read()))
 

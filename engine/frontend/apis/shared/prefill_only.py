@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
 
 from engine.frontend.apis.shared.fields import (
     Mixed,
@@ -28,6 +27,7 @@ from engine.text.sample import TextOutput
 from engine.text.tokenizer import TooManyTokens
 from service.http.errors import MAX_VALUES, ApiError, bad_field
 from service.http.guard import owner_in, request_timeout_s
+from service.http.request import Request
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
 TURN_PROMPTS = 64  # sent at once, so that other requests get in between
@@ -46,7 +46,7 @@ class PromptSender:
     owner: str = ""
 
     @classmethod
-    def of(cls, request: web.BaseRequest) -> "PromptSender":
+    def of(cls, request: Request) -> "PromptSender":
         """Raises ApiError(400) for a malformed owner."""
         return cls(s=request[SERVICES], headers=request.headers, owner=owner_in(request))
 

@@ -1,14 +1,14 @@
 """The cached prefix of a prompt, from the router to a prefill worker."""
 
 import msgspec
-from aiohttp import web
 
 from engine.frontend.services import SERVICES
 from engine.messages import GenerateRequest, PrefixSource
 from service.http.prefix_source import PREFIX_HEADER, read_header
+from service.http.request import Request
 
 
-def with_prefix_source(request: web.BaseRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+def with_prefix_source(request: Request, requests: list[GenerateRequest]) -> list[GenerateRequest]:
     """Add the prefix source to samples of the first prompt.
 
     Unsigned headers and disallowed workers are ignored.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.client.generation import Generation, add
 from engine.frontend.services import SERVICES, Services
@@ -16,6 +16,7 @@ from engine.messages import FinishReason, GenerateRequest, KVSource, TokenLogpro
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError, bad_field, decode_or_none
 from service.http.reconnect import StreamLog
+from service.http.request import Request, RequestKey, Stream
 from service.http.resume import (
     FRAMES_HEADER,
     FRAMES_TYPE,
@@ -58,11 +59,11 @@ class MintedIds:
         return prefix + hashlib.blake2b(self._count.to_bytes(8), key=self.salt.encode(), digest_size=16).hexdigest()
 
 
-_RESUME: web.RequestKey[Resume] = web.RequestKey("resume", Resume)
-_IDS: web.RequestKey[MintedIds] = web.RequestKey("minted_ids", MintedIds)
+_RESUME: RequestKey[Resume] = RequestKey("resume", Resume)
+_IDS: RequestKey[MintedIds] = RequestKey("minted_ids", MintedIds)
 
 
-def take_resume(request: web.BaseRequest, data: bytes) -> bytes:
+def take_resume(request: Request, data: bytes) -> bytes:
     """Move the router's field from the body to `resume_of`.
 
     Raises ApiError: 400, or 403 for a wrong signature.
@@ -106,18 +107,18 @@ def _ids_in(output_ids: Sequence[Sequence[int]], logprobs: Sequence[TokenLogprob
         yield from (id for _, id in (*one.top, *one.requested))
 
 
-def check_signed(request: web.BaseRequest, data: bytes) -> None:
+def check_signed(request: Request, data: bytes) -> None:
     """Raise ApiError(403) for an unsigned body."""
     if not is_signed(request.headers.get(RESUME_HEADER, ""), request[SERVICES].spec.secret, data):
         raise ApiError(403, f"{request.path}: {NOT_SIGNED}")
 
 
-def resume_of(request: web.BaseRequest) -> Resume | None:
+def resume_of(request: Request) -> Resume | None:
     """Return what the client already has, None for a new answer."""
     return request.get(_RESUME)
 
 
-def ids_of(request: web.BaseRequest) -> MintedIds:
+def ids_of(request: Request) -> MintedIds:
     ids = request.get(_IDS)
     if ids is None:
         resume = resume_of(request)
@@ -177,14 +178,14 @@ def _unpacked(pieces: Sequence[str]) -> list[TokenLogprob]:
     return [logprob for piece in pieces for logprob in _unpack(base64.b64decode(piece))]
 
 
-def has_last(request: web.BaseRequest) -> bool:
+def has_last(request: Request) -> bool:
     """True if the client has the events after all samples."""
     resume = resume_of(request)
     return resume is not None and resume.has_last
 
 
 def started_of(
-    request: web.BaseRequest, requests: Sequence[GenerateRequest], *, id: str, groups: Sequence[str], created: int
+    request: Request, requests: Sequence[GenerateRequest], *, id: str, groups: Sequence[str], created: int
 ) -> Begun | None:
     """Return what another worker needs to continue; None if impossible or not requested.
 
@@ -361,8 +362,8 @@ FRAMES_EVERY_S = 0.25
 
 
 async def answer_framed(
-    request: web.BaseRequest, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
-) -> web.StreamResponse:
+    request: Request, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
+) -> Response:
     """Answer a request. `show`: makes the body. Raises ApiError before anything is sent.
 
     Short answers have no frames.
@@ -375,7 +376,7 @@ async def answer_framed(
             for index, output in await generation.next():
                 add(answers, index, output)
             if time_s() >= due_s and not generation.done:
-                response = response or await open_stream(request, headers={"Content-Type": FRAMES_TYPE})
+                response = response or open_stream(request, headers={"Content-Type": FRAMES_TYPE})
                 await response.write(frames.news(answers))
                 due_s = time_s() + FRAMES_EVERY_S
     except ApiError as error:
@@ -385,13 +386,12 @@ async def answer_framed(
         assert isinstance(body, bytes)
         return await _ended(response, failed_frame(error.status, error.retry_after_s) + body)
     if generation.moved:
-        response = response or await open_stream(request, headers={"Content-Type": FRAMES_TYPE})
+        response = response or open_stream(request, headers={"Content-Type": FRAMES_TYPE})
         return await _ended(response, frames.leave(answers, generation.moved))
     shown = show([answers[i] for i in range(len(generation.samples))])
     return json_response(shown) if response is None else await _ended(response, _encode(shown))
 
 
-async def _ended(response: web.StreamResponse, rest: bytes) -> web.StreamResponse:
-    await response.write(rest)
-    await response.write_eof()
+async def _ended(response: Stream, rest: bytes) -> Response:
+    await response.end(rest)
     return response

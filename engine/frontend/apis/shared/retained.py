@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
 from engine.frontend.apis.shared.routes import ApiRoute
@@ -13,12 +13,13 @@ from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from service.http.errors import ApiError, decode_body, decode_or_none
 from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedQuestion, StreamLog
+from service.http.request import Request
 from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
 from service.http.routes import REQUEST_ID, json_response
 
 
 @contextmanager
-def retained(request: web.BaseRequest, generation: Generation, begun: Begun) -> Iterator[StreamLog]:
+def retained(request: Request, generation: Generation, begun: Begun) -> Iterator[StreamLog]:
     """Retain an SSE stream for the router that requests it. Raises ApiError(403)."""
     s, loop = request[SERVICES], asyncio.get_running_loop()
     stream = log_of(
@@ -55,7 +56,7 @@ def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, hea
     return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=lambda: generation.fail(_taken()))
 
 
-async def kept_stream(request: web.BaseRequest) -> web.Response:
+async def kept_stream(request: Request) -> Response:
     """Answer a router. Raises ApiError: 403 for another caller, 404 for an unknown stream."""
     s, data = request[SERVICES], await request.read()
     check_signed(request, data)
@@ -66,7 +67,7 @@ async def kept_stream(request: web.BaseRequest) -> web.Response:
     elsewhere = await s.others.kept(question)
     if not elsewhere:
         raise ApiError(404, "no such stream is kept here")
-    return web.Response(body=elsewhere[0], content_type="application/json")
+    return Response(content=elsewhere[0], media_type="application/json")
 
 
 def _taken() -> ApiError:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.shared.constraints import (
     Constraint,
@@ -41,6 +41,7 @@ from engine.text.sample import TextOutput
 from service.http.guard import owner_in, request_timeout_s
 from service.http.image_encoders import ENCODERS_HEADER
 from service.http.prefix_source import PREFIX_HEADER
+from service.http.request import Request
 from service.security.keys import VOUCHER_HEADER
 
 # ---- Token usage of a request. Pure.
@@ -173,13 +174,13 @@ def sampling_of(
 
 
 async def answer_samples(
-    request: web.BaseRequest,
+    request: Request,
     body: RequestFields,
     plan: SamplesPlan,
     format: AnswerFormat,
     *,
     view: Callable[[Head], View],
-) -> web.StreamResponse:
+) -> Response:
     """Run the samples. Raises ApiError."""
     s, resume = request[SERVICES], resume_of(request)
     id = body.rid or s.mint_id(format.id_prefix) if resume is None else resume.id
@@ -202,7 +203,7 @@ async def answer_samples(
 
 
 def start(
-    request: web.BaseRequest, body: RoutingFields, requests: list[GenerateRequest], *, groups: list[str]
+    request: Request, body: RoutingFields, requests: list[GenerateRequest], *, groups: list[str]
 ) -> tuple[list[GenerateRequest], Generation]:
     """Send requests, completed by what a router names. Raises ApiError."""
     s, resume = request[SERVICES], resume_of(request)
@@ -285,7 +286,7 @@ def _int64(value: int) -> int:
 
 
 def bootstraps_of(
-    s: Services, request: web.BaseRequest, fields: BootstrapFields, *, num_prompts: int, n: int
+    s: Services, request: Request, fields: BootstrapFields, *, num_prompts: int, n: int
 ) -> list[Bootstrap | None]:
     """Raises ApiError(400)."""
     bootstraps = build_bootstraps(

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from aiohttp import web
+from starlette.responses import Response
 
 from engine.frontend.apis.shared.resumable import UNFRAMED, Frames, Unframed, answer_framed, has_last, resume_of
 from engine.frontend.apis.shared.retained import retained
@@ -15,9 +15,9 @@ from engine.text.sample import TextOutput
 from service.http.errors import ApiError
 from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
 from service.http.reconnect import KEEP_HEADER
+from service.http.request import DirectWrites, Request, Stream
 from service.http.resume import Begun
-from service.http.routes import DONE, SSE_HEADERS, CoalescedResponse, errors_of, event, json_response
-from service.http.server import DirectWrites
+from service.http.routes import DONE, SSE_HEADERS, errors_of, event, json_response
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI uses this
 
@@ -53,7 +53,7 @@ def finite(logprob: float | None) -> float | None:
 
 
 async def answer(
-    request: web.BaseRequest,
+    request: Request,
     generation: Generation,
     *,
     view: View,
@@ -61,7 +61,7 @@ async def answer(
     framing: Framing = EVENTS,
     begun: Begun | None = None,
     has_logprobs: bool = False,
-) -> web.StreamResponse:
+) -> Response:
     """Serve the generation, then abort what is unfinished.
 
     Headers wait for the first output, so that its error has a status, at most until a comment is
@@ -82,19 +82,19 @@ async def answer(
             return await _stream(request, generation, view=view, framing=framing, frames=frames)
 
 
-def _num_events(request: web.BaseRequest) -> int:
+def _num_events(request: Request) -> int:
     """Events that the client has of another worker."""
     resume = resume_of(request)
     return 0 if resume is None else resume.num_events
 
 
-def _silence_s(request: web.BaseRequest) -> float:
+def _silence_s(request: Request) -> float:
     return 0.0 if NO_BEATS_HEADER in request.headers else request[SERVICES].spec.server.sse_keep_alive_interval_s
 
 
 async def _stream(
-    request: web.BaseRequest, generation: Generation, *, view: View, framing: Framing, frames: Unframed
-) -> web.StreamResponse:
+    request: Request, generation: Generation, *, view: View, framing: Framing, frames: Unframed
+) -> Response:
     for index, output in generation.resumed:
         view.chunks(index, output)  # the client has them
     if framing.number_from:
@@ -108,30 +108,32 @@ async def _stream(
             response = alive.stream  # too late for a status; `done` does not follow
             await response.write(frames.failed(e.status) + errors_of(request).last_event(e))
         await alive.end()
-        await response.write_eof()
+        await response.end()
         return response
 
 
 async def _events(
-    request: web.BaseRequest,
+    request: Request,
     generation: Generation,
     *,
     view: View,
     framing: Framing,
     alive: KeepAlive,
     frames: Unframed,
-) -> CoalescedResponse:
+) -> Stream:
     def show(outputs: list[tuple[int, TextOutput]]) -> bytes:
         return b"".join([_shown(view, framing, index, output, frames) for index, output in outputs])
 
     news = [] if generation.done else await generation.next()
     response = await alive.open(headers=framing.headers)
     await _write(response, show(news))
-    direct = DirectWrites(request, response, take=lambda: show(generation.take()), is_over=lambda: generation.ends)
+    direct = DirectWrites(response, take=lambda: show(generation.take()), is_over=lambda: generation.ends)
     with generation.followed(direct.on_change):
         while not generation.ends:
-            events = show(generation.take()) if generation.has_news else await direct.wait()
-            await _write(response, events)
+            if generation.has_news:
+                await _write(response, show(generation.take()))
+            else:
+                await direct.wait()
     await _write(response, show(generation.take()))
     if generation.moved:
         await response.write(frames.leave(generation.moved))
@@ -148,6 +150,6 @@ def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames:
     return frames.before(index, output, list(map(framing.encode, view.chunks(index, output))))
 
 
-async def _write(response: web.StreamResponse, events: bytes) -> None:
+async def _write(response: Stream, events: bytes) -> None:
     if events:
         await response.write(events)
