@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from bootstrap_server.protocol import MAX_BODY_BYTES, MAX_BUT, Registration, RegistrationReply, RoomBatch
 from bootstrap_server.registry import BootstrapConfig, Registry
+from service.http.api import OPENAPI_PATH, Api, Application, document
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of, make_guard
 from service.http.listening import ListeningPort, open_port
 from service.http.request import Request, RequestLimits, Stream
-from service.http.routes import OPENAI, Handler, RouteDef, Routes, delete, get, json_response, post, put
+from service.http.routes import OPENAI, Handler, Routes, Tag, delete, get, json_response, post, put
 from service.http.server import serving
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
@@ -29,7 +30,7 @@ from service.security.keys import AUTH_HEADER, CHALLENGE_HEADER, Access, Call, K
 # ---- Signatures of calls and answers, except for `OPEN_PATHS`.
 
 LOG_EVERY_S = 5.0
-OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers; no addresses
+OPEN_PATHS = ("/health", "/metrics", OPENAPI_PATH)  # for probes and scrapers; no addresses
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class SignatureCheck:
             return _unsigned(verifier.challenge(now_s))
         response = await handler(request)
         if not isinstance(response, Stream):
-            response.headers[AUTH_HEADER] = verifier.sign_answer(nonce, status=response.status_code, body=bytes(response.body))
+            response.headers[AUTH_HEADER] = verifier.sign_answer(
+                nonce, status=response.status_code, body=bytes(response.body)
+            )
         return response
 
     def _count(self, request: Request, now_s: float) -> None:
@@ -114,18 +117,20 @@ class _Registered(Collector):
 
 # ---- app
 
+TITLE = "Tandem bootstrap server"
 NO_KEYS = KeyGate(KeyRing(), KeyRing(flag="--admin-api-key"))
+LIMITS = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_handle(
+def make_app(
     registry: Registry,
     *,
     config: BootstrapConfig,
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Handler:
-    """Return the request handler, which verifies and signs with a `secret`."""
+) -> Application:
+    """Return the application, which verifies and signs with a `secret`."""
     check = SignatureCheck(None if secret is None else Verifier(secret), clock)
     browser = BrowserRule(
         host=config.host,
@@ -134,7 +139,8 @@ def make_handle(
         key_flag="--cluster-secret-file",
     )
     metrics = BootstrapMetrics(registry, lambda: check.num_refused)
-    routes = Routes(BootstrapHandlers(registry, clock, check, metrics).routes())
+    api = BootstrapHandlers(registry, clock, check, metrics).api()
+    routes = Routes(api.table)
     for path, methods in routes.paths().items():
         for method in methods if path not in OPEN_PATHS else ():
             metrics.expect(f"{method} {path}")
@@ -150,7 +156,7 @@ def make_handle(
             metrics.on_answered(f"{request.method} {path}", response.status_code)
         return response
 
-    return handle
+    return Application(TITLE, (api,), handle=handle, limits=LIMITS)
 
 
 class BootstrapHandlers:
@@ -163,15 +169,19 @@ class BootstrapHandlers:
         self._clock = clock
         self._server_id = uuid.uuid4().hex
 
-    def routes(self) -> list[RouteDef]:
-        return [
-            put("/route", self.register),
-            get("/route", self.look_up),
-            delete("/route", self.leave),
-            post("/rooms", self.register_rooms),
-            get("/health", self.health),
-            get("/metrics", self.metrics),
-        ]
+    def api(self) -> Api:
+        return Api(
+            Tag("Bootstrap", "Prefill workers and the rooms that they hold, for decode workers."),
+            (
+                put("/route", self.register, body=Registration),
+                get("/route", self.look_up),
+                delete("/route", self.leave),
+                post("/rooms", self.register_rooms, body=RoomBatch),
+                get("/health", self.health),
+                get("/metrics", self.metrics, plain_text=True),
+                get(OPENAPI_PATH, self.openapi),
+            ),
+        )
 
     def _now(self) -> float:
         now_s = self._clock()
@@ -179,11 +189,13 @@ class BootstrapHandlers:
         return now_s
 
     async def register(self, request: Request) -> Response:
+        """Register a prefill worker, or renew its lease."""
         worker = decode_body(await request.read(), Registration)
         self._registry.register(worker, self._now())
         return json_response(RegistrationReply(self._registry.lease_s, self._registry.shared, self._server_id))
 
     async def look_up(self, request: Request) -> Response:
+        """Find the prefill worker of a room."""
         self._now()
         room = _room(request)
         if request.query.get("any") != "1":
@@ -191,6 +203,7 @@ class BootstrapHandlers:
         return json_response(self._registry.look_up_any(room, but=_but(request)))
 
     async def leave(self, request: Request) -> Response:
+        """Forget a prefill worker."""
         incarnation = request.query.get("incarnation")
         if not incarnation:
             raise ApiError(400, "incarnation: the query parameter is missing")
@@ -198,16 +211,23 @@ class BootstrapHandlers:
         return json_response({})
 
     async def register_rooms(self, request: Request) -> Response:
+        """Note the rooms that a prefill worker holds."""
         batch = decode_body(await request.read(), RoomBatch)
         self._registry.register_rooms(batch.incarnation, batch.rooms, self._now())
         return json_response({})
 
     async def health(self, request: Request) -> Response:
+        """Count workers and rooms."""
         self._now()
         counts = {"workers": self._registry.num_workers, "rooms": self._registry.num_rooms}
         return json_response({**counts, "refused": self._check.num_refused})
 
+    async def openapi(self, request: Request) -> Response:
+        """Describe these routes as OpenAPI."""
+        return json_response(document((self.api(),), title=TITLE))
+
     async def metrics(self, request: Request) -> Response:
+        """Return Prometheus metrics."""
         self._now()
         return Response(content=self._metrics.exposition(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
@@ -230,7 +250,6 @@ def _but(request: Request) -> list[str]:
 
 START_S = 10.0
 CLOSE_S = 1.0  # for answers in progress at the end
-LIMITS = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
 
 
 class BootstrapServer:
@@ -241,7 +260,7 @@ class BootstrapServer:
         self.port = 0
         self._config = config
         self._port_flag = port_flag
-        self._handle = make_handle(self.registry, config=config, secret=secret)
+        self._app = make_app(self.registry, config=config, secret=secret)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._ready = threading.Event()
@@ -266,7 +285,7 @@ class BootstrapServer:
 
     async def _serve(self, port: ListeningPort) -> None:
         self._loop = asyncio.get_running_loop()
-        async with serving(port, self._handle, LIMITS, shutdown_timeout_s=CLOSE_S):
+        async with serving(port, self._app, LIMITS, shutdown_timeout_s=CLOSE_S):
             self._ready.set()
             await self._stop.wait()
 
@@ -274,14 +293,14 @@ class BootstrapServer:
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
     """Run a shared server until a signal. Raises ConfigError."""
     allow_many_files()
-    handle = make_handle(Registry(config, shared=True), config=config, secret=secret)
+    app = make_app(Registry(config, shared=True), config=config, secret=secret)
     with open_port(config.host, config.port) as port:
-        asyncio.run(_serve_prefill_only(port, handle))
+        asyncio.run(_serve(port, app))
 
 
-async def _serve_prefill_only(port: ListeningPort, handle: Handler) -> None:
+async def _serve(port: ListeningPort, app: Application) -> None:
     signals = StopSignals()
     with signals.caught():
-        async with serving(port, handle, LIMITS, shutdown_timeout_s=CLOSE_S):
+        async with serving(port, app, LIMITS, shutdown_timeout_s=CLOSE_S):
             log.info("bootstrap server listens on %s:%d", port.host, port.port)
             await signals.requested.wait()

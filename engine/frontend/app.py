@@ -3,24 +3,32 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
+from service.http.api import OPENAPI_PATH, Application, document
 from starlette.responses import Response
 
-from engine.frontend.routes import OPENAPI_PATH, ROUTES, make_document, need_of
+from engine.frontend.routes import APIS, ROUTES, need_of
 from engine.frontend.services import SERVICES, Services
+from engine.frontend.spec import limits_of
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
 from service.http.home import CHAT, SHARED, Home, Pages
 from service.http.request import Request
-from service.http.routes import REQUEST_ID, Handler, RouteDef, Routes, get
+from service.http.routes import REQUEST_ID, Handler, Route, Routes, get, json_response
 from service.telemetry.context import about
 
 log = logging.getLogger(__name__)
 
+TITLE = "Tandem worker"
 HTTP_CLOSE_S = 1.0  # for answers in progress when the server ends
 SPARE_REQUESTS = 1024  # HTTP requests beyond the maximum of live samples
 QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route.is_polled)))
+
+
+def make_app(services: Services, handle: Handler) -> Application:
+    return Application(TITLE, APIS, handle=handle, limits=limits_of(services.spec.server))
 
 
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
@@ -51,17 +59,17 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     return handle
 
 
-def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[RouteDef]:
-    document = make_document(ROUTES)
+def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[Route]:
+    made = cache(lambda: document(APIS, title=TITLE))
 
     async def openapi(request: Request) -> Response:
-        return Response(content=document, media_type="application/json")
+        return json_response(made())
 
     yield get(OPENAPI_PATH, openapi)
     for route in ROUTES:
         handler = refuse_to_generate if encodes and route.computes else route.handler
         handler = handler if route.method == "GET" else bounded(handler)
-        yield RouteDef(route.method, route.path, handler)
+        yield Route(route.method, route.path, handler)
 
 
 async def refuse_to_generate(request: Request) -> Response:

@@ -5,9 +5,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
+from service.http.api import asgi_app
 from starlette.responses import Response
 
-from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_app, make_handle
 from engine.frontend.assembly import make_services
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink, SharedRequests, open_sockets
@@ -20,7 +21,7 @@ from engine.stamps import Stamp, Stamps
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 from service.http.listening import ListeningPort
 from service.http.request import Request
-from service.http.routes import Handler, RouteDef, Routes
+from service.http.routes import Handler, Routes
 from service.http.server import serving, serving_unix
 from service.process.start import spare_what_lives
 from service.security.keys import KeyGate
@@ -42,10 +43,10 @@ async def run_other_frontend(
         for rank, (_, pull) in enumerate(sockets):
             pull.attach(loop, s.client.of_rank(rank))
         async with _handling(s, ipc) as handle:
-            internal = make_internal_handle(s)
+            internal = asgi_app(make_internal_handle(s), limits)
             async with (
                 serving_unix(ipc.http_socket(row), internal, limits, shutdown_timeout_s=HTTP_CLOSE_S),
-                serving(port, handle, limits, shutdown_timeout_s=HTTP_CLOSE_S),
+                serving(port, make_app(s, handle), limits, shutdown_timeout_s=HTTP_CLOSE_S),
             ):
                 tasks = [asyncio.create_task(one) for one in (_settle(s), _stamp(Stamp(ipc.dir, f"frontend {row}")))]
                 await ended.wait()
@@ -57,7 +58,7 @@ async def run_other_frontend(
 @asynccontextmanager
 async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
     own = make_handle(s, max_open=s.client.max_live + SPARE_REQUESTS)
-    of_main = Routes(RouteDef(route.method, route.path, route.handler) for route in ROUTES if not route.anywhere)
+    of_main = Routes(route for route in ROUTES if not route.anywhere)
     async with forwarding_to(ipc.http_socket(MAIN_FRONTEND)) as forward:
 
         async def handle(request: Request) -> Response:

@@ -1,11 +1,9 @@
 """Routes of a worker, and their OpenAPI document."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import msgspec
+from service.http.api import OPENAPI_PATH, Api
 from starlette.responses import Response
 
 from engine.frontend.apis.admin import control, health, info, role_switch, tokens, weights
@@ -15,8 +13,7 @@ from engine.frontend.apis.ollama import answers as ollama
 from engine.frontend.apis.openai import chat, completions, embeddings, ranking
 from engine.frontend.apis.responses import create
 from engine.frontend.apis.shared import retained
-from engine.frontend.apis.shared.routes import SCHEMAS, ApiRoute, token_route
-from service.http import openapi
+from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
 from service.http.home import CHAT, HOME, SHARED
 from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, INVOCATIONS, UNSERVED, InvocationBody, invoked_path, refuse
@@ -25,19 +22,18 @@ from service.waiter import BODIES
 
 
 async def invocations(request: Request) -> Response:
+    """Answer a body of any of these APIs (SageMaker)."""
     data = await request.read()
     path = await BODIES.run(partial(invoked_path, data), size=len(data))
     return await _HANDLERS["POST", path](request)
 
 
-_APIS = (
-    *(health, info, control, weights, role_switch, tokens, completions, chat, create, generate, score),
-    *(embeddings, ranking, messages, ollama, retained),
+APIS: tuple[Api, ...] = (
+    *(chat.API, completions.API, create.API, messages.API, generate.API, score.API, embeddings.API, ranking.API),
+    *(ollama.API, tokens.API, info.API, health.API, control.API, weights.API, role_switch.API, retained.API),
+    Api(Tags.CHATS, (token_route(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),)),
 )
-_ROUTES: tuple[ApiRoute, ...] = (
-    token_route(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
-    *(route for api in _APIS for route in api.ROUTES),
-)
+_ROUTES = tuple(route for api in APIS for route in api.table if isinstance(route, ApiRoute))
 # second names in SGLang and vLLM
 _ALIASES = {
     "/get_model_info": "/model_info",
@@ -49,7 +45,6 @@ _ALIASES = {
     "/v2/rerank": "/v1/rerank",
     "/v1/classify": "/classify",
 }
-OPENAPI_PATH = "/openapi.json"
 ROUTES = (
     *_ROUTES,
     *(ApiRoute("POST", path, refuse, is_alias=True) for path in UNSERVED),
@@ -68,13 +63,3 @@ ADMIN_PATHS = frozenset(path for path, need in _NEEDS.items() if need is Access.
 def need_of(path: str) -> Access:
     """Unknown paths need an API key."""
     return _NEEDS.get(path, Access.USER)
-
-
-def make_document(routes: Iterable[ApiRoute]) -> bytes:
-    routes = [route for route in routes if not route.is_alias]
-    bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
-    _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS)
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = route.operation()
-    return msgspec.json.encode(openapi.document("Tandem worker", paths=paths, schemas=schemas))

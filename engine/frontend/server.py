@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.frontend.apis.admin.health import compute_tokens
-from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_handle
+from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_app, make_handle
 from engine.frontend.assembly import make_services
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.leaders import Leaders
@@ -149,13 +149,12 @@ async def run_frontend(
         slot = main_slot(spec, ipc, stack)
         services = stack.enter_context(connected(spec, ipc=ipc, processes=processes, gate=gate, slot=slot))
         client, dead = services.client, services.dead
-        handle = make_handle(services, max_open=client.max_live + SPARE_REQUESTS)
+        app = make_app(services, make_handle(services, max_open=client.max_live + SPARE_REQUESTS))
+        limits = limits_of(spec.server)
         if slot.others.num:
-            forwarded = serving_unix(
-                ipc.http_socket(MAIN_FRONTEND), handle, limits_of(spec.server), shutdown_timeout_s=HTTP_CLOSE_S
-            )
+            forwarded = serving_unix(ipc.http_socket(MAIN_FRONTEND), app, limits, shutdown_timeout_s=HTTP_CLOSE_S)
             await stack.enter_async_context(forwarded)
-        async with serving(port, handle, limits_of(spec.server), shutdown_timeout_s=HTTP_CLOSE_S):
+        async with serving(port, app, limits, shutdown_timeout_s=HTTP_CLOSE_S):
             try:
                 end = SessionEnd(signals, spec.switch)
                 await until_over(services, end, processes, on_ready=on_ready)

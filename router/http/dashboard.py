@@ -17,7 +17,7 @@ from router.pool.workers import WorkerTable
 from router.requests.dispatch import LiveRequests
 from service.http.errors import ApiError, decode_or_none
 from service.http.request import Request
-from service.http.routes import RouteDef, get, json_response
+from service.http.routes import Route, get, json_response
 
 # ---- The dashboard's JSON document. Pure.
 
@@ -170,7 +170,7 @@ class Dashboard:
     peers: PeerProcesses
     auto_roles: Callable[[], Awaitable[bytes]] | None = None
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [
             get(STATE, self.state),
             get(SNAPSHOT, self.snapshot),

@@ -22,7 +22,7 @@ from service.http.errors import ApiError, decode_or_none, object_of
 from service.http.guard import caller_header, has_admin_key, key_refusal
 from service.http.openapi import loads_answer
 from service.http.request import Request, segment
-from service.http.routes import RouteDef, get, json_response, post
+from service.http.routes import Route, get, json_response, post
 from service.security.keys import Access, KeyGate, authorization_of
 from service.waiter import BODIES
 
@@ -62,7 +62,7 @@ class FanOutApi:
     live: LiveRequests
     peers: PeerProcesses
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [
             *(post(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
             post(JOIN_GROUP, self.join_group),
@@ -187,7 +187,7 @@ class _Named(msgspec.Struct):
 class AnyWorkerApi:
     calls: WorkerCalls
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [
             *(post(path, self.ask) for path in (*ASKED, *_ALIASES)),
             *(get(path, self.calls.call_one) for path in DESCRIBED),
@@ -234,7 +234,7 @@ LOADS = ("/v1/loads", "/loads")  # SMG tries the second first
 class LoadsApi:
     calls: WorkerCalls
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [*(get(path, self.loads) for path in LOADS), get("/get_load", self.old_load)]
 
     async def loads(self, request: Request) -> Response:

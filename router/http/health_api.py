@@ -16,7 +16,7 @@ from router.requests.dispatch import LiveRequests
 from service.flags import installed_version
 from service.http.errors import DRAINING, ApiError
 from service.http.request import Request
-from service.http.routes import RouteDef, get, json_response, post
+from service.http.routes import Route, get, json_response, post
 from service.telemetry.expositions import merge_expositions
 
 PROBES = ("/liveness", "/health", "/readiness", "/ping")
@@ -41,7 +41,7 @@ class HealthApi:
     metrics: RouterMetrics
     peers: PeerProcesses
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         liveness, *readiness = PROBES
         return [
             get(liveness, self.liveness),

@@ -16,7 +16,7 @@ from router.pool.worker import Worker
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
 from service.http.guard import CALLER
 from service.http.request import Request
-from service.http.routes import RouteDef, get, json_response, post
+from service.http.routes import Route, get, json_response, post
 from service.security.keys import Access, Caller, authorization_of
 from service.telemetry.context import Record, Records, Tracer, TracesQuery, last_ids, query_error
 
@@ -32,7 +32,7 @@ class TracesApi:
     peers: PeerProcesses
     memory: Callable[[], Awaitable[DashboardSnapshot]]
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [post(TRACES, self.traces), get(TRACES + "/{id}", self.trace)]
 
     async def traces(self, request: Request) -> Response:

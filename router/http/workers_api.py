@@ -22,7 +22,7 @@ from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
 from service.http.request import Request
-from service.http.routes import RouteDef, delete, get, json_response, post
+from service.http.routes import Route, delete, get, json_response, post
 from service.security.keys import authorization_of
 
 # ---- Descriptions of workers.
@@ -109,7 +109,7 @@ class WorkersApi:
     peers: PeerProcesses
     discovery: Discovery | None
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [
             get("/workers", self.list_workers),
             post("/workers", self.add_worker),

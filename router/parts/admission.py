@@ -207,9 +207,7 @@ def client_name(http: Request) -> str:
     return http[CALLER].name or client_of(http.remote)
 
 
-def limit_rate(
-    limiter: RateLimiter, on_refused: Callable[[str], None]
-) -> Callable[[Request, Access], ApiError | None]:
+def limit_rate(limiter: RateLimiter, on_refused: Callable[[str], None]) -> Callable[[Request, Access], ApiError | None]:
     """Return a check that refuses a client above its rate, except on open routes."""
 
     def admit(request: Request, need: Access) -> ApiError | None:

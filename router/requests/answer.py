@@ -185,9 +185,7 @@ class ClientAnswer:
             await out.write(rest)
         return None
 
-    async def _end(
-        self, out: Stream, failure: CallFailed | None, last_event: bytes = b""
-    ) -> Response:
+    async def _end(self, out: Stream, failure: CallFailed | None, last_event: bytes = b"") -> Response:
         """End the client's stream, perhaps with an error: `last_event` of the worker, else ours."""
         request, attempt = self.request, self.attempt
         await request.client.end()

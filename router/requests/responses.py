@@ -20,7 +20,7 @@ from router.fleet import PeerProcesses
 from router.pool.worker import Worker
 from service.http.errors import bad_field, decode_body, decode_or_none
 from service.http.request import Request
-from service.http.routes import RouteDef, delete, get, json_response, no_such_path, post
+from service.http.routes import Route, delete, get, json_response, no_such_path, post
 from service.responses import api
 from service.responses.api import PATH, StoredHandler, caller_of, named_response
 from service.responses.items import REFERENCE, Conversation, StoreFields, not_found, open_conversation, to_store
@@ -211,7 +211,7 @@ class ResponsesApi:
     book: SharedBook | None
     peers: PeerProcesses
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         one = PATH + "/{id}"
         return [
             get(one, self._of(api.get_response)),

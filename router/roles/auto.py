@@ -20,7 +20,7 @@ from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Gauge, Move, Standing
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from service.http.request import Request
-from service.http.routes import RouteDef, get
+from service.http.routes import Route, get
 from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class AutoRoles:
         """End auto roles; workers complete running switches."""
         await end_tasks(self._tasks)
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [get(PATH, self.handle)]
 
     async def handle(self, request: Request) -> Response:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from service.flags import installed_version
 from service.http.guard import CALLER
 from service.http.request import Request
-from service.http.routes import RouteDef, get, json_response
+from service.http.routes import Route, get, json_response
 from service.security.keys import Access
 
 # ---- Static files of pages, public; their data needs a key.
@@ -51,7 +51,7 @@ class Pages:
     def __init__(self, files: Mapping[str, Path] = SHARED) -> None:
         self._files = {path: (file.read_bytes(), _TYPES[file.suffix]) for path, file in files.items()}
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [get(path, self.file) for path in self._files]
 
     async def file(self, request: Request) -> Response:
@@ -104,7 +104,7 @@ class Home:
     models: Callable[[], Sequence[str]]
     links: Mapping[str, str]
 
-    def routes(self) -> list[RouteDef]:
+    def routes(self) -> list[Route]:
         return [get(HOME, self.home)]
 
     async def home(self, request: Request) -> Response:

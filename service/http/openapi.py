@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from service.flags import installed_version
-from service.http.routes import EVENTS_TYPE
+from service.http.routes import EVENTS_TYPE, Route, shape_of
+from service.security.keys import Access
 
 TEXT = {"type": "string"}
 # The schema of a stream describes each event, as before OpenAPI 3.2.
@@ -22,34 +23,27 @@ FAILURES = {
     "503": "no server can take this now; try again later",
 }
 
+SCHEMAS = "#/components/schemas/{name}"
 _PATTERN = re.compile(r"{(\w+)}")
 
 
-def document(title: str, *, paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
-    components = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-    info = {"title": title, "version": "1"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
-
-
-def operation(
-    path: str,
-    *,
-    answers: Mapping[str, Any],
-    failures: Mapping[str, Any],
-    body: Mapping[str, Any] | None = None,
-    body_required: bool = True,
-    needs_key: bool = False,
-) -> dict[str, Any]:
-    """Return a path's method, with answers and failures by status."""
-    names = _PATTERN.findall(path)
-    parameters = [{"name": n, "in": "path", "required": True, "schema": TEXT} for n in names]
-    request = {"required": body_required, "content": json_content(body)}
+def operation(route: Route) -> dict[str, Any]:
+    """Return the part of a route's operation that follows from its fields."""
+    parameters = [{"name": n, "in": "path", "required": True, "schema": TEXT} for n in _PATTERN.findall(route.path)]
+    good = (
+        {"description": "done"} if route.empty else answer("done", plain_text=route.plain_text, streams=route.streams)
+    )
+    failures = failures_of(FAILURES, shape_of(route.path).schema)
     return {
-        "responses": {**answers, **failures},
-        **({} if body is None else {"requestBody": request}),
+        "responses": {"200": good, **({"202": answer("started")} if route.starts else {}), **failures},
+        **({} if route.body is None else {"requestBody": _request(route.body.__name__, route.body_required)}),
         **({"parameters": parameters} if parameters else {}),
-        **({"security": [{"key": []}, {}]} if needs_key else {}),
+        **({} if route.need is Access.NONE else {"security": [{"key": []}, {}]}),
     }
+
+
+def _request(name: str, required: bool) -> dict[str, Any]:
+    return {"required": required, "content": json_content({"$ref": SCHEMAS.format(name=name)})}
 
 
 def answer(description: str, *, plain_text: bool = False, streams: str = "") -> dict[str, Any]:

@@ -129,10 +129,12 @@ class Headers(Mapping[str, str]):
         return len(self._values)
 
     @overload
-    def get(self, name: str, default: str) -> str: ...
+    def get(self, name: str, /) -> str | None: ...
     @overload
-    def get(self, name: str, default: None = None) -> str | None: ...
-    def get(self, name: str, default: str | None = None) -> str | None:  # type: ignore[override]
+    def get(self, name: str, default: str, /) -> str: ...
+    @overload
+    def get(self, name: str, default: T, /) -> str | T: ...
+    def get(self, name: str, default: Any = None, /) -> Any:
         return self._values.get(name.lower(), default)
 
 
@@ -207,7 +209,7 @@ class Request(StarletteRequest):
         return await BODIES.run(partial(inflate, body, coding, most_bytes=self.limits.max_body_bytes), size=size)
 
     async def _received(self) -> bytes:
-        if int(self.headers.get("content-length", 0)) > self.limits.max_body_bytes:
+        if int(self.headers.get("content-length", "0")) > self.limits.max_body_bytes:
             raise self.limits.too_long()
         message = await self.receive() if self.has_body else _NO_BODY
         if message.get("more_body"):

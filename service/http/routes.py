@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from service.http.errors import ApiError, decode_body
 from service.http.request import Request, RequestKey, Stream
+from service.security.keys import Access
 from service.waiter import BODIES
 
 # ---- JSON answers, and streams of events or lines (NDJSON).
@@ -200,14 +201,38 @@ def invoked_path(body: bytes) -> str:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class RouteDef(NamedTuple):
+class Tag(NamedTuple):
+    """A group of routes in the documentation."""
+
+    name: str
+    description: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """A route, and what its documentation says.
+
+    `need`: the key that it needs. `is_polled`: successes are not logged. `about`: summary and
+    description; the handler's docstring if empty. `is_alias`: not documented. `streams`: content
+    type of a stream. `plain_text`, `empty`: kinds of answers. `starts`: work continues after a 202.
+    """
+
     method: str
     path: str
     handler: Handler
+    body: type | None = None
+    body_required: bool = True
+    need: Access = Access.USER
+    is_polled: bool = False
+    is_alias: bool = False
+    about: str = ""
+    streams: str = ""
+    plain_text: bool = False
+    empty: bool = False
+    starts: bool = False
 
 
-get, post, put, delete = (partial(RouteDef, method) for method in ("GET", "POST", "PUT", "DELETE"))
-
+get, post, put, delete = (partial(Route, method) for method in ("GET", "POST", "PUT", "DELETE"))
 
 # ---- models with special heads
 
@@ -238,11 +263,12 @@ async def refuse(request: Request) -> Response:
     raise ApiError(404, message, code="model_has_no_head")
 
 
-def unserved_routes() -> list[RouteDef]:
+def unserved_routes() -> list[Route]:
     return [post(path, refuse) for path in UNSERVED]
 
 
 # ---- routes
+
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
@@ -259,7 +285,7 @@ ROUTE: RequestKey[HttpRoute] = RequestKey("route", HttpRoute)
 class Routes:
     """Routes by path and method; "/{name}" matches any text up to what follows."""
 
-    def __init__(self, routes: Iterable[RouteDef]) -> None:
+    def __init__(self, routes: Iterable[Route]) -> None:
         self._exact: dict[str, dict[str, HttpRoute]] = {}
         below: dict[tuple[str, str], dict[str, HttpRoute]] = {}  # "/v1/models/", "" -> method -> route
         for route in routes:

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import httptools
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from service.http.errors import ApiError
 from service.http.listening import BACKLOG, ListeningPort
-from service.http.request import CONNECTION, Request, RequestLimits
-from service.http.routes import OPENAI, Handler
+from service.http.request import CONNECTION, RequestLimits
+from service.http.routes import OPENAI
 
 # Between two requests; also the deadline of a head that started before the last response.
 IDLE_S = 75
@@ -32,33 +32,20 @@ ACCEPT_ITERATIONS = 3  # asyncio's iterations from an accept to `connection_made
 LINGER_S = 2.0  # discards the rest of a body, so that its sender reads the error
 
 
-def asgi_app(handle: Handler, limits: RequestLimits) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send, limits)
-        try:
-            response = await handle(request)
-            await response(scope, receive, send)
-        except (asyncio.CancelledError, ConnectionError):
-            if request.connection is None or not request.connection.is_gone:
-                raise
-
-    return app
-
-
 @asynccontextmanager
 async def serving(
-    port: ListeningPort, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
+    port: ListeningPort, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
-    async with _running(HttpServer(handle, limits, shutdown_timeout_s=shutdown_timeout_s)) as server:
+    async with _running(HttpServer(app, limits, shutdown_timeout_s=shutdown_timeout_s)) as server:
         await server.serve(port)
         yield
 
 
 @asynccontextmanager
 async def serving_unix(
-    path: Path, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
+    path: Path, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
-    async with _running(HttpServer(handle, limits, shutdown_timeout_s=shutdown_timeout_s)) as server:
+    async with _running(HttpServer(app, limits, shutdown_timeout_s=shutdown_timeout_s)) as server:
         await server.serve_unix(path)
         yield
 
@@ -93,9 +80,9 @@ class _State(ServerState):
 class HttpServer:
     """Serves ports until `close`: no new connections, then `shutdown_timeout_s` for live requests."""
 
-    def __init__(self, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float) -> None:
         self._config = Config(
-            asgi_app(handle, limits),
+            app,
             http=Connection,
             ws="none",
             interface="asgi3",

@@ -19,12 +19,14 @@ StoredHandler = Callable[[Request, ResponseBook], Awaitable[Response]]
 
 
 async def get_response(request: Request, book: ResponseBook) -> Response:
+    """Return a remembered answer."""
     if request.query.get("stream", "false") != "false":
         raise bad_field("stream", "a stored response is not streamed; leave it out", code="unsupported_parameter")
     return _shown(await _find(request, book))
 
 
 async def delete_response(request: Request, book: ResponseBook) -> Response:
+    """Forget an answer."""
     id = named_response(request)
     if not await book.remove(id, caller_of(request)):
         raise not_found(id)
@@ -32,6 +34,7 @@ async def delete_response(request: Request, book: ResponseBook) -> Response:
 
 
 async def cancel_response(request: Request, book: ResponseBook) -> Response:
+    """Stop an answer that runs in the background."""
     id = named_response(request)
     try:
         await book.cancel(id, caller_of(request))

@@ -10,10 +10,13 @@ import pytest
 import uvloop
 from starlette.responses import Response
 
+from service.http.api import asgi_app
 from service.http.listening import open_port
 from service.http.request import Request, RequestLimits
 from service.http.routes import json_response
 from service.http.server import HttpServer, serving
+
+LIMITS = RequestLimits(max_body_bytes=1 << 10)
 
 
 async def echo(request: Request) -> Response:
@@ -27,7 +30,7 @@ async def echo(request: Request) -> Response:
 async def talking() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a server that says what it was sent."""
     with open_port("127.0.0.1", 0) as port:
-        async with serving(port, echo, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=0.1):
+        async with serving(port, asgi_app(echo, LIMITS), LIMITS, shutdown_timeout_s=0.1):
             reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
             yield reader, writer
             writer.close()
@@ -88,7 +91,7 @@ async def handle(request: Request) -> Response:
 async def answers_at_the_end(*requests: bytes) -> list[bytes]:
     """What a client reads that connected before the server's end and sends each of `requests` after it has begun."""
     with open_port("127.0.0.1", 0) as port:
-        server = HttpServer(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1)
+        server = HttpServer(asgi_app(handle, LIMITS), LIMITS, shutdown_timeout_s=1)
         await server.serve(port)
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         while not server.num_connections:
@@ -126,7 +129,7 @@ def test_a_connection_is_answered_whenever_its_server_ends_by_it_or_by_the_next(
 
     async def answer() -> bytes:
         with open_port("127.0.0.1", 0) as port:
-            servers = [HttpServer(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1) for _ in "ab"]
+            servers = [HttpServer(asgi_app(handle, LIMITS), LIMITS, shutdown_timeout_s=1) for _ in "ab"]
             await servers[0].serve(port)
             with socket.create_connection(("127.0.0.1", port.port)) as client:
                 client.sendall(HEAD)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from service.http import errors
 from service.http import request as request_module
+from service.http.api import asgi_app
 from service.http.errors import (
     ALWAYS_BYTES,
     MAX_PARTS,
@@ -30,6 +31,7 @@ from service.http.server import serving
 from service.waiter import BODIES
 
 MOST = 16 << 20
+LIMITS = RequestLimits(max_body_bytes=1 << 20)
 JSON = {"Content-Type": "application/json"}
 
 
@@ -146,7 +148,7 @@ async def test_servers_refuse_such_bodies_and_inflate_beside_their_loop(monkeypa
     long = gzip.compress(random.Random(1).randbytes(300_000))
     with open_port("127.0.0.1", 0) as port:
         async with (
-            serving(port, handle, RequestLimits(max_body_bytes=1 << 20), shutdown_timeout_s=0.1),
+            serving(port, asgi_app(handle, LIMITS), LIMITS, shutdown_timeout_s=0.1),
             httpx.AsyncClient() as http,
         ):
 
@@ -171,7 +173,7 @@ async def test_a_compressed_body_waits_for_no_huge_one() -> None:
     try:
         with open_port("127.0.0.1", 0) as port:
             async with (
-                serving(port, handle, RequestLimits(max_body_bytes=1 << 20), shutdown_timeout_s=0.1),
+                serving(port, asgi_app(handle, LIMITS), LIMITS, shutdown_timeout_s=0.1),
                 httpx.AsyncClient() as http,
             ):
                 sent = http.post(port.url, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from bootstrap_server.app import make_handle
+from bootstrap_server.app import make_app
 from bootstrap_server.registry import BootstrapConfig, Registry
 from router.pool.reports import is_bootstrap_server
+from service.http.api import asgi_app
 from service.http.listening import open_port
 from service.http.request import Request, RequestLimits
-from service.http.routes import Handler
 from service.http.server import serving
 from tests.router.dummies import BOOTSTRAP_PORT, CHAT, Cluster, DummyWorker, cluster, until, workers
+
+LIMITS = RequestLimits(max_body_bytes=1 << 10)
 
 
 async def ok(request: Request) -> Response:
@@ -26,9 +29,9 @@ async def ok(request: Request) -> Response:
 
 
 @asynccontextmanager
-async def bootstrap(handle: Handler) -> AsyncIterator[int]:
+async def bootstrap(app: ASGIApp) -> AsyncIterator[int]:
     with open_port("127.0.0.1", 0) as port:
-        async with serving(port, handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=0.1):
+        async with serving(port, app, LIMITS, shutdown_timeout_s=0.1):
             yield port.port
 
 
@@ -74,8 +77,8 @@ async def test_a_refusal_says_why_there_is_no_worker() -> None:
 @pytest.mark.parametrize("whose", ["ours", "SGLang's", "as it says"])
 async def test_a_mapped_port_is_right_where_a_bootstrap_server_answers(whose: str) -> None:
     config = BootstrapConfig()
-    handle = ok if whose == "SGLang's" else make_handle(Registry(config, shared=False), config=config)
-    async with bootstrap(handle) as port, given(BOOTSTRAP_PORT if whose == "as it says" else port) as c:
+    app = asgi_app(ok, LIMITS) if whose == "SGLang's" else make_app(Registry(config, shared=False), config=config)
+    async with bootstrap(app) as port, given(BOOTSTRAP_PORT if whose == "as it says" else port) as c:
         worker = c.state(c.prefills[0])
         await until(lambda: worker.answers)
         assert worker.bootstrap.port == (BOOTSTRAP_PORT if whose == "as it says" else port)

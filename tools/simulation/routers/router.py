@@ -2,7 +2,6 @@
 and requests that are simulated. They are coroutines; the loop that runs them has virtual time (aio.py).
 """
 
-
 import service.http.request as served
 from router.body import Api
 from router.compose.routes import need_of

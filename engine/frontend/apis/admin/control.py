@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.resumable import check_signed
-from engine.frontend.apis.shared.routes import ApiRoute, admin_route
+from engine.frontend.apis.shared.routes import ApiRoute, Tags, admin_route
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ControlMessage
 from engine.frontend.services import SERVICES, Services
 from engine.lora.peft_config import name_problem
@@ -91,6 +92,7 @@ class StartProfileBody(msgspec.Struct, kw_only=True):
 
 
 async def flush_cache(request: Request) -> Response:
+    """Drop all cached prefixes, if no request runs."""
     reply = await request[SERVICES].leaders.flush_cache()
     if not reply.ok:
         raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
@@ -98,7 +100,10 @@ async def flush_cache(request: Request) -> Response:
 
 
 async def abort_request(request: Request) -> Response:
-    """200 also for an unknown id, as in SGLang, or another key's, which continues."""
+    """Abort a request, or all.
+
+    200 also for an unknown id, as in SGLang, or another key's, which continues.
+    """
     s = request[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:
@@ -118,7 +123,10 @@ async def abort_request(request: Request) -> Response:
 
 
 async def move_out(request: Request) -> Response:
-    """End streams that Tandem's router moves. `moving`: rids found."""
+    """End streams that Tandem's router moves.
+
+    `moving`: rids found.
+    """
     s, data = request[SERVICES], await request.read()
     check_signed(request, data)
     body = decode_body(data, MoveOutBody)
@@ -140,10 +148,11 @@ SUCCESS, STATUS = ("success", True), ("status", "ok")
 class Order:
     """A route that sends a control message.
 
-    `message`: makes it of services, call id and body, whose fields it checks. `head`, `shown`: the
-    answer's fields, except for the reply's message.
+    `about`: its documentation. `message`: makes it of services, call id and body, whose fields it
+    checks. `head`, `shown`: the answer's fields, except for the reply's message.
     """
 
+    about: str
     message: Callable[[Services, str, Any], ControlMessage]
     body: type[msgspec.Struct] | None = None
     body_required: bool = False
@@ -165,7 +174,6 @@ class Order:
 
 
 def _pause(s: Services, call_id: str, body: PauseBody) -> PauseGeneration:
-    """200 once no step runs."""
     mode = body.mode or "abort"
     if mode not in MODES:
         raise bad_field("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
@@ -173,7 +181,6 @@ def _pause(s: Services, call_id: str, body: PauseBody) -> PauseGeneration:
 
 
 def _load_adapter(s: Services, call_id: str, body: LoadBody) -> LoadAdapter:
-    """200 once the adapter is usable; 400, unchanged, if it does not fit."""
     if problem := name_problem(body.lora_name):
         raise bad_field("lora_name", problem)
     if body.lora_name in s.model.own_names:
@@ -184,7 +191,6 @@ def _load_adapter(s: Services, call_id: str, body: LoadBody) -> LoadAdapter:
 
 
 def _start_profile(s: Services, call_id: str, body: StartProfileBody) -> StartProfile:
-    """The answer names the trace file of /stop_profile or `num_steps`."""
     return StartProfile(
         call_id,
         output_dir=body.output_dir or "",
@@ -204,39 +210,62 @@ def _released(s: Services, reply: ControlReply) -> dict[str, Any]:
 
 
 _ORDERS = {
-    "/pause_generation": Order(message=_pause, body=PauseBody, head=STATUS),
-    "/continue_generation": Order(message=lambda s, call_id, _: ContinueGeneration(call_id), head=STATUS),
-    # 200 once memory is released; 409, unchanged, with live requests
+    "/pause_generation": Order(
+        about="Pause all requests (`mode`).\n\n200 once no step runs.", message=_pause, body=PauseBody, head=STATUS
+    ),
+    "/continue_generation": Order(
+        about="Continue paused requests.", message=lambda s, call_id, _: ContinueGeneration(call_id), head=STATUS
+    ),
     "/release_memory_occupation": Order(
+        about="Give back the memory of weights or KV cache (`tags`).\n\n200 once it is released; 409, unchanged, with live requests.",
         message=lambda s, call_id, body: ReleaseMemory(call_id, tuple(body.tags or ())),
         body=MemoryBody,
         shown=_released,
     ),
-    # 200 once memory is restored, with the checkpoint's weights
     "/resume_memory_occupation": Order(
+        about="Take the memory again.\n\n200 once it is restored, with the checkpoint's weights.",
         message=lambda s, call_id, body: ResumeMemory(call_id, tuple(body.tags or ())),
         body=MemoryBody,
         timeout_s=UPDATE_TIMEOUT_S,
         shown=_released,
     ),
     "/load_lora_adapter": Order(
-        message=_load_adapter, body=LoadBody, body_required=True, timeout_s=UPDATE_TIMEOUT_S, shown=_adapters
+        about="Load a LoRA adapter.\n\n200 once it is usable; 400, unchanged, if it does not fit.",
+        message=_load_adapter,
+        body=LoadBody,
+        body_required=True,
+        timeout_s=UPDATE_TIMEOUT_S,
+        shown=_adapters,
     ),
-    # 200 once its requests have ended; new ones are rejected at once
     "/unload_lora_adapter": Order(
+        about="Unload a LoRA adapter.\n\n200 once its requests have ended; new ones are rejected at once.",
         message=lambda s, call_id, body: UnloadAdapter(call_id, body.lora_name),
         body=UnloadBody,
         body_required=True,
         timeout_s=UPDATE_TIMEOUT_S,
         shown=_adapters,
     ),
-    "/start_profile": Order(message=_start_profile, body=StartProfileBody, timeout_s=PROFILE_TIMEOUT_S),
-    "/stop_profile": Order(message=lambda s, call_id, _: StopProfile(call_id), timeout_s=PROFILE_TIMEOUT_S),
-    "/start_expert_distribution_record": Order(message=lambda s, call_id, _: RecordExperts(call_id, "start")),
-    "/stop_expert_distribution_record": Order(message=lambda s, call_id, _: RecordExperts(call_id, "stop")),
-    # the answer names a file for --init-expert-location
+    "/start_profile": Order(
+        about="Start a profile of the schedulers.\n\nThe answer names the trace file, which /stop_profile or `num_steps` writes.",
+        message=_start_profile,
+        body=StartProfileBody,
+        timeout_s=PROFILE_TIMEOUT_S,
+    ),
+    "/stop_profile": Order(
+        about="End a profile, and write it.",
+        message=lambda s, call_id, _: StopProfile(call_id),
+        timeout_s=PROFILE_TIMEOUT_S,
+    ),
+    "/start_expert_distribution_record": Order(
+        about="Start counting the tokens of each expert.", message=lambda s, call_id, _: RecordExperts(call_id, "start")
+    ),
+    "/stop_expert_distribution_record": Order(
+        about="Stop counting the tokens of each expert.", message=lambda s, call_id, _: RecordExperts(call_id, "stop")
+    ),
     "/dump_expert_distribution_record": Order(
-        message=lambda s, call_id, body: RecordExperts(call_id, "dump", body.output_dir or ""), body=DumpExpertsBody
+        about="Write the counts of experts.\n\nThe answer names a file for --init-expert-location.",
+        message=lambda s, call_id, body: RecordExperts(call_id, "dump", body.output_dir or ""),
+        body=DumpExpertsBody,
     ),
 }
 
@@ -245,13 +274,22 @@ def order_at(path: str) -> Order:
     return _ORDERS[path]
 
 
-ROUTES = (
-    ApiRoute("POST", "/abort_request", abort_request, AbortBody, empty=True, body_required=False),
-    ApiRoute("POST", MOVE_OUT, move_out, MoveOutBody),
-    ApiRoute("GET", "/flush_cache", flush_cache, need=Access.ADMIN, plain_text=True),
-    admin_route("/flush_cache", flush_cache, plain_text=True),
-    *(
-        admin_route(path, order.handle, order.body, body_required=order.body_required or order.body is None)
-        for path, order in _ORDERS.items()
+API = Api(
+    Tags.OPERATIONS,
+    (
+        ApiRoute("POST", "/abort_request", abort_request, AbortBody, empty=True, body_required=False),
+        ApiRoute("POST", MOVE_OUT, move_out, MoveOutBody),
+        ApiRoute("GET", "/flush_cache", flush_cache, need=Access.ADMIN, plain_text=True),
+        admin_route("/flush_cache", flush_cache, plain_text=True),
+        *(
+            admin_route(
+                path,
+                order.handle,
+                order.body,
+                body_required=order.body_required or order.body is None,
+                about=order.about,
+            )
+            for path, order in _ORDERS.items()
+        ),
     ),
 )

@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.flags.images import blank_image
 from engine.frontend.apis.admin.load import step_summary
-from engine.frontend.apis.shared.routes import ApiRoute, open_route
+from engine.frontend.apis.shared.routes import ApiRoute, Tags, open_route
 from engine.frontend.client.leaders import longest_of
 from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
@@ -138,7 +139,9 @@ INFO_TIMEOUT_S = 5.0
 
 
 async def health(request: Request) -> Response:
-    """200 if the scheduler is alive; 503 while draining or with released memory.
+    """Say whether requests would be served.
+
+    200 if the scheduler is alive; 503 while draining or with released memory.
 
     In a long step the heartbeat thread answers with `busy_s` and `step`; 503 if it is silent,
     another process is frozen, or the step exceeds --watchdog-timeout. `incarnation` changes with
@@ -180,12 +183,18 @@ async def _until_all_run(s: Services) -> None:
 
 
 async def liveness(request: Request) -> Response:
-    """200 while this process answers; the watchdog handles a stuck scheduler."""
+    """Say that this process answers.
+
+    The watchdog ends a stuck scheduler.
+    """
     return json_response({"status": "alive"})
 
 
 async def health_generate(request: Request) -> Response:
-    """200 after one token through model and frontend (disaggregated: without transfer)."""
+    """Compute a token, and say whether that worked.
+
+    Workers of a pair transfer no KV for it.
+    """
     s = request[SERVICES]
     check_up(s)
     try:
@@ -236,11 +245,14 @@ async def states_if_up(s: Services) -> list[StateReply]:
         return []
 
 
-ROUTES = (
-    open_route("/health", health),
-    open_route("/liveness", liveness, anywhere=True),
-    open_route(PATH, heartbeats, is_alias=True),  # for routers
-    open_route("/health_generate", health_generate),
-    open_route("/ping", health),
-    ApiRoute("POST", "/ping", health, need=Access.NONE, is_polled=True),
+API = Api(
+    Tags.HEALTH,
+    (
+        open_route("/health", health),
+        open_route("/liveness", liveness, anywhere=True),
+        open_route(PATH, heartbeats, is_alias=True),  # for routers
+        open_route("/health_generate", health_generate),
+        open_route("/ping", health),
+        ApiRoute("POST", "/ping", health, need=Access.NONE, is_polled=True),
+    ),
 )

@@ -3,12 +3,13 @@
 from typing import Any
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
 from engine.frontend.apis.shared.fields import choose_model
-from engine.frontend.apis.shared.routes import ApiRoute, admin_route, open_route
+from engine.frontend.apis.shared.routes import ApiRoute, Tags, admin_route, open_route
 from engine.frontend.client.leaders import total_of
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
@@ -27,10 +28,12 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def list_models(request: Request) -> Response:
+    """List the model and its adapters."""
     return json_response({"object": "list", "data": _model_cards(request[SERVICES])})
 
 
 async def get_model(request: Request) -> Response:
+    """Describe a model or an adapter."""
     s = request[SERVICES]
     chosen = choose_model(s, request.path.removeprefix("/v1/models/"), None)
     return json_response(next(card for card in _model_cards(s) if card["id"] == chosen.shown))
@@ -52,15 +55,18 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
 
 
 async def version(request: Request) -> Response:
+    """Return the version."""
     return json_response({"version": installed_version()})
 
 
 async def model_info(request: Request) -> Response:
+    """Describe the model."""
     s = request[SERVICES]
     return json_response({**s.model.info, **s.leaders.updated, "max_model_len": s.context_length})
 
 
 async def server_info(request: Request) -> Response:
+    """Describe the server: flags, state, load."""
     s = request[SERVICES]
     states, now, switch = await states_if_up(s), await step_if_up(s), s.spec.switch
     load = load_summary(total_of(states)) if states else {}
@@ -114,6 +120,7 @@ def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, An
 
 
 async def loads(request: Request) -> Response:
+    """Return the load of each rank."""
     s = request[SERVICES]
     entries = [
         v1_loads_entry(
@@ -125,10 +132,12 @@ async def loads(request: Request) -> Response:
 
 
 async def old_load(request: Request) -> Response:
+    """Return the load of each rank, as SGLang did before."""
     return json_response(get_load(await request[SERVICES].client.recent_states()))
 
 
 async def metrics(request: Request) -> Response:
+    """Return Prometheus metrics."""
     s = request[SERVICES]
     body = s.metrics.exposition(await states_if_up(s), await steps_if_up(s))
     if s.others.num:
@@ -137,7 +146,10 @@ async def metrics(request: Request) -> Response:
 
 
 async def check(request: Request) -> Response:
-    """Run all invariant checks; `ok`: no problem found."""
+    """Check all invariants.
+
+    `ok`: no problem is found.
+    """
     states = await request[SERVICES].leaders.states(check=True)
     total = total_of(states)
     ranks = {"ranks": [msgspec.structs.asdict(state) for state in states]} if len(states) > 1 else {}
@@ -145,7 +157,7 @@ async def check(request: Request) -> Response:
 
 
 async def traces(request: Request) -> Response:
-    """Recent requests for `tandem trace` (service/telemetry/context.py)."""
+    """Return recent requests, for `tandem trace`."""
     query = decode_body(await request.read(), TracesQuery)
     if (wrong := query_error(query)) is not None:
         raise ApiError(400, wrong, field=wrong.partition(":")[0])
@@ -154,15 +166,18 @@ async def traces(request: Request) -> Response:
     return json_response(Records(records=await s.others.with_records(found, query)))
 
 
-ROUTES = (
-    open_route("/metrics", metrics, plain_text=True),
-    open_route("/version", version),
-    ApiRoute("GET", "/v1/models", list_models),
-    ApiRoute("GET", "/v1/models/{model}", get_model),
-    ApiRoute("GET", "/model_info", model_info),
-    ApiRoute("GET", "/server_info", server_info, is_polled=True),
-    ApiRoute("GET", "/v1/loads", loads, is_polled=True),
-    ApiRoute("GET", "/get_load", old_load, is_polled=True),
-    ApiRoute("GET", "/check", check, need=Access.ADMIN),
-    admin_route("/traces", traces, TracesQuery),
+API = Api(
+    Tags.SERVER,
+    (
+        open_route("/metrics", metrics, plain_text=True),
+        open_route("/version", version),
+        ApiRoute("GET", "/v1/models", list_models),
+        ApiRoute("GET", "/v1/models/{model}", get_model),
+        ApiRoute("GET", "/model_info", model_info),
+        ApiRoute("GET", "/server_info", server_info, is_polled=True),
+        ApiRoute("GET", "/v1/loads", loads, is_polled=True),
+        ApiRoute("GET", "/get_load", old_load, is_polled=True),
+        ApiRoute("GET", "/check", check, need=Access.ADMIN),
+        admin_route("/traces", traces, TracesQuery),
+    ),
 )

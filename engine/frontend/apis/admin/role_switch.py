@@ -3,9 +3,10 @@
 import math
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
-from engine.frontend.apis.shared.routes import admin_route
+from engine.frontend.apis.shared.routes import Tags, admin_route
 from engine.frontend.errors import not_ready
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
@@ -26,7 +27,10 @@ class SwitchBody(msgspec.Struct, kw_only=True):
 
 
 async def switch_role(request: Request) -> Response:
-    """202 once draining; /server_info shows the new role when done. 200 if unchanged."""
+    """Change the role of this worker.
+
+    202 once draining; /server_info shows the new role when done. 200 if unchanged.
+    """
     s = request[SERVICES]
     body = decode_body(await request.read(), SwitchBody)
     if body.role not in ROLES:
@@ -79,4 +83,4 @@ def _state_for(s: Services, role: str) -> RoleSwitchState:
     )
 
 
-ROUTES = (admin_route("/switch_role", switch_role, SwitchBody, starts=True),)
+API = Api(Tags.OPERATIONS, (admin_route("/switch_role", switch_role, SwitchBody, starts=True),))

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
@@ -12,7 +13,7 @@ from engine.frontend.apis.chat.tools import Tool
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
 from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
-from engine.frontend.apis.shared.routes import token_route
+from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import bad_field, decode_body
 from service.http.request import Request
@@ -53,6 +54,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(request: Request) -> Response:
+    """Return the token ids of a text or a chat."""
     s = request[SERVICES]
     body = await READER.read(request)
     if body.messages is not None:
@@ -87,6 +89,7 @@ async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
 
 
 async def detokenize(request: Request) -> Response:
+    """Return the text of token ids."""
     s = request[SERVICES]
     data = await request.read()
     body = await BODIES.run(partial(decode_body, data, DetokenizeBody), size=len(data))
@@ -103,7 +106,10 @@ def _check(s: Services, lists: list[list[int]]) -> None:
         check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)
 
 
-ROUTES = (
-    token_route("/tokenize", tokenize, TokenizeBody, computes=False),
-    token_route("/detokenize", detokenize, DetokenizeBody, computes=False),
+API = Api(
+    Tags.TOKENS,
+    (
+        token_route("/tokenize", tokenize, TokenizeBody, computes=False),
+        token_route("/detokenize", detokenize, DetokenizeBody, computes=False),
+    ),
 )

@@ -8,9 +8,10 @@ import binascii
 from typing import Any
 
 import msgspec
+from service.http.api import Api
 
 from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
-from engine.frontend.apis.shared.routes import admin_route
+from engine.frontend.apis.shared.routes import Tags, admin_route
 from engine.frontend.services import Services
 from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NewTensors, UpdateWeights
 from service.http.errors import bad_field
@@ -185,14 +186,38 @@ def _shown(s: Services, reply: ControlReply) -> dict[str, Any]:
 
 
 _ORDERS = {
-    "/update_weights_from_disk": Order(message=from_disk, body=UpdateWeightsBody, shown=_shown, **_REQUIRED),
-    "/update_weights_from_tensor": Order(message=from_tensors, body=UpdateTensorsBody, shown=_shown, **_REQUIRED),
-    "/update_weights_from_distributed": Order(
-        message=from_trainer, body=UpdateDistributedBody, shown=_shown, **_REQUIRED
+    "/update_weights_from_disk": Order(
+        about="Take the weights of another checkpoint.\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
+        message=from_disk,
+        body=UpdateWeightsBody,
+        shown=_shown,
+        **_REQUIRED,
     ),
-    "/init_weights_update_group": Order(message=_join, body=JoinGroupBody, **_REQUIRED),
-    "/destroy_weights_update_group": Order(message=_leave, body=LeaveGroupBody, timeout_s=UPDATE_TIMEOUT_S),
+    "/update_weights_from_tensor": Order(
+        about="Take the tensors of the body.\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
+        message=from_tensors,
+        body=UpdateTensorsBody,
+        shown=_shown,
+        **_REQUIRED,
+    ),
+    "/update_weights_from_distributed": Order(
+        about="Receive tensors from a trainer's process group.\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
+        message=from_trainer,
+        body=UpdateDistributedBody,
+        shown=_shown,
+        **_REQUIRED,
+    ),
+    "/init_weights_update_group": Order(
+        about="Join a trainer's process group.", message=_join, body=JoinGroupBody, **_REQUIRED
+    ),
+    "/destroy_weights_update_group": Order(
+        about="Leave a trainer's process group.", message=_leave, body=LeaveGroupBody, timeout_s=UPDATE_TIMEOUT_S
+    ),
 }
-ROUTES = tuple(
-    admin_route(path, order.handle, order.body, body_required=order.body_required) for path, order in _ORDERS.items()
+API = Api(
+    Tags.OPERATIONS,
+    tuple(
+        admin_route(path, order.handle, order.body, body_required=order.body_required, about=order.about)
+        for path, order in _ORDERS.items()
+    ),
 )

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
@@ -10,7 +11,7 @@ from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_cha
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.routes import token_route
+from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES
@@ -159,6 +160,7 @@ _FORMAT = AnswerFormat(id_prefix="msg_", framing=Framing(encode=typed_event), cu
 
 
 async def messages(request: Request) -> Response:
+    """Answer a conversation."""
     s = request[SERVICES]
     body = await MESSAGES.read(request)
     with in_words_of(NAMES):
@@ -175,6 +177,7 @@ async def messages(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a conversation."""
     body = await COUNT_TOKENS.read(request)
     with in_words_of(NAMES):
         chat = await beside_loop(request, partial(chat_of, body))
@@ -182,7 +185,10 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": len(plan.input_ids)})
 
 
-ROUTES = (
-    token_route("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
-    token_route("/v1/messages/count_tokens", count_tokens, CountTokensBody, computes=False),
+API = Api(
+    Tags.MESSAGES,
+    (
+        token_route("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
+        token_route("/v1/messages/count_tokens", count_tokens, CountTokensBody, computes=False),
+    ),
 )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.reading import check_budget, gate_of, needed_format
@@ -32,7 +33,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
-from engine.frontend.apis.shared.routes import ApiRoute, token_route
+from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
 from engine.frontend.apis.shared.samples import bootstraps_of, samples_of, start
 from engine.frontend.apis.shared.stream import Framing, answer
 from engine.frontend.images.placeholders import MediaSource
@@ -55,6 +56,7 @@ PARAMS_BYTES = 2048  # reading as much costs as much as checking parameters
 
 
 async def generate(request: Request) -> Response:
+    """Continue a text or token ids."""
     s = request[SERVICES]
     body = await READER.read(request)
     prompts, images, single = await _prompts(s, body)
@@ -211,7 +213,10 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
     return rids
 
 
-ROUTES = (
-    token_route("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
-    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True, computes=True),
+API = Api(
+    Tags.GENERATE,
+    (
+        token_route("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
+        ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True, computes=True),
+    ),
 )

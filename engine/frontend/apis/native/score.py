@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.native.body import shown_finish
@@ -28,7 +29,7 @@ from engine.frontend.apis.shared.prefill_only import (
     size_of,
     vector_of,
 )
-from engine.frontend.apis.shared.routes import ApiRoute, token_route
+from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
@@ -62,6 +63,7 @@ READER = BodyReader(
 
 
 async def score(request: Request) -> Response:
+    """Return the probabilities of labels behind a prompt."""
     s = request[SERVICES]
     body = await READER.read(request)
     check_computes_prompts(s)
@@ -132,6 +134,7 @@ ENCODE_READER = BodyReader(
 
 
 async def encode(request: Request) -> Response:
+    """Return embeddings of texts or token ids."""
     s = request[SERVICES]
     started_s = time.monotonic()
     body = await ENCODE_READER.read(request)
@@ -160,8 +163,11 @@ async def encode(request: Request) -> Response:
     return json_response(rows if is_list else rows[0])
 
 
-ROUTES = (
-    token_route("/encode", encode, EncodeBody),
-    ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True, computes=True),
-    token_route("/v1/score", score, ScoreBody),
+API = Api(
+    Tags.SCORES,
+    (
+        token_route("/encode", encode, EncodeBody),
+        ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True, computes=True),
+        token_route("/v1/score", score, ScoreBody),
+    ),
 )

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody
@@ -34,7 +35,7 @@ from engine.frontend.apis.ollama.view import (
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.routes import ApiRoute, token_route
+from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -52,20 +53,24 @@ _WEIGHTS = (".safetensors", ".gguf")
 
 
 async def version(request: Request) -> Response:
+    """Return the version."""
     return json_response({"version": VERSION})
 
 
 async def tags(request: Request) -> Response:
+    """List models."""
     return json_response({"models": list(_cards(request[SERVICES]))})
 
 
 async def ps(request: Request) -> Response:
+    """List loaded models."""
     s = request[SERVICES]
     more = {"expires_at": NEVER, "context_length": s.context_length}
     return json_response({"models": [{**card, **more, "size_vram": card["size"]} for card in _cards(s)]})
 
 
 async def show(request: Request) -> Response:
+    """Describe a model."""
     s = request[SERVICES]
     body = decode_body(await request.read(), ShowBody)
     name = body.model or body.name
@@ -140,6 +145,7 @@ _RAW_FORMAT = AnswerFormat(id_prefix="gen-", field="prompt", framing=LINES, cut=
 
 
 async def chat(request: Request) -> Response:
+    """Answer a chat."""
     start_ns = time.monotonic_ns()
     body = await CHAT.read(request)
     with in_words_of(NAMES):
@@ -151,7 +157,10 @@ async def chat(request: Request) -> Response:
 
 
 async def generate(request: Request) -> Response:
-    """Prompts are raw without a chat template."""
+    """Continue a text.
+
+    The prompt is raw without a chat template.
+    """
     start_ns, s = time.monotonic_ns(), request[SERVICES]
     body = await GENERATE.read(request)
     with in_words_of(NAMES):
@@ -162,18 +171,14 @@ async def generate(request: Request) -> Response:
         return await _answer_chat(request, body, prompted_chat_of(body), show=response_text, start_ns=start_ns)
 
 
-async def _answer_chat(
-    request: Request, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
-) -> Response:
+async def _answer_chat(request: Request, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int) -> Response:
     plan = await plan_chat(request[SERVICES], chat)
     answers = plan.answers(ids_of(request).mint, "call_")
     view = partial(OllamaView, answers, model=body.model, start_ns=start_ns, show=show)
     return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
-async def _complete(
-    request: Request, body: OllamaGenerateBody, prompt: str, *, start_ns: int
-) -> Response:
+async def _complete(request: Request, body: OllamaGenerateBody, prompt: str, *, start_ns: int) -> Response:
     s, fields = request[SERVICES], completion_of(body)
     model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
     plan = SamplesPlan(
@@ -193,11 +198,14 @@ def _loaded(s: Services, body: OllamaFields, show: Show) -> Response:
     return json_response(loaded(body.model, shown))
 
 
-ROUTES = (
-    token_route("/api/chat", chat, OllamaChatBody, streams=LINES_TYPE),
-    token_route("/api/generate", generate, OllamaGenerateBody, streams=LINES_TYPE),
-    ApiRoute("POST", "/api/show", show, ShowBody),
-    ApiRoute("GET", "/api/tags", tags),
-    ApiRoute("GET", "/api/ps", ps),
-    ApiRoute("GET", "/api/version", version),
+API = Api(
+    Tags.OLLAMA,
+    (
+        token_route("/api/chat", chat, OllamaChatBody, streams=LINES_TYPE),
+        token_route("/api/generate", generate, OllamaGenerateBody, streams=LINES_TYPE),
+        ApiRoute("POST", "/api/show", show, ShowBody),
+        ApiRoute("GET", "/api/tags", tags),
+        ApiRoute("GET", "/api/ps", ps),
+        ApiRoute("GET", "/api/version", version),
+    ),
 )

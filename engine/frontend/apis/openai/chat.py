@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.fields import RequestFields
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.routes import token_route
+from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.sample import (
@@ -261,6 +262,7 @@ _FORMAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
 async def chat_completions(request: Request) -> Response:
+    """Answer a chat."""
     s = request[SERVICES]
     body = await READER.read(request)
     plan = await plan_chat(s, body)
@@ -275,4 +277,4 @@ async def chat_completions(request: Request) -> Response:
     return await answer_samples(request, body, plan, _FORMAT, view=view)
 
 
-ROUTES = (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),)
+API = Api(Tags.CHATS, (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),))

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import READER as CHATS
@@ -26,7 +27,7 @@ from engine.frontend.apis.shared.fields import (
     prompts_ids,
     prompts_of,
 )
-from engine.frontend.apis.shared.routes import token_route
+from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.apis.shared.samples import (
     AnswerFormat,
     Head,
@@ -178,6 +179,7 @@ async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
 
 
 async def completions(request: Request) -> Response:
+    """Continue a text, or several."""
     s = request[SERVICES]
     body = await READER.read(request)
     plan = await plan_completion(s, body)
@@ -223,9 +225,9 @@ _AS_THEY_CAME = ("bad_words", "thinking_token_budget")
 
 
 async def render_chat_completion(request: Request) -> Response:
-    """POST /v1/chat/completions/render, /v1/completions/render: vLLM's /inference/v1/generate body.
+    """Return the token ids of a chat, and compute nothing.
 
-    Routers choose a worker by the token ids. Nothing is computed.
+    The answer is the body of vLLM's /inference/v1/generate. Routers choose a worker by it.
     """
     s = request[SERVICES]
     body = await CHATS.read(request)
@@ -251,6 +253,10 @@ async def render_chat_completion(request: Request) -> Response:
 
 
 async def render_completion(request: Request) -> Response:
+    """Return the token ids of a prompt, and compute nothing.
+
+    The answer is the body of vLLM's /inference/v1/generate. Routers choose a worker by it.
+    """
     s = request[SERVICES]
     body = await READER.read(request)
     plan = await plan_completion(s, body)
@@ -306,8 +312,11 @@ def _features(images: Sequence[ImageInput]) -> dict[str, Any] | None:
     }
 
 
-ROUTES = (
-    token_route("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
-    token_route("/v1/completions/render", render_completion, CompletionBody, computes=False),
-    token_route("/v1/chat/completions/render", render_chat_completion, ChatBody, computes=False),
+API = Api(
+    Tags.CHATS,
+    (
+        token_route("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
+        token_route("/v1/completions/render", render_completion, CompletionBody, computes=False),
+        token_route("/v1/chat/completions/render", render_chat_completion, ChatBody, computes=False),
+    ),
 )

@@ -6,6 +6,7 @@ import math
 import sys
 from typing import Any
 
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
@@ -18,7 +19,7 @@ from engine.frontend.apis.shared.prefill_only import (
     size_of,
     vector_of,
 )
-from engine.frontend.apis.shared.routes import token_route
+from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
@@ -37,6 +38,7 @@ READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 
 
 async def embeddings(request: Request) -> Response:
+    """Return embeddings of texts or token ids."""
     body = await READER.read(request)
     _check(request[SERVICES], body)
     sender = PromptSender.of(request)
@@ -88,4 +90,4 @@ def _shown(vector: "array.array[float]", encoding_format: str | None) -> list[fl
     return base64.b64encode(vector.tobytes()).decode()
 
 
-ROUTES = (token_route("/v1/embeddings", embeddings, EmbeddingBody),)
+API = Api(Tags.SCORES, (token_route("/v1/embeddings", embeddings, EmbeddingBody),))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
@@ -26,7 +27,7 @@ from engine.frontend.apis.shared.prefill_only import (
     prompts_in,
     shares,
 )
-from engine.frontend.apis.shared.routes import token_route
+from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError, bad_field
 from service.http.request import Request
@@ -148,6 +149,7 @@ CLASSIFY_READER = BodyReader(
 
 
 async def classify(request: Request) -> Response:
+    """Return the probabilities of labels for texts."""
     s = request[SERVICES]
     body = await CLASSIFY_READER.read(request)
     if not s.model.head.labels:
@@ -208,6 +210,7 @@ RERANK_READER = BodyReader(
 
 
 async def rerank(request: Request) -> Response:
+    """Rank documents by a query."""
     body = await RERANK_READER.read(request)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     if not texts:
@@ -257,6 +260,7 @@ SCORE_READER = BodyReader(
 
 
 async def score_pairs(request: Request) -> Response:
+    """Score pairs of texts."""
     body = await SCORE_READER.read(request)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if not second:
@@ -277,8 +281,11 @@ async def score_pairs(request: Request) -> Response:
     )
 
 
-ROUTES = (
-    token_route("/v1/rerank", rerank, RerankBody),
-    token_route("/score", score_pairs, PairScoreBody),
-    token_route("/classify", classify, ClassifyBody),
+API = Api(
+    Tags.SCORES,
+    (
+        token_route("/v1/rerank", rerank, RerankBody),
+        token_route("/score", score_pairs, PairScoreBody),
+        token_route("/classify", classify, ClassifyBody),
+    ),
 )

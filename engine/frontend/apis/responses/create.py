@@ -1,10 +1,11 @@
 """POST /v1/responses: body -> chat -> plan -> view, and its storage."""
 
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import msgspec
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody
@@ -14,7 +15,7 @@ from engine.frontend.apis.responses.chat import NAMES, to_chat, truncated_chat
 from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
-from engine.frontend.apis.shared.routes import ApiRoute
+from engine.frontend.apis.shared.routes import ApiRoute, Tags
 from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -39,6 +40,7 @@ from service.responses.store import LocalBook
 
 
 def _of_worker(handler: StoredHandler) -> Handler:
+    @wraps(handler)
     async def handle(request: Request) -> Response:
         book = request[SERVICES].responses
         if book is None:
@@ -61,6 +63,7 @@ _items = msgspec.json.Decoder(list[Item])
 
 
 async def create_response(request: Request) -> Response:
+    """Answer, and remember the answer."""
     s, body = request[SERVICES], await READER.read(request)
     keeper = await _keeper(request, s, body)
     chat = await beside_loop(request, partial(to_chat, body))
@@ -136,10 +139,13 @@ def _nothing(response: dict[str, Any]) -> None:
     """Stored elsewhere."""
 
 
-ROUTES = (
-    ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
-    ApiRoute("GET", "/v1/responses/{id}", _of_worker(api.get_response)),
-    ApiRoute("DELETE", "/v1/responses/{id}", _of_worker(api.delete_response)),
-    ApiRoute("POST", "/v1/responses/{id}/cancel", _of_worker(api.cancel_response)),
-    ApiRoute("GET", "/v1/responses/{id}/input_items", _of_worker(api.list_input_items)),
+API = Api(
+    Tags.RESPONSES,
+    (
+        ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
+        ApiRoute("GET", "/v1/responses/{id}", _of_worker(api.get_response)),
+        ApiRoute("DELETE", "/v1/responses/{id}", _of_worker(api.delete_response)),
+        ApiRoute("POST", "/v1/responses/{id}/cancel", _of_worker(api.cancel_response)),
+        ApiRoute("GET", "/v1/responses/{id}/input_items", _of_worker(api.list_input_items)),
+    ),
 )

@@ -5,10 +5,11 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
-from engine.frontend.apis.shared.routes import ApiRoute
+from engine.frontend.apis.shared.routes import ApiRoute, Tags
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from service.http.errors import ApiError, decode_body, decode_or_none
@@ -74,4 +75,4 @@ def _taken() -> ApiError:
     return ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")
 
 
-ROUTES = (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),)  # for routers
+API = Api(Tags.OPERATIONS, (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),))  # for routers

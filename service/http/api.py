@@ -1,0 +1,114 @@
+"""An API as a FastAPI router, and the application of a server.
+
+FastAPI documents the routes, mounts them into other applications, and takes middleware. Requests
+find their handler in a table of paths (routes.py), as a scan of a hundred patterns would cost more
+than the rest of the router.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.flags import installed_version
+from service.http.openapi import SCHEMAS, operation
+from service.http.request import Request, RequestLimits
+from service.http.routes import Handler, Route, Tag
+
+OPENAPI_PATH = "/openapi.json"
+
+
+class Api(APIRouter):
+    """Routes under one tag of the documentation."""
+
+    def __init__(self, tag: Tag, routes: Iterable[Route]) -> None:
+        super().__init__(tags=[tag.name])
+        self.tag = tag
+        self.table = tuple(routes)
+        for route in self.table:
+            if not route.is_alias:
+                self._describe(route)
+
+    def _describe(self, route: Route) -> None:
+        summary, description = texts_of(route)
+        self.add_api_route(
+            route.path,
+            _endpoint(route.handler),
+            methods=[route.method],
+            summary=summary,
+            description=description,
+            response_class=Response,
+            openapi_extra=operation(route),
+            operation_id=f"{route.method.lower()} {route.path}",
+        )
+
+
+def texts_of(route: Route) -> tuple[str, str]:
+    """Return summary and description: the handler's docstring, unless the route has its own."""
+    text = route.about or inspect.getdoc(route.handler) or ""
+    summary, _, description = text.partition("\n")
+    return summary.rstrip("."), description.strip()
+
+
+def _endpoint(handler: Handler) -> Callable[[StarletteRequest], Awaitable[Response]]:
+    """Return what FastAPI reads parameters of."""
+
+    async def endpoint(request: StarletteRequest) -> Response:
+        assert isinstance(request, Request)
+        return await handler(request)
+
+    return endpoint
+
+
+class Application(FastAPI):
+    """A server's application: `handle` answers, `apis` are documented in their order."""
+
+    def __init__(self, title: str, apis: Sequence[Api], *, handle: Handler, limits: RequestLimits) -> None:
+        super().__init__(title=title, version=installed_version(), openapi_url=None)
+        for api in apis:
+            self.include_router(api)
+        self._apis = apis
+        self._answer = asgi_app(handle, limits)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Leave out FastAPI's own layers: `handle` answers errors and unknown paths."""
+        app: ASGIApp = self._answer
+        for middleware, args, options in reversed(self.user_middleware):
+            app = middleware(app, *args, **options)
+        return app
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = document(self._apis, title=self.title)
+        return self.openapi_schema
+
+
+def document(apis: Sequence[Api], *, title: str) -> dict[str, Any]:
+    """Return the OpenAPI document, with the schemas of all bodies."""
+    tags = [tag._asdict() for tag in dict.fromkeys(api.tag for api in apis)]
+    routes = [route for api in apis for route in api.routes]
+    made = get_openapi(title=title, version=installed_version(), openapi_version="3.1.0", routes=routes, tags=tags)
+    bodies = dict.fromkeys(route.body for api in apis for route in api.table if route.body and not route.is_alias)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS)
+    made["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    return made
+
+
+def asgi_app(handle: Handler, limits: RequestLimits) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send, limits)
+        try:
+            response = await handle(request)
+            await response(scope, receive, send)
+        except (asyncio.CancelledError, ConnectionError):
+            if request.connection is None or not request.connection.is_gone:
+                raise
+
+    return app
