@@ -23,7 +23,7 @@ from deploy.launcher.probe import free_ports
 from router.client.upstream import HttpUpstream, _Connection
 from router.compose.exposure import limits_of
 from router.compose.router import Router
-from router.compose.routes import make_handler
+from router.compose.routes import make_app
 from router.config import RouterConfig
 from router.pool.breaker import Check
 from router.server import SHUTDOWN_TIMEOUT_S
@@ -112,7 +112,8 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
     join_worker(upstream, prefill, answer=whole(ANSWER))
     join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
-    server = HttpServer(make_handler(router), limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+    limits = limits_of(config)
+    server = HttpServer(make_app(router, limits), limits, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
     stack.push_async_callback(server.close)
     return Client(server, stream=stream)
 

@@ -10,7 +10,7 @@ import uvloop
 
 from router.compose.exposure import check_exposure, limits_of
 from router.compose.router import Router
-from router.compose.routes import make_handler
+from router.compose.routes import make_app
 from router.config import RouterConfig, check_config
 from router.fleet import ProcessSlot, obey_parent, run_fleet
 from service.http.listening import open_port
@@ -69,7 +69,8 @@ async def start_router(
     async with AsyncExitStack() as stack:
         router = Router(config, slot, stack)
         await router.connect(stack)
-        server = HttpServer(make_handler(router), limits or limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+        limits = limits or limits_of(config)
+        server = HttpServer(make_app(router, limits), limits, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
         stack.push_async_callback(server.close)  # ends first: no new connections, waits for running requests
         if slot is not None:  # before reading the pool, so that no change is missed
             await server.serve_unix(slot.socket(slot.row))

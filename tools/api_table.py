@@ -17,10 +17,11 @@ from engine.frontend.apis.ollama import body as ollama
 from engine.frontend.apis.openai import completions, embeddings
 from engine.frontend.apis.responses import body as responses
 from engine.frontend.apis.shared.body_reader import BodyReader
-from engine.frontend.routes import OPENAPI_PATH, ROUTES
+from engine.frontend.routes import ROUTES
 from router.compose.router import Router
-from router.compose.routes import make_routes
+from router.compose.routes import make_apis
 from router.config import RouterConfig
+from service.http.api import OPENAPI_PATH
 from service.http.home import HOME, SHARED
 from service.http.routes import UNSERVED
 from tests.packages import ROOT
@@ -78,7 +79,7 @@ async def router_routes() -> dict[str, set[str]]:
     async with AsyncExitStack() as stack:
         router = Router(RouterConfig(port=0, pd_disaggregation=True, auto_roles=True), None, stack)
         await router.connect(stack)
-        routes = make_routes(router).paths()
+        routes = make_apis(router).routes.paths()
     return {path: routes[path] for path in _shown(routes)}
 
 

@@ -1,22 +1,28 @@
 """A router's routes, the keys that they need, and the request handler."""
 
 import secrets
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
-from router.body import PUTS, Api
+from starlette.responses import Response
+
 from router.compose.exposure import browser_rule
 from router.compose.router import Router
 from router.history.metrics import counted
 from router.http.dashboard import Dashboard
 from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER, AnyWorkerApi, FanOutApi, LoadsApi
 from router.http.health_api import HealthApi
+from router.http.openapi import GENERATION, TITLE, generation_routes, make_document, worker_document
 from router.http.traces_api import TRACES, TracesApi
 from router.http.workers_api import WorkersApi
 from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
+from service.http.api import OPENAPI_PATH, Api, Application
 from service.http.guard import make_guard
 from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of
-from service.http.routes import INVOCATIONS, Handler, Routes, post, put, unserved_routes
+from service.http.request import Request, RequestLimits
+from service.http.routes import Routes, get, json_response, unserved_routes
 from service.security.keys import Access
 
 # ---- Static files of the router's pages.
@@ -46,12 +52,20 @@ def need_of(method: str, path: str) -> Access:
 # ---- The handler.
 
 
-def make_handler(router: Router) -> Handler:
-    """Return the request handler; rate limits are divided among processes."""
+class RouterApis(NamedTuple):
+    """What is documented, and all routes."""
+
+    documented: Sequence[Api]
+    routes: Routes
+
+
+def make_app(router: Router, limits: RequestLimits) -> Application:
+    """Return the application; rate limits are divided among processes."""
     config, share = router.config, 1 if router.slot is None else router.config.workers
     limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
-    return make_guard(
-        make_routes(router),
+    apis = make_apis(router)
+    handle = make_guard(
+        apis.routes,
         gate=router.gate,
         need_of=need_of,
         browser=browser_rule(config, router.gate),
@@ -60,9 +74,10 @@ def make_handler(router: Router) -> Handler:
         on_refused=router.metrics.on_refused,
         new_id=partial(secrets.token_hex, 16),
     )
+    return Application(TITLE, apis.documented, handle=handle, limits=limits)
 
 
-def make_routes(router: Router) -> Routes:
+def make_apis(router: Router) -> RouterApis:
     config, peers, calls = router.config, router.peers, router.calls
     health = HealthApi(calls, live=router.live, metrics=router.metrics, peers=peers)
     workers = WorkersApi(
@@ -80,26 +95,20 @@ def make_routes(router: Router) -> Routes:
         auto_roles=router.auto_roles.leading_status if config.auto_roles else None,
     )
     traces = TracesApi(calls=calls, tracer=router.tracer, peers=peers, memory=dashboard.memory)
-    generate = counted(router.dispatcher.handle, router.metrics)
-    return Routes(
-        [
-            *(post(api.value, generate) for api in Api),
-            *(put(api.value, generate) for api in PUTS),
-            post(INVOCATIONS, counted(router.dispatcher.invoke, router.metrics)),
-            *health.routes(),
-            *workers.routes(),
-            *fan_out.routes(),
-            *any_worker.routes(),
-            *LoadsApi(calls).routes(),
-            *ResponsesApi(router.book, peers=peers).routes(),
-            *Pages(FILES).routes(),
-            *_home(router).routes(),
-            *unserved_routes(),
-            *dashboard.routes(),
-            *traces.routes(),
-            *router.auto_roles.routes(),
-        ]
+    generate, invoke = (counted(act, router.metrics) for act in (router.dispatcher.handle, router.dispatcher.invoke))
+    apis = (
+        Api(GENERATION, generation_routes(generate, invoke)),
+        ResponsesApi(router.book, peers=peers).api(),
+        any_worker.api(),
+        *(health.api(), dashboard.api(), traces.api()),
+        *(workers.api(), LoadsApi(calls).api(), router.auto_roles.api(), fan_out.api()),
     )
+
+    async def openapi(request: Request) -> Response:
+        return json_response(make_document(apis, await worker_document(calls)))
+
+    pages = [*Pages(FILES).routes(), *_home(router).routes(), *unserved_routes(), get(OPENAPI_PATH, openapi)]
+    return RouterApis(apis, Routes([*(route for api in apis for route in api.table), *pages]))
 
 
 def _home(router: Router) -> Home:

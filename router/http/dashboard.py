@@ -11,13 +11,15 @@ from starlette.responses import Response
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.history.recorder import DashboardRequest, DashboardSnapshot, Recorder, Second, add, quantile
+from router.http.openapi import SERVER
 from router.pool.breaker import Health
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import LiveRequests
+from service.http.api import Api
 from service.http.errors import ApiError, decode_or_none
 from service.http.request import Request
-from service.http.routes import Route, get, json_response
+from service.http.routes import get, json_response
 
 # ---- The dashboard's JSON document. Pure.
 
@@ -170,12 +172,15 @@ class Dashboard:
     peers: PeerProcesses
     auto_roles: Callable[[], Awaitable[bytes]] | None = None
 
-    def routes(self) -> list[Route]:
-        return [
-            get(STATE, self.state),
-            get(SNAPSHOT, self.snapshot),
-            get(REQUEST + "{key}", self.request),
-        ]
+    def api(self) -> Api:
+        return Api(
+            SERVER,
+            [
+                get(STATE, self.state),
+                get(SNAPSHOT, self.snapshot),
+                get(REQUEST + "{key}", self.request),
+            ],
+        )
 
     async def state(self, request: Request) -> Response:
         """Return the state of all processes, without request details."""
@@ -187,9 +192,11 @@ class Dashboard:
         return _fresh({**status, **picture})
 
     async def snapshot(self, request: Request) -> Response:
+        """Return the dashboard\'s memory of this process, for the others."""
         return _fresh(self._own())
 
     async def request(self, request: Request) -> Response:
+        """Return all that is remembered of a request."""
         key = request.path.removeprefix(REQUEST)
         for record in (await self.memory()).records:
             if record.key == key:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from router.client.session import CALL_TIMEOUT_S, call_worker
 from router.fleet import PeerProcesses
+from router.http.openapi import MODELS, OPERATIONS, WORKERS, PassedRoute, passed
 from router.http.worker_calls import OperatorCall, WorkerCalls
 from router.pool.health import HealthMonitor
 from router.pool.reports import count_of
@@ -18,11 +19,12 @@ from router.pool.worker import Worker
 from router.pool.workers import join_models
 from router.requests.dispatch import LiveRequests
 from service.flags import untagged
+from service.http.api import Api
 from service.http.errors import ApiError, decode_or_none, object_of
 from service.http.guard import caller_header, has_admin_key, key_refusal
 from service.http.openapi import loads_answer
 from service.http.request import Request, segment
-from service.http.routes import Route, get, json_response, post
+from service.http.routes import get, json_response
 from service.security.keys import Access, KeyGate, authorization_of
 from service.waiter import BODIES
 
@@ -62,17 +64,20 @@ class FanOutApi:
     live: LiveRequests
     peers: PeerProcesses
 
-    def routes(self) -> list[Route]:
-        return [
-            *(post(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
-            post(JOIN_GROUP, self.join_group),
-            post(PAUSE, self.pause),
-            post(CONTINUE, self.unpause),
-            get("/flush_cache", self.pass_to_all),
-            *(post(path, self.pass_adapter) for path in (LOAD_ADAPTER, UNLOAD_ADAPTER)),
-            post("/abort_request", self.abort_request),
-            get("/health_generate", self.health_generate),
-        ]
+    def api(self) -> Api:
+        return Api(
+            OPERATIONS,
+            [
+                *(passed(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
+                passed(JOIN_GROUP, self.join_group),
+                passed(PAUSE, self.pause),
+                passed(CONTINUE, self.unpause),
+                PassedRoute("GET", "/flush_cache", self.pass_to_all),
+                *(passed(path, self.pass_adapter) for path in (LOAD_ADAPTER, UNLOAD_ADAPTER)),
+                passed("/abort_request", self.abort_request),
+                get("/health_generate", self.health_generate),
+            ],
+        )
 
     async def pass_to_all(self, request: Request) -> Response:
         headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
@@ -155,6 +160,7 @@ class FanOutApi:
         return await self.calls.call_all(OperatorCall("POST", "/abort_request", headers, body))
 
     async def health_generate(self, request: Request) -> Response:
+        """Let all workers compute a token."""
         return await self.calls.call_all(OperatorCall("GET", "/health_generate", self.calls.credentials.own()))
 
 
@@ -187,13 +193,17 @@ class _Named(msgspec.Struct):
 class AnyWorkerApi:
     calls: WorkerCalls
 
-    def routes(self) -> list[Route]:
-        return [
-            *(post(path, self.ask) for path in (*ASKED, *_ALIASES)),
-            *(get(path, self.calls.call_one) for path in DESCRIBED),
-            *(get(path, self.list_models) for path in LISTS),
-            get(_MODEL + "{model}", self.get_model),
-        ]
+    def api(self) -> Api:
+        return Api(
+            MODELS,
+            [
+                *(passed(path, self.ask) for path in ASKED),
+                *(passed(path, self.ask, is_alias=True) for path in _ALIASES),
+                *(PassedRoute("GET", path, self.calls.call_one) for path in DESCRIBED),
+                *(PassedRoute("GET", path, self.list_models) for path in LISTS),
+                PassedRoute("GET", _MODEL + "{model}", self.get_model),
+            ],
+        )
 
     async def ask(self, request: Request) -> Response:
         body = await request.read()
@@ -234,14 +244,19 @@ LOADS = ("/v1/loads", "/loads")  # SMG tries the second first
 class LoadsApi:
     calls: WorkerCalls
 
-    def routes(self) -> list[Route]:
-        return [*(get(path, self.loads) for path in LOADS), get("/get_load", self.old_load)]
+    def api(self) -> Api:
+        return Api(
+            WORKERS,
+            [get(LOADS[0], self.loads), get(LOADS[1], self.loads, is_alias=True), get("/get_load", self.old_load)],
+        )
 
     async def loads(self, request: Request) -> Response:
+        """Return the load of each rank of each worker."""
         rows = await self._rows(request)
         return json_response(loads_answer(rows))
 
     async def old_load(self, request: Request) -> Response:
+        """Return the load of each rank, as SGLang did before."""
         return json_response([old_row(row) for row in await self._rows(request)])
 
     async def _rows(self, request: Request) -> list[dict[str, Any]]:

@@ -8,15 +8,17 @@ from starlette.responses import Response
 
 from router.fleet import SUMMED_GAUGES, PeerProcesses
 from router.history.metrics import RouterMetrics
+from router.http.openapi import SERVER
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.answer import no_worker
 from router.requests.dispatch import LiveRequests
 from service.flags import installed_version
+from service.http.api import Api
 from service.http.errors import DRAINING, ApiError
 from service.http.request import Request
-from service.http.routes import Route, get, json_response, post
+from service.http.routes import get, json_response, post
 from service.telemetry.expositions import merge_expositions
 
 PROBES = ("/liveness", "/health", "/readiness", "/ping")
@@ -41,25 +43,30 @@ class HealthApi:
     metrics: RouterMetrics
     peers: PeerProcesses
 
-    def routes(self) -> list[Route]:
+    def api(self) -> Api:
         liveness, *readiness = PROBES
-        return [
+        routes = [
             get(liveness, self.liveness),
             *(get(path, self.readiness) for path in readiness),
             post("/ping", self.readiness),  # SageMaker's
             get("/version", self.version),
-            get("/metrics", self.get_metrics),
+            get("/metrics", self.get_metrics, plain_text=True),
         ]
+        return Api(SERVER, routes)
 
     async def liveness(self, request: Request) -> Response:
+        """Say that this process answers."""
         return json_response({"status": "alive"})
 
     async def version(self, request: Request) -> Response:
+        """Return the version."""
         return json_response({"version": installed_version()})
 
     async def readiness(self, request: Request) -> Response:
-        """Return 200 if all roles have workers that fit; with `?workers=all` if all are healthy in
-        all processes.
+        """Report whether requests would be served.
+
+        200 if all roles have workers that fit; with `?workers=all` if all are healthy in all
+        processes.
         """
         if self.live.draining:
             status = {"status": DRAINING, "num_live_reqs": len(self.live)}
@@ -86,6 +93,7 @@ class HealthApi:
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
     async def get_metrics(self, request: Request) -> Response:
+        """Return Prometheus metrics of all processes of the router."""
         body = await self.metrics.scrape()
         if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):
             body = merge_expositions([body, *others], summed=SUMMED_GAUGES)

@@ -1,19 +1,30 @@
-"""GET /openapi.json: own routes, and generation as a live worker describes it.
+"""GET /openapi.json: own routes, and routes of workers as a live one describes them.
 
-Without worker bodies are plain objects. Fields that the router overwrites are omitted.
+Without a worker their bodies are plain objects. Fields that the router overwrites are omitted.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from router.body import ALONE, BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, PUTS, Api
-from router.http.fan_out import ASKED, DESCRIBED, LISTS, LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER
-from service.http.openapi import FAILURES, TEXT, answer, document, failures_of, operation
-from service.http.routes import EVENTS_TYPE, INVOCATIONS, LINES_TYPE, shape_of
+from router.body import ALONE, BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, PUTS
+from router.body import Api as Generation
+from router.client.session import call_worker
+from router.http.worker_calls import WorkerCalls
+from service.http.api import OPENAPI_PATH, Api, document
+from service.http.errors import decode_or_none
+from service.http.openapi import FAILURES, failures_of, json_content
+from service.http.routes import EVENTS_TYPE, INVOCATIONS, LINES_TYPE, Handler, Route, Tag
+
+TITLE = "Tandem router"
+GENERATION = Tag("Generation", "Requests that the router gives to workers.")
+WORKERS = Tag("Workers", "The workers behind the router, their roles and loads.")
+MODELS = Tag("Models and tokens", "Questions that any worker answers.")
+SERVER = Tag("State", "Probes, metrics, requests, and what the dashboard shows.")
+OPERATIONS = Tag("Operations", "Orders to all workers.")
 
 _OVERWRITTEN = (*BOOTSTRAP_FIELDS, HISTORY_FIELD)
-_URL = {"url": TEXT}
-_WORKER = {**_URL, "role": TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
-_STREAMS: dict[str, str] = {api: LINES_TYPE if api in OLLAMA else EVENTS_TYPE for api in Api if api not in ALONE}
 _FAILURES = {
     **FAILURES,
     "408": "the body did not come in time",
@@ -21,76 +32,59 @@ _FAILURES = {
     "502": "a worker could not be reached or broke off",
     "504": "a worker did not answer in time",
 }
-# path -> method -> schema of the body, None without
-_OWN: dict[str, dict[str, Any]] = {
-    **{
-        path: {"get": None}
-        for path in ("/liveness", "/health", "/readiness", "/health_generate", "/metrics", "/version")
-    },
-    **{path: {"get": None} for path in (*LISTS, *DESCRIBED)},
-    **{path: {"get": None} for path in ("/get_server_info", "/server_info", "/get_loads", "/get_load", "/v1/loads")},
-    "/ping": {"get": None, "post": None},
-    **{path: {"get": None} for path in ("/auto_roles", "/dashboard/state")},
-    "/workers": {
-        "get": None,
-        "post": {"type": "object", "properties": _WORKER, "required": ["url"]},
-        "delete": {"type": "object", "properties": _URL, "required": ["url"]},
-    },
-    "/workers/role": {
-        "post": {
-            "type": "object",
-            "properties": {
-                **_URL,
-                "role": {"enum": ["prefill", "decode"]},
-                "force": {"type": ["boolean", "null"], "default": False},
-                "timeout": {"type": ["number", "null"], "minimum": 0},
-            },
-            "required": ["url", "role"],
-        }
-    },
-    "/workers/migrate": {"post": {"type": "object", "properties": _URL, "required": ["url"]}},
-    "/flush_cache": {"get": None, "post": None},
-    "/v1/responses/{id}": {"get": None, "delete": None},
-    "/v1/responses/{id}/cancel": {"post": None},
-    "/v1/responses/{id}/input_items": {"get": None},
-    "/traces/{id}": {"get": None},
-    "/traces": {
-        "post": {
-            "type": "object",
-            "properties": {"ids": {"type": ["array", "null"], "items": TEXT}, "last": {"type": ["integer", "null"]}},
-        }
-    },
-}
-# Passed on unchanged, so the worker describes their bodies.
-_PASSED = ("/abort_request", *ASKED, *(path for path in TIMEOUTS_S if path not in _OWN), LOAD_ADAPTER, UNLOAD_ADAPTER)
+_ANY_BODY = {"required": True, "content": json_content({"type": "object"})}
+_OF_WORKERS = ("summary", "description", "requestBody")
 
 
-def make_document(worker: Any) -> dict[str, Any]:
-    worker = worker if isinstance(worker, dict) else {}
-    paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
-    for path in (*(str(api) for api in Api), INVOCATIONS, *_PASSED):
-        paths[path] = {"post": _operation(path, _worker_body(worker, path))}
-    for path in PUTS:  # SGLang takes both
-        paths[path]["put"] = paths[path]["post"]
+@dataclass(frozen=True)
+class PassedRoute(Route):
+    """A route that workers answer and document."""
+
+    about: str = "Pass on to workers."
+
+
+passed = partial(PassedRoute, "POST")
+
+
+def generation_routes(answer: Handler, invoke: Handler) -> Iterable[Route]:
+    for api in Generation:
+        streams = "" if api in ALONE else LINES_TYPE if api in OLLAMA else EVENTS_TYPE
+        for method in ("POST", "PUT") if api in PUTS else ("POST",):
+            yield PassedRoute(method, api.value, answer, streams=streams)
+    yield PassedRoute("POST", INVOCATIONS, invoke, streams=EVENTS_TYPE)
+
+
+def make_document(apis: Sequence[Api], worker: Any) -> dict[str, Any]:
+    """Return the router's document. `worker`: the document of a worker, None if no one answers."""
+    made, worker = document(apis, title=TITLE), worker if isinstance(worker, dict) else {}
+    for route in (route for api in apis for route in api.table if not route.is_alias):
+        operation = made["paths"][route.path][route.method.lower()]
+        known = {} if not isinstance(route, PassedRoute) else failures_of({"400": _FAILURES["400"]}, {})
+        failures = failures_of(_FAILURES, {})  # a worker's, unchanged
+        operation["responses"] = failures | operation["responses"] | known
+        if isinstance(route, PassedRoute):
+            operation |= _of_worker(worker, route)
     schemas = _inside(worker, "components", "schemas") or {}
-    schemas = {name: _without_own(schema) for name, schema in schemas.items()}
-    return document("Tandem router", paths=paths, schemas=schemas)
+    made["components"]["schemas"] |= {name: _without_own(schema) for name, schema in schemas.items()}
+    return made
 
 
-def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    good = answer("done", plain_text=path == "/metrics", streams=_STREAMS.get(path, ""))
-    failures = failures_of(_FAILURES, {})  # a worker's, unchanged
-    if path not in _PASSED:
-        failures |= failures_of({"400": _FAILURES["400"]}, shape_of(path).schema)
-    return operation(path, answers={"200": good, "201": {"description": "added"}}, failures=failures, body=body)
+async def worker_document(calls: WorkerCalls) -> Any:
+    """Return the document of the first live worker, if any, decode first."""
+    headers = calls.credentials.own()
+    for role in reversed(calls.roles):
+        for worker in calls.table.alive(role):
+            answer = await call_worker(calls.session, "GET", worker.url + OPENAPI_PATH, headers)
+            if answer.status == 200:
+                return decode_or_none(answer.body)
+    return None
 
 
-def _worker_body(worker: dict[str, Any], path: str) -> dict[str, Any] | None:
-    operation = _inside(worker, "paths", path, "post")
-    if operation is not None and "requestBody" not in operation:
-        return None
-    schema = _inside(worker, "paths", path, "post", "requestBody", "content", "application/json", "schema")
-    return schema or {"type": "object"}
+def _of_worker(worker: dict[str, Any], route: Route) -> dict[str, Any]:
+    operation = _inside(worker, "paths", route.path, route.method.lower())
+    if operation is None:
+        return {"requestBody": _ANY_BODY} if route.method in ("POST", "PUT") else {}
+    return {name: operation[name] for name in _OF_WORKERS if name in operation}
 
 
 def _without_own(schema: Any) -> Any:

@@ -11,12 +11,14 @@ from starlette.responses import Response
 from router.client.session import call_worker
 from router.fleet import PeerProcesses
 from router.history.recorder import MAX_ID_CHARS, DashboardRequest, DashboardSnapshot
+from router.http.openapi import SERVER
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
+from service.http.api import Api
 from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
 from service.http.guard import CALLER
 from service.http.request import Request
-from service.http.routes import Route, get, json_response, post
+from service.http.routes import get, json_response, post
 from service.security.keys import Access, Caller, authorization_of
 from service.telemetry.context import Record, Records, Tracer, TracesQuery, last_ids, query_error
 
@@ -32,10 +34,11 @@ class TracesApi:
     peers: PeerProcesses
     memory: Callable[[], Awaitable[DashboardSnapshot]]
 
-    def routes(self) -> list[Route]:
-        return [post(TRACES, self.traces), get(TRACES + "/{id}", self.trace)]
+    def api(self) -> Api:
+        return Api(SERVER, [post(TRACES, self.traces, body=TracesQuery), get(TRACES + "/{id}", self.trace)])
 
     async def traces(self, request: Request) -> Response:
+        """Return recent requests with their times in router and workers."""
         query = decode_body(await request.read(), TracesQuery)
         if (wrong := query_error(query)) is not None:
             field, _, message = wrong.partition(": ")

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from starlette.responses import Response
 
-from router.client.session import call_worker
 from router.config import RouterConfig, check_worker_url
 from router.fleet import PeerProcesses
-from router.http.openapi import make_document
+from router.http.openapi import WORKERS
 from router.http.worker_calls import WorkerCalls
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
@@ -20,9 +19,10 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.switch import Switch
 from service.flags import ConfigError
-from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
+from service.http.api import Api
+from service.http.errors import ApiError, bad_field, decode_body
 from service.http.request import Request
-from service.http.routes import Route, delete, get, json_response, post
+from service.http.routes import delete, get, json_response, post
 from service.security.keys import authorization_of
 
 # ---- Descriptions of workers.
@@ -75,7 +75,7 @@ def describe(worker: Worker, misfits: Mapping[int, str]) -> dict[str, Any]:
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
 
 
-class _NamedWorker(msgspec.Struct):
+class NamedWorker(msgspec.Struct):
     url: str
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class _NamedWorker(msgspec.Struct):
             raise ApiError(400, str(err), field="url") from None
 
 
-class _NewWorker(_NamedWorker):
+class NewWorker(NamedWorker):
     """A worker to add. `worker_type` is SGLang's name of `role`."""
 
     role: str | None = None
@@ -93,7 +93,7 @@ class _NewWorker(_NamedWorker):
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
 
-class _RoleSwitch(_NamedWorker):
+class RoleSwitch(NamedWorker):
     role: str | None = None
     worker_type: str | None = None
     force: bool | None = False
@@ -109,25 +109,29 @@ class WorkersApi:
     peers: PeerProcesses
     discovery: Discovery | None
 
-    def routes(self) -> list[Route]:
-        return [
-            get("/workers", self.list_workers),
-            post("/workers", self.add_worker),
-            delete("/workers", self.remove_worker),
-            post("/workers/role", self.switch_role),
-            post("/workers/migrate", self.migrate),
-            get("/get_loads", self.get_loads),
-            get("/get_server_info", self.server_info),
-            get("/server_info", self.server_info),
-            get("/openapi.json", self.openapi),
-        ]
+    def api(self) -> Api:
+        return Api(
+            WORKERS,
+            [
+                get("/workers", self.list_workers),
+                post("/workers", self.add_worker, body=NewWorker),
+                delete("/workers", self.remove_worker, body=NamedWorker, body_required=False),
+                post("/workers/role", self.switch_role, body=RoleSwitch),
+                post("/workers/migrate", self.migrate, body=NamedWorker),
+                get("/get_loads", self.get_loads),
+                get("/get_server_info", self.server_info, is_alias=True),
+                get("/server_info", self.server_info),
+            ],
+        )
 
     async def list_workers(self, request: Request) -> Response:
+        """List the workers with their states."""
         table = self.calls.table
         return json_response({"workers": await describe_all(table), "total": len(table.workers())})
 
     async def add_worker(self, request: Request) -> Response:
-        body = decode_body(await request.read(), _NewWorker)
+        """Add a worker."""
+        body = decode_body(await request.read(), NewWorker)
         role = self._role_of(body, Role.ENCODE)
         worker = self.calls.table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
         self.monitor.watch(worker)
@@ -137,15 +141,18 @@ class WorkersApi:
     async def remove_worker(self, request: Request) -> Response:
         """Remove a worker; its running requests continue."""
         query = dict(request.query)
-        url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
+        url = decode_body(msgspec.json.encode(query) if query else await request.read(), NamedWorker).url
         worker = self.calls.table.remove(url)
         self.monitor.retire(worker)
         await self.peers.forward(request, {"url": url})
         return json_response(self._describe(worker))
 
     async def switch_role(self, request: Request) -> Response:
-        """Switch a role: 409 if refused, 502 if the worker did not return."""
-        body = decode_body(await request.read(), _RoleSwitch)
+        """Change the role of a worker.
+
+        409 if it is refused, 502 if the worker did not return.
+        """
+        body = decode_body(await request.read(), RoleSwitch)
         role, worker = self._role_of(body), self.calls.table.find(body.url)
         if self.peers.is_peer(request):  # the peer switches it
             self.monitor.look(worker)
@@ -155,8 +162,11 @@ class WorkersApi:
         return json_response(self._describe(worker))
 
     async def migrate(self, request: Request) -> Response:
-        """Migrate running requests to others. `moved` counts this process's."""
-        body = decode_body(await request.read(), _NamedWorker)
+        """Move the running requests of a worker to others.
+
+        `moved` counts this process's.
+        """
+        body = decode_body(await request.read(), NamedWorker)
         worker = self.calls.table.find(body.url)
         if not self.calls.table.has_others(worker):
             raise ApiError(409, f"url: no other {worker.role} worker answers", field="url")
@@ -165,9 +175,11 @@ class WorkersApi:
         return json_response({**self._describe(worker), "moved": moved})
 
     async def get_loads(self, request: Request) -> Response:
+        """List the workers, as SGLang's router does for loads."""
         return json_response({"workers": await describe_all(self.calls.table)})
 
     async def server_info(self, request: Request) -> Response:
+        """Describe the router and its workers."""
         return json_response(
             {
                 "router_manager": True,
@@ -179,20 +191,10 @@ class WorkersApi:
             }
         )
 
-    async def openapi(self, request: Request) -> Response:
-        """Return the document, with generation by the first live worker."""
-        headers = self.calls.credentials.own()
-        for role in reversed(self.calls.roles):
-            for worker in self.calls.table.alive(role):
-                answer = await call_worker(self.calls.session, "GET", f"{worker.url}/openapi.json", headers)
-                if answer.status == 200:
-                    return json_response(make_document(decode_or_none(answer.body)))
-        return json_response(make_document(None))
-
     def _describe(self, worker: Worker) -> dict[str, Any]:
         return describe(worker, self.calls.table.misfits)
 
-    def _role_of(self, body: _NewWorker | _RoleSwitch, *others: Role) -> Role:
+    def _role_of(self, body: NewWorker | RoleSwitch, *others: Role) -> Role:
         alone, roles = self.calls.roles, [*self.calls.roles, *others]
         word = body.role or body.worker_type or (alone[0].value if len(alone) == 1 else None)
         named = _ROLE_WORDS.get(word or "", word)

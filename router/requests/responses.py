@@ -6,7 +6,7 @@ A process stores those it answered, and copies of those fetched from peers.
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import ClassVar
 
 import msgspec
@@ -14,13 +14,15 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.responses import Response
 
 from router.attempts.request import RequestContext
-from router.body import HISTORY_FIELD, Api, ParsedBody, with_fields, write_body
+from router.body import HISTORY_FIELD, ParsedBody, with_fields, write_body
+from router.body import Api as Generation
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.pool.worker import Worker
+from service.http.api import Api
 from service.http.errors import bad_field, decode_body, decode_or_none
 from service.http.request import Request
-from service.http.routes import Route, delete, get, json_response, no_such_path, post
+from service.http.routes import Tag, delete, get, json_response, no_such_path, post
 from service.responses import api
 from service.responses.api import PATH, StoredHandler, caller_of, named_response
 from service.responses.items import REFERENCE, Conversation, StoreFields, not_found, open_conversation, to_store
@@ -88,7 +90,7 @@ class Responses:
     """Stored responses; without `book` none. A `BodyPart`."""
 
     book: SharedBook | None
-    apis: ClassVar = (Api.RESPONSES,)
+    apis: ClassVar = (Generation.RESPONSES,)
     needles: ClassVar = ()
 
     async def prepare(self, request: RequestContext) -> ParsedBody:
@@ -206,20 +208,24 @@ def of_store(store: ResponseStore, workers: Sequence[Worker]) -> Iterator[Metric
 # ---- Routes of stored responses, for clients and peers.
 
 
+STORED = Tag("Responses", "Answers of /v1/responses that the router remembers.")
+
+
 @dataclass(eq=False)
 class ResponsesApi:
     book: SharedBook | None
     peers: PeerProcesses
 
-    def routes(self) -> list[Route]:
+    def api(self) -> Api:
         one = PATH + "/{id}"
-        return [
+        routes = [
             get(one, self._of(api.get_response)),
             delete(one, self._of(api.delete_response)),
             post(f"{one}/cancel", self._of(api.cancel_response)),
             get(f"{one}/input_items", self._of(api.list_input_items)),
-            post(PEER_PATH, self.answer_peer),
+            post(PEER_PATH, self.answer_peer, is_alias=True),
         ]
+        return Api(STORED, routes)
 
     async def answer_peer(self, request: Request) -> Response:
         if self.book is None or not self.peers.is_peer(request):
@@ -229,6 +235,7 @@ class ResponsesApi:
         return json_response(await acts[question.act](question.id, question.owner))
 
     def _of(self, handler: StoredHandler) -> Callable[[Request], Awaitable[Response]]:
+        @wraps(handler)
         async def handle(request: Request) -> Response:
             if self.book is None:
                 raise not_found(named_response(request))

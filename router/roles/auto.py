@@ -19,8 +19,9 @@ from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Gauge, Move, Standing
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
+from service.http.api import Api
 from service.http.request import Request
-from service.http.routes import Route, get
+from service.http.routes import Tag, get
 from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ class MoveRecord(msgspec.Struct):
     began_s: float
     seconds: float | None = None
     result: str | None = None
+
+
+ROLES = Tag("Auto roles", "Workers that change their roles with the load.")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,10 +70,11 @@ class AutoRoles:
         """End auto roles; workers complete running switches."""
         await end_tasks(self._tasks)
 
-    def routes(self) -> list[Route]:
-        return [get(PATH, self.handle)]
+    def api(self) -> Api:
+        return Api(ROLES, [get(PATH, self.handle)])
 
     async def handle(self, request: Request) -> Response:
+        """Say what auto roles see and plan."""
         is_peer = self.peers.is_peer(request)
         body = msgspec.json.encode(self.status()) if is_peer else await self.leading_status()
         return Response(content=body, media_type="application/json")

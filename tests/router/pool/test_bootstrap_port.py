@@ -95,7 +95,7 @@ async def test_a_bootstrap_server_that_hangs_hides_no_silent_worker() -> None:
         return await ok(request)
 
     quick = {"health_silence_s": 0.05, "health_check_timeout_s": 600.0}
-    async with bootstrap(ok_once) as port, given(port, **quick) as c:
+    async with bootstrap(asgi_app(ok_once, LIMITS)) as port, given(port, **quick) as c:
         prefill, worker = c.prefills[0], c.state(c.prefills[0])
         await until(lambda: worker.answers)
         before = prefill.num_checks
