@@ -148,7 +148,8 @@ class Request(StarletteRequest):
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: RequestLimits) -> None:
         super().__init__(scope, receive, send)
         self.limits = limits
-        self.raw_path = plain_path(scope["raw_path"].decode("utf-8", "surrogateescape"))
+        sent = scope["raw_path"].decode("utf-8", "surrogateescape")
+        self.raw_path = plain_path(sent.removeprefix(scope.get("root_path", "")) or "/")  # below a mount
         self.path = _decoded(self.raw_path) if "%" in self.raw_path else self.raw_path
         self.connection: ClientConnection | None = scope.get(CONNECTION)
         self._own_headers: Headers | None = None

@@ -1,4 +1,4 @@
-// Draws /openapi.json: a row for each route, its body's fields, and what it answers. Everything is text, nothing is markup.
+// Draws /openapi.json: under each tag a row for each route, its body's fields, and its answers. Everything is text, nothing is markup.
 
 const METHODS = ["get", "post", "put", "delete"];
 
@@ -30,7 +30,19 @@ function limitsOf(schema) {
   if (schema.minimum !== undefined) limits.push(`at least ${schema.minimum}`);
   if (schema.maximum !== undefined) limits.push(`at most ${schema.maximum}`);
   if (schema.default !== undefined && schema.default !== null) limits.push(`default ${JSON.stringify(schema.default)}`);
+  if (schema.examples?.length) limits.push(`example ${JSON.stringify(schema.examples[0])}`);
   return limits.join(", ");
+}
+
+function about(field) {
+  const made = node("td", field.description ?? "");
+  const limits = limitsOf(field);
+  if (limits) {
+    const note = node("div", limits);
+    note.className = "note";
+    made.append(note);
+  }
+  return made;
 }
 
 function fieldRows(api, schema) {
@@ -43,7 +55,7 @@ function fieldRows(api, schema) {
       mark.title = "required";
       label.append(mark);
     }
-    return node("tr", "", label, node("td", typeOf(api, field)), node("td", limitsOf(field)));
+    return node("tr", "", label, node("td", typeOf(api, field)), about(field));
   });
 }
 
@@ -60,16 +72,22 @@ function answerRows(operation) {
 
 function route(api, path, method, operation) {
   const summary = node("summary", "", node("b", method.toUpperCase()), node("code", path));
-  const text = operation.summary ?? operation.description ?? "";
-  const note = node("span", operation.security ? `${text} key` : text);
+  const note = node("span", operation.summary ?? "");
   note.className = "note";
   summary.append(note);
+  if (operation.security) {
+    const key = node("span", "key");
+    key.className = "pill";
+    key.title = "needs a key where the server has keys";
+    summary.append(" ", key);
+  }
   const made = node("details", "", summary);
   const schema = bodyOf(api, operation);
   const fields = Object.keys(schema.properties ?? {});
-  made.dataset.words = [path, ...fields].join(" ").toLowerCase();
+  made.dataset.words = [path, operation.summary ?? "", ...fields].join(" ").toLowerCase();
   made.addEventListener("toggle", () => {
     if (made.open && made.children.length === 1) {
+      if (operation.description) made.append(node("p", operation.description));
       made.append(node("table", "", ...fieldRows(api, schema)), node("table", "", ...answerRows(operation)));
     }
   });
@@ -79,6 +97,17 @@ function route(api, path, method, operation) {
 function filter() {
   const word = document.getElementById("filter").value.trim().toLowerCase();
   for (const made of document.querySelectorAll("details")) made.hidden = !made.dataset.words.includes(word);
+  for (const part of document.querySelectorAll("#routes section")) part.hidden = !part.querySelector("details:not([hidden])");
+}
+
+// The routes of each tag, in the order of the document.
+function sections(api, routes) {
+  const tags = [...(api.tags ?? []), { name: "", description: "" }];
+  return tags.map((tag) => {
+    const own = routes.filter(({ operation }) => (operation.tags?.[0] ?? "") === tag.name);
+    const rows = own.map(({ path, method, operation }) => route(api, path, method, operation));
+    return rows.length ? [node("section", "", node("h2", tag.name), node("p", tag.description), ...rows)] : [];
+  }).flat();
 }
 
 async function show() {
@@ -86,9 +115,9 @@ async function show() {
   const answer = await fetch("/openapi.json");
   if (!answer.ok) throw new Error(`/openapi.json answers ${answer.status}`);
   const api = await answer.json();
-  const routes = Object.entries(api.paths).sort(([a], [b]) => (a < b ? -1 : 1)).flatMap(([path, methods]) =>
-    METHODS.filter((method) => methods[method]).map((method) => route(api, path, method, methods[method])));
-  document.getElementById("routes").replaceChildren(...routes);
+  const routes = Object.entries(api.paths).flatMap(([path, methods]) =>
+    METHODS.filter((method) => methods[method]).map((method) => ({ path, method, operation: methods[method] })));
+  document.getElementById("routes").replaceChildren(...sections(api, routes));
   summary.textContent = `${api.info.title} ${api.info.version}: ${routes.length} routes`;
 }
 

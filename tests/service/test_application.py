@@ -1,0 +1,148 @@
+"""A server's application: its routes are described, middleware sees them, and other servers mount it."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.frontend.routes import APIS
+from service.http.api import Api, Application, document
+from service.http.guard import answer_of
+from service.http.listening import open_port
+from service.http.request import DirectWrites, Request, RequestLimits
+from service.http.routes import EXTRA_HEADERS, SSE_HEADERS, Routes, Tag, get, json_response, open_stream, post
+from service.http.server import serving
+
+LIMITS = RequestLimits(max_body_bytes=1 << 10)
+
+
+async def echo(request: Request) -> Response:
+    """Return the body."""
+    return json_response({"path": request.path, "body": (await request.read()).decode()})
+
+
+async def count(request: Request) -> Response:
+    """Count to three in a stream.
+
+    A callback writes.
+    """
+    request[EXTRA_HEADERS] = {}
+    out, waiting = open_stream(request, headers=SSE_HEADERS), [b"1", b"2", b"3"]
+    await out.write(b"0")
+    direct = DirectWrites(out, take=lambda: waiting.pop(0), is_over=lambda: not waiting)
+
+    def change() -> None:
+        was_over = not waiting
+        direct.on_change()
+        if not was_over:
+            asyncio.get_running_loop().call_soon(change)
+
+    change()
+    while waiting:
+        await direct.wait()
+        if waiting:  # this server has no writes from callbacks
+            await out.write(waiting.pop(0))
+    await out.end()
+    return out
+
+
+API = Api(Tag("Numbers", "Counts."), (post("/echo", echo), get("/count", count), get("/other", count, is_alias=True)))
+
+
+def application() -> Application:
+    routes = Routes(API.table)
+
+    async def handle(request: Request) -> Response:
+        return await answer_of(routes.of(request).handler, request)
+
+    return Application("Test", (API,), handle=handle, limits=LIMITS)
+
+
+class Marked:
+    """Middleware that adds a header."""
+
+    def __init__(self, app: ASGIApp, value: str) -> None:
+        self._app, self._value = app, value
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-mark", self._value.encode())]
+            await send(message)
+
+        await self._app(scope, receive, marked)
+
+
+@asynccontextmanager
+async def ours(app: ASGIApp) -> AsyncIterator[str]:
+    with open_port("127.0.0.1", 0) as port:
+        async with serving(port, app, LIMITS, shutdown_timeout_s=0.1):
+            yield port.url
+
+
+@asynccontextmanager
+async def theirs(app: ASGIApp) -> AsyncIterator[str]:
+    """A plain uvicorn, as a user starts it."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        serving = asyncio.create_task(server._serve([sock]))
+        try:
+            async with asyncio.timeout(20):
+                while not server.started:
+                    await asyncio.sleep(0.01)
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def answers(url: str) -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        return await http.post("/echo", content=b"hello"), await http.get("/count"), await http.get("/nothing")
+
+
+@pytest.mark.parametrize("serve", [ours, theirs])
+async def test_any_asgi_server_serves_it_with_middleware(
+    serve: Callable[[ASGIApp], AbstractAsyncContextManager[str]],
+) -> None:
+    app = application()
+    app.add_middleware(Marked, value="1")
+    app.add_middleware(Marked, value="2")
+    async with serve(app) as url:
+        echoed, counted, lost = await answers(url)
+    assert echoed.json() == {"path": "/echo", "body": "hello"} and counted.text == "0123"
+    assert lost.status_code == 404 and lost.json()["error"]["code"] == "not_found"
+    assert echoed.headers.get_list("x-mark") == ["1", "2"]
+
+
+async def test_it_is_mounted_under_a_path_of_another_application() -> None:
+    parent = FastAPI()
+    parent.mount("/llm", application())
+    async with theirs(parent) as url:
+        echoed, counted, lost = await answers(url + "/llm")
+    assert echoed.json() == {"path": "/echo", "body": "hello"} and counted.text == "0123" and lost.status_code == 404
+
+
+def test_what_the_document_says_of_a_route() -> None:
+    described = application().openapi()
+    assert described["tags"] == [{"name": "Numbers", "description": "Counts."}]
+    assert list(described["paths"]) == ["/echo", "/count"]
+    counting = described["paths"]["/count"]["get"]
+    assert (counting["summary"], counting["description"]) == ("Count to three in a stream", "A callback writes.")
+    assert counting["tags"] == ["Numbers"]
+
+
+def test_each_route_of_a_worker_has_a_summary_and_a_tag() -> None:
+    described = document(APIS, title="worker")
+    tags = {tag["name"] for tag in described["tags"] if tag["description"].endswith(".")}
+    operations = [one for methods in described["paths"].values() for one in methods.values()]
+    assert len(operations) > 50
+    for operation in operations:
+        assert operation["summary"] not in ("", "Endpoint") and set(operation["tags"]) <= tags, operation
