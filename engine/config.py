@@ -530,6 +530,9 @@ class ServerConfig(LogFlags, ImageFlags, AccessFlags):
 
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})
+    middleware: tuple[str, ...] = flag(
+        (), "ASGI middleware as MODULE:NAME, the last outermost: a class, or a coroutine function (request, call_next)"
+    )
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
     sse_keep_alive_interval_s: float = flag(
         15.0,

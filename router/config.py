@@ -198,6 +198,9 @@ class KeyFlags(FlagSet):
     allowed_origins: tuple[str, ...] = flag(
         (), "web origins (https://HOST[:PORT]) that may send requests and read answers; *: any"
     )
+    middleware: tuple[str, ...] = flag(
+        (), "ASGI middleware as MODULE:NAME, the last outermost: a class, or a coroutine function (request, call_next)"
+    )
     worker_api_key: str | None = flag(None, "API key sent to workers; default: the client's Authorization")
     worker_api_key_file: str | None = flag(
         None, "file with the workers' API key in its first line; read again when it changes"

@@ -183,7 +183,7 @@ _MISSING: dict[str, Entry] = {
     ),
     **each(
         Missing("no code of others runs here"),
-        """--logits-processors --middleware --tool-parser-plugin --reasoning-parser-plugin --worker-cls
+        """--logits-processors --tool-parser-plugin --reasoning-parser-plugin --worker-cls
         --worker-extension-cls --scheduler-cls --io-processor-plugin""",
     ),
     "--enable-deterministic-inference": Missing(

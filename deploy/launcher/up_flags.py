@@ -50,6 +50,7 @@ _SHARED = (
     "max_body_bytes",
     "max_images_per_request",
     "max_stored_responses",
+    "middleware",
     "otlp_traces_endpoint",
     "prefix_fetch",
     "sse_keep_alive_interval_s",

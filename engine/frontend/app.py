@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from service.http.api import OPENAPI_PATH, Application, document
 from starlette.responses import Response
 
 from engine.frontend.routes import APIS, ROUTES, need_of
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.spec import limits_of
+from service.http.api import OPENAPI_PATH, Application, add_middleware, document
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
 from service.http.home import CHAT, SHARED, Home, Pages
@@ -28,7 +28,10 @@ QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route
 
 
 def make_app(services: Services, handle: Handler) -> Application:
-    return Application(TITLE, APIS, handle=handle, limits=limits_of(services.spec.server))
+    """Raises ConfigError."""
+    app = Application(TITLE, APIS, handle=handle, limits=limits_of(services.spec.server))
+    add_middleware(app, services.spec.server.middleware)
+    return app
 
 
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:

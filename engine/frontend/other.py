@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
-from service.http.api import asgi_app
 from starlette.responses import Response
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_app, make_handle
@@ -18,6 +17,7 @@ from engine.frontend.services import Services
 from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamp, Stamps
+from service.http.api import asgi_app
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 from service.http.listening import ListeningPort
 from service.http.request import Request

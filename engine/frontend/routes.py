@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 
-from service.http.api import OPENAPI_PATH, Api
 from starlette.responses import Response
 
 from engine.frontend.apis.admin import control, health, info, role_switch, tokens, weights
@@ -14,6 +13,7 @@ from engine.frontend.apis.openai import chat, completions, embeddings, ranking
 from engine.frontend.apis.responses import create
 from engine.frontend.apis.shared import retained
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
+from service.http.api import OPENAPI_PATH, Api
 from service.http.home import CHAT, HOME, SHARED
 from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, INVOCATIONS, UNSERVED, InvocationBody, invoked_path, refuse

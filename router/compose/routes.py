@@ -18,7 +18,7 @@ from router.http.traces_api import TRACES, TracesApi
 from router.http.workers_api import WorkersApi
 from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
-from service.http.api import OPENAPI_PATH, Api, Application
+from service.http.api import OPENAPI_PATH, Api, Application, add_middleware
 from service.http.guard import make_guard
 from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of
 from service.http.request import Request, RequestLimits
@@ -74,7 +74,9 @@ def make_app(router: Router, limits: RequestLimits) -> Application:
         on_refused=router.metrics.on_refused,
         new_id=partial(secrets.token_hex, 16),
     )
-    return Application(TITLE, apis.documented, handle=handle, limits=limits)
+    app = Application(TITLE, apis.documented, handle=handle, limits=limits)
+    add_middleware(app, config.middleware)
+    return app
 
 
 def make_apis(router: Router) -> RouterApis:

@@ -6,9 +6,10 @@ than the rest of the router.
 """
 
 import asyncio
+import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -17,7 +18,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.flags import installed_version
+from service.flags import ConfigError, installed_version
 from service.http.openapi import SCHEMAS, operation
 from service.http.request import Request, RequestLimits
 from service.http.routes import Handler, Route, Tag
@@ -74,12 +75,11 @@ class Application(FastAPI):
         super().__init__(title=title, version=installed_version(), openapi_url=None)
         for api in apis:
             self.include_router(api)
-        self._apis = apis
-        self._answer = asgi_app(handle, limits)
+        self._apis, self._handle, self._limits = apis, handle, limits
 
     def build_middleware_stack(self) -> ASGIApp:
         """Leave out FastAPI's own layers: `handle` answers errors and unknown paths."""
-        app: ASGIApp = self._answer
+        app = asgi_app(self._handle, self._limits, sends_at_once=not self.user_middleware)
         for middleware, args, options in reversed(self.user_middleware):
             app = middleware(app, *args, **options)
         return app
@@ -101,9 +101,11 @@ def document(apis: Sequence[Api], *, title: str) -> dict[str, Any]:
     return made
 
 
-def asgi_app(handle: Handler, limits: RequestLimits) -> ASGIApp:
+def asgi_app(handle: Handler, limits: RequestLimits, *, sends_at_once: bool = True) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send, limits)
+        if scope["type"] != "http":
+            return await _other_than_http(scope, receive, send)
+        request = Request(scope, receive, send, limits, sends_at_once=sends_at_once)
         try:
             response = await handle(request)
             await response(scope, receive, send)
@@ -112,3 +114,37 @@ def asgi_app(handle: Handler, limits: RequestLimits) -> ASGIApp:
                 raise
 
     return app
+
+
+async def _other_than_http(scope: Scope, receive: Receive, send: Send) -> None:
+    """Take part in the lifespan of another server's application; refuse websockets."""
+    if scope["type"] != "lifespan":
+        return await send({"type": "websocket.close", "code": 1003})
+    while (await receive())["type"] == "lifespan.startup":
+        await send({"type": "lifespan.startup.complete"})
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+def add_middleware(app: FastAPI, paths: Iterable[str], *, flag: str = "--middleware") -> None:
+    """Add ASGI middleware by import path, the last outermost, as in vLLM.
+
+    Each is a class, or a coroutine function (request, call_next). Raises ConfigError.
+    """
+    for path in paths:
+        found: Any = _imported(path, flag)
+        if isinstance(found, type):
+            app.add_middleware(cast(Any, found))
+        elif inspect.iscoroutinefunction(found):
+            app.middleware("http")(found)
+        else:
+            raise ConfigError(f"{flag}: {path} is neither a class nor a coroutine function (request, call_next)")
+
+
+def _imported(path: str, flag: str) -> Any:
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{flag}: cannot import {path!r} ({error}); give MODULE:NAME of what PYTHONPATH has"
+        ) from None

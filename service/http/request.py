@@ -145,8 +145,12 @@ class Request(StarletteRequest):
     that are no UTF-8), `target` the raw path and the query.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: RequestLimits) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: RequestLimits, *, sends_at_once: bool = True
+    ) -> None:
+        """`sends_at_once`: no middleware is between `send` and the connection."""
         super().__init__(scope, receive, send)
+        self.sends_at_once = sends_at_once
         self.limits = limits
         sent = scope["raw_path"].decode("utf-8", "surrogateescape")
         self.raw_path = plain_path(sent.removeprefix(scope.get("root_path", "")) or "/")  # below a mount
@@ -260,7 +264,7 @@ class Stream(Response):
         self.status_code = status
         self.num_bytes = 0
         self.raw_headers = raw_headers(headers)
-        self._connection = request.connection
+        self._connection = request.connection if request.sends_at_once else None
         self._send = request._send
         self._has_begun = False
 

@@ -2,18 +2,20 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.frontend.routes import APIS
-from service.http.api import Api, Application, document
+from service.flags import ConfigError
+from service.http.api import Api, Application, add_middleware, document
 from service.http.guard import answer_of
 from service.http.listening import open_port
 from service.http.request import DirectWrites, Request, RequestLimits
@@ -146,3 +148,37 @@ def test_each_route_of_a_worker_has_a_summary_and_a_tag() -> None:
     assert len(operations) > 50
     for operation in operations:
         assert operation["summary"] not in ("", "Endpoint") and set(operation["tags"]) <= tags, operation
+
+
+async def mark(request: StarletteRequest, call_next: Callable[[StarletteRequest], Awaitable[Response]]) -> Response:
+    answer = await call_next(request)
+    answer.headers["x-mark"] = "function"
+    return answer
+
+
+class MarkedClass(Marked):
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app, "class")
+
+
+async def test_middleware_is_named_on_the_command_line() -> None:
+    app = application()
+    add_middleware(app, [f"{__name__}:mark", f"{__name__}.MarkedClass"])
+    async with ours(app) as url:
+        echoed, counted, _ = await answers(url)
+    assert counted.text == "0123" and echoed.headers.get_list("x-mark") == ["function", "class"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("nothing.here:Thing", "No module named 'nothing'"),
+        (f"{__name__}:Nothing", "has no attribute 'Nothing'"),
+        ("Thing", "give MODULE:NAME"),
+        (f"{__name__}:LIMITS", "is neither a class nor a coroutine function"),
+    ],
+)
+def test_what_is_no_middleware(path: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        add_middleware(application(), [path])
+    assert str(refused.value).startswith("--middleware: ")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.resumable import check_signed
@@ -28,6 +27,7 @@ from engine.messages import (
     StopProfile,
     UnloadAdapter,
 )
+from service.http.api import Api
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.guard import key_refusal, may_end_any, owner_in
 from service.http.request import Request

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.flags.images import blank_image
@@ -16,6 +15,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamped
+from service.http.api import Api
 from service.http.errors import DRAINING, ApiError, bad_field
 from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, PATH, TYPE, first_line, live_line, wait_s
 from service.http.request import Request

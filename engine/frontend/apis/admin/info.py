@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
@@ -15,6 +14,7 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
 from service.flags import installed_version
+from service.http.api import Api
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.openapi import loads_answer
 from service.http.request import Request

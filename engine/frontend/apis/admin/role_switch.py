@@ -3,7 +3,6 @@
 import math
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.routes import Tags, admin_route
@@ -11,6 +10,7 @@ from engine.frontend.errors import not_ready
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
 from service.flags import ConfigError
+from service.http.api import Api
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.request import Request
 from service.http.routes import json_response

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
@@ -15,6 +14,7 @@ from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
+from service.http.api import Api
 from service.http.errors import bad_field, decode_body
 from service.http.request import Request
 from service.http.routes import json_response

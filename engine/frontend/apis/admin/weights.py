@@ -8,12 +8,12 @@ import binascii
 from typing import Any
 
 import msgspec
-from service.http.api import Api
 
 from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
 from engine.frontend.apis.shared.routes import Tags, admin_route
 from engine.frontend.services import Services
 from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NewTensors, UpdateWeights
+from service.http.api import Api
 from service.http.errors import bad_field
 
 MAX_NAME_CHARS = 256  # of versions, groups and hosts

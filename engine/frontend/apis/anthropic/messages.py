@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
@@ -26,6 +25,7 @@ from engine.text.sample import (
     ToolCall,
     joined,
 )
+from service.http.api import Api
 from service.http.errors import object_of
 from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, json_response, typed_event

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.reading import check_budget, gate_of, needed_format
@@ -42,6 +41,7 @@ from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
+from service.http.api import Api
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import DONE, EVENTS_TYPE

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.native.body import shown_finish
@@ -33,6 +32,7 @@ from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
+from service.http.api import Api
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import json_response, json_rows

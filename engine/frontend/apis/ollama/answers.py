@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody
@@ -41,6 +40,7 @@ from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextAnswers, WholeAnswer
 from service.flags import untagged
+from service.http.api import Api
 from service.http.errors import bad_field, decode_body
 from service.http.request import Request
 from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
@@ -28,6 +27,7 @@ from engine.text.sample import (
     joined,
 )
 from engine.text.tokenizer import Tokenizer
+from service.http.api import Api
 from service.http.request import Request
 from service.http.routes import EVENTS_TYPE
 

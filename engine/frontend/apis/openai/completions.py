@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import READER as CHATS
@@ -43,6 +42,7 @@ from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 from engine.text.incremental import Span, places_of
 from engine.text.sample import TextOutput
+from service.http.api import Api
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, json_response

@@ -6,7 +6,6 @@ import math
 import sys
 from typing import Any
 
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
@@ -22,6 +21,7 @@ from engine.frontend.apis.shared.prefill_only import (
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
+from service.http.api import Api
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import json_response, json_rows

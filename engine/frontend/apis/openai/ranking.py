@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
@@ -29,6 +28,7 @@ from engine.frontend.apis.shared.prefill_only import (
 )
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
+from service.http.api import Api
 from service.http.errors import ApiError, bad_field
 from service.http.request import Request
 from service.http.routes import json_response

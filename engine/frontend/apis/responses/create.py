@@ -5,7 +5,6 @@ from functools import partial, wraps
 from typing import Any
 
 import msgspec
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.chat.body import ChatBody
@@ -19,6 +18,7 @@ from engine.frontend.apis.shared.routes import ApiRoute, Tags
 from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
+from service.http.api import Api
 from service.http.errors import bad_field, decode_body
 from service.http.guard import owner_in
 from service.http.request import Request

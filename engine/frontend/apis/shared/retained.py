@@ -5,13 +5,13 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from service.http.api import Api
 from starlette.responses import Response
 
 from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
+from service.http.api import Api
 from service.http.errors import ApiError, decode_body, decode_or_none
 from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedQuestion, StreamLog
 from service.http.request import Request
