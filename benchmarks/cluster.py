@@ -8,8 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import requests
 
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import Measured
@@ -95,9 +94,9 @@ def load_records(*, url: str, compare: str | None = None, **flags: Any) -> list[
 
 def post(url: str, body: Mapping[str, Any], path: str = "/generate") -> Any:
     """Send JSON; the answer's. Raises for any other status than 200."""
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        return json.load(answer)
+    answer = requests.post(url + path, json=body, timeout=ANSWER_S)
+    answer.raise_for_status()
+    return answer.json()
 
 
 @contextmanager
@@ -110,11 +109,8 @@ def answering(argv: Sequence[str], url: str) -> Iterator[psutil.Process]:
 def answers(url: str, *statuses: int) -> bool:
     """Whether a server answers there, with one of these statuses."""
     try:
-        with urllib.request.urlopen(url, timeout=2.0) as reply:
-            return reply.status in statuses
-    except urllib.error.HTTPError as error:
-        return error.code in statuses
-    except OSError:
+        return requests.get(url, timeout=2.0).status_code in statuses
+    except requests.RequestException:
         return False
 
 

@@ -13,8 +13,6 @@ import json
 import random
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import requests
 
 from benchmarks.cluster import tandem_up
 from benchmarks.measures import Measure, Row, Tables, tell
@@ -143,14 +142,9 @@ class Watched:
 def send(url: str, body: Body) -> int:
     """Return the status of the answer; 0: the body was refused before all of it was sent."""
     headers = {"Content-Type": "application/json", **({"Content-Encoding": body.coding} if body.coding else {})}
-    request = urllib.request.Request(url + body.path, body.data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            response.read()
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
+        return requests.post(url + body.path, data=body.data, headers=headers, timeout=TIMEOUT_S).status_code
+    except requests.RequestException:
         return 0
 
 

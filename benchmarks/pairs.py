@@ -5,13 +5,14 @@ import os
 import random
 import re
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import requests
 
 from benchmarks.cluster import Cluster, load, load_records, pin, tandem_up
 from benchmarks.cpu_use import cpu_use
@@ -67,8 +68,7 @@ def transfer_ms(pair: Cluster) -> float:
     It begins with the last chunk (or decode's word where it goes, if that comes later) and ends when all has landed.
     """
     url = dict(pair.workers)["prefill"]
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10.0) as answer:
-        found = TRANSFER.search(answer.read().decode())
+    found = TRANSFER.search(requests.get(f"{url}/metrics", timeout=10.0).text)
     assert found is not None, "the prefill worker says nothing of its transfers"
     return float(found[1])
 

@@ -1,9 +1,9 @@
 """A cluster on one GPU, whose answers show that KV crossed."""
 
-import json
 import random
-import urllib.request
 from typing import Any
+
+import requests
 
 from benchmarks.cluster import post, tandem_up
 from benchmarks.gpu.target import Target
@@ -37,6 +37,5 @@ def _prompt(seed: int, *, words: int) -> list[int]:
 
 
 def _server_info(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url + "/server_info", timeout=10) as response:
-        info = json.load(response)
+    info = requests.get(url + "/server_info", timeout=10).json()
     return {key: value for key, value in info.items() if key.startswith(("memory_", "transfer", "kv_", "device"))}

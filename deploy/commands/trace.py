@@ -3,15 +3,13 @@
 Router and workers retain their last requests; the router collects its workers' records.
 """
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import requests
 
 from deploy.flags import Parser, add_flags, config_from
 from service.flags import ConfigError, FlagSet, flag
@@ -66,16 +64,16 @@ def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
     """Fetch records. Raises ConfigError."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/traces", data=msgspec.json.encode(query), headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=TIMEOUT_S) as reply:
-            return msgspec.json.decode(reply.read(), type=Records).records
-    except urllib.error.HTTPError as error:
-        said = error.read(2000).decode(errors="replace")
-        remedy = "; give --admin-api-key" if error.code in (401, 403) else ""
-        raise ConfigError(f"--url {url}: HTTP {error.code}: {said}{remedy}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        with requests.Session() as session:
+            session.trust_env = False  # never use a proxy for cluster addresses
+            data = msgspec.json.encode(query)
+            reply = session.post(f"{url.rstrip('/')}/traces", data=data, headers=headers, timeout=TIMEOUT_S)
+        if reply.ok:
+            return msgspec.json.decode(reply.content, type=Records).records
+    except (requests.RequestException, ValueError) as error:
         raise ConfigError(f"--url {url}: {error}") from None
+    remedy = "; give --admin-api-key" if reply.status_code in (401, 403) else ""
+    raise ConfigError(f"--url {url}: HTTP {reply.status_code}: {reply.text[:2000]}{remedy}")
 
 
 def summary(records: Sequence[Record], output: str) -> str:

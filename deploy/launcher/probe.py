@@ -1,41 +1,38 @@
-"""HTTP reads of the launcher, by the standard library for a fast start."""
+"""HTTP reads of the launcher, and free ports."""
 
 import errno
-import http.client
-import json
 import os
 import random
 import socket
 import sys
-import urllib.error
-import urllib.request
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from service.flags import ConfigError
 from service.http.listening import require_free
 
-MAX_REPLY_BYTES = 8 << 20
-# Never use a proxy for cluster addresses.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_session = requests.Session()
+_session.trust_env = False  # never use a proxy for cluster addresses
 
 
 def is_healthy(url: str, *, timeout_s: float) -> bool:
     try:
-        with _OPENER.open(url, timeout=timeout_s) as reply:
-            return bool(reply.status == 200)
-    except (OSError, http.client.HTTPException, ValueError):
+        return _session.get(url, timeout=timeout_s).status_code == 200
+    except (requests.RequestException, ValueError):
         return False
 
 
 def get_json(url: str, *, timeout_s: float, api_key: str | None = None) -> dict[str, Any]:
     """Return the object at `url`, {} on failure."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with _OPENER.open(request, timeout=timeout_s) as reply:
-            value = json.loads(reply.read(MAX_REPLY_BYTES))
-    except (OSError, http.client.HTTPException, ValueError):
+        reply = _session.get(url, headers=headers, timeout=timeout_s)
+        reply.raise_for_status()
+        value = reply.json()
+    except (requests.RequestException, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
