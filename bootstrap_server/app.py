@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+from fastapi import Response
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.responses import Response
 
 from bootstrap_server.protocol import MAX_BODY_BYTES, MAX_BUT, Registration, RegistrationReply, RoomBatch
 from bootstrap_server.registry import BootstrapConfig, Registry

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.routes import APIS, ROUTES, need_of
 from engine.frontend.services import SERVICES, Services

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from starlette.responses import Response
+from fastapi import Response
 from yarl import URL
 
 from engine.frontend.client.other_frontends import (

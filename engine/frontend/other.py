@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_app, make_handle
 from engine.frontend.assembly import make_services

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.admin import control, health, info, role_switch, tokens, weights
 from engine.frontend.apis.anthropic import messages

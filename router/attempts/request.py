@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.attempts.upstream_call import CallFailed, FailedWorkers
 from router.body import Api, BadBody, ParsedBody

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from starlette.responses import Response
+from fastapi import Response
 
 from router.compose.exposure import browser_rule
 from router.compose.router import Router

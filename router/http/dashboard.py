@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.config import RouterConfig
 from router.fleet import PeerProcesses

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.client.session import CALL_TIMEOUT_S, call_worker
 from router.fleet import PeerProcesses

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import Response
+from fastapi import Response
 
 from router.fleet import SUMMED_GAUGES, PeerProcesses
 from router.history.metrics import RouterMetrics
@@ -55,7 +55,7 @@ class HealthApi:
         return Api(SERVER, routes)
 
     async def liveness(self, request: Request) -> Response:
-        """Say that this process answers."""
+        """Report that this process answers."""
         return json_response({"status": "alive"})
 
     async def version(self, request: Request) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.client.session import call_worker
 from router.fleet import PeerProcesses

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.client.credentials import Credentials
 from router.client.session import CALL_TIMEOUT_S, WorkerAnswer, call_worker

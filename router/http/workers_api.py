@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.config import RouterConfig, check_worker_url
 from router.fleet import PeerProcesses

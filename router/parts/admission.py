@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from fastapi import Response
 from prometheus_client.core import GaugeMetricFamily, Metric
-from starlette.responses import Response
 
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, RequestRefused, Serve, Slo, milliseconds
 from router.body import BadBody, ParsedBody, named_priority

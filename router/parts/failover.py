@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext

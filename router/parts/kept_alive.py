@@ -6,7 +6,7 @@ It may still change workers. After a comment an error is the stream's last event
 import asyncio
 from collections.abc import Mapping
 
-from starlette.responses import Response
+from fastapi import Response
 
 from router.attempts.request import ClientStream, RequestContext, Serve
 from router.requests.answer import HANDED_BACK, draining, error_of

@@ -10,7 +10,7 @@ from functools import partial
 
 import aiohttp
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.attempts.request import RequestContext, Serve
 from router.body import OLLAMA

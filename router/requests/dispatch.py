@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from starlette.responses import Response
+from fastapi import Response
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import BodyPart, RequestContext, RequestRefused, Serve, ServePart

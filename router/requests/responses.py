@@ -10,8 +10,8 @@ from functools import partial, wraps
 from typing import ClassVar
 
 import msgspec
+from fastapi import Response
 from prometheus_client.core import GaugeMetricFamily, Metric
-from starlette.responses import Response
 
 from router.attempts.request import RequestContext
 from router.body import HISTORY_FIELD, ParsedBody, with_fields, write_body

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from router.config import AutoRolesFlags
 from router.fleet import PeerProcesses
@@ -74,7 +74,7 @@ class AutoRoles:
         return Api(ROLES, [get(PATH, self.handle)])
 
     async def handle(self, request: Request) -> Response:
-        """Say what auto roles see and plan."""
+        """Report the state and the plan of auto roles."""
         is_peer = self.peers.is_peer(request)
         body = msgspec.json.encode(self.status()) if is_peer else await self.leading_status()
         return Response(content=body, media_type="application/json")

@@ -13,9 +13,8 @@ from typing import Any, cast
 
 import msgspec
 from fastapi import APIRouter, FastAPI
+from fastapi import Request as FastApiRequest, Response
 from fastapi.openapi.utils import get_openapi
-from starlette.requests import Request as StarletteRequest
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.flags import ConfigError, installed_version
@@ -52,16 +51,16 @@ class Api(APIRouter):
 
 
 def texts_of(route: Route) -> tuple[str, str]:
-    """Return summary and description: the handler's docstring, unless the route has its own."""
+    """Return summary and description, by default of the handler's docstring."""
     text = route.about or inspect.getdoc(route.handler) or ""
     summary, _, description = text.partition("\n")
     return summary.rstrip("."), description.strip()
 
 
-def _endpoint(handler: Handler) -> Callable[[StarletteRequest], Awaitable[Response]]:
-    """Return what FastAPI reads parameters of."""
+def _endpoint(handler: Handler) -> Callable[[FastApiRequest], Awaitable[Response]]:
+    """Return an endpoint whose parameters FastAPI reads."""
 
-    async def endpoint(request: StarletteRequest) -> Response:
+    async def endpoint(request: FastApiRequest) -> Response:
         assert isinstance(request, Request)
         return await handler(request)
 
@@ -69,7 +68,7 @@ def _endpoint(handler: Handler) -> Callable[[StarletteRequest], Awaitable[Respon
 
 
 class Application(FastAPI):
-    """A server's application: `handle` answers, `apis` are documented in their order."""
+    """A server's application. `handle` answers; `apis` are documented in their order."""
 
     def __init__(self, title: str, apis: Sequence[Api], *, handle: Handler, limits: RequestLimits) -> None:
         super().__init__(title=title, version=installed_version(), openapi_url=None)

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 
-from starlette.responses import Response
+from fastapi import Response
 
 from service.http.errors import INTERNAL_ERROR, ApiError
 from service.http.request import BrokenBody, Request, RequestKey, Stream, raw_headers

@@ -6,7 +6,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from starlette.responses import Response
+from fastapi import Response
 
 from service.flags import installed_version
 from service.http.guard import CALLER

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, overload
 from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, unquote_to_bytes
 
-from starlette.requests import Request as StarletteRequest
-from starlette.responses import Response
+from fastapi import Response
+from fastapi import Request as FastApiRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from service.http.errors import USUAL_TIMES, ApiError, check_bounds, coding_of, inflate
@@ -60,7 +60,7 @@ CONNECTION = "tandem.connection"  # in the scope, under our own server
 
 
 class ClientConnection(Protocol):
-    """What a request sees of its connection."""
+    """The connection of a request."""
 
     broken: str  # why the rest of the body cannot be read; empty if it can
 
@@ -138,7 +138,7 @@ class Headers(Mapping[str, str]):
         return self._values.get(name.lower(), default)
 
 
-class Request(StarletteRequest):
+class Request(FastApiRequest):
     """A request: its path in one spelling, its body within limits, and values of handlers.
 
     `raw_path` is the path in one spelling with its escapes, `path` the same decoded (but for bytes
@@ -257,7 +257,7 @@ def raw_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]
 class Stream(Response):
     """An answer that its handler sends in pieces. `num_bytes`: written so far.
 
-    The head goes with the first piece: alone it would wait for the client's delayed ACK.
+    The head goes with the first piece, as it would wait for the client's delayed ACK.
     """
 
     def __init__(self, request: Request, *, status: int, headers: Iterable[tuple[str, str]]) -> None:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from service.http.errors import ApiError, decode_body
 from service.http.request import Request, RequestKey, Stream
@@ -210,7 +210,7 @@ class Tag(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """A route, and what its documentation says.
+    """A route with its documentation.
 
     `need`: the key that it needs. `is_polled`: successes are not logged. `about`: summary and
     description; the handler's docstring if empty. `is_alias`: not documented. `streams`: content

@@ -59,7 +59,7 @@ async def _running(server: "HttpServer") -> AsyncIterator["HttpServer"]:
 
 
 class _State(ServerState):
-    """What connections share; the date is written once a second."""
+    """The shared state of connections; the date is made once a second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +163,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._raw_transport = transport
-        self.transport = cast(asyncio.Transport, _LingeringTransport(self, transport))
+        self._socket = transport
+        self.transport = cast(asyncio.Transport, _Lingering(self, transport))
         self._opened_s = self.loop.time()
         self._begin()
 
@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol):
             self._lingers = True
             self._end()
             self._deadline = self.loop.call_later(LINGER_S, self._on_deadline)
-            self._raw_transport.write_eof()
+            self._socket.write_eof()
         return self._lingers
 
     async def finish(self, timeout_s: float) -> None:
@@ -233,7 +233,7 @@ class Connection(HttpToolsProtocol):
         if self._task is not None and not self._task.done():
             await asyncio.wait((self._task,), timeout=timeout_s)
             if not self._task.done():
-                self._raw_transport.abort()
+                self._socket.abort()
 
     # ---- heads
 
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
 
     def _on_deadline(self) -> None:
         self._deadline = None
-        self._raw_transport.abort()
+        self._socket.abort()
 
     def _on_no_http(self, what: str) -> None:
         if self._is_busy:  # the handler answers
@@ -255,18 +255,18 @@ class Connection(HttpToolsProtocol):
             return self.cycle.message_event.set()
         refusal = OPENAI.response(ApiError(400, f"the request is not HTTP/1.1: {what}", code="invalid_http"))
         lines = [b"HTTP/1.1 400 Bad Request", *map(b": ".join, refusal.raw_headers), b"connection: close", b""]
-        self._raw_transport.write(b"\r\n".join((*lines, bytes(refusal.body))))
-        self._raw_transport.close()
+        self._socket.write(b"\r\n".join((*lines, bytes(refusal.body))))
+        self._socket.close()
 
 
-class _LingeringTransport:
+class _Lingering:
     """A transport whose `close` waits for the rest of an unread body."""
 
     def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
         self.connection = connection
-        self._transport = transport
+        self._raw = transport
         self.write, self.is_closing = transport.write, transport.is_closing
 
     def close(self) -> None:
         if not self.connection.linger():
-            self._transport.close()
+            self._raw.close()

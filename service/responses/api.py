@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from starlette.responses import Response
+from fastapi import Response
 
 from service.http.errors import ApiError, bad_field
 from service.http.request import Request

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
-from starlette.responses import Response
+from fastapi import Response
 
 from service.http.api import asgi_app
 from service.http.listening import open_port

@@ -8,7 +8,7 @@ import zlib
 
 import httpx2 as httpx
 import pytest
-from starlette.responses import Response
+from fastapi import Response
 
 from service.http import errors
 from service.http import request as request_module

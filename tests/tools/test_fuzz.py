@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fastapi import Response
 from hypothesis import Phase, settings
-from starlette.responses import Response
 
 from engine.frontend.routes import APIS
 from router.http import openapi as router_openapi

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-from starlette.responses import Response
+from fastapi import Response
 from starlette.types import ASGIApp
 
 from bootstrap_server.app import make_app

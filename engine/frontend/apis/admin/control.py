@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.shared.resumable import check_signed
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, admin_route

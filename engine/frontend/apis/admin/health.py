@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.flags.images import blank_image
 from engine.frontend.apis.admin.load import step_summary
@@ -139,7 +139,7 @@ INFO_TIMEOUT_S = 5.0
 
 
 async def health(request: Request) -> Response:
-    """Say whether requests would be served.
+    """Report whether requests would be served.
 
     200 if the scheduler is alive; 503 while draining or with released memory.
 
@@ -183,7 +183,7 @@ async def _until_all_run(s: Services) -> None:
 
 
 async def liveness(request: Request) -> Response:
-    """Say that this process answers.
+    """Report that this process answers.
 
     The watchdog ends a stuck scheduler.
     """
@@ -191,7 +191,7 @@ async def liveness(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """Compute a token, and say whether that worked.
+    """Compute a token, as a deep check.
 
     Workers of a pair transfer no KV for it.
     """

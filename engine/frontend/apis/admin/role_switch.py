@@ -3,7 +3,7 @@
 import math
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.shared.routes import Tags, admin_route
 from engine.frontend.errors import not_ready

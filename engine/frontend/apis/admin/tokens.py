@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import plan_chat

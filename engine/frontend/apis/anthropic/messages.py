@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.chat.reading import check_budget, gate_of, needed_format
 from engine.frontend.apis.native.body import (

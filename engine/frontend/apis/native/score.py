@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.native.body import shown_finish
 from engine.frontend.apis.shared.body_reader import EMBEDDING, NO_AUDIO, TEXT_ONLY, BodyReader, Unserved

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.body import ChatBody

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
 from engine.frontend.apis.shared.prefill_only import (

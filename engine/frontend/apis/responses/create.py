@@ -5,7 +5,7 @@ from functools import partial, wraps
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.plan import plan_chat

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.client.generation import Generation, add
 from engine.frontend.services import SERVICES, Services

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags

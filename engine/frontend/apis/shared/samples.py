@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.shared.constraints import (
     Constraint,

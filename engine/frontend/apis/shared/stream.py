@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from starlette.responses import Response
+from fastapi import Response
 
 from engine.frontend.apis.shared.resumable import UNFRAMED, Frames, Unframed, answer_framed, has_last, resume_of
 from engine.frontend.apis.shared.retained import retained
