@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
-from fastapi import APIRouter, FastAPI
-from fastapi import Request as FastApiRequest, Response
+from fastapi import APIRouter, FastAPI, Response
+from fastapi import Request as FastApiRequest
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Receive, Scope, Send
 
