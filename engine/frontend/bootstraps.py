@@ -1,9 +1,10 @@
 """Bootstrap host, port and room of disaggregated requests, and allowed hosts. Pure."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, dataclass_transform
+from typing import Any
 
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
+from service.http.body import Body, optional
 from service.http.errors import bad_field
 from service.security.browser import AllowedAddresses
 from service.security.keys import is_vouched
@@ -15,17 +16,20 @@ Room = int | list[int | None] | None
 MAX_ROOM = 2**63
 
 
-@dataclass_transform(kw_only_default=True)
-class BodyFields:
-    """Base of fields that several bodies have (`Mixed` in apis/shared/fields.py)."""
-
-
-class BootstrapFields(BodyFields):
+class BootstrapFields(Body):
     """One value, or one per sample or prompt."""
 
-    bootstrap_host: Host = None
-    bootstrap_port: Port = None
-    bootstrap_room: Room = None
+    bootstrap_host: Host = optional(
+        "Host of the prefill worker's bootstrap server, one or one per prompt (SGLang). The router sets it.", "10.0.0.1"
+    )
+    bootstrap_port: Port = optional(
+        "Port of the bootstrap server, 1 to 65535, one or one per prompt (SGLang). The router sets it.", 8998
+    )
+    bootstrap_room: Room = optional(
+        "Number that pairs the prefill and decode halves of a request, 1 to 2**63 - 1 (SGLang). One number counts up "
+        "over samples; a list gives one per prompt. The router sets it.",
+        4711,
+    )
 
 
 def build_bootstraps(

@@ -15,12 +15,13 @@ from router.http.openapi import SERVER
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
 from service.http.api import Api
-from service.http.errors import ApiError, bad_field, decode_body, decode_or_none
+from service.http.errors import ApiError, decode_or_none
 from service.http.guard import CALLER
 from service.http.request import Request
 from service.http.routes import get, json_response, post
+from service.http.traces import TracesBody, read_query
 from service.security.keys import Access, Caller, authorization_of
-from service.telemetry.context import Record, Records, Tracer, TracesQuery, last_ids, query_error
+from service.telemetry.context import Record, Records, Tracer, TracesQuery, last_ids
 
 TRACES = "/traces"
 ROOM_ATTRIBUTE = "tandem.bootstrap_room"
@@ -35,14 +36,11 @@ class TracesApi:
     memory: Callable[[], Awaitable[DashboardSnapshot]]
 
     def api(self) -> Api:
-        return Api(SERVER, [post(TRACES, self.traces, body=TracesQuery), get(TRACES + "/{id}", self.trace)])
+        return Api(SERVER, [post(TRACES, self.traces, body=TracesBody), get(TRACES + "/{id}", self.trace)])
 
     async def traces(self, request: Request) -> Response:
         """Return recent requests with their times in router and workers."""
-        query = decode_body(await request.read(), TracesQuery)
-        if (wrong := query_error(query)) is not None:
-            field, _, message = wrong.partition(": ")
-            raise bad_field(field, message)
+        query = read_query(await request.read())
         records = self.tracer.ring.find(query)
         if self.peers.is_peer(request):
             return json_response(Records(records=records))

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from fastapi import Response
 
-from router.config import RouterConfig, check_worker_url
+from router.config import RouterConfig
 from router.fleet import PeerProcesses
+from router.http.bodies import NamedWorker, NewWorker, RoleSwitchBody
 from router.http.openapi import WORKERS
 from router.http.worker_calls import WorkerCalls
 from router.pool.discovery import Discovery
@@ -18,9 +19,9 @@ from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.switch import Switch
-from service.flags import ConfigError
 from service.http.api import Api
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.body import read_body
+from service.http.errors import ApiError, bad_field
 from service.http.request import Request
 from service.http.routes import delete, get, json_response, post
 from service.security.keys import authorization_of
@@ -75,31 +76,6 @@ def describe(worker: Worker, misfits: Mapping[int, str]) -> dict[str, Any]:
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
 
 
-class NamedWorker(msgspec.Struct):
-    url: str
-
-    def __post_init__(self) -> None:
-        try:
-            check_worker_url("url", self.url)
-        except ConfigError as err:
-            raise ApiError(400, str(err), field="url") from None
-
-
-class NewWorker(NamedWorker):
-    """A worker to add. `worker_type` is SGLang's name of `role`."""
-
-    role: str | None = None
-    worker_type: str | None = None
-    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
-
-
-class RoleSwitch(NamedWorker):
-    role: str | None = None
-    worker_type: str | None = None
-    force: bool | None = False
-    timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
-
-
 @dataclass(eq=False)
 class WorkersApi:
     calls: WorkerCalls
@@ -116,7 +92,7 @@ class WorkersApi:
                 get("/workers", self.list_workers),
                 post("/workers", self.add_worker, body=NewWorker),
                 delete("/workers", self.remove_worker, body=NamedWorker, body_required=False),
-                post("/workers/role", self.switch_role, body=RoleSwitch),
+                post("/workers/role", self.switch_role, body=RoleSwitchBody),
                 post("/workers/migrate", self.migrate, body=NamedWorker),
                 get("/get_loads", self.get_loads),
                 get("/get_server_info", self.server_info, is_alias=True),
@@ -131,7 +107,7 @@ class WorkersApi:
 
     async def add_worker(self, request: Request) -> Response:
         """Add a worker."""
-        body = decode_body(await request.read(), NewWorker)
+        body = read_body(await request.read(), NewWorker)
         role = self._role_of(body, Role.ENCODE)
         worker = self.calls.table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
         self.monitor.watch(worker)
@@ -141,7 +117,7 @@ class WorkersApi:
     async def remove_worker(self, request: Request) -> Response:
         """Remove a worker; its running requests continue."""
         query = dict(request.query)
-        url = decode_body(msgspec.json.encode(query) if query else await request.read(), NamedWorker).url
+        url = read_body(msgspec.json.encode(query) if query else await request.read(), NamedWorker).url
         worker = self.calls.table.remove(url)
         self.monitor.retire(worker)
         await self.peers.forward(request, {"url": url})
@@ -152,7 +128,7 @@ class WorkersApi:
 
         409 if it is refused, 502 if the worker did not return.
         """
-        body = decode_body(await request.read(), RoleSwitch)
+        body = read_body(await request.read(), RoleSwitchBody)
         role, worker = self._role_of(body), self.calls.table.find(body.url)
         if self.peers.is_peer(request):  # the peer switches it
             self.monitor.look(worker)
@@ -166,7 +142,7 @@ class WorkersApi:
 
         `moved` counts this process's.
         """
-        body = decode_body(await request.read(), NamedWorker)
+        body = read_body(await request.read(), NamedWorker)
         worker = self.calls.table.find(body.url)
         if not self.calls.table.has_others(worker):
             raise ApiError(409, f"url: no other {worker.role} worker answers", field="url")
@@ -194,7 +170,7 @@ class WorkersApi:
     def _describe(self, worker: Worker) -> dict[str, Any]:
         return describe(worker, self.calls.table.misfits)
 
-    def _role_of(self, body: NewWorker | RoleSwitch, *others: Role) -> Role:
+    def _role_of(self, body: NewWorker | RoleSwitchBody, *others: Role) -> Role:
         alone, roles = self.calls.roles, [*self.calls.roles, *others]
         word = body.role or body.worker_type or (alone[0].value if len(alone) == 1 else None)
         named = _ROLE_WORDS.get(word or "", word)

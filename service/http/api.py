@@ -11,13 +11,13 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, cast
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as FastApiRequest
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.flags import ConfigError, installed_version
+from service.http.body import schemas_of
 from service.http.openapi import SCHEMAS, operation
 from service.http.request import Request, RequestLimits
 from service.http.routes import Handler, Route, Tag
@@ -95,7 +95,7 @@ def document(apis: Sequence[Api], *, title: str) -> dict[str, Any]:
     routes = [route for api in apis for route in api.routes]
     made = get_openapi(title=title, version=installed_version(), openapi_version="3.1.0", routes=routes, tags=tags)
     bodies = dict.fromkeys(route.body for api in apis for route in api.table if route.body and not route.is_alias)
-    _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS)
+    schemas = schemas_of(list(bodies), refs=SCHEMAS.format(name="{model}"))
     made["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     return made
 

@@ -41,9 +41,9 @@ MOST_FRAME_BYTES = 8 << 20  # per request: about a million tokens; longer answer
 _BEGIN, _UNIT, _IDS, _LOGPROBS, _PROMPT = b":begin ", b":unit ", b":ids ", b":logprobs ", b":prompt "
 _END, _EVENTS, _LAST, _FAILED, _MOVED = b":end ", b":events ", b":last\n", b":failed ", b":moved "
 _WHOLE = b":whole\n"
+MAX_NAME_CHARS = 512
 
-
-Name = Annotated[str, msgspec.Meta(max_length=512)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Address = Annotated[str, msgspec.Meta(max_length=300)]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from fastapi import Response
 
+from service.http.body import Body, optional
 from service.http.errors import ApiError, decode_body
 from service.http.request import Request, RequestKey, Stream
 from service.security.keys import Access
@@ -168,14 +169,14 @@ def shape_of(path: str) -> ApiShape:
 INVOCATIONS = "/invocations"
 
 
-class InvocationBody(msgspec.Struct, kw_only=True):
+class InvocationBody(Body):
     """Fields that decide the API, in order. `input` is an embedding's, as in vLLM."""
 
-    messages: Any = None
-    prompt: Any = None
-    input: Any = None
-    text: Any = None
-    input_ids: Any = None
+    messages: Any = optional("As in /v1/chat/completions, which then answers.", [{"role": "user", "content": "Hello"}])
+    prompt: Any = optional("As in /v1/completions, which then answers.", "The capital of France is")
+    input: Any = optional("As in /v1/embeddings, which then answers.", "The weather is nice.")
+    text: Any = optional("As in /generate, which then answers.", "The capital of France is")
+    input_ids: Any = optional("As in /generate, which then answers.", [1, 450, 7483])
 
 
 _PATHS: Mapping[str, str] = {
@@ -220,7 +221,7 @@ class Route:
     method: str
     path: str
     handler: Handler
-    body: type | None = None
+    body: type[Body] | None = None
     body_required: bool = True
     need: Access = Access.USER
     is_polled: bool = False

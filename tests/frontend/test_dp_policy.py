@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from engine.config import LOAD_BALANCE_METHODS
-from engine.frontend.apis.shared.fields import RequestFields, routed_rank
+from engine.frontend.apis.shared.fields import routed_rank
+from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.client.dp_policy import RankLoad, RankPolicy, Rule, rule_of
 from engine.frontend.client.leaders import joined, longest_of, total_of
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, ControlReply, GenerateRequest, StateReply, StepReply

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
@@ -185,7 +184,7 @@ def test_reasoning_goes_back_to_the_model_with_its_turn() -> None:
         {"type": "reasoning", "id": "rs_3", "summary": [{"type": "summary_text", "text": "so"}]},
         {"type": "message", "role": "assistant", "content": "d"},
     ]
-    messages = messages_of(msgspec.convert(items, list[Item]), field="input")
+    messages = messages_of([Item.model_validate(item) for item in items], field="input")
     assert [m.role for m in messages] == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
     first, third, last = messages[1], messages[4], messages[5]
     assert first.reasoning_content == "hm" and [call["id"] for call in first.tool_calls or []] == ["c1", "c2"]

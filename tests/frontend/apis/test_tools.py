@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
@@ -242,12 +241,12 @@ def test_a_reader_sees_the_opener_that_may_stand_without_its_section() -> None:
 
 def test_what_a_custom_tool_is_for_the_model() -> None:
     grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+|x"}}
-    free = msgspec.convert(CUSTOM, Tool)
-    bound = msgspec.convert({"type": "custom", "custom": {"name": "sql", "format": grammar}}, Tool)
+    free = Tool.model_validate(CUSTOM)
+    bound = Tool.model_validate({"type": "custom", "custom": {"name": "sql", "format": grammar}})
     (shown,) = template_tools([free]) or []
     assert shown["type"] == "function" and shown["function"]["description"] == "Runs code."
     assert shown["function"]["parameters"]["properties"] == {"input": {"type": "string"}}
-    choice = msgspec.convert({"type": "custom", "custom": {"name": "sql"}}, ToolChoice)
+    choice = ToolChoice.model_validate({"type": "custom", "custom": {"name": "sql"}})
     schema = schema_of(chat_constraint(chat(tools=[free, bound], tool_choice=choice), None))
     assert names_in(schema) == ["sql"] and schema["maxItems"] == 1
     parameters = schema["items"]["anyOf"][0]["properties"]["parameters"]

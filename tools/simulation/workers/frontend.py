@@ -18,6 +18,7 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.messages import GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.text.sample import TextOutput
 from service.http import heartbeats
+from service.http.body import read_body
 from service.http.errors import ApiError, decode_body
 from service.http.guard import request_timeout_s
 from service.http.reconnect import RETAINED_PATH
@@ -168,7 +169,7 @@ class Frontend:
         """As engine/frontend/apis/admin/control.py."""
         if self._role != "decode":
             raise ApiError(409, "only a decode worker has requests that move with their KV")
-        body = decode_body(request.body, MoveOutBody)
+        body = read_body(request.body, MoveOutBody)
         moving = [
             sample.rid for sample in body.samples if self.client.move_out(sample.rid, sample.room, owner=body.owner)
         ]

@@ -5,10 +5,10 @@ Names and defaults are SGLang's (`srt/managers/io_struct.py`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from fastapi import Response
+from pydantic import Field
 
 from engine.frontend.apis.shared.resumable import check_signed
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, admin_route
@@ -28,10 +28,11 @@ from engine.messages import (
     UnloadAdapter,
 )
 from service.http.api import Api
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.body import Body, optional, read_body
+from service.http.errors import ApiError, bad_field
 from service.http.guard import key_refusal, may_end_any, owner_in
 from service.http.request import Request
-from service.http.resume import MOVE_OUT, Name
+from service.http.resume import MAX_NAME_CHARS, MOVE_OUT
 from service.http.routes import json_response
 from service.security.keys import Access
 
@@ -40,55 +41,65 @@ UPDATE_TIMEOUT_S = 3600.0  # includes disk reads and running requests
 PROFILE_TIMEOUT_S = 300.0  # writing a long trace takes long
 
 
-class AbortBody(msgspec.Struct, kw_only=True):
-    rid: str | None = None
-    abort_all: bool | None = None
+class AbortBody(Body):
+    rid: str | None = optional(
+        "Id of the request to end, as the client named it. Give this or abort_all.", "my-request-1"
+    )
+    abort_all: bool | None = optional("True: ends all requests; needs the admin key. Default false.", False)
 
 
-class LeavingSample(msgspec.Struct):
-    """A sample that moves out. `rid`: its name in its stream. `room`: of its KV."""
-
-    rid: Name
-    room: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-
-
-class MoveOutBody(msgspec.Struct):
-    """Samples to move out. `owner`: of the names, empty without key."""
-
-    samples: list[LeavingSample]
-    owner: Name = ""
+class LeavingSample(Body):
+    rid: str = Field(
+        description="Name of the sample in its stream.", examples=["my-request-1"], max_length=MAX_NAME_CHARS
+    )
+    room: int = Field(description="Number of the room that its KV takes.", examples=[4711], ge=1, le=2**63 - 1)
 
 
-class PauseBody(msgspec.Struct, kw_only=True):
-    mode: str | None = None
+class MoveOutBody(Body):
+    """From Tandem's router, which signs it."""
+
+    samples: list[LeavingSample] = Field(
+        description="Samples that move out.", examples=[[{"rid": "my-request-1", "room": 4711}]]
+    )
+    owner: str = optional("Owner of the names, empty without a key.", "", default="", max_length=MAX_NAME_CHARS)
 
 
-class MemoryBody(msgspec.Struct, kw_only=True):
-    tags: list[str] | None = None
+class PauseBody(Body):
+    mode: str | None = optional(
+        "What happens to running requests: abort (the default) ends them, retract frees their KV and recomputes it "
+        "later, in_place keeps their KV, block lets them go on while new ones wait (SGLang).",
+        "retract",
+    )
 
 
-class LoadBody(msgspec.Struct, kw_only=True):
-    """Body of an adapter load. `pinned` is ignored: loaded adapters stay on the device."""
-
-    lora_name: str
-    lora_path: str
-    pinned: bool | None = None
+class MemoryBody(Body):
+    tags: list[str] | None = optional("Parts of the memory: kv_cache, weights, cuda_graph. Default: all.", ["kv_cache"])
 
 
-class UnloadBody(msgspec.Struct, kw_only=True):
-    lora_name: str
+class LoadBody(Body):
+    lora_name: str = Field(description="Name of the adapter, for model and lora_path.", examples=["my-adapter"])
+    lora_path: str = Field(description="Directory of the adapter on the worker's disk.", examples=["/adapters/mine"])
+    pinned: bool | None = optional("Not used: loaded adapters stay on the device.", False)
 
 
-class DumpExpertsBody(msgspec.Struct, kw_only=True):
-    output_dir: str | None = None
+class UnloadBody(Body):
+    lora_name: str = Field(description="Name of a loaded adapter.", examples=["my-adapter"])
 
 
-class StartProfileBody(msgspec.Struct, kw_only=True):
-    output_dir: str | None = None
-    num_steps: int | None = None
-    activities: list[str] | None = None
-    with_stack: bool | None = None
-    record_shapes: bool | None = None
+class DumpExpertsBody(Body):
+    output_dir: str | None = optional(
+        "Directory of the file on the worker's disk (Tandem). Default: a temporary one.", "/tmp/experts"
+    )
+
+
+class StartProfileBody(Body):
+    output_dir: str | None = optional(
+        "Directory of the trace on the worker's disk. Default: a temporary one.", "/tmp/profile"
+    )
+    num_steps: int | None = optional("Steps after which the profile ends by itself. Default: at /stop_profile.", 5)
+    activities: list[str] | None = optional("What is recorded: CPU, GPU. Default: both, where there is a GPU.", ["CPU"])
+    with_stack: bool | None = optional("True: events have their Python stack. Default false.", False)
+    record_shapes: bool | None = optional("True: events have the shapes of tensors. Default false.", False)
 
 
 async def flush_cache(request: Request) -> Response:
@@ -105,7 +116,7 @@ async def abort_request(request: Request) -> Response:
     200 also for an unknown id, as in SGLang, or another key's, which continues.
     """
     s = request[SERVICES]
-    body = decode_body(await request.read() or b"{}", AbortBody)
+    body = read_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:
         if (refusal := key_refusal(request, s.gate, Access.ADMIN)) is not None:
             raise refusal
@@ -129,7 +140,7 @@ async def move_out(request: Request) -> Response:
     """
     s, data = request[SERVICES], await request.read()
     check_signed(request, data)
-    body = decode_body(data, MoveOutBody)
+    body = read_body(data, MoveOutBody)
     if s.spec.mode != "decode":
         raise ApiError(409, "only a decode worker has requests that move with their KV", code="not_decode")
     client, others, owner = s.client, s.others, body.owner
@@ -154,7 +165,7 @@ class Order:
 
     about: str
     message: Callable[[Services, str, Any], ControlMessage]
-    body: type[msgspec.Struct] | None = None
+    body: type[Body] | None = None
     body_required: bool = False
     timeout_s: float = CALL_TIMEOUT_S
     head: tuple[str, Any] = SUCCESS
@@ -168,7 +179,7 @@ class Order:
         """Send the message of a JSON body; return the answer's fields. Raises ApiError."""
         body = None
         if self.body is not None:
-            body = decode_body(data or (b"" if self.body_required else b"{}"), self.body)
+            body = read_body(data or (b"" if self.body_required else b"{}"), self.body)
         reply = await s.leaders.control(self.message(s, s.leaders.mint_call_id(), body), timeout_s=self.timeout_s)
         return {self.head[0]: self.head[1], "message": reply.message, **self.shown(s, reply)}
 

@@ -15,12 +15,13 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
 from service.flags import installed_version
 from service.http.api import Api
-from service.http.errors import DRAINING, ApiError, decode_body
+from service.http.errors import DRAINING
 from service.http.openapi import loads_answer
 from service.http.request import Request
 from service.http.routes import json_response
+from service.http.traces import TracesBody, read_query
 from service.security.keys import Access
-from service.telemetry.context import Records, TracesQuery, query_error
+from service.telemetry.context import Records
 from service.telemetry.expositions import merge_expositions
 
 SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over a worker's frontends
@@ -158,9 +159,7 @@ async def check(request: Request) -> Response:
 
 async def traces(request: Request) -> Response:
     """Return recent requests, for `tandem trace`."""
-    query = decode_body(await request.read(), TracesQuery)
-    if (wrong := query_error(query)) is not None:
-        raise ApiError(400, wrong, field=wrong.partition(":")[0])
+    query = read_query(await request.read())
     s = request[SERVICES]
     found = s.tracer.ring.find(query)
     return json_response(Records(records=await s.others.with_records(found, query)))
@@ -178,6 +177,6 @@ API = Api(
         ApiRoute("GET", "/v1/loads", loads, is_polled=True),
         ApiRoute("GET", "/get_load", old_load, is_polled=True),
         ApiRoute("GET", "/check", check, need=Access.ADMIN),
-        admin_route("/traces", traces, TracesQuery),
+        admin_route("/traces", traces, TracesBody),
     ),
 )

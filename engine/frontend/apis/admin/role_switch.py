@@ -2,8 +2,8 @@
 
 import math
 
-import msgspec
 from fastapi import Response
+from pydantic import Field
 
 from engine.frontend.apis.shared.routes import Tags, admin_route
 from engine.frontend.errors import not_ready
@@ -11,7 +11,8 @@ from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
 from service.flags import ConfigError
 from service.http.api import Api
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.body import Body, optional, read_body
+from service.http.errors import ApiError, bad_field
 from service.http.request import Request
 from service.http.routes import json_response
 
@@ -19,11 +20,11 @@ ROLES = ("prefill", "decode")
 FIXED = "this worker keeps its role; only one that was started with --disaggregation-mode prefill or decode can change"
 
 
-class SwitchBody(msgspec.Struct, kw_only=True):
-    """Body of a switch. `timeout`: seconds for running requests, by default --drain-timeout."""
-
-    role: str
-    timeout: float | None = None
+class SwitchBody(Body):
+    role: str = Field(description="prefill or decode: the role that the worker takes.", examples=["decode"])
+    timeout: float | None = optional(
+        "Seconds for running requests to end, at least 0. Default: the server's --drain-timeout.", 30
+    )
 
 
 async def switch_role(request: Request) -> Response:
@@ -32,7 +33,7 @@ async def switch_role(request: Request) -> Response:
     202 once draining; /server_info shows the new role when done. 200 if unchanged.
     """
     s = request[SERVICES]
-    body = decode_body(await request.read(), SwitchBody)
+    body = read_body(await request.read(), SwitchBody)
     if body.role not in ROLES:
         raise bad_field("role", f"must be prefill or decode, got {body.role!r}")
     if body.timeout is not None and not (body.timeout >= 0 and math.isfinite(body.timeout)):

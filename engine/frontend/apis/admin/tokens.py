@@ -3,8 +3,8 @@
 from functools import partial
 from typing import Any
 
-import msgspec
 from fastapi import Response
+from pydantic import Field
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import plan_chat
@@ -15,7 +15,8 @@ from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api import Api
-from service.http.errors import bad_field, decode_body
+from service.http.body import Body, optional, read_body
+from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import json_response
 from service.waiter import BODIES
@@ -23,21 +24,31 @@ from service.waiter import BODIES
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
+class TokenizeBody(Body):
     """Body of /tokenize: `prompt`, or `messages` with the fields `OF_CHATS`.
 
     `add_special_tokens`: default true only for a prompt.
     """
 
-    prompt: str | list[str] | None = None
-    messages: list[ChatMessage] | None = None
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    prompt: str | list[str] | None = optional("A text, or several. Give this or messages.", "The capital of France")
+    messages: list[ChatMessage] | None = optional(
+        "A chat, whose template is applied. Give this or prompt.", [{"role": "user", "content": "Hello"}]
+    )
+    model: str | None = optional(
+        "Name of the model or of a LoRA adapter, for a chat. Default: the model that is served.", "smollm2"
+    )
+    add_special_tokens: bool | None = optional(
+        "Whether the tokenizer adds its own tokens. Default true for a prompt, false for a chat.", True
+    )
+    return_token_strs: bool | None = optional("True: the answer has the tokens' texts. Default false.", True)
+    add_generation_prompt: bool | None = optional(
+        "False: a chat ends without the start of an answer. Default true.", True
+    )
+    continue_final_message: bool | None = optional("True: a chat stays open at its last message. Default false.", False)
+    tools: list[Tool] | None = optional("Tools of a chat.", [{"type": "function", "function": {"name": "get_weather"}}])
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Variables for the chat template.", {"enable_thinking": False}
+    )
 
 
 READER = BodyReader(
@@ -47,10 +58,10 @@ READER = BodyReader(
 )
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    tokens: list[int | list[int]]
-    model: str | None = None
-    skip_special_tokens: bool | None = None
+class DetokenizeBody(Body):
+    tokens: list[int | list[int]] = Field(description="Token ids, or several lists.", examples=[[1, 450, 7483]])
+    model: str | None = optional("Name of the model. Not used: a server has one tokenizer.", "smollm2")
+    skip_special_tokens: bool | None = optional("False: special tokens stay in the text. Default true.", True)
 
 
 async def tokenize(request: Request) -> Response:
@@ -92,7 +103,7 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     s = request[SERVICES]
     data = await request.read()
-    body = await BODIES.run(partial(decode_body, data, DetokenizeBody), size=len(data))
+    body = await BODIES.run(partial(read_body, data, DetokenizeBody), size=len(data))
     if not s.model.has_text:
         check_ids_only(body)
     lists, single = id_lists(body.tokens, field="tokens")

@@ -7,13 +7,14 @@ import base64
 import binascii
 from typing import Any
 
-import msgspec
+from pydantic import Field
 
 from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
 from engine.frontend.apis.shared.routes import Tags, admin_route
 from engine.frontend.services import Services
 from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NewTensors, UpdateWeights
 from service.http.api import Api
+from service.http.body import Body, optional
 from service.http.errors import bad_field
 
 MAX_NAME_CHARS = 256  # of versions, groups and hosts
@@ -27,55 +28,56 @@ _REQUIRED: dict[str, Any] = {"body_required": True, "timeout_s": UPDATE_TIMEOUT_
 TAKEN = "base64 of a safetensors file with whole tensors, as safetensors.torch.save makes it"
 
 
-class UpdateWeightsBody(msgspec.Struct, kw_only=True):
-    model_path: str
-    load_format: str | None = None
-    abort_all_requests: bool | None = None
-    weight_version: str | None = None
+class _Update(Body):
+    load_format: str | None = optional("auto or safetensors. Default auto.", "auto")
+    abort_all_requests: bool | None = optional(
+        "True: ends running requests first. Default false: the update waits for them.", False
+    )
+    weight_version: str | None = optional("Name of the weights, 1 to 256 characters, shown in answers.", "step-2")
 
 
-class UpdateTensorsBody(msgspec.Struct, kw_only=True):
-    """Body of an update by tensors. `flush_cache` is ignored: KV of other weights is never used."""
-
-    serialized_named_tensors: list[str]
-    load_format: str | None = None
-    flush_cache: bool | None = None
-    abort_all_requests: bool | None = None
-    weight_version: str | None = None
+class UpdateWeightsBody(_Update):
+    model_path: str = Field(
+        description="Directory of a checkpoint on the worker's disk, of the same architecture.",
+        examples=["/models/step-2"],
+    )
 
 
-class UpdateDistributedBody(msgspec.Struct, kw_only=True):
-    """Body of an update by broadcasts: `names` in order, "bfloat16" or "torch.bfloat16", shapes.
-
-    `flush_cache` is ignored: KV of other weights is never used.
-    """
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = GROUP
-    flush_cache: bool | None = None
-    load_format: str | None = None
-    abort_all_requests: bool | None = None
-    weight_version: str | None = None
+class UpdateTensorsBody(_Update):
+    serialized_named_tensors: list[str] = Field(
+        description="Base64 of a safetensors file with whole tensors by the names of the checkpoint, once or once for "
+        "each rank.",
+        examples=[["CAAAAAAAAAB7fSAgICAgIA=="]],
+    )
+    flush_cache: bool | None = optional("Not used: KV of other weights is never used.", True)
 
 
-class JoinGroupBody(msgspec.Struct, kw_only=True):
-    """Body of a join: address of the trainer, which is rank 0 of `world_size`.
+class UpdateDistributedBody(_Update):
+    names: list[str] = Field(
+        description="Names of the tensors, as in the checkpoint, in the order of their broadcasts.",
+        examples=[["model.norm.weight"]],
+    )
+    dtypes: list[str] = Field(
+        description='Data type of each tensor, as "bfloat16" or "torch.bfloat16".', examples=[["bfloat16"]]
+    )
+    shapes: list[list[int]] = Field(description="Shape of each tensor.", examples=[[[576]]])
+    group_name: str = optional(f"Name of the process group. Default {GROUP}.", GROUP, default=GROUP)
+    flush_cache: bool | None = optional("Not used: KV of other weights is never used.", True)
 
-    This worker's first rank has number `rank_offset`.
-    """
 
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str = GROUP
-    backend: str = "nccl"
+class JoinGroupBody(Body):
+    master_address: str = Field(description="Host of the trainer, which is rank 0.", examples=["10.0.0.1"])
+    master_port: int = Field(description="Port of the trainer's store, 1 to 65535.", examples=[29500])
+    rank_offset: int = Field(
+        description="Number of this worker's first rank in the group, 1 to world_size - 1.", examples=[1]
+    )
+    world_size: int = Field(description="Members of the group: the trainer and all ranks of all workers.", examples=[2])
+    group_name: str = optional(f"Name of the process group. Default {GROUP}.", GROUP, default=GROUP)
+    backend: str = optional("gloo or nccl. Default nccl.", "nccl", default="nccl")
 
 
-class LeaveGroupBody(msgspec.Struct, kw_only=True):
-    group_name: str = GROUP
+class LeaveGroupBody(Body):
+    group_name: str = optional(f"Name of the process group. Default {GROUP}.", GROUP, default=GROUP)
 
 
 def from_disk(s: Services, call_id: str, body: UpdateWeightsBody) -> UpdateWeights:

@@ -5,45 +5,54 @@ Source: https://docs.anthropic.com/en/api/messages
 
 from typing import Any
 
-import msgspec
+from pydantic import Field
 
 from engine.frontend.apis.chat.body import READER as CHAT
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, missing_in
-from engine.frontend.apis.shared.fields import Mixed, OwnFields
+from engine.frontend.apis.shared.request_body import OwnFields
+from service.http.body import Body, optional
+
+_CACHED = "Where Anthropic's service caches the prompt. Not used: prefixes are cached anyway."
+_EPHEMERAL = {"type": "ephemeral"}
 
 
-class ImageSource(msgspec.Struct, kw_only=True):
+class ImageSource(Body):
     """`type`: "base64" (with `data`) or "url"; `file_id` is unsupported."""
 
-    type: str
-    media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-    file_id: str | None = None
+    type: str = Field(description="base64 (with data), or url.", examples=["url"])
+    media_type: str | None = optional("Type of the image in data, as the file itself says.", "image/png")
+    data: str | None = optional("The image in base64, for type base64.", "iVBORw0KGgo=")
+    url: str | None = optional("Address of the image, for type url.", "https://example.com/cat.png")
+    file_id: str | None = optional("A file of Anthropic's service. Not supported.", "file_1")
 
 
-class Block(msgspec.Struct, kw_only=True):
+class Block(Body):
     """A part of a message; `translate.py` has the fields by type. The last ones are ignored."""
 
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    source: ImageSource | None = None
-    content: "str | list[Block] | None" = None
-    cache_control: Any = None
-    caller: Any = None
-    citations: Any = None
-    data: Any = None
-    is_error: Any = None
-    signature: Any = None
-    toolset_name: Any = None
+    type: str = Field(
+        description="text, image, tool_result (of a user), thinking, redacted_thinking or tool_use (of an assistant).",
+        examples=["text"],
+    )
+    text: str | None = optional("Text, for type text.", "What is the capital of France?")
+    thinking: str | None = optional("Reasoning, for type thinking.", "The user asks for a city.")
+    id: str | None = optional("Id of the call, for type tool_use.", "toolu_1")
+    name: str | None = optional("Name of the tool, for type tool_use.", "get_weather")
+    input: dict[str, Any] | None = optional("Arguments of the call, for type tool_use.", {"city": "Paris"})
+    tool_use_id: str | None = optional("Id of the call that this answers, for type tool_result.", "toolu_1")
+    source: ImageSource | None = optional(
+        "The image, for type image.", {"type": "url", "url": "https://example.com/cat.png"}
+    )
+    content: "str | list[Block] | None" = optional("The result, for type tool_result: text, or blocks.", "12 degrees")
+    cache_control: Any = optional(_CACHED, _EPHEMERAL)
+    caller: Any = optional("What made the call on Anthropic's servers. Not used.", {"type": "direct"})
+    citations: Any = optional("Citations of a text. Not used.", [])
+    data: Any = optional("Encrypted reasoning, for type redacted_thinking. Not used.", "EmwKAhgB")
+    is_error: Any = optional("Whether the tool failed. Not used: say it in content.", False)
+    signature: Any = optional("Signature of the reasoning. Not used.", "")
+    toolset_name: Any = optional("Group of the tool on Anthropic's servers. Not used.", "search")
 
 
-class PlacedImage(Block, kw_only=True):
+class PlacedImage(Block):
     """An image with a URL or base64, at `field` of the body."""
 
     url: str
@@ -51,79 +60,113 @@ class PlacedImage(Block, kw_only=True):
     field: str
 
 
-class Message(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[Block]
+class Message(Body):
+    role: str = Field(description="user, assistant or system.", examples=["user"])
+    content: str | list[Block] = Field(description="Text, or blocks.", examples=["What is the capital of France?"])
 
 
-class ToolDefinition(msgspec.Struct, kw_only=True):
+class ToolDefinition(Body):
     """A tool. `type` None or "custom": a client's function. The last two fields are ignored."""
 
-    name: str
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: bool | None = None
-    cache_control: Any = None
-    eager_input_streaming: Any = None
+    name: str = Field(description="1 to 64 letters, digits, dots, dashes or underscores.", examples=["get_weather"])
+    type: str | None = optional("Only custom, the default: this server runs no tools of its own.", "custom")
+    description: str | None = optional("What the tool does, for the model.", "Weather of a city")
+    input_schema: dict[str, Any] | None = optional(
+        "JSON schema of the arguments. Required.", {"type": "object", "properties": {"city": {"type": "string"}}}
+    )
+    strict: bool | None = optional("True: calls match the schema. Default false.", True)
+    defer_loading: bool | None = optional("Not supported: only false.", False)
+    cache_control: Any = optional(_CACHED, _EPHEMERAL)
+    eager_input_streaming: Any = optional("Whether arguments stream as they come. Not used: they do.", True)
 
 
-class MessageToolChoice(msgspec.Struct, kw_only=True):
-    type: str
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+class MessageToolChoice(Body):
+    type: str = Field(description="auto, any (at least one call), none, or tool.", examples=["auto"])
+    name: str | None = optional("Name of the tool to call, for type tool.", "get_weather")
+    disable_parallel_tool_use: bool | None = optional("True: at most one call. Default false.", True)
 
 
-class Thinking(msgspec.Struct, kw_only=True):
-    type: str
-    budget_tokens: int | None = None
-    display: str | None = None
+class Thinking(Body):
+    type: str = Field(
+        description="enabled or adaptive (the chat template's reasoning is on), or disabled.", examples=["enabled"]
+    )
+    budget_tokens: int | None = optional(
+        "Tokens of reasoning after which its end is forced, at least 0. Needs --reasoning-parser.", 1024
+    )
+    display: str | None = optional("omitted: the answer leaves reasoning out. Default: it has blocks of it.", "omitted")
 
 
-class OutputFormat(msgspec.Struct, kw_only=True):
-    type: str
-    schema: dict[str, Any] | None = None
+class OutputFormat(Body):
+    type: str = Field(description="Only json_schema.", examples=["json_schema"])
+    schema_: dict[str, Any] | None = Field(
+        default=None,
+        alias="schema",
+        description="JSON schema that the answer follows. Required.",
+        examples=[{"type": "object"}],
+    )
 
 
-class OutputConfig(msgspec.Struct, kw_only=True):
-    effort: str | None = None
-    format: OutputFormat | None = None
+class OutputConfig(Body):
+    effort: str | None = optional("Goes to the chat template: low, medium, high, or what the template knows.", "low")
+    format: OutputFormat | None = optional(
+        "Format of the answer.", {"type": "json_schema", "schema": {"type": "object"}}
+    )
 
 
-class PromptFields(msgspec.Struct, OwnFields, metaclass=Mixed, kw_only=True):
+class PromptFields(OwnFields):
     """Prompt fields. The last ones concern Anthropic's own service and are ignored."""
 
-    messages: list[Message]
-    model: str | None = None
-    system: str | list[Block] | None = None
-    tools: list[ToolDefinition] | None = None
-    tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_control: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
+    messages: list[Message] = Field(
+        description="The conversation so far. The answer continues a last message of the assistant.",
+        examples=[[{"role": "user", "content": "What is the capital of France?"}]],
+    )
+    model: str | None = optional(
+        "Name of the model or of a LoRA adapter. Default: the model that is served.", "smollm2"
+    )
+    system: str | list[Block] | None = optional("The system message, text or blocks.", "You answer in one sentence.")
+    tools: list[ToolDefinition] | None = optional(
+        "Tools that the model may call.", [{"name": "get_weather", "input_schema": {"type": "object"}}]
+    )
+    tool_choice: MessageToolChoice | None = optional("Whether and what the model calls.", {"type": "auto"})
+    thinking: Thinking | None = optional(
+        "Whether the model reasons. Default: the chat template decides.", {"type": "enabled", "budget_tokens": 1024}
+    )
+    output_config: OutputConfig | None = optional(
+        "Effort of the reasoning, and format of the answer.", {"effort": "low"}
+    )
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}
+    )
+    cache_control: Any = optional(_CACHED, _EPHEMERAL)
+    context_management: Any = optional("How Anthropic's service shortens a conversation. Not used.", {"edits": []})
+    diagnostics: Any = optional("Diagnostics of Anthropic's service. Not used.", {})
+    inference_geo: Any = optional("Where Anthropic's service computes. Not used.", "eu")
+    metadata: Any = optional("Data about the request, such as user_id. Not used.", {"user_id": "user-1"})
+    service_tier: Any = optional("Capacity of Anthropic's service. Not used.", "auto")
+    speed: Any = optional("Speed of Anthropic's service. Not used.", "standard")
+    user_profile_id: Any = optional("A profile of Anthropic's service. Not used.", "profile_1")
+    workspace_id: Any = optional("A workspace of Anthropic's service. Not used.", "workspace_1")
 
 
-class CountTokensBody(PromptFields, kw_only=True):
+class CountTokensBody(PromptFields):
     pass
 
 
-class MessagesBody(PromptFields, kw_only=True):
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+class MessagesBody(PromptFields):
+    max_tokens: int = Field(
+        description="Most tokens of the answer. What goes beyond the context is cut.", examples=[1024]
+    )
+    stop_sequences: list[str] | None = optional(
+        "Texts that end the answer, up to 32, of up to 1024 characters each. The answer leaves them out.", ["END"]
+    )
+    stream: bool | None = optional("True: the answer comes as server-sent events. Default false.", True)
+    temperature: float | None = optional(
+        "Randomness, at least 0: 0 always takes the likeliest token. Default: the checkpoint's, or 1.", 0.7
+    )
+    top_k: int | None = optional("Samples from this many of the likeliest tokens. 0: from all.", 40)
+    top_p: float | None = optional(
+        "Samples from the likeliest tokens whose probabilities add up to this. Above 0, up to 1.", 0.9
+    )
 
 
 _REFUSED = {

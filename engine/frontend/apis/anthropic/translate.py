@@ -20,7 +20,7 @@ from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart, P
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.fields import own_fields
+from engine.frontend.apis.shared.request_body import own_fields
 from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system")
@@ -250,7 +250,7 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
         return effort
     if format.type != "json_schema":
         raise bad_field("output_config.format.type", f"{format.type!r} is not json_schema")
-    schema = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=format.schema))
+    schema = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=format.schema_))
     return {**effort, "response_format": schema}
 
 

@@ -3,46 +3,52 @@
 Other APIs translate to ChatBody.
 """
 
-from collections.abc import Collection
 from typing import Any
 
-import msgspec
+from pydantic import Field
 
-from engine.frontend.apis.chat.tools import Tool, ToolChoice
+from engine.frontend.apis.chat.tools import MAX_TOOLS, Tool, ToolChoice
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
-from engine.frontend.apis.shared.fields import RequestFields
+from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.apis.shared.stream import finite
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
-from service.http.errors import decode_or_none
+from service.http.body import Body, optional
 
 MAX_TOP_LOGPROBS = 20
 RESULTS = ("tool", "function")  # roles of calls' results
 MEDIA = ("image_url", "video_url")
-_OF_A_MESSAGE = "messages[]."  # prefix of ignored fields' paths
 
 
-class MediaUrl(msgspec.Struct, kw_only=True):
+class MediaUrl(Body):
     """A URL. `fps`: frames per second of a video. `detail` is ignored."""
 
-    url: str
-    detail: str | None = None
-    fps: float | None = None
+    url: str = Field(
+        description="An http or https URL, or a data URL with base64. A video is its frames: "
+        "data:video/jpeg;base64,FRAME,FRAME...",
+        examples=["https://example.com/cat.png"],
+    )
+    detail: str | None = optional("OpenAI's resolution of an image. Not used.", "auto")
+    fps: float | None = optional("Frames per second of a video (Tandem). Default 2.", 2)
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | MediaUrl | None = None
-    video_url: str | MediaUrl | None = None
+class ContentPart(Body):
+    type: str = Field(
+        description="text, image_url, video_url or refusal: the field of that name has the content.", examples=["text"]
+    )
+    text: str | None = optional("Text, for type text.", "What is this?")
+    refusal: str | None = optional("Text of an earlier refusal, for type refusal.", "I cannot do that.")
+    image_url: str | MediaUrl | None = optional("Image, for type image_url.", {"url": "https://example.com/cat.png"})
+    video_url: str | MediaUrl | None = optional(
+        "Frames of a video, for type video_url (vLLM).", {"url": "data:video/jpeg;base64,/9j/4AAQ,/9j/4AAQ", "fps": 2}
+    )
 
     def field_at(self, message: int, index: int) -> str:
         return f"messages[{message}].content[{index}].{self.type}"
 
 
-class PlacedPart(ContentPart, kw_only=True):
+class PlacedPart(ContentPart):
     """A part at `field` of another API's body."""
 
     field: str
@@ -52,74 +58,78 @@ class PlacedPart(ContentPart, kw_only=True):
         return self.field
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message.
+class ChatMessage(Body):
+    """One message. A field that it does not have goes to a chat template that reads it."""
 
-    `reasoning`: vLLM's name of `reasoning_content`. `function_call`: older form of `tool_calls`.
-    The last field is ignored.
-    """
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    function_call: dict[str, Any] | None = None
-    audio: Any = None
-    annotations: Any = None
-
-
-class RetainedMessage(ChatMessage, kw_only=True):
-    """Message with `kept`: unknown fields that the chat template reads."""
-
-    kept: dict[str, Any]
+    role: str = Field(description="system, developer, user, assistant, tool or function.", examples=["user"])
+    content: str | list[ContentPart] | None = optional(
+        "Text, or parts. Null only for an assistant's message or a tool's result.", "What is the capital of France?"
+    )
+    name: str | None = optional("Name of the speaker or of the function, for templates that read it.", "get_weather")
+    reasoning_content: str | None = optional("Reasoning of an assistant's message (SGLang).", "The user greets me.")
+    reasoning: str | None = optional("vLLM's name of reasoning_content.", "The user greets me.")
+    refusal: str | None = optional("Text of an assistant's refusal, used without content.", "I cannot do that.")
+    tool_call_id: str | None = optional("Id of the call that this result (role tool) answers.", "call_1")
+    tool_calls: list[dict[str, Any]] | None = optional(
+        "Calls of an assistant's message, as an answer gives them.",
+        [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    )
+    function_call: dict[str, Any] | None = optional(
+        "Older form of one of tool_calls.", {"name": "f", "arguments": "{}"}
+    )
+    audio: Any = optional("Not supported: only null.", None)
+    annotations: Any = optional("Annotations of an earlier answer. Not used.", [])
 
 
-class _Messages(msgspec.Struct):
-    messages: list[dict[str, Any]]
-
-
-class ChatBody(RequestFields, kw_only=True):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    reasoning_effort: str | None = None
-    separate_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
-    include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-
-
-def keep_read_fields(body: ChatBody, data: bytes, ignored: list[str], names: Collection[str]) -> list[str]:
-    """Keep ignored message fields that the chat template reads (`names`); return the others."""
-    read = {path.removeprefix(_OF_A_MESSAGE) for path in ignored if path.startswith(_OF_A_MESSAGE)} & set(names)
-    given = decode_or_none(data, _Messages) if read else None
-    if given is None:
-        return ignored
-    body.messages = [
-        RetainedMessage(**msgspec.structs.asdict(m), kept={name: fields[name] for name in read & fields.keys()})
-        for m, fields in zip(body.messages, given.messages, strict=True)
-    ]
-    return [path for path in ignored if path.removeprefix(_OF_A_MESSAGE) not in read]
+class ChatBody(RequestFields):
+    messages: list[ChatMessage] = Field(
+        description="The conversation so far, at least one message.",
+        examples=[[{"role": "user", "content": "What is the capital of France?"}]],
+    )
+    max_completion_tokens: int | None = optional("OpenAI's newer name of max_tokens, which it precedes.", 256)
+    logprobs: bool | None = optional("True: the answer has each token's logprob. Default false.", True)
+    top_logprobs: int | None = optional(
+        f"Likeliest tokens to show beside each token, 0 to {MAX_TOP_LOGPROBS}. Needs logprobs.", 5
+    )
+    reasoning_effort: str | None = optional(
+        "Goes to the chat template: none (no reasoning), low, medium, high, or what the template knows.", "low"
+    )
+    separate_reasoning: bool | None = optional(
+        "False: reasoning and its markers stay in content (SGLang). Default true, with --reasoning-parser.", True
+    )
+    stream_reasoning: bool | None = optional(
+        "False: a stream gives the reasoning in one piece, at its end (SGLang). Default true.", True
+    )
+    include_reasoning: bool | None = optional("False: the answer leaves reasoning out (vLLM). Default true.", True)
+    thinking_token_budget: int | None = optional(
+        "Tokens of reasoning after which its end is forced, at least 0 (vLLM). Default: no limit.", 1024
+    )
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}
+    )
+    add_generation_prompt: bool | None = optional(
+        "False: the prompt ends without the start of an answer (vLLM). Default true.", True
+    )
+    continue_final_message: bool | None = optional(
+        "True: the answer continues the last message (SGLang, vLLM). Default false.", False
+    )
+    tools: list[Tool] | None = optional(
+        f"Functions that the model may call, at most {MAX_TOOLS}.",
+        [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}],
+    )
+    tool_choice: str | ToolChoice | None = optional(
+        "none, auto, required (at least one call), or the tool to call. Default: auto.", "auto"
+    )
+    parallel_tool_calls: bool | None = optional("False: at most one call. Default true.", True)
+    function_call: Any = optional("Older form of tool_choice: only none and auto.", "auto")
+    modalities: list[str] | None = optional('Kinds of the answer: only ["text"].', ["text"])
 
 
 READER = BodyReader(
     body=ChatBody,
     refused=CHAT,
     looked_into=("messages", "tools", "tool_choice", "stream_options", "response_format"),
-    keep=keep_read_fields,
+    for_template="messages[].",
 )
 
 

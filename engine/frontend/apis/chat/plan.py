@@ -16,7 +16,6 @@ from engine.frontend.apis.chat.body import (
     ContentPart,
     MediaUrl,
     PlacedPart,
-    RetainedMessage,
 )
 from engine.frontend.apis.chat.calls import as_taken, call_ids
 from engine.frontend.apis.chat.reading import AS_TEXT, Reading, chat_constraint, checked_reading, opened
@@ -42,6 +41,7 @@ from engine.text.chat_template import (
 from engine.text.parts import INPUT, AnswerReaders, PartReader
 from engine.text.sample import TextAnswers
 from engine.text.template_reads import TemplateReads
+from service.http.body import plain
 from service.http.errors import bad_field
 
 PAGE_CHARS = 1024
@@ -132,8 +132,8 @@ def rendering_size(s: Services, body: ChatBody) -> int:
     size = sum(map(len, texts))
     s.texts.check_bytes(size, field="messages")
     others = [[m.reasoning_content or m.reasoning, m.refusal, m.tool_calls, m.function_call] for m in body.messages]
-    kept = [m.kept for m in body.messages if isinstance(m, RetainedMessage)]
-    size += len(msgspec.json.encode((others, kept, body.tools, body.chat_template_kwargs)))
+    more = [m.model_extra for m in body.messages]
+    size += len(msgspec.json.encode((others, more, plain(body.tools), body.chat_template_kwargs)))
     return size + PAGE_CHARS * (len(body.messages) + len(body.tools or ()))
 
 
@@ -279,7 +279,7 @@ def template_messages(
 def _template_message(m: ChatMessage, reads: TemplateReads, places: Mapping[str, Any]) -> dict[str, Any]:
     calls = _calls(m)
     message = {
-        **(m.kept if isinstance(m, RetainedMessage) else {}),
+        **{name: value for name, value in (m.model_extra or {}).items() if name in reads.names},
         "role": "system" if m.role == "developer" else m.role,
         "content": _content(m, reads, places, calls=bool(calls)),
         **{name: value for name in ("name", "tool_call_id") if (value := getattr(m, name)) is not None},

@@ -8,12 +8,13 @@ import json
 import re
 from typing import Any
 
-import msgspec
+from pydantic import Field
 
 from engine.frontend.apis.shared.constraints import Constraint, closed_schema, moved_schema
 from engine.sampling_params import GrammarSpec
 from engine.text.parts import INPUT
 from engine.text.tool_calls import CallFormat
+from service.http.body import Body, optional, plain
 from service.http.errors import bad_field
 
 MAX_TOOLS = 128
@@ -21,68 +22,87 @@ NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 CHOICES = ("none", "auto", "required")
 
 
-class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ToolFunction(Body):
     """A function. `parameters`: JSON schema. `strict`: automatic calls must match it, too."""
 
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    name: str = Field(description="1 to 64 letters, digits, dots, dashes or underscores.", examples=["get_weather"])
+    description: str | None = optional("What the function does, for the model.", "Weather of a city")
+    parameters: dict[str, Any] | None = optional(
+        "JSON schema of the arguments. Default: any object.",
+        {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    )
+    strict: bool | None = optional(
+        "True: calls by the model's choice match the schema, too. Forced calls always do. Default false.", True
+    )
 
 
-class CustomGrammar(msgspec.Struct, kw_only=True):
-    syntax: str
-    definition: str
+class CustomGrammar(Body):
+    syntax: str = Field(description="Only regex.", examples=["regex"])
+    definition: str = Field(description="Regular expression that the text matches.", examples=["[a-z]+"])
 
 
-class CustomFormat(msgspec.Struct, kw_only=True):
-    type: str = "text"
-    grammar: CustomGrammar | None = None
+class CustomFormat(Body):
+    type: str = optional("text (any), or grammar.", "grammar", default="text")
+    grammar: CustomGrammar | None = optional(
+        "The grammar, for type grammar.", {"syntax": "regex", "definition": "[a-z]+"}
+    )
 
 
-class CustomTool(msgspec.Struct, kw_only=True):
+class CustomTool(Body):
     """A tool with text input instead of JSON arguments."""
 
-    name: str
-    description: str | None = None
-    format: CustomFormat | None = None
+    name: str = Field(description="1 to 64 letters, digits, dots, dashes or underscores.", examples=["shell"])
+    description: str | None = optional("What the tool does, for the model.", "Runs a command")
+    format: CustomFormat | None = optional("Format of the text. Default: any text.", {"type": "text"})
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class Tool(Body):
     """A tool. `function`: for type custom, its form for the model (a function of one text)."""
 
-    function: ToolFunction = msgspec.field(default_factory=lambda: ToolFunction(name=""))
-    type: str = "function"
-    custom: CustomTool | None = None
+    function: ToolFunction = optional(
+        "The function, for type function.", {"name": "get_weather"}, default_factory=lambda: ToolFunction(name="")
+    )
+    type: str = optional("function, or custom (a tool that gets a text).", "function", default="function")
+    custom: CustomTool | None = optional("The tool, for type custom.", {"name": "shell"})
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any) -> None:
         if self.custom is not None and self.type == "custom":
             self.function = _as_function(self.custom)
 
 
-class ChosenFunction(msgspec.Struct, kw_only=True):
-    name: str
+class ChosenFunction(Body):
+    name: str = Field(description="Name of one of tools.", examples=["get_weather"])
 
 
-class AllowedTools(msgspec.Struct, kw_only=True):
+class AllowedTools(Body):
     """The template shows all tools, but only these may be called."""
 
-    mode: str
-    tools: "list[ToolChoice]"
+    mode: str = Field(description="auto (the model decides), or required (at least one call).", examples=["auto"])
+    tools: "list[ToolChoice]" = Field(
+        description="The tools that may be called, at least one.",
+        examples=[[{"type": "function", "function": {"name": "get_weather"}}]],
+    )
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
+class ToolChoice(Body):
     """The tool to call.
 
     `type`: function, custom (whose name is also `function`'s) or allowed_tools.
     """
 
-    function: ChosenFunction = msgspec.field(default_factory=lambda: ChosenFunction(name=""))
-    type: str = "function"
-    custom: ChosenFunction | None = None
-    allowed_tools: AllowedTools | None = None
+    function: ChosenFunction = optional(
+        "The function to call, for type function.",
+        {"name": "get_weather"},
+        default_factory=lambda: ChosenFunction(name=""),
+    )
+    type: str = optional("function, custom or allowed_tools.", "function", default="function")
+    custom: ChosenFunction | None = optional("The tool to call, for type custom.", {"name": "shell"})
+    allowed_tools: AllowedTools | None = optional(
+        "The tools that may be called, for type allowed_tools.",
+        {"mode": "auto", "tools": [{"function": {"name": "f"}}]},
+    )
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any) -> None:
         if self.custom is not None and self.type == "custom":
             self.function = self.custom
 
@@ -90,6 +110,9 @@ class ToolChoice(msgspec.Struct, kw_only=True):
     def names(self) -> list[str]:
         chosen = [self] if self.allowed_tools is None else self.allowed_tools.tools
         return [choice.function.name for choice in chosen]
+
+
+AllowedTools.model_rebuild()
 
 
 def check_tools(tools: list[Tool] | None, choice: str | ToolChoice | None) -> None:
@@ -164,7 +187,11 @@ def names_one(choice: str | ToolChoice | None) -> bool:
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
     """Transformers' form; custom tools become functions."""
-    return [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools] or None
+    return [{"type": "function", "function": _given(tool.function)} for tool in tools] or None
+
+
+def _given(function: ToolFunction) -> dict[str, Any]:
+    return {name: value for name, value in plain(function).items() if value is not None}
 
 
 def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:

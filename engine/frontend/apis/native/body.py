@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from engine.frontend.apis.shared.body_reader import GENERATE, SAMPLING, BodyReader, Inside
-from engine.frontend.apis.shared.fields import Mixed, RoutingFields, SamplingFields, check_token_ids, each, id_lists
+from engine.frontend.apis.shared.fields import check_token_ids, each, id_lists
+from engine.frontend.apis.shared.request_body import RoutingFields, SamplingFields
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.bootstraps import BootstrapFields
 from engine.frontend.client.generation import Generation, absorb
@@ -26,6 +25,7 @@ from engine.messages import (
     TokenOutput,
 )
 from engine.text.sample import TextOutput
+from service.http.body import optional
 from service.http.errors import bad_field
 
 MAX_TOP_LOGPROBS = 100
@@ -33,30 +33,69 @@ MAX_TOP_LOGPROBS = 100
 MediaData = str | list[str | list[str] | None] | None
 
 
-class SamplingBody(SamplingFields, kw_only=True):
-    max_new_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
-    min_new_tokens: int | None = None
-    sampling_seed: int | None = None
+class SamplingBody(SamplingFields):
+    max_new_tokens: int | None = optional(
+        "Most tokens of the answer, at least 0. Default: 128, or what fits into the context; null: what fits.", 64
+    )
+    min_new_tokens: int | None = optional(
+        "Tokens before which no stop text or end token ends the answer. At least 0; default 0.", 1
+    )
+    sampling_seed: int | None = optional("SGLang's name of seed.", 42)
 
 
-class GenerateBody(msgspec.Struct, BootstrapFields, RoutingFields, metaclass=Mixed, kw_only=True):
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    image_data: MediaData = None
-    video_data: MediaData = None
-    sampling_params: SamplingBody | list[SamplingBody] | None = None
-    rid: str | list[str] | None = None
-    stream: bool | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: list[int | list[int] | None] | None = None
-    priority: int | None = None
-    return_text_in_logprobs: bool | None = None
-    return_hidden_states: bool | list[bool] | None = None
-    require_reasoning: bool | None = None
-    max_thinking_tokens: int | None = None
-    lora_path: str | list[str | None] | None = None
+class GenerateBody(BootstrapFields, RoutingFields):
+    text: str | list[str] | None = optional(
+        "The prompt, or several. Give this or input_ids.", "The capital of France is"
+    )
+    input_ids: list[int | list[int]] | None = optional(
+        "The prompt as token ids, or several. Give this or text.", [1, 450, 7483]
+    )
+    image_data: MediaData = optional(
+        "Images as URL, data URL or base64: one, a list for one prompt, or a list per prompt. The prompt has the "
+        "model's placeholder for each.",
+        ["https://example.com/cat.png"],
+    )
+    video_data: MediaData = optional(
+        "Videos as their frames, data:video/jpeg;base64,FRAME,FRAME..., in the same forms as image_data.",
+        ["data:video/jpeg;base64,/9j/4AAQ,/9j/4AAQ"],
+    )
+    sampling_params: SamplingBody | list[SamplingBody] | None = optional(
+        "How tokens are sampled, one for all prompts or one each. Unknown fields inside are refused.",
+        {"max_new_tokens": 16, "temperature": 0},
+    )
+    rid: str | list[str] | None = optional(
+        "Ids of the requests, for /abort_request: one, or one per prompt. Default: the server makes them.",
+        "my-request-1",
+    )
+    stream: bool | None = optional("True: server-sent events, each with the whole text so far. Default false.", True)
+    return_logprob: bool | list[bool] | None = optional(
+        "True: meta_info has the tokens' logprobs. One, or one per prompt; default false.", True
+    )
+    logprob_start_len: int | list[int] | None = optional(
+        "Position in the prompt from which its logprobs are returned. Default -1: only the answer's.", 0
+    )
+    top_logprobs_num: int | list[int] | None = optional(
+        "Likeliest tokens to return at each position, 0 to 100. One, or one per prompt; default 0.", 5
+    )
+    token_ids_logprob: list[int | list[int] | None] | None = optional(
+        "Token ids whose logprobs are returned at each position, at most 128. One list, or one per prompt.", [9, 10]
+    )
+    priority: int | None = optional(
+        "Higher goes first, with --enable-priority-scheduling. -2147483647 to 2147483647; default 0.", 0
+    )
+    return_text_in_logprobs: bool | None = optional("True: logprobs name the tokens' texts. Default false.", True)
+    return_hidden_states: bool | list[bool] | None = optional(
+        "True: meta_info has hidden states; needs --enable-return-hidden-states. One, or one per prompt.", False
+    )
+    require_reasoning: bool | None = optional(
+        "True: the answer begins with reasoning, and a constraint holds after it. Needs --reasoning-parser.", False
+    )
+    max_thinking_tokens: int | None = optional(
+        "Tokens of reasoning after which its end is forced, at least 0. Default: no limit.", 1024
+    )
+    lora_path: str | list[str | None] | None = optional(
+        "Name of a loaded LoRA adapter, one or one per prompt. Default: the base model.", "my-adapter"
+    )
 
 
 READER = BodyReader(

@@ -73,7 +73,7 @@ async def generate(request: Request) -> Response:
             images=images[i] if images else (),
             context_length=s.context_length,
             field=LIMIT,
-            cut=one.max_new_tokens is msgspec.UNSET,  # the default is cut to what fits
+            cut="max_new_tokens" not in one.model_fields_set,  # the default is cut to what fits
         )
         for i, (p, ids, one) in enumerate(zip(params, prompts, given, strict=True))
     ]
@@ -136,11 +136,11 @@ def _params(s: Services, p: SamplingBody) -> SamplingParams:
     names = {"seed": "sampling_seed"} if p.seed is None else None
     if p.seed is None:
         p.seed = p.sampling_seed
-    limit = p.max_new_tokens
+    default = max(DEFAULT_NEW_TOKENS, p.min_new_tokens or 0)
     return build_sampling(
         s,
         p,
-        max_new_tokens=max(DEFAULT_NEW_TOKENS, p.min_new_tokens or 0) if limit is msgspec.UNSET else limit,
+        max_new_tokens=p.max_new_tokens if "max_new_tokens" in p.model_fields_set else default,
         min_new_tokens=p.min_new_tokens,
         names=names,
         constraint=plain_constraint(p, inside=INSIDE),

@@ -33,24 +33,31 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
 from service.http.api import Api
+from service.http.body import optional
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import json_response, json_rows
 
 
-class ScoreBody(PrefillOnlyBody, kw_only=True):
+class ScoreBody(PrefillOnlyBody):
     """Body of /v1/score.
 
     `query` and `items`: texts, or token ids. `apply_softmax`: labels of an item sum to 1.
     """
 
-    label_token_ids: list[int] | None = None
-    query: str | list[int] | None = None
-    items: str | list[str | int | list[int]] | None = None
-    apply_softmax: bool | None = None
-    item_first: bool | None = None
-    priority: int | None = None
-    user: str | None = None
+    label_token_ids: list[int] | None = optional(
+        "Token ids whose probabilities behind query and item are the scores, 1 to 128.", [9693, 2152]
+    )
+    query: str | list[int] | None = optional("Text, or token ids. Required.", "Is this a city? ")
+    items: str | list[str | int | list[int]] | None = optional(
+        "One or several, texts if query is one, else token ids. Required.", ["Paris", "blue"]
+    )
+    apply_softmax: bool | None = optional("True: the scores of an item add up to 1. Default false.", True)
+    item_first: bool | None = optional("True: the item comes before the query. Default false.", False)
+    priority: int | None = optional(
+        "Higher goes first, with --enable-priority-scheduling. -2147483647 to 2147483647; default 0.", 0
+    )
+    user: str | None = optional("Name of the client's own user. Not used.", "user-1")
 
 
 _PAIRS = Unserved(
@@ -117,9 +124,11 @@ async def _joined(s: Services, body: ScoreBody) -> list[list[int]]:
 # ---- SGLang's POST /encode (`EmbeddingReqInput`): the vectors of /v1/embeddings.
 
 
-class EncodeBody(PrefillOnlyBody, kw_only=True):
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+class EncodeBody(PrefillOnlyBody):
+    text: str | list[str] | None = optional("A text, or several. Give this or input_ids.", "The weather is nice.")
+    input_ids: list[int | list[int]] | None = optional(
+        "Token ids, or several lists. Give this or text.", [1, 450, 7483]
+    )
 
 
 ENCODE_READER = BodyReader(

@@ -41,7 +41,8 @@ from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextAnswers, WholeAnswer
 from service.flags import untagged
 from service.http.api import Api
-from service.http.errors import bad_field, decode_body
+from service.http.body import read_body
+from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line
 
@@ -72,7 +73,7 @@ async def ps(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Describe a model."""
     s = request[SERVICES]
-    body = decode_body(await request.read(), ShowBody)
+    body = read_body(await request.read(), ShowBody)
     name = body.model or body.name
     if not name:
         raise bad_field("model", "is missing")

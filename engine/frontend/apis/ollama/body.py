@@ -5,105 +5,132 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 
 from typing import Any
 
-import msgspec
+from pydantic import ConfigDict, Field
 
 from engine.frontend.apis.chat.body import READER, ChatBody, ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import Tool
 from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved, missing_in
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.fields import Mixed, OwnFields, RequestFields, own_fields
+from engine.frontend.apis.shared.request_body import OwnFields, RequestFields, own_fields
 from service.flags import untagged
+from service.http.body import Body, optional
 from service.http.errors import bad_field
 
 
-class IgnoredOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class IgnoredOptions(Body):
     """Options of Ollama's own runner."""
 
-    draft_num_predict: Any = None
-    embedding_only: Any = None
-    f16_kv: Any = None
-    logits_all: Any = None
-    low_vram: Any = None
-    main_gpu: Any = None
-    mirostat_eta: Any = None
-    mirostat_tau: Any = None
-    num_batch: Any = None
-    num_ctx: Any = None
-    num_gpu: Any = None
-    num_keep: Any = None
-    num_thread: Any = None
-    numa: Any = None
-    penalize_newline: Any = None
-    repeat_last_n: Any = None
-    use_mlock: Any = None
-    use_mmap: Any = None
-    vocab_only: Any = None
+    model_config = ConfigDict(extra="forbid")
+
+    draft_num_predict: Any = optional("Tokens that a draft model proposes. Not used: a flag of the server sets it.", 5)
+    embedding_only: Any = optional("Loads a model for embeddings alone. Not used.", False)
+    f16_kv: Any = optional("KV in 16 bits. Not used: --kv-cache-dtype sets it.", True)
+    logits_all: Any = optional("Logits of all tokens. Not used.", False)
+    low_vram: Any = optional("Saves device memory. Not used: --mem-fraction-static sets it.", False)
+    main_gpu: Any = optional("Device of the model. Not used.", 0)
+    mirostat_eta: Any = optional("Learning rate of mirostat. Not used.", 0.1)
+    mirostat_tau: Any = optional("Target entropy of mirostat. Not used.", 5.0)
+    num_batch: Any = optional("Prompt tokens of a step. Not used: --chunked-prefill-size sets it.", 512)
+    num_ctx: Any = optional("Length of the context. Not used: --context-length sets it.", 4096)
+    num_gpu: Any = optional("Layers on the device. Not used: all of them are.", 99)
+    num_keep: Any = optional("Prompt tokens that stay when the context is full. Not used.", 4)
+    num_thread: Any = optional("CPU threads of a step. Not used.", 8)
+    numa: Any = optional("Places memory by CPU node. Not used.", False)
+    penalize_newline: Any = optional("False: line breaks get no penalty. Not used: all tokens get it.", True)
+    repeat_last_n: Any = optional("Tokens that penalties look at. Not used: they look at the whole answer.", 64)
+    use_mlock: Any = optional("Keeps weights in memory. Not used.", False)
+    use_mmap: Any = optional("Maps the file of weights. Not used.", True)
+    vocab_only: Any = optional("Loads the vocabulary alone. Not used.", False)
 
 
-class Options(IgnoredOptions, kw_only=True, forbid_unknown_fields=True):
+class Options(IgnoredOptions):
     """Sampling options first, then unsupported ones, rejected unless off."""
 
-    num_predict: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    num_predict: int | None = optional("Most tokens of the answer. Default, and at 0 or less: what fits.", 128)
+    temperature: float | None = optional("Randomness, at least 0: 0 always takes the likeliest token.", 0.7)
+    top_k: int | None = optional("Samples from this many of the likeliest tokens. 0 or less: from all.", 40)
+    top_p: float | None = optional(
+        "Samples from the likeliest tokens whose probabilities add up to this. Above 0, up to 1.", 0.9
+    )
+    min_p: float | None = optional("Leaves out tokens less likely than this share of the likeliest one. 0 to 1.", 0.05)
+    seed: int | None = optional("The same seed gives the same answer. Below 0: the server chooses one.", 42)
+    stop: str | list[str] | None = optional("Texts that end the answer, which leaves them out.", ["\n\n"])
+    repeat_penalty: float | None = optional(
+        "Divides logits of tokens that occurred before: above 1 avoids repetition. Above 0, up to 2; default 1.", 1.1
+    )
+    presence_penalty: float | None = optional(
+        "Subtracted from the logit of each token that is in the answer. -2 to 2; default 0.", 0.5
+    )
+    frequency_penalty: float | None = optional(
+        "Subtracted from a token's logit for each time that it is in the answer. -2 to 2; default 0.", 0.5
+    )
 
-    mirostat: int | None = None
-    tfs_z: float | None = None
-    typical_p: float | None = None
+    mirostat: int | None = optional("Another way to sample. Not supported: only 0 (off).", 0)
+    tfs_z: float | None = optional("Tail free sampling. Not supported: only 1 (off).", 1)
+    typical_p: float | None = optional("Typical sampling. Not supported: only 1 (off).", 1)
 
 
-class OllamaFields(msgspec.Struct, OwnFields, metaclass=Mixed, kw_only=True):
+class OllamaFields(OwnFields):
     """Fields of both endpoints.
 
     `format`: "json" or a JSON schema. `think`: reasoning, or its effort. `keep_alive` is ignored.
     """
 
-    model: str
-    stream: bool | None = None
-    format: str | dict[str, Any] | None = None
-    options: Options | None = None
-    think: bool | str | None = None
-    keep_alive: Any = None
+    model: str = Field(
+        description="Name of the model or of a LoRA adapter; it may end in :latest.", examples=["smollm2:latest"]
+    )
+    stream: bool | None = optional("False: one answer. Default true: lines of JSON.", False)
+    format: str | dict[str, Any] | None = optional("Format of the answer: json, or a JSON schema.", "json")
+    options: Options | None = optional(
+        "Options of sampling. What is left out is the model's default. Unknown ones are refused.", {"temperature": 0}
+    )
+    think: bool | str | None = optional(
+        "Switches the reasoning of the chat template, or its effort: low, medium, high.", True
+    )
+    keep_alive: Any = optional("How long the model stays loaded. Not used: it always does.", "5m")
 
 
-class OllamaMessage(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | None = None
-    thinking: str | None = None
-    images: list[str] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
+class OllamaMessage(Body):
+    role: str = Field(description="system, user, assistant or tool.", examples=["user"])
+    content: str | None = optional("Text of the message.", "Why is the sky blue?")
+    thinking: str | None = optional("Reasoning of an assistant's message.", "The user asks about light.")
+    images: list[str] | None = optional("Images in base64, or as URLs.", ["iVBORw0KGgo="])
+    tool_calls: list[dict[str, Any]] | None = optional(
+        "Calls of an assistant's message.", [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]
+    )
+    tool_name: str | None = optional("Name of the tool whose result this is.", "get_weather")
+    tool_call_id: str | None = optional("Id of the call whose result this is.", "call_1")
 
 
-class OllamaChatBody(OllamaFields, kw_only=True):
-    messages: list[OllamaMessage] | None = None
-    tools: list[Tool] | None = None
+class OllamaChatBody(OllamaFields):
+    messages: list[OllamaMessage] | None = optional(
+        "The conversation so far. Without one the answer says that the model is loaded.",
+        [{"role": "user", "content": "Why is the sky blue?"}],
+    )
+    tools: list[Tool] | None = optional(
+        "Functions that the model may call.",
+        [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}],
+    )
 
 
-class OllamaGenerateBody(OllamaFields, kw_only=True):
+class OllamaGenerateBody(OllamaFields):
     """Body of /api/generate. `raw`: do not apply the chat template."""
 
-    prompt: str | None = None
-    images: list[str] | None = None
-    system: str | None = None
-    raw: bool | None = None
+    prompt: str | None = optional(
+        "What the user says. Without one the answer says that the model is loaded.", "Why is the sky blue?"
+    )
+    images: list[str] | None = optional("Images in base64, or as URLs.", [])
+    system: str | None = optional("The system message.", "You answer in one sentence.")
+    raw: bool | None = optional("True: the prompt goes to the model without a chat template. Default false.", False)
 
 
-class ShowBody(msgspec.Struct, kw_only=True):
+class ShowBody(Body):
     """Body of /api/show. `name`: older clients' name of `model`."""
 
-    model: str | None = None
-    name: str | None = None
-    verbose: bool | None = None
+    model: str | None = optional("Name of the model or of a LoRA adapter; it may end in :latest.", "smollm2:latest")
+    name: str | None = optional("Older clients' name of model.", "smollm2:latest")
+    verbose: bool | None = optional("True: the answer lists more. Not used.", False)
 
 
 _INSIDE = Inside(field="options", type=Options, refused={})

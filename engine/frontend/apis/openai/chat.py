@@ -10,7 +10,7 @@ from fastapi import Response
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.plan import plan_chat
-from engine.frontend.apis.shared.fields import RequestFields
+from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples

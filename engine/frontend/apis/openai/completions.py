@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Response
+from pydantic import Field
 
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.body import ChatBody
@@ -15,7 +16,6 @@ from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.openai.chat import OpenAIView, ending_of
 from engine.frontend.apis.shared.body_reader import COMPLETION, BodyReader
 from engine.frontend.apis.shared.fields import (
-    RequestFields,
     check_num_samples,
     check_priority,
     check_range,
@@ -26,6 +26,7 @@ from engine.frontend.apis.shared.fields import (
     prompts_ids,
     prompts_of,
 )
+from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.apis.shared.samples import (
     AnswerFormat,
@@ -43,6 +44,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.incremental import Span, places_of
 from engine.text.sample import TextOutput
 from service.http.api import Api
+from service.http.body import optional
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, json_response
@@ -53,11 +55,15 @@ MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-class CompletionBody(RequestFields, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+class CompletionBody(RequestFields):
+    prompt: str | list[str | int | list[int]] = Field(
+        description="A text, several texts, token ids, or several lists of them.", examples=["The capital of France is"]
+    )
+    echo: bool | None = optional("True: the answer begins with the prompt. Default false.", False)
+    logprobs: int | None = optional(
+        f"Likeliest tokens to show beside each token, 0 to {MAX_COMPLETION_LOGPROBS}. Default: no logprobs.", 1
+    )
+    best_of: int | None = optional("Only the value of n: every sample is returned.", 1)
 
 
 READER = BodyReader(body=CompletionBody, refused=COMPLETION, looked_into=("stream_options", "response_format"))

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from fastapi import Response
+from pydantic import Field
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
 from engine.frontend.apis.shared.prefill_only import (
@@ -22,16 +23,19 @@ from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
 from service.http.api import Api
+from service.http.body import optional
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import json_response, json_rows
 
 
-class EmbeddingBody(PrefillOnlyBody, kw_only=True):
-    input: str | list[str | int | list[int]]
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    user: str | None = None
+class EmbeddingBody(PrefillOnlyBody):
+    input: str | list[str | int | list[int]] = Field(
+        description="A text, several texts, token ids, or several lists of them.", examples=["The weather is nice."]
+    )
+    encoding_format: str | None = optional("float, or base64 (little-endian float32). Default float.", "float")
+    dimensions: int | None = optional("Keeps the first numbers of a vector. Default: all of them.", 256)
+    user: str | None = optional("Name of the client's own user. Not used.", "user-1")
 
 
 READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from fastapi import Response
+from pydantic import Field
 
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples
@@ -29,6 +29,7 @@ from engine.frontend.apis.shared.prefill_only import (
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api import Api
+from service.http.body import Body, optional
 from service.http.errors import ApiError, bad_field
 from service.http.request import Request
 from service.http.routes import json_response
@@ -44,11 +45,14 @@ _QUESTION = (
 )
 
 
-class PairBody(PrefillOnlyBody, kw_only=True):
+class PairBody(PrefillOnlyBody):
     """Common fields. `instruct`: Qwen3-Reranker's instruction."""
 
-    instruct: str | None = None
-    user: str | None = None
+    instruct: str | None = optional(
+        "What relevance means, for Qwen3-Reranker (SGLang). Default: passages that answer a web search.",
+        "Given a question, find the passage that answers it",
+    )
+    user: str | None = optional("Name of the client's own user. Not used.", "user-1")
 
 
 async def judge(
@@ -133,9 +137,11 @@ def _sigmoid(x: float) -> float:
 # ---- vLLM's POST /classify: classes of texts, and probabilities.
 
 
-class ClassifyBody(PrefillOnlyBody, kw_only=True):
-    input: str | list[str | int | list[int]]
-    user: str | None = None
+class ClassifyBody(PrefillOnlyBody):
+    input: str | list[str | int | list[int]] = Field(
+        description="A text, several texts, token ids, or several lists of them.", examples=["I like it."]
+    )
+    user: str | None = optional("Name of the client's own user. Not used.", "user-1")
 
 
 CLASSIFY_READER = BodyReader(
@@ -186,20 +192,22 @@ def class_shares(logits: list[float]) -> list[float]:
 # ---- POST /v1/rerank: documents by relevance, as in Cohere, Jina and vLLM (`instruct`: SGLang).
 
 
-class Document(msgspec.Struct):
-    text: str
+class Document(Body):
+    text: str = Field(description="Text of the document.", examples=["Paris is the capital of France."])
 
 
-class RerankBody(PairBody, kw_only=True):
+class RerankBody(PairBody):
     """Body of a rerank.
 
     `top_n`: best ones to return, default all. `return_documents`: include texts (default).
     """
 
-    query: str
-    documents: list[str | Document]
-    top_n: int | None = None
-    return_documents: bool | None = None
+    query: str = Field(description="What the documents are compared with.", examples=["capital of France"])
+    documents: list[str | Document] = Field(
+        description="Texts, or objects with a text, at least one.", examples=[["Paris is the capital.", "It rains."]]
+    )
+    top_n: int | None = optional("Number of the best documents to return, at least 1. Default: all.", 3)
+    return_documents: bool | None = optional("False: the results have no texts. Default true.", True)
 
 
 _CUT = Unserved("cut the documents before you send them")
@@ -241,11 +249,15 @@ async def rerank(request: Request) -> Response:
 # ---- vLLM's POST /score: relevance of text_2 to text_1. SGLang's is /v1/score.
 
 
-class PairScoreBody(PairBody, kw_only=True):
+class PairScoreBody(PairBody):
     """`text_1`: one for all of `text_2`, or one each."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | list[str] = Field(
+        description="The query: one for all texts of text_2, or one each.", examples=["capital of France"]
+    )
+    text_2: str | list[str] = Field(
+        description="A text to score, or several.", examples=[["Paris is the capital.", "It rains."]]
+    )
 
 
 _NAMES = Unserved("send them as text_1 and text_2")

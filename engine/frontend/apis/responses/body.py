@@ -5,11 +5,14 @@ https://platform.openai.com/docs/api-reference/responses/create
 
 from typing import Any
 
-import msgspec
+from pydantic import Field
 
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
+from engine.frontend.apis.chat.tools import MAX_TOOLS
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader, Unserved
-from engine.frontend.apis.shared.fields import RequestFields, check_range
+from engine.frontend.apis.shared.fields import check_range
+from engine.frontend.apis.shared.request_body import RequestFields
+from service.http.body import Body, optional
 from service.http.errors import bad_field
 
 LOGPROBS = "message.output_text.logprobs"
@@ -43,96 +46,135 @@ _REFUSED = {
 }
 
 
-class Part(msgspec.Struct, kw_only=True):
+class Part(Body):
     """A part of a message, tool output, or reasoning. The last fields are ignored."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | None = None
-    file_id: str | None = None
-    detail: str | None = None
-    annotations: Any = None
-    logprobs: Any = None
+    type: str = Field(
+        description="input_text, output_text, text, summary_text, reasoning_text, refusal or input_image.",
+        examples=["input_text"],
+    )
+    text: str | None = optional("Text, for the types of texts.", "What is this?")
+    refusal: str | None = optional("Text of an earlier refusal, for type refusal.", "I cannot do that.")
+    image_url: str | None = optional("URL or data URL, for type input_image.", "https://example.com/cat.png")
+    file_id: str | None = optional("A stored file. Not supported: send image_url.", None)
+    detail: str | None = optional("OpenAI's resolution of an image. Not used.", "auto")
+    annotations: Any = optional("Annotations of an earlier answer. Not used.", [])
+    logprobs: Any = optional("Logprobs of an earlier answer. Not used.", [])
 
 
-class Item(msgspec.Struct, kw_only=True):
+class Item(Body):
     """An item; `type` decides which fields count, default a message. The last ones are ignored."""
 
-    type: str | None = None
-    id: str | None = None
-    role: str | None = None
-    content: str | list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
-    encrypted_content: Any = None
-    phase: Any = None
-    status: Any = None
+    type: str | None = optional(
+        "message (the default), function_call, function_call_output, reasoning or item_reference.", "message"
+    )
+    id: str | None = optional("The item's id; for item_reference, of the item that is meant.", "msg_1")
+    role: str | None = optional("user, assistant, system or developer, for a message.", "user")
+    content: str | list[Part] | None = optional("Text or parts, for a message or reasoning.", "Hello")
+    call_id: str | None = optional("Id of the call, for function_call and its output.", "call_1")
+    name: str | None = optional("Name of the function, for function_call.", "get_weather")
+    arguments: str | None = optional("Arguments as JSON text, for function_call.", '{"city": "Paris"}')
+    output: str | list[Part] | None = optional("Result of the call, for function_call_output.", "12 degrees")
+    summary: list[Part] | None = optional(
+        "Summary of the reasoning, used without content.", [{"type": "summary_text", "text": "It greets."}]
+    )
+    encrypted_content: Any = optional("Encrypted reasoning. Not used.", None)
+    phase: Any = optional("Phase of an earlier answer. Not used.", "final_answer")
+    status: Any = optional("Status of an earlier item. Not used.", "completed")
 
 
-class ResponseTool(msgspec.Struct, kw_only=True):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class ResponseTool(Body):
+    type: str = Field(description="Only function: this server runs no tools of its own.", examples=["function"])
+    name: str | None = optional("1 to 64 letters, digits, dots, dashes or underscores. Required.", "get_weather")
+    description: str | None = optional("What the function does, for the model.", "Weather of a city")
+    parameters: dict[str, Any] | None = optional(
+        "JSON schema of the arguments. Default: any object.",
+        {"type": "object", "properties": {"city": {"type": "string"}}},
+    )
+    strict: bool | None = optional(
+        "True: calls by the model's choice match the schema, too. Forced calls always do. Default false.", True
+    )
 
 
-class ResponseToolChoice(msgspec.Struct, kw_only=True):
+class ResponseToolChoice(Body):
     """A function by `name`, or (allowed_tools) `mode` and the allowed `tools`."""
 
-    type: str
-    name: str | None = None
-    mode: str | None = None
-    tools: list[ResponseTool] | None = None
+    type: str = Field(description="function or allowed_tools.", examples=["function"])
+    name: str | None = optional("Name of the function to call, for type function.", "get_weather")
+    mode: str | None = optional("auto or required, for type allowed_tools.", "auto")
+    tools: list[ResponseTool] | None = optional(
+        "The tools that may be called, for type allowed_tools.", [{"type": "function", "name": "get_weather"}]
+    )
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
-    type: str
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
+class TextFormat(Body):
+    type: str = Field(description="text, json_object (any object) or json_schema.", examples=["json_schema"])
+    name: str | None = optional("Name of the schema, for the client's own use.", "city")
+    schema_: dict[str, Any] | None = Field(
+        default=None,
+        alias="schema",
+        description="JSON schema of the answer, for type json_schema.",
+        examples=[{"type": "object"}],
+    )
+    description: str | None = optional("What the format is for. Not used.", "A city and its country")
+    strict: bool | None = optional(
+        "True: objects hold only the properties that the schema lists. The schema is enforced either way.", True
+    )
 
 
-class TextConfig(msgspec.Struct, kw_only=True):
-    format: TextFormat | None = None
-    verbosity: str | None = None
+class TextConfig(Body):
+    format: TextFormat | None = optional("Format that the answer follows. Default: text.", {"type": "json_object"})
+    verbosity: str | None = optional("low, medium or high. Answers do not depend on it.", "medium")
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+class Reasoning(Body):
+    effort: str | None = optional(
+        "Goes to the chat template: none (no reasoning), low, medium, high, or what the template knows.", "low"
+    )
+    summary: str | None = optional("auto, concise or detailed. Not used: no summary is written.", "auto")
+    generate_summary: str | None = optional("Older name of summary. Not used.", "auto")
 
 
-class ResponseBody(RequestFields, kw_only=True):
+class ResponseBody(RequestFields):
     """Body of /v1/responses. `history`: earlier items, from a router that stores conversations."""
 
-    input: str | list[Item]
-    history: list[Item] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: str | ResponseToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None
-    max_output_tokens: int | None = None
-    text: TextConfig | None = None
-    reasoning: Reasoning | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
-    truncation: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
+    input: str | list[Item] = Field(
+        description="What the user says, or the items of the conversation.", examples=["What is the capital of France?"]
+    )
+    history: list[Item] | None = optional("Items before input, which a router keeps (Tandem).", [])
+    instructions: str | None = optional("The system message, for this answer alone.", "You answer in one sentence.")
+    previous_response_id: str | None = optional("Id of a kept response, which this one continues.", "resp_1")
+    store: bool | None = optional("False: the answer is not kept. Default true, where answers are kept.", False)
+    tools: list[ResponseTool] | None = optional(
+        f"Functions that the model may call, at most {MAX_TOOLS}.", [{"type": "function", "name": "get_weather"}]
+    )
+    tool_choice: str | ResponseToolChoice | None = optional(
+        "none, auto, required (at least one call), or the tool to call. Default: auto.", "auto"
+    )
+    parallel_tool_calls: bool | None = optional("False: at most one call. Default true.", True)
+    max_tool_calls: int | None = optional("Calls of built-in tools. Not used: there are none.", 1)
+    max_output_tokens: int | None = optional("Most tokens of the answer, at least 1. Default: what fits.", 256)
+    text: TextConfig | None = optional("Format of the answer.", {"format": {"type": "json_object"}})
+    reasoning: Reasoning | None = optional("How the model reasons.", {"effort": "low"})
+    include: list[str] | None = optional(f"What the answer has besides: {LOGPROBS}.", [LOGPROBS])
+    top_logprobs: int | None = optional(
+        f"Likeliest tokens to show beside each token, 0 to {MAX_TOP_LOGPROBS}. Needs include.", 5
+    )
+    truncation: str | None = optional(
+        "auto (drops the oldest turns of a conversation that is too long), or disabled (the default).", "auto"
+    )
+    metadata: dict[str, str] | None = optional(
+        "Up to 16 texts that the answer repeats; keys of up to 64 characters, values of up to 512.", {"topic": "demo"}
+    )
+    safety_identifier: str | None = optional("Name of the client's own user. The answer repeats it.", "user-1")
+    prompt_cache_key: str | None = optional("OpenAI's hint for its cache. The answer repeats it.", "a")
+    service_tier: str | None = optional("Capacity of OpenAI's service. Not used.", "auto")
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}
+    )
+    thinking_token_budget: int | None = optional(
+        "Tokens of reasoning after which its end is forced, at least 0 (vLLM). Default: no limit.", 1024
+    )
 
     @property
     def wants_logprobs(self) -> bool:
@@ -171,7 +213,7 @@ def _check_text(text: TextConfig) -> None:
     if text.format is None:
         return
     _one_of("text.format.type", text.format.type, FORMATS)
-    if text.format.type == "json_schema" and text.format.schema is None:
+    if text.format.type == "json_schema" and text.format.schema_ is None:
         raise bad_field("text.format.schema", "is missing")
 
 

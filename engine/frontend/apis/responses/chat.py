@@ -18,7 +18,8 @@ from engine.frontend.apis.responses.body import (
     check_response,
 )
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED, RequestFields
+from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
+from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource
 from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field
@@ -164,7 +165,7 @@ def _text_of(value: str | None, field: str) -> str:
 # ---- chat
 
 _NOT_SHARED = frozenset(("response_format", "stream_options", "max_tokens", "rid", "n"))
-_SHARED = tuple(name for name in RequestFields.__struct_fields__ if name not in _NOT_SHARED)
+_SHARED = tuple(name for name in RequestFields.model_fields if name not in _NOT_SHARED)
 # Names in a chat's errors -> names here.
 NAMES = {
     ".function.": ".",
@@ -249,7 +250,7 @@ def _format(format: TextFormat | None) -> ResponseFormat | None:
     if format is None or format.type != "json_schema":
         return None if format is None else ResponseFormat(type=format.type)
     schema = JsonSchemaFormat(
-        schema=format.schema, name=format.name, description=format.description, strict=format.strict
+        schema=format.schema_, name=format.name, description=format.description, strict=format.strict
     )
     return ResponseFormat(type=format.type, json_schema=schema)
 

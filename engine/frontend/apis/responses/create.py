@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from fastapi import Response
+from pydantic import TypeAdapter
 
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.plan import plan_chat
@@ -59,7 +60,8 @@ def _number_from(view: ResponseView, num_events: int) -> None:
 
 _FORMAT = AnswerFormat(id_prefix=RESPONSE, framing=Framing(encode=typed_event, number_from=_number_from))
 
-_items = msgspec.json.Decoder(list[Item])
+_ITEMS = TypeAdapter(list[Item])
+_INPUT = TypeAdapter[str | list[Item]](str | list[Item])
 
 
 async def create_response(request: Request) -> Response:
@@ -102,9 +104,9 @@ async def _keeper(request: Request, s: Services, body: ResponseBody) -> _Keeper 
     fields = await beside_loop(request, partial(decode_body, data, StoreFields))
     conversation = await open_conversation(fields, partial(s.responses.find, owner=owner))
     if body.previous_response_id is not None:
-        body.history = _items.decode(conversation.history)
+        body.history = _ITEMS.validate_python(msgspec.json.decode(conversation.history))
     if REFERENCE in data:
-        body.input = msgspec.json.decode(conversation.input, type=str | list[Item])
+        body.input = _INPUT.validate_python(msgspec.json.decode(conversation.input))
     if body.store is False:
         return None
     return _Keeper(s, s.responses, conversation, owner=owner, names_owner=owner_in(request))

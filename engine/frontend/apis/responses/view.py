@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from engine.frontend.apis.chat.body import token_logprobs
 from engine.frontend.apis.chat.plan import ChatPlan
 from engine.frontend.apis.responses.body import ResponseBody
@@ -17,6 +15,7 @@ from engine.messages import FinishReason
 from engine.text.incremental import Span
 from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, TextAnswers, TextOutput
 from engine.text.tokenizer import Tokenizer
+from service.http.body import Body, plain
 from service.responses.items import item_id
 
 Event = dict[str, Any]
@@ -278,8 +277,8 @@ def _echo(body: ResponseBody, plan: ChatPlan) -> dict[str, Any]:
         "store": body.store is not False,
         "temperature": plan.sampling.temperature,
         "text": {"format": {"type": "text"}, **_given(text)},
-        "tool_choice": "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
-        "tools": [_tool(msgspec.to_builtins(tool)) for tool in body.tools or ()],
+        "tool_choice": "auto" if body.tool_choice is None else plain(body.tool_choice),
+        "tools": [_tool(plain(tool)) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": plan.sampling.top_p,
         "truncation": body.truncation or "disabled",
@@ -287,8 +286,8 @@ def _echo(body: ResponseBody, plan: ChatPlan) -> dict[str, Any]:
     }
 
 
-def _given(struct: msgspec.Struct | None) -> dict[str, Any]:
-    return {} if struct is None else _without_none(msgspec.to_builtins(struct))
+def _given(part: Body | None) -> dict[str, Any]:
+    return {} if part is None else _without_none(plain(part))
 
 
 def _without_none(value: dict[str, Any]) -> dict[str, Any]:

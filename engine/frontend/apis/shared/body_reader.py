@@ -1,29 +1,23 @@
-"""Request bodies: fields are known, rejected because unsupported, or ignored by name.
-
-A strict type decodes most bodies; names are checked only if that fails, also inside fields such as
-`tools` (body_reader.py).
-"""
+"""Request bodies: fields are known, rejected because unsupported, or ignored by name."""
 
 import difflib
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin
-
-import msgspec
-from msgspec.structs import FieldInfo
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, TypeVar, get_args
 
 from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.errors import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
-from service.http.errors import MAX_FIELDS, ApiError, bad_field, check_fields, decode_body, decode_or_none
+from service.http.body import Body, body_of, field_types, is_body, read_object, types_in
+from service.http.errors import MAX_FIELDS, ApiError, bad_field, check_fields
 from service.http.request import Request
 from service.http.routes import EXTRA_HEADERS
 from service.waiter import BODIES
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
 R = TypeVar("R")
 
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -43,25 +37,15 @@ class BodyReader(Generic[T]):
     """Decodes bodies and reports unknown fields.
 
     `looked_into`: fields whose inner unknown fields are ignored by path. `inside`: a field whose
-    inner fields must be known. `keep`: takes (body, its JSON, ignored fields, names in the
-    template); keeps what the template reads, returns the others.
+    inner fields must be known. `for_template`: start of the paths of fields that a chat template
+    may read.
     """
 
     body: type[T]
     refused: Mapping[str, Unserved]
     looked_into: tuple[str, ...] = ()
     inside: "Inside | None" = None
-    keep: Callable[[T, bytes, list[str], Collection[str]], list[str]] | None = None
-    strict: type[T] = field(init=False)
-    names: frozenset[str] = field(init=False)
-    inner: Mapping[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        types = {f.name: f.type for f in msgspec.structs.fields(self.body)}
-        inside = () if self.inside is None else (self.inside.field,)
-        object.__setattr__(self, "strict", strict(self.body, (*self.looked_into, *inside)))
-        object.__setattr__(self, "names", _names(self.body) | FOR_THE_ROUTER)
-        object.__setattr__(self, "inner", {name: types[name] for name in self.looked_into})
+    for_template: str = ""
 
     async def read(self, request: Request) -> T:
         """Raises ApiError(400)."""
@@ -76,28 +60,33 @@ class BodyReader(Generic[T]):
         return body
 
     def decode(self, data: bytes, names: Collection[str] = ()) -> tuple[T, list[str]]:
-        """Return the body and its ignored fields. Raises ApiError(400)."""
-        try:
-            return decode_body(data, self.strict), []
-        except ApiError:
-            fields = decode_or_none(data, dict[str, msgspec.Raw])
-            if fields is None:
-                raise
+        """Return the body and its ignored fields, without `names`, which the template reads.
+
+        Raises ApiError(400).
+        """
+        fields = read_object(data)
         check_fields(fields)
-        ignored = list(self._unknown(fields))[:MAX_FIELDS]
+        for name, value in fields.items():
+            if name in self.refused:
+                _check_unserved(self.refused[name], name, value)
         if self.inside is not None:
             self.inside.check(fields.get(self.inside.field))
-        body = decode_body(data, self.body)
-        return body, ignored if self.keep is None else self.keep(body, data, ignored, names)
+        body = body_of(fields, self.body)
+        ignored = self._unknown(body)
+        if ignored and self.for_template:
+            read = {self.for_template + name for name in names}
+            ignored = [path for path in ignored if path not in read]
+        return body, ignored[:MAX_FIELDS]
 
-    def _unknown(self, fields: Mapping[str, msgspec.Raw]) -> Iterator[str]:
-        for name, raw in fields.items():
-            if name in self.refused:
-                _check_unserved(self.refused[name], name, raw)
-            elif name not in self.names:
-                yield name
-            elif name in self.inner:
-                yield from unknown_inside(raw, self.inner[name], name)
+    def _unknown(self, body: T) -> list[str]:
+        found: dict[str, None] = {}
+        for name in self.looked_into:
+            if (value := getattr(body, name)) is not None:
+                _find_unknown(value, name, found)
+        if body.model_extra:
+            known = self.refused.keys() | FOR_THE_ROUTER
+            found |= {name: None for name in body.model_extra if name not in known}
+        return list(found)
 
 
 async def beside_loop(request: Request, work: Callable[[], R]) -> R:
@@ -108,23 +97,22 @@ async def beside_loop(request: Request, work: Callable[[], R]) -> R:
 @dataclass(frozen=True, kw_only=True)
 class Inside:
     field: str
-    type: type[msgspec.Struct]
+    type: type[Body]
     refused: Mapping[str, Unserved]
 
-    def check(self, raw: msgspec.Raw | None) -> None:
+    def check(self, value: Any) -> None:
         """Raises ApiError(400) for a rejected or unknown field."""
-        value = None if raw is None else decode_or_none(raw, dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
-        known = _names(self.type)
-        for fields in value if isinstance(value, list) else [value or {}]:
-            for name, part in fields.items():
+        known = field_types(self.type)
+        for fields in value if isinstance(value, list) else [value]:
+            for name in fields if isinstance(fields, dict) else ():
                 if name in self.refused:
-                    _check_unserved(self.refused[name], f"{self.field}.{name}", part)
+                    _check_unserved(self.refused[name], f"{self.field}.{name}", fields[name])
                 elif name not in known:
                     raise bad_field(f"{self.field}.{name[:64]}", _unknown_field(name, sorted(known)))
 
 
-def _check_unserved(refused: Unserved, name: str, raw: msgspec.Raw) -> None:
-    if decode_or_none(raw) not in refused.harmless:
+def _check_unserved(refused: Unserved, name: str, value: Any) -> None:
+    if value not in refused.harmless:
         raise bad_field(name, f"is not supported by this server; {refused.remedy}", code="unsupported_parameter")
 
 
@@ -133,70 +121,30 @@ def _unknown_field(name: str, known: list[str]) -> str:
     return "is no sampling parameter" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
 
 
-def _names(type_: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(f.encode_name for f in msgspec.structs.fields(type_))
-
-
-# ---- unknown fields inside objects
-
-
-def strict(body: type[msgspec.Struct], inside: Collection[str] = ()) -> Any:
-    """`body` without unknown fields, also in its fields `inside`.
-
-    Open types (`dict`, `Any`) are not checked.
-    """
-    return _strict(body, lambda field: field.name in inside, ())
-
-
-def _strict(body: type[msgspec.Struct], is_meant: Callable[[FieldInfo], bool], above: tuple[type, ...]) -> Any:
-    """`above`: structs that contain it; recursion is strict twice."""
-    fields = []
-    if above.count(body) < 2:
-        for field in filter(is_meant, msgspec.structs.fields(body)):
-            default: Any = msgspec.field(**{k: getattr(field, k) for k in ("default", "default_factory")})
-            fields.append((field.name, _strict_type(field.type, (*above, body)), default))
-    return msgspec.defstruct(f"Strict{body.__name__}", fields, bases=(body,), kw_only=True, forbid_unknown_fields=True)
-
-
-def _strict_type(type_: Any, above: tuple[type, ...]) -> Any:
-    if get_origin(type_) in (Union, types.UnionType):
-        return Union[tuple(_strict_type(one, above) for one in get_args(type_))]  # noqa: UP007 (made here)
-    if get_origin(type_) is list:
-        return list[_strict_type(get_args(type_)[0], above)]  # type: ignore[misc]
-    return _strict(type_, _holds_structs, above) if _is_struct(type_) else type_
-
-
-def unknown_inside(raw: msgspec.Raw, type_: Any, path: str) -> list[str]:
-    """Paths of unknown fields, `[]` for list items. Nulls of SDKs are ignored."""
-    return list(dict.fromkeys(_unknown(decode_or_none(raw), type_, path)))
-
-
-def _unknown(value: Any, type_: Any, path: str) -> Iterator[str]:
-    if get_origin(type_) in (Union, types.UnionType):
-        for one in get_args(type_):
-            yield from _unknown(value, one, path)
-    elif get_origin(type_) is list and isinstance(value, list):
+def _find_unknown(value: Any, path: str, found: dict[str, None]) -> None:
+    """Add paths of unknown fields, `[]` for list items. Nulls of SDKs are ignored."""
+    if isinstance(value, list):
+        path += "[]"
         for item in value:
-            yield from _unknown(item, get_args(type_)[0], f"{path}[]")
-    elif _is_struct(type_) and isinstance(value, dict):
-        known = {f.encode_name: f.type for f in msgspec.structs.fields(type_)}
-        for name, inner in value.items():
-            if name in known:
-                yield from _unknown(inner, known[name], f"{path}.{name}")
-            elif inner is not None:
-                yield f"{path}.{name}"
+            _find_unknown(item, path, found)
+    elif (holding := _holding_bodies(type(value))) is not None:
+        if extra := value.model_extra:
+            found |= {f"{path}.{name}": None for name, given in extra.items() if given is not None}
+        for name in holding:
+            if (inner := getattr(value, name)) is not None:
+                _find_unknown(inner, f"{path}.{name}", found)
 
 
-def _holds_structs(field: FieldInfo) -> bool:
-    return _structs_in(field.type)
+@cache
+def _holding_bodies(type_: type) -> list[str] | None:
+    """Fields of a body that may hold bodies; None for other types."""
+    if not is_body(type_):
+        return None
+    return [name for name, field in type_.model_fields.items() if _holds_bodies(field.annotation)]
 
 
-def _structs_in(type_: Any) -> bool:
-    return _is_struct(type_) or any(map(_structs_in, get_args(type_)))
-
-
-def _is_struct(type_: Any) -> bool:
-    return isinstance(type_, type) and issubclass(type_, msgspec.Struct)
+def _holds_bodies(hint: Any) -> bool:
+    return any(is_body(one) or any(map(_holds_bodies, get_args(one))) for one in types_in(hint))
 
 
 # ---- Unsupported fields, with remedies (see `body_reader.py`).
@@ -280,12 +228,12 @@ EMBEDDING = {
 # ---- Bodies of other companies' APIs: errors in their terms. Pure.
 
 
-def missing_in(body: type[msgspec.Struct], chat: BodyReader[Any], remedy: str) -> dict[str, Unserved]:
+def missing_in(body: type[Body], chat: BodyReader[Any], remedy: str) -> dict[str, Unserved]:
     """Chat fields absent in `body`, to reject instead of ignoring them."""
     only_there = {
-        name: Unserved(remedy, (*EMPTY, 1) if name == "n" else EMPTY) for name in sorted(chat.body.__struct_fields__)
+        name: Unserved(remedy, (*EMPTY, 1) if name == "n" else EMPTY) for name in sorted(chat.body.model_fields)
     }
-    known = body.__struct_fields__
+    known = body.model_fields
     return {name: refused for name, refused in {**only_there, **chat.refused}.items() if name not in known}
 
 

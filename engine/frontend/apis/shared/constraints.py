@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from pydantic import ConfigDict, Field
 
-from engine.frontend.bootstraps import BodyFields
 from engine.grammar.compiler import closed
 from engine.sampling_params import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, GrammarSpec
 from engine.schema_references import BadReference, moved
+from service.http.body import Body, optional, plain
 from service.http.errors import bad_field
 
 ANY_OBJECT = '{"type": "object"}'
@@ -28,31 +29,51 @@ class Constraint:
     field: str
 
 
-class GrammarFields(msgspec.Struct, kw_only=True):
+class GrammarFields(Body):
     """SGLang's fields; a schema may be text or JSON."""
 
-    json_schema: str | dict[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = optional(
+        "JSON schema that the answer follows, as text or as an object (SGLang).", {"type": "object"}
+    )
+    regex: str | None = optional("Regular expression that the whole answer matches (SGLang).", "(yes|no)")
+    ebnf: str | None = optional(
+        "Grammar that the answer follows: GBNF with `root ::=`, or Lark with `start:` (SGLang).",
+        'root ::= "yes" | "no"',
+    )
+    structural_tag: str | dict[str, Any] | None = optional(
+        "Free text in which a trigger starts a constrained part, as JSON or its text (SGLang).",
+        {"triggers": ["<f>"], "structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}]},
+    )
 
 
-class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+class JsonSchemaFormat(Body):
     """Enforced even if not `strict`; strict closes objects."""
 
-    schema: dict[str, Any] | bool | None = None
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
+    schema_: dict[str, Any] | bool | None = Field(
+        default=None,
+        alias="schema",
+        description="JSON schema of the answer.",
+        examples=[{"type": "object", "properties": {"a": {"type": "integer"}}}],
+    )
+    name: str | None = optional("Name of the schema, for the client's own use.", "city")
+    description: str | None = optional("What the format is for. Not used.", "A city and its country")
+    strict: bool | None = optional(
+        "True: objects hold only the properties that the schema lists. The schema is enforced either way.", True
+    )
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
+class ResponseFormat(Body):
     """The format of the output. `structures` and `triggers`: of structural_tag (SGLang)."""
 
-    type: str
-    json_schema: JsonSchemaFormat | None = None
-    structures: list[Any] | None = None
-    triggers: list[str] | None = None
+    type: str = Field(
+        description="text, json_object (any object), json_schema, or structural_tag (SGLang).", examples=["json_object"]
+    )
+    json_schema: JsonSchemaFormat | None = optional("The schema, for type json_schema.", {"schema": {"type": "object"}})
+    structures: list[Any] | None = optional(
+        "Constrained parts, for type structural_tag: objects with begin, schema and end (SGLang).",
+        [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}],
+    )
+    triggers: list[str] | None = optional("Texts that start a constrained part, for type structural_tag.", ["<f>"])
 
 
 def plain_constraint(fields: GrammarFields, *, inside: str = "") -> Constraint | None:
@@ -76,9 +97,9 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
     if format.type == "structural_tag":
         tag = {"structures": format.structures or [], "triggers": format.triggers or []}
         return Constraint(GrammarSpec("structural_tag", as_text(tag)), "response_format")
-    if format.json_schema is None or format.json_schema.schema is None:
+    if format.json_schema is None or format.json_schema.schema_ is None:
         raise bad_field("response_format.json_schema.schema", "is missing")
-    schema = format.json_schema.schema
+    schema = format.json_schema.schema_
     if format.json_schema.strict:
         schema = closed_schema(schema, field="response_format.json_schema.schema")
     return Constraint(GrammarSpec("json_schema", as_text(schema)), "response_format")
@@ -125,26 +146,46 @@ def as_text(value: Any) -> str:
 Schema = str | dict[str, Any] | bool
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputs(Body):
     """The last three are unsupported."""
 
-    json: Schema | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-    whitespace_pattern: str | None = None
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Schema | None = Field(
+        default=None,
+        alias="json",
+        description="JSON schema, as text or as an object.",
+        examples=[{"type": "object"}],
+    )
+    regex: str | None = optional("Regular expression that the whole answer matches.", "[0-9]{4}")
+    choice: list[str] | None = optional("Texts of which the answer is one.", ["yes", "no"])
+    grammar: str | None = optional("Grammar: GBNF with `root ::=`, or Lark with `start:`.", 'root ::= "a"')
+    json_object: bool | None = optional("True: the answer is any JSON object.", True)
+    structural_tag: str | dict[str, Any] | None = optional(
+        "Free text in which a trigger starts a constrained part, as JSON or its text.",
+        {"triggers": ["<f>"], "structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}]},
+    )
+    disable_any_whitespace: bool | None = optional(
+        "Only false: the server's flag --constrained-json-disable-any-whitespace sets it for all requests.", False
+    )
+    disable_additional_properties: bool | None = optional(
+        'Only false: write "additionalProperties": false into the schema instead.', False
+    )
+    whitespace_pattern: str | None = optional("Not supported; leave it out, or empty.", "")
 
 
-class StructuredFields(BodyFields):
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+class StructuredFields(Body):
+    structured_outputs: StructuredOutputs | None = optional(
+        "One constraint of the answer, beside no other (vLLM).", {"choice": ["yes", "no"]}
+    )
+    guided_json: Schema | None = optional(
+        "JSON schema that the answer follows (vLLM's older name).", {"type": "object"}
+    )
+    guided_regex: str | None = optional("Regular expression that the answer matches (vLLM's older name).", "(yes|no)")
+    guided_choice: list[str] | None = optional(
+        "Texts of which the answer is one (vLLM's older name).", ["positive", "negative"]
+    )
+    guided_grammar: str | None = optional("Grammar, GBNF or Lark (vLLM's older name).", 'root ::= "yes" | "no"')
 
 
 def structured_constraint(fields: StructuredFields) -> Constraint | None:
@@ -157,12 +198,13 @@ def structured_constraint(fields: StructuredFields) -> Constraint | None:
 
 
 def _inside(given: StructuredOutputs) -> list[Constraint]:
+    own = plain(given)
     for name, remedy in _UNSERVED.items():
-        if getattr(given, name):
+        if own[name]:
             field = f"structured_outputs.{name}"
             raise bad_field(field, f"is not supported by this server; {remedy}", code="unsupported_parameter")
-    values = {name: getattr(given, name) for name in _KINDS}
-    found = [_constraint(f"structured_outputs.{n}", n, value) for n, value in values.items() if value is not None]
+    values = [(name, own[name]) for name in _KINDS if own[name] is not None]
+    found = [_constraint(f"structured_outputs.{name}", name, value) for name, value in values]
     if given.json_object:
         found.append(_constraint("structured_outputs.json_object", "json", ANY_OBJECT))
     if not found:

@@ -1,14 +1,13 @@
-"""Fields of request bodies: sampling, prompts, limits, model, place. Optional ones may be null."""
+"""Checks of request bodies' fields: sampling, prompts, limits, model, place."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast, get_type_hints
+from typing import Any, NamedTuple, cast
 
 import msgspec
-from msgspec import StructMeta
 
-from engine.frontend.apis.shared.constraints import Constraint, GrammarFields, ResponseFormat, StructuredFields
-from engine.frontend.bootstraps import BodyFields, BootstrapFields
+from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
+from engine.frontend.apis.shared.request_body import PerPrompt, RequestFields, RoutingFields, SamplingFields
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
 from engine.images import ImageInput, positions_taken
@@ -21,6 +20,7 @@ from engine.sampling_params import (
 )
 from engine.text.incremental import compile_all
 from engine.text.tokenizer import TooManyTokens
+from service.http.body import Body
 from service.http.errors import ApiError, bad_field
 from service.http.guard import RANK_HEADER, rank_in
 from service.kv_events import MAX_NAMESPACE_CHARS, namespace_of
@@ -31,31 +31,6 @@ MAX_STREAM_INTERVAL = 1 << 20
 MAX_PRIORITY = 2**31 - 1
 CONTEXT_EXCEEDED = "context_length_exceeded"  # error code
 MAX_BAD_WORD_CHARS = 8192  # in total: they are tokenized at once
-
-
-class SamplingFields(GrammarFields, kw_only=True):
-    """Sampling fields of OpenAI, SGLang and vLLM."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: dict[int, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: int | None = None
-    stream_interval: int | None = None
-    stop_regex: str | list[str] | None = None
-    no_stop_trim: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
 
 
 def build_sampling(
@@ -98,8 +73,7 @@ def build_sampling(
 
 _MADE = {"stop", "stop_regex", "stop_token_ids", "no_stop_trim", "allowed_token_ids"}
 _PLAIN = (
-    set(SamplingFields.__struct_fields__)
-    & set(SamplingParams.__struct_fields__) - set(GrammarFields.__struct_fields__) - _MADE
+    set(SamplingFields.model_fields) & set(SamplingParams.__struct_fields__) - set(GrammarFields.model_fields) - _MADE
 )
 
 
@@ -131,7 +105,7 @@ def _several(value: str | list[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def refuse(body: msgspec.Struct, unsupported: tuple[str, ...], *, inside: str = "") -> None:
+def refuse(body: Body, unsupported: tuple[str, ...], *, inside: str = "") -> None:
     """Raise ApiError(400) for the first of these fields that is truthy."""
     for name in unsupported:
         if getattr(body, name):
@@ -308,43 +282,7 @@ def too_long(field: str, what: str, *, context_length: int) -> ApiError:
     )
 
 
-# ---- Fields of several APIs. Pure.
-
-PerPrompt = str | list[str | None] | None  # one for all prompts, or one each
-
-
-class Mixed(StructMeta):
-    """Metaclass of bodies: adds the fields of all bases but the first, as a struct has one base."""
-
-    def __new__(
-        mcs: type[StructMeta], name: str, bases: tuple[Any, ...], namespace: dict[str, Any], **options: Any
-    ) -> Any:
-        struct, *mixins = bases
-        fields = [(field, hint, getattr(m, field)) for m in mixins for field, hint in get_type_hints(m).items()]
-        base = msgspec.defstruct(name, fields, bases=(struct,), kw_only=True)
-        return StructMeta.__new__(StructMeta, name, (base,), namespace, **options)
-
-
-class RoutingFields(BodyFields):
-    """Prefix cache namespace (`cache_salt`: vLLM, SGLang; `extra_key`: SGLang), and DP rank."""
-
-    cache_salt: PerPrompt = None
-    extra_key: PerPrompt = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-
-
-class OwnFields(BootstrapFields, RoutingFields):
-    """Fields that bodies of other companies' APIs have, too."""
-
-    rid: str | None = None
-    priority: int | None = None
-    lora_path: str | None = None
-    user: str | None = None
-
-
-def own_fields(body: OwnFields) -> dict[str, Any]:
-    return {name: getattr(body, name) for name in get_type_hints(OwnFields)}
+# ---- Prefix cache namespaces. Pure.
 
 
 def namespaces_of(body: RoutingFields, num_prompts: int) -> list[tuple[str, ...]]:
@@ -421,39 +359,7 @@ def routed_rank(body: RoutingFields, headers: Mapping[str, str]) -> int | None:
     return in_header if named is None else named
 
 
-# ---- request
-
-_CONSTRAINTS = ("response_format", *GrammarFields.__struct_fields__, *get_type_hints(StructuredFields))
-
-
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class RequestFields(SamplingFields, OwnFields, StructuredFields, metaclass=Mixed, kw_only=True):
-    """Fields of completions and chats."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    response_format: ResponseFormat | None = None
-    return_token_ids: bool | None = None
-    return_hidden_states: bool | None = None
-
-    @property
-    def is_constrained(self) -> bool:
-        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+# ---- checks of a request
 
 
 def check_request(body: RequestFields) -> None:

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
-
 from engine.frontend.apis.shared.constraints import ResponseFormat
 from engine.frontend.served_model import NO_TOKENIZER
+from service.http.body import Body
 from service.http.errors import bad_field
 
 IDS = "tokenize it yourself, and send token ids"
@@ -22,10 +21,10 @@ class _Rule(NamedTuple):
     remedy: str
 
 
-def check_ids_only(body: msgspec.Struct, *, inside: str = "") -> None:
+def check_ids_only(body: Body, *, inside: str = "") -> None:
     """Raise ApiError(400) for the first field that needs a tokenizer."""
     for name, rule in _RULES.items():
-        if name in body.__struct_fields__ and rule.asks(getattr(body, name)):
+        if name in type(body).model_fields and rule.asks(getattr(body, name)):
             raise bad_field(inside + name, f"{NO_TOKENIZER}; {rule.remedy}", code="unsupported_parameter")
     params = getattr(body, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
@@ -41,7 +40,7 @@ def _is_text(value: Any) -> bool:
     """True if a prompt is text; handlers reject empty ones."""
     if isinstance(value, list):
         return any(map(_is_text, value))
-    return isinstance(value, msgspec.Struct) or (isinstance(value, str) and bool(value))
+    return isinstance(value, Body) or (isinstance(value, str) and bool(value))
 
 
 def _is_not_true(value: Any) -> bool:

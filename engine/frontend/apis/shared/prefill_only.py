@@ -7,11 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import msgspec
-
 from engine.frontend.apis.shared.fields import (
-    Mixed,
-    RoutingFields,
     check_num_samples,
     check_prompt_ids,
     choose_model,
@@ -20,11 +16,13 @@ from engine.frontend.apis.shared.fields import (
     routed_rank,
     too_long,
 )
+from engine.frontend.apis.shared.request_body import RoutingFields
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import TooManyTokens
+from service.http.body import optional
 from service.http.errors import MAX_VALUES, ApiError, bad_field
 from service.http.guard import owner_in, request_timeout_s
 from service.http.request import Request
@@ -78,10 +76,15 @@ class Prompts:
         return [self.name] if len(self.ids) == 1 else [f"{self.name}-{i}" for i in range(len(self.ids))]
 
 
-class PrefillOnlyBody(msgspec.Struct, RoutingFields, metaclass=Mixed, kw_only=True):
-    model: str | None = None
-    rid: str | None = None
-    lora_path: str | None = None
+class PrefillOnlyBody(RoutingFields):
+    model: str | None = optional(
+        "Name of the model, of a LoRA adapter, or BASE:ADAPTER. Default: the model that is served.",
+        "Qwen3-Embedding-0.6B",
+    )
+    rid: str | None = optional(
+        "The request's id, for /abort_request (SGLang). Default: the server makes one.", "my-request-1"
+    )
+    lora_path: str | None = optional("Name of a loaded LoRA adapter (SGLang). Default: the base model.", "my-adapter")
 
 
 async def prompts_in(

@@ -16,8 +16,6 @@ from engine.frontend.apis.shared.constraints import (
 )
 from engine.frontend.apis.shared.fields import (
     Chosen,
-    RequestFields,
-    RoutingFields,
     build_sampling,
     check_hidden_states,
     check_priority,
@@ -28,6 +26,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
+from engine.frontend.apis.shared.request_body import RequestFields, RoutingFields
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.bootstraps import BootstrapFields, build_bootstraps
