@@ -123,11 +123,12 @@ def _unknown_field(name: str, known: list[str]) -> str:
 
 def _find_unknown(value: Any, path: str, found: dict[str, None]) -> None:
     """Add paths of unknown fields, `[]` for list items. Nulls of SDKs are ignored."""
+    kind: Any = type(value)
     if isinstance(value, list):
         path += "[]"
         for item in value:
             _find_unknown(item, path, found)
-    elif (holding := _holding_bodies(type(value))) is not None:
+    elif (holding := _holding_bodies(kind)) is not None:
         if extra := value.model_extra:
             found |= {f"{path}.{name}": None for name, given in extra.items() if given is not None}
         for name in holding:
@@ -136,11 +137,11 @@ def _find_unknown(value: Any, path: str, found: dict[str, None]) -> None:
 
 
 @cache
-def _holding_bodies(type_: type) -> list[str] | None:
+def _holding_bodies(kind: type) -> list[str] | None:
     """Fields of a body that may hold bodies; None for other types."""
-    if not is_body(type_):
+    if not is_body(kind):
         return None
-    return [name for name, field in type_.model_fields.items() if _holds_bodies(field.annotation)]
+    return [name for name, field in kind.model_fields.items() if _holds_bodies(field.annotation)]
 
 
 def _holds_bodies(hint: Any) -> bool:
