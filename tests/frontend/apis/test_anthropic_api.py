@@ -303,4 +303,4 @@ def test_choices_thinking_and_formats() -> None:
     shaped = translated(
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}}
     )
-    assert shaped.reasoning_effort == "low" and shaped.response_format.json_schema.schema == {"type": "object"}
+    assert shaped.reasoning_effort == "low" and shaped.response_format.json_schema.schema_ == {"type": "object"}

@@ -178,6 +178,6 @@ PLAIN = {
 def test_each_field_needs_text_or_does_not() -> None:
     """A new field must be put on one side."""
     for body in (GenerateBody, SamplingBody, CompletionBody):
-        fields = set(body.__struct_fields__)
+        fields = set(body.model_fields)
         assert fields - PLAIN <= ids_only._RULES.keys(), fields - PLAIN - ids_only._RULES.keys()
     assert not PLAIN & ids_only._RULES.keys()

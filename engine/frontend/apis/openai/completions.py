@@ -44,7 +44,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.incremental import Span, places_of
 from engine.text.sample import TextOutput
 from service.http.api import Api
-from service.http.body import optional
+from service.http.body import optional, plain
 from service.http.errors import bad_field
 from service.http.request import Request
 from service.http.routes import EVENTS_TYPE, json_response
@@ -290,7 +290,7 @@ def _shared(body: RequestFields, model: str) -> dict[str, Any]:
     return {
         "model": model,
         "stream": bool(body.stream),
-        "stream_options": body.stream_options if body.stream else None,
+        "stream_options": plain(body.stream_options) if body.stream else None,
         "priority": check_priority(body.priority),
     }
 
