@@ -173,10 +173,10 @@ class BootstrapHandlers:
         return Api(
             Tag("Bootstrap", "Prefill workers and the rooms that they hold, for decode workers."),
             (
-                put("/route", self.register, body=Registration),
+                put("/route", self.register),
                 get("/route", self.look_up),
                 delete("/route", self.leave),
-                post("/rooms", self.register_rooms, body=RoomBatch),
+                post("/rooms", self.register_rooms),
                 get("/health", self.health),
                 get("/metrics", self.metrics, plain_text=True),
                 get(OPENAPI_PATH, self.openapi),

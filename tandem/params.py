@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+from pydantic import ConfigDict
 
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
 from engine.frontend.apis.shared.constraints import ResponseFormat, StructuredFields
-from engine.frontend.apis.shared.fields import Mixed, SamplingFields, check_range
+from engine.frontend.apis.shared.fields import check_range
+from engine.frontend.apis.shared.request_body import SamplingFields
 from engine.messages import LogprobOptions
+from service.http.body import optional, plain
 from service.http.errors import bad_field
 from tandem.errors import RequestError
 
@@ -25,18 +28,20 @@ _ELSEWHERE = {
 }
 
 
-class Sampling(SamplingFields, StructuredFields, metaclass=Mixed, kw_only=True):
+class Sampling(SamplingFields, StructuredFields):
     """`tandem.SamplingParams`: the sampling fields of the HTTP API, with vLLM's names.
 
     Others have the default of `/v1/completions`: the checkpoint's generation_config.json, and 16
     tokens (a chat: what fits). `logprobs`, `prompt_logprobs`: alternatives per token, 0 to 20.
     """
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
+    model_config = ConfigDict(strict=False, extra="forbid", arbitrary_types_allowed=True)
+
+    max_tokens: int | None = optional("Most tokens of the answer.", 16)
+    min_tokens: int | None = optional("Least tokens of the answer.", 4)
+    logprobs: int | None = optional("Alternatives per token of the answer, 0 to 20.", 5)
+    prompt_logprobs: int | None = optional("Alternatives per token of the prompt, 0 to 20.", 5)
+    response_format: ResponseFormat | None = optional("Form of the answer.", {"type": "json_object"})
 
 
 SamplingLike = Sampling | Mapping[str, Any] | object | None
@@ -95,7 +100,9 @@ def _given(params: SamplingLike) -> dict[str, Any]:
         return {}
     if isinstance(params, Mapping):
         return dict(params)
-    if isinstance(params, msgspec.Struct):
+    if isinstance(params, Sampling):
+        found = {name: plain(getattr(params, name)) for name in type(params).model_fields}
+    elif isinstance(params, msgspec.Struct):
         found = msgspec.structs.asdict(params)
     elif dataclasses.is_dataclass(params) and not isinstance(params, type):
         found = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}

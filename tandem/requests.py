@@ -8,11 +8,11 @@ import asyncio
 import difflib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from engine.frontend.apis.admin.control import order_at
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.openai.completions import READER as COMPLETIONS
@@ -21,20 +21,23 @@ from engine.frontend.apis.openai.embeddings import READER as EMBEDDINGS
 from engine.frontend.apis.openai.embeddings import shortened
 from engine.frontend.apis.openai.ranking import SCORE_READER, judge
 from engine.frontend.apis.shared.body_reader import BodyReader
-from engine.frontend.apis.shared.fields import RequestFields, routed_rank
+from engine.frontend.apis.shared.fields import routed_rank
 from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.prefill_only import PromptSender, check_computes_prompts, embed, prompts_in, vector_of
+from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, requests_of, samplings_of
 from engine.frontend.client.generation import Generation
+from engine.frontend.routes import ORDERS
 from engine.frontend.services import Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.text.sample import TextAnswers
+from service.http.body import Body, field_types
 from service.http.errors import bad_field
 from tandem.outputs import EmbeddingOutput, RequestOutput, ResultBuilder, ScoringOutput
 from tandem.params import WantedLogprobs, encoded, take_logprobs
 
 T = TypeVar("T")
-B = TypeVar("B", bound=msgspec.Struct)
+B = TypeVar("B", bound=Body)
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or vLLM's dict with one of them
 
 _CHAT = AnswerFormat(id_prefix="chatcmpl-")
@@ -135,7 +138,7 @@ def _body(s: Services, reader: BodyReader[B], values: Mapping[str, Any]) -> B:
     """Raises ApiError(400), also for an unknown name."""
     body, ignored = reader.decode(encoded(values), s.model.template_names)
     if unknown := [name for name in ignored if name in values]:  # fields inside, as of messages, are ignored
-        near = difflib.get_close_matches(unknown[0], reader.names, n=1)
+        near = difflib.get_close_matches(unknown[0], list(field_types(reader.body)), n=1)
         hint = f"; did you mean {near[0]}?" if near else "; leave it out (docs/python.md names the arguments)"
         raise bad_field(unknown[0], f"is no argument of this call{hint}")
     if not s.model.has_text:
@@ -233,6 +236,10 @@ class AnswerStream:
         return self._generation
 
 
+def _give(slots: Slots, count: int, task: "asyncio.Task[None]") -> None:
+    slots.give(count)
+
+
 async def in_order(
     slots: Slots, jobs: Sequence[tuple[int, Callable[[], Awaitable[T]]]], *, on_done: Callable[[], object]
 ) -> list[T]:
@@ -251,7 +258,7 @@ async def in_order(
             for index, (count, job) in enumerate(jobs):
                 await slots.take(count)
                 task = group.create_task(run(index, job))
-                task.add_done_callback(lambda _, count=count: slots.give(count))  # also if it never ran
+                task.add_done_callback(partial(_give, slots, count))  # also if it never ran
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
     return [found[index] for index in range(len(jobs))]
@@ -280,4 +287,4 @@ async def scored(s: Services, pair: tuple[str, str], fields: Mapping[str, Any]) 
 async def ordered(s: Services, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Have all schedulers carry out the order of an HTTP route. Raises ApiError, RequestError."""
     given = {name: value for name, value in fields.items() if value is not None}
-    return await order_at(path).carry_out(s, encoded(given))
+    return await ORDERS[path].carry_out(s, encoded(given))

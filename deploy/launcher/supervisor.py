@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from deploy.launcher.display import Display, ProcessProgress
 from deploy.launcher.plan import ProcessSpec
@@ -134,8 +135,9 @@ class Supervisor:
         try:
             living = set(keepers)
             while living and not self._stop.is_set():
-                done, _ = await asyncio.wait({stop, *living}, return_when=asyncio.FIRST_COMPLETED)
-                for keeper in done & living:
+                waited: set[asyncio.Task[Any]] = {stop, *living}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                for keeper in [keeper for keeper in living if keeper.done()]:
                     living.remove(keeper)
                     child = keeper.result()
                     if is_front(child.spec, self._specs):

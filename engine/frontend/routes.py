@@ -33,6 +33,7 @@ APIS: tuple[Api, ...] = (
     *(ollama.API, tokens.API, info.API, health.API, control.API, weights.API, role_switch.API, retained.API),
     Api(Tags.CHATS, (token_route(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),)),
 )
+ORDERS: dict[str, control.Order] = {**control.ORDERS, **weights.ORDERS}
 _ROUTES = tuple(route for api in APIS for route in api.table if isinstance(route, ApiRoute))
 # second names in SGLang and vLLM
 _ALIASES = {

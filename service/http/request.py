@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, overload
 from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, unquote_to_bytes
 
-from fastapi import Response
 from fastapi import Request as FastApiRequest
+from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.http.errors import USUAL_TIMES, ApiError, check_bounds, coding_of, inflate

@@ -117,7 +117,7 @@ def test_parameters_come_in_many_forms() -> None:
 
 
 def test_a_constructor_names_an_unknown_field() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(ValueError, match="temprature"):
         Sampling(temprature=1)  # type: ignore[call-arg]
 
 

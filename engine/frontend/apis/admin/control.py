@@ -220,7 +220,7 @@ def _released(s: Services, reply: ControlReply) -> dict[str, Any]:
     return {"released": s.leaders.released}
 
 
-_ORDERS = {
+ORDERS = {
     "/pause_generation": Order(
         about="Pause all requests (`mode`).\n\n200 once no step runs.", message=_pause, body=PauseBody, head=STATUS
     ),
@@ -281,10 +281,6 @@ _ORDERS = {
 }
 
 
-def order_at(path: str) -> Order:
-    return _ORDERS[path]
-
-
 API = Api(
     Tags.OPERATIONS,
     (
@@ -300,7 +296,7 @@ API = Api(
                 body_required=order.body_required or order.body is None,
                 about=order.about,
             )
-            for path, order in _ORDERS.items()
+            for path, order in ORDERS.items()
         ),
     ),
 )

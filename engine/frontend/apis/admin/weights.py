@@ -187,7 +187,7 @@ def _shown(s: Services, reply: ControlReply) -> dict[str, Any]:
     return {"num_paused_requests": 0, **reply.values}
 
 
-_ORDERS = {
+ORDERS = {
     "/update_weights_from_disk": Order(
         about="Take the weights of another checkpoint.\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
         message=from_disk,
@@ -220,6 +220,6 @@ API = Api(
     Tags.OPERATIONS,
     tuple(
         admin_route(path, order.handle, order.body, body_required=order.body_required, about=order.about)
-        for path, order in _ORDERS.items()
+        for path, order in ORDERS.items()
     ),
 )
