@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
-from tandem import LLM, RequestError, SamplingParams
+from tandem import LLM, RequestError, SamplingParams, TandemError
 from tests.e2e.cluster import wait_until
 from tests.tandem.conftest import Post
 from tools.recall import vocab
@@ -212,10 +212,16 @@ def test_a_pause_lets_calls_wait(llm: LLM) -> None:
         llm.pause("slowly")
 
 
-def test_memory_is_released_by_an_engine_that_may(llm: LLM) -> None:
-    for call in (llm.release_memory, llm.resume_memory):
-        with pytest.raises(RequestError, match="--enable-memory-saver"):
-            call(["kv_cache"])
+def test_released_memory_comes_back(llm: LLM) -> None:
+    llm.release_memory(["kv_cache"])
+    try:
+        with pytest.raises(TandemError, match="has released its memory"):
+            llm.generate(PROMPT, max_tokens=1)
+    finally:
+        llm.resume_memory(["kv_cache"])
+    assert llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text == " v42"
+    with pytest.raises(RequestError, match=r"tags: must be of .*, got .nothing."):
+        llm.release_memory(["nothing"])
 
 
 def test_weights_come_from_another_checkpoint(llm: LLM) -> None:
