@@ -123,8 +123,8 @@ def _doubts(outcomes: Sequence[Outcome], study: Study, *, at: Mapping[Outcome, f
     names = ", ".join(o.layout.name for o in short)
     return [
         *long,
-        f"warning: at the {'wanted' if at else 'best'} rate of {names} all {size} requests came within {LONG} x the TTFT limit, so it may be "
-        f"overstated; use --num-requests {need}",
+        f"warning: at the {'wanted' if at else 'best'} rate of {names} all {size} requests came within {LONG} x the TTFT "
+        f"limit, so it may be overstated; use --num-requests {need}",
     ]
 
 

@@ -50,6 +50,7 @@ def vllm_result(
     good = sum(is_good(record, limits) for record in records)
     result: dict[str, Any] = {
         "date": f"{now:%Y%m%d-%H%M%S}",
+        "endpoint_type": VLLM_BACKENDS[config.api],
         "backend": VLLM_BACKENDS[config.api],
         "label": config.label,
         "model_id": model,
