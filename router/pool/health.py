@@ -293,7 +293,7 @@ class HealthMonitor:
         except aiohttp.ClientConnectorError as err:
             return Check.REFUSED, why_unreachable(err)
         except FAILURES as err:
-            return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
+            return Check.FAILED, self._prober.why("/health", err)
         report = parse_health(body)
         worker.process.busy_s = report.busy_s
         if report.incarnation:  # else an error, which says nothing of a pause

@@ -54,6 +54,11 @@ class Prober:
     def beat_s(self) -> float:
         return self.silence_s / BEATS
 
+    def why(self, path: str, error: Exception) -> str:
+        """Return the text of one of `FAILURES`."""
+        late = f"no answer in {self.timeout_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
+        return f"{path}: {str(error) or late}"
+
     async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         """Return status and body. Raises one of `FAILURES`."""
         silence, timeout = None, aiohttp.ClientTimeout(total=self.timeout_s)
@@ -85,7 +90,7 @@ class Prober:
             except (ValueError, RecursionError):
                 continue
             except FAILURES as err:
-                error = f"{path}: {str(err) or type(err).__name__}"
+                error = self.why(path, err)
         return None, error
 
 

@@ -51,6 +51,17 @@ async def test_a_worker_that_was_never_reached_is_named_once(caplog: pytest.LogC
         assert lines(caplog, url)[1:] == [("INFO", f"decode worker {url} is up")]
 
 
+async def test_a_worker_that_never_answers_is_named_with_the_time_it_had(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(health_check_timeout_s=0.05) as c:
+        await c.remove(c.decodes[0])
+        c.decodes[0].frozen, url = True, c.decodes[0].url
+        caplog.clear()
+        assert (await c.post("/workers", {"url": url, "role": "decode"}))[0] == 201
+        await until(lambda: lines(caplog, "cannot be reached: /health: no answer in 0.05 s"))
+        await checks(c, 2)
+        assert len(lines(caplog, url)) == 1
+
+
 async def test_a_worker_that_loads_is_reached_and_its_reason_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster() as c:
         await c.remove(c.decodes[0])
