@@ -10,6 +10,7 @@ import pytest
 from router.choice.policies import make_chooser
 from router.config import ChoiceFlags
 from router.pool.breaker import Check
+from router.pool.health_log import MISFITS_EVERY_S, HealthLog
 from router.pool.pairs import groups_of, misfits_of
 from router.pool.worker import PAIR, Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
@@ -104,6 +105,18 @@ def test_a_pair_of_a_silent_worker_or_an_open_circuit_gives_way_to_another_layou
     assert table.has_others(workers[0]) is False, "b's decode worker is silent"
     table.on_silence(workers[3], False)
     assert table.has_others(workers[2]), "the other pair may compute it anew"
+
+
+def test_a_misfit_that_comes_later_repeats_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    table = table_with("a", "b")
+    lines = HealthLog(table)
+    lines.on_round(1.0)
+    late = table.add("http://late:1", role=Role.DECODE)
+    table.on_layout(late, B)
+    table.on_check(late, Check.OK, now_s=1.0)
+    lines.on_round(1.0 + MISFITS_EVERY_S)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "http://h1:1" in said[0] and "http://late:1" in said[1]
 
 
 def picker(table: WorkerTable) -> Picker:
