@@ -4,7 +4,7 @@ import { amount, bytes, el, figure, percent, put, said, svg, time } from "/web/s
 
 const WIDTH = 240, HEIGHT = 56;
 
-const rate = (value, unit) => { const [shown, scale] = amount(value); return [shown, scale ? `${scale} ${unit}` : unit]; };
+const rate = (value, unit) => [amount(value), unit];
 
 /** What is in each tile: its name, the figure, the note, curves (the last one stands in front), how to say a point, the highest value if fixed. */
 const TILES = [
@@ -12,7 +12,7 @@ const TILES = [
     id: "requests", name: "Requests", tone: "decode",
     figure: (w) => rate(w.requests_per_s, "per second"),
     note: (w, { router }) => `${w.ended} ended in the last minute, ${router.running} running`,
-    curves: (s) => [s.requests], point: (v) => `${said(amount(v))} a second`,
+    curves: (s) => [s.requests], point: (v) => `${amount(v)} a second`,
   },
   {
     id: "prompts", name: "Tokens in", tone: "prefill",

@@ -147,9 +147,9 @@ class Flow {
     this.section.classList.toggle("encoding", of("encode").length > 0);
     this.lanes.encode.update(of("encode"), "encode", several);
     put(this.lanes.decode.node.querySelector("h2"), unified ? "Workers" : "Decode");
-    figure(this.nodes["arrivals-figure"], [said(amount(window.requests_per_s)), "per second"]);
+    figure(this.nodes["arrivals-figure"], [amount(window.requests_per_s), "per second"]);
     put(this.nodes["arrivals-note"], `${router.running} running`);
-    figure(this.nodes["answers-figure"], [said(amount(window.output_tokens_per_s)), "tokens/s"]);
+    figure(this.nodes["answers-figure"], [amount(window.output_tokens_per_s), "tokens/s"]);
     put(this.nodes["answers-note"], window.failed ? `${window.failed} failed` : "none failed");
     this.nodes["answers-note"].classList.toggle("bad", window.failed > 0);
     put(this.nodes["crossing-figure"], said(bytes(window.kv_bytes_per_s)));

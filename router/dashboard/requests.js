@@ -64,7 +64,7 @@ class Row {
     this.open.setAttribute("aria-expanded", "false");
     this.cells.id.append(this.open);
     this.mini = svg("svg", { class: "mini", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
-    this.head = part("row", "row", ...Object.values(this.cells), part("cell", "bars", this.mini));
+    this.head = part("row", "row", ...Object.values(this.cells), part("cell", "", this.mini));
     this.detail = part("cell", "detail");
     this.below = part("row", "", this.detail);
     this.below.hidden = this.detail.hidden = true;

@@ -26,12 +26,12 @@ export function put(node, text) {
 const digits = (value) => (value >= 100 ? 0 : value >= 10 ? 1 : 2);
 const plain = (value, places) => value.toLocaleString("en", { maximumFractionDigits: places });
 
-/** [figure, unit] of a count or a rate. */
+/** A count or a rate, as "1,234" or "18.1k". */
 export function amount(value) {
-  if (value >= 1e9) return [plain(value / 1e9, 2), "G"];
-  if (value >= 1e6) return [plain(value / 1e6, 2), "M"];
-  if (value >= 1e4) return [plain(value / 1e3, value >= 1e5 ? 0 : 1), "k"];
-  return [plain(value, value >= 1000 ? 0 : digits(value)), ""];
+  if (value >= 1e9) return `${plain(value / 1e9, 2)}G`;
+  if (value >= 1e6) return `${plain(value / 1e6, 2)}M`;
+  if (value >= 1e4) return `${plain(value / 1e3, value >= 1e5 ? 0 : 1)}k`;
+  return plain(value, value >= 1000 ? 0 : digits(value));
 }
 
 /** [figure, unit] of a time; "–" without one. */
