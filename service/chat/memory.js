@@ -25,26 +25,18 @@ function write(store, text) {
   }
 }
 
-function remove(store) {
-  try {
-    store.removeItem(PLACE);
-  } catch {
-    // storage is blocked
-  }
-}
-
 /** The chat as text of at most `most` characters. Pictures of the oldest exchanges go first, then the oldest exchanges. */
 export function shorten(chat, most = MAX_CHARS) {
-  const exchanges = [...chat.exchanges];
-  let { shortened } = chat;
-  const text = () => JSON.stringify({ ...chat, version: VERSION, exchanges, shortened });
-  for (let i = 0; i < exchanges.length && text().length > most; i++)
-    if (exchanges[i].pictures.length) exchanges[i] = { ...exchanges[i], pictures: [], lost: exchanges[i].pictures.length };
-  while (exchanges.length && text().length > most) {
-    exchanges.shift();
-    shortened = true;
-  }
-  return text();
+  const { exchanges, shortened, ...rest } = chat;
+  const head = (short) => JSON.stringify({ ...rest, version: VERSION, shortened: short }).slice(0, -1);
+  const texts = exchanges.map((each) => JSON.stringify(each));
+  let total = texts.reduce((sum, text) => sum + text.length + 1, head(true).length + '"exchanges":[]}'.length + 1);
+  const put = (i, text) => { total -= texts[i].length - text.length; texts[i] = text; };
+  for (let i = 0; i < texts.length && total > most; i++)
+    if (exchanges[i].pictures.length) put(i, JSON.stringify({ ...exchanges[i], pictures: [], lost: exchanges[i].pictures.length }));
+  let first = 0;
+  while (first < texts.length && total > most) total -= texts[first++].length + 1;
+  return `${head(shortened || first > 0)},"exchanges":[${texts.slice(first).join(",")}]}`;
 }
 
 export class Memory {
@@ -64,11 +56,11 @@ export class Memory {
     return write(localStorage, text) && kept;
   }
 
-  /** Forget this chat; the chat of another tab stays. */
+  /** Forget this chat; the chat of another tab stays, and does not come back here. */
   forget() {
-    remove(sessionStorage);
-    if (read(localStorage)?.id === this.id) remove(localStorage);
+    if (read(localStorage)?.id === this.id) write(localStorage, "");
     this.id = newId();
     this.isCopy = false;
+    write(sessionStorage, shorten({ id: this.id, settings: {}, exchanges: [] }));
   }
 }
