@@ -15,12 +15,12 @@ from prometheus_client.registry import Collector
 
 from bootstrap_server.protocol import MAX_BODY_BYTES, MAX_BUT, Registration, RegistrationReply, RoomBatch
 from bootstrap_server.registry import BootstrapConfig, Registry
-from service.http.api import OPENAPI_PATH, Api, Application, document
+from service.http.api import OPENAPI_PATH, ApiRouter, Application, document
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of, make_guard
 from service.http.listening import ListeningPort, open_port
-from service.http.request import Request, RequestLimits, Stream
-from service.http.routes import OPENAI, Handler, Routes, Tag, delete, get, json_response, post, put
+from service.http.request import Handler, HttpRequest, RequestLimits, StreamedResponse
+from service.http.routes import OPENAI, Routes, Tag, delete, get, json_response, post, put
 from service.http.server import serving
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
@@ -44,7 +44,7 @@ class SignatureCheck:
         self._clock = clock
         self._next_log_s = 0.0
 
-    async def answer(self, request: Request, handler: Handler) -> Response:
+    async def answer(self, request: HttpRequest, handler: Handler) -> Response:
         verifier = self._verifier
         if verifier is None or request.path in OPEN_PATHS:
             return await handler(request)
@@ -56,13 +56,13 @@ class SignatureCheck:
         if verdict is not Verdict.GOOD:
             return _unsigned(verifier.challenge(now_s))
         response = await handler(request)
-        if not isinstance(response, Stream):
+        if not isinstance(response, StreamedResponse):
             response.headers[AUTH_HEADER] = verifier.sign_answer(
                 nonce, status=response.status_code, body=bytes(response.body)
             )
         return response
 
-    def _count(self, request: Request, now_s: float) -> None:
+    def _count(self, request: HttpRequest, now_s: float) -> None:
         self.num_refused += 1
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_EVERY_S
@@ -146,10 +146,10 @@ def make_app(
             metrics.expect(f"{method} {path}")
     guard = make_guard(routes, gate=NO_KEYS, need_of=lambda method, path: Access.NONE, browser=browser)
 
-    async def signed(request: Request) -> Response:
+    async def signed(request: HttpRequest) -> Response:
         return await check.answer(request, guard)
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         response = await answer_of(signed, request)
         path = routes.of(request).path
         if path and path not in OPEN_PATHS:
@@ -169,8 +169,8 @@ class BootstrapHandlers:
         self._clock = clock
         self._server_id = uuid.uuid4().hex
 
-    def api(self) -> Api:
-        return Api(
+    def api(self) -> ApiRouter:
+        return ApiRouter(
             Tag("Bootstrap", "Prefill workers and the rooms that they hold, for decode workers."),
             (
                 put("/route", self.register),
@@ -188,13 +188,13 @@ class BootstrapHandlers:
         self._registry.expire(now_s)
         return now_s
 
-    async def register(self, request: Request) -> Response:
+    async def register(self, request: HttpRequest) -> Response:
         """Register a prefill worker, or renew its lease."""
         worker = decode_body(await request.read(), Registration)
         self._registry.register(worker, self._now())
         return json_response(RegistrationReply(self._registry.lease_s, self._registry.shared, self._server_id))
 
-    async def look_up(self, request: Request) -> Response:
+    async def look_up(self, request: HttpRequest) -> Response:
         """Find the prefill worker of a room."""
         self._now()
         room = _room(request)
@@ -202,7 +202,7 @@ class BootstrapHandlers:
             return json_response(self._registry.look_up(room))
         return json_response(self._registry.look_up_any(room, but=_but(request)))
 
-    async def leave(self, request: Request) -> Response:
+    async def leave(self, request: HttpRequest) -> Response:
         """Forget a prefill worker."""
         incarnation = request.query.get("incarnation")
         if not incarnation:
@@ -210,36 +210,36 @@ class BootstrapHandlers:
         self._registry.leave(incarnation)
         return json_response({})
 
-    async def register_rooms(self, request: Request) -> Response:
+    async def register_rooms(self, request: HttpRequest) -> Response:
         """Note the rooms that a prefill worker holds."""
         batch = decode_body(await request.read(), RoomBatch)
         self._registry.register_rooms(batch.incarnation, batch.rooms, self._now())
         return json_response({})
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: HttpRequest) -> Response:
         """Count workers and rooms."""
         self._now()
         counts = {"workers": self._registry.num_workers, "rooms": self._registry.num_rooms}
         return json_response({**counts, "refused": self._check.num_refused})
 
-    async def openapi(self, request: Request) -> Response:
+    async def openapi(self, request: HttpRequest) -> Response:
         """Describe these routes as OpenAPI."""
         return json_response(document((self.api(),), title=TITLE))
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: HttpRequest) -> Response:
         """Return Prometheus metrics."""
         self._now()
         return Response(content=self._metrics.exposition(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
-def _room(request: Request) -> int:
+def _room(request: HttpRequest) -> int:
     text = request.query.get("room", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and 0 < int(text) < 2**63):
         raise ApiError(400, f"room: the query parameter must be between 1 and 2**63-1, got {text[:40]!r}")
     return int(text)
 
 
-def _but(request: Request) -> list[str]:
+def _but(request: HttpRequest) -> list[str]:
     names = request.query.get("but", "").split(",")
     if len(names) > MAX_BUT:
         raise ApiError(400, f"but: at most {MAX_BUT} incarnations, got {len(names)}")

@@ -30,7 +30,7 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.flags import ConfigError
 from service.http.listening import TIMEOUT_S, UnixPeers, open_shared_ports
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.process.files import socket_folder
 from service.process.stop_signals import DRAIN, END, hangup_ends
 
@@ -213,13 +213,13 @@ class PeerProcesses:
     def num(self) -> int:
         return self._peers.num
 
-    def is_peer(self, request: Request) -> bool:
+    def is_peer(self, request: HttpRequest) -> bool:
         key = request.headers.get(KEY_HEADER, "")
         if self._slot is None or not key:
             return False
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self._slot.key.encode())
 
-    async def forward(self, request: Request, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
+    async def forward(self, request: HttpRequest, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
         """A starting peer catches up later."""
         if self.num and not self.is_peer(request):
             await self.request(request.method, request.path, body, timeout_s=timeout_s)

@@ -12,8 +12,8 @@ from engine.frontend.apis.shared.constraints import ResponseFormat, StructuredFi
 from engine.frontend.apis.shared.fields import check_range
 from engine.frontend.apis.shared.request_body import SamplingFields
 from engine.messages import LogprobOptions
-from service.http.body import optional, plain
-from service.http.errors import bad_field
+from service.http.body import optional
+from service.http.errors import bad_field, plain
 from tandem.errors import RequestError
 
 # Other names -> the body's.

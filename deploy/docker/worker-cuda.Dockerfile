@@ -20,6 +20,7 @@ COPY router ./router
 COPY disagg ./disagg
 COPY deploy ./deploy
 COPY planner ./planner
+COPY tandem ./tandem
 RUN pip install --no-deps --force-reinstall .
 
 FROM ${PYTHON_IMAGE}

@@ -137,10 +137,10 @@ class Supervisor:
             while living and not self._stop.is_set():
                 waited: set[asyncio.Task[Any]] = {stop, *living}
                 await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                for keeper in [keeper for keeper in living if keeper.done()]:
-                    living.remove(keeper)
-                    child = keeper.result()
-                    if is_front(child.spec, self._specs):
+                ended = {keeper for keeper in living if keeper.done()}
+                living -= ended
+                for child in sorted((keeper.result() for keeper in ended), key=self._is_front):
+                    if self._is_front(child):
                         self._display.message(f"tandem up: error: {_why_ended(child)}; it stays dead, so all ends")
                         return 1
                     self._display.message(f"tandem up: {_why_ended(child)}; the others go on")
@@ -149,6 +149,9 @@ class Supervisor:
             for task in (stop, *keepers):
                 task.cancel()
             await asyncio.gather(stop, *keepers, return_exceptions=True)
+
+    def _is_front(self, child: Child) -> bool:
+        return is_front(child.spec, self._specs)
 
     async def _keep(self, i: int) -> Child:
         """Start process `i` again each time it dies; return it when it stays dead."""

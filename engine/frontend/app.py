@@ -15,8 +15,8 @@ from service.http.api import OPENAPI_PATH, Application, add_middleware, document
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
 from service.http.home import CHAT, SHARED, Home, Pages
-from service.http.request import Request
-from service.http.routes import REQUEST_ID, Handler, Route, Routes, get, json_response
+from service.http.request import Handler, HttpRequest
+from service.http.routes import REQUEST_ID, HttpRoute, Routes, get, json_response
 from service.telemetry.context import about
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
         if route.streams and not route.is_alias:
             services.metrics.expect(route.path, route.method)
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         start_s, status = time.monotonic(), CLIENT_GONE
         endpoint = routes.of(request).path or "other"
         request[SERVICES] = services
@@ -62,20 +62,20 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     return handle
 
 
-def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[Route]:
+def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[HttpRoute]:
     made = cache(lambda: document(APIS, title=TITLE))
 
-    async def openapi(request: Request) -> Response:
+    async def openapi(request: HttpRequest) -> Response:
         return json_response(made())
 
     yield get(OPENAPI_PATH, openapi)
     for route in ROUTES:
         handler = refuse_to_generate if encodes and route.computes else route.handler
         handler = handler if route.method == "GET" else bounded(handler)
-        yield Route(route.method, route.path, handler)
+        yield HttpRoute(route.method, route.path, handler)
 
 
-async def refuse_to_generate(request: Request) -> Response:
+async def refuse_to_generate(request: HttpRequest) -> Response:
     message = (
         f"{request.path}: this is an encode worker (--disaggregation-mode encode): it encodes images for other workers and generates "
         "nothing; send the request to the router"
@@ -100,7 +100,7 @@ def level_of(path: str, status: int) -> int:
     return logging.DEBUG if path in QUIET_PATHS and is_usual else logging.INFO
 
 
-def _log(request: Request, status: int, taken_s: float) -> None:
+def _log(request: HttpRequest, status: int, taken_s: float) -> None:
     level = level_of(request.path, status)
     fields = about(method=request.method, path=request.path, status=status, duration_s=round(taken_s, 6))
     request_id = request[REQUEST_ID]
@@ -112,7 +112,7 @@ def _bound(max_open: int) -> Callable[[Handler], Handler]:
     num_open = 0
 
     def bounded(handler: Handler) -> Handler:
-        async def handle(request: Request) -> Response:
+        async def handle(request: HttpRequest) -> Response:
             nonlocal num_open
             if num_open >= max_open:
                 message = f"{num_open} requests are in progress; try again later"

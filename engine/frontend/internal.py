@@ -29,8 +29,8 @@ from engine.frontend.services import Services
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of
 from service.http.reconnect import RETAINED_PATH, RetainedQuestion, RetainedRest
-from service.http.request import Request, Stream
-from service.http.routes import Handler, json_response, no_such_path
+from service.http.request import Handler, HttpRequest, StreamedResponse
+from service.http.routes import json_response, no_such_path
 from service.telemetry.context import Records, TracesQuery
 
 # ---- Forwards requests to the main frontend, which applies keys, metrics and logs.
@@ -52,16 +52,16 @@ async def forwarding_to(path: Path) -> AsyncIterator[Handler]:
     connector = aiohttp.UnixConnector(path=str(path), limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
 
-        async def forward(request: Request) -> Response:
+        async def forward(request: HttpRequest) -> Response:
             return await _forward(session, request)
 
-        async def handle(request: Request) -> Response:
+        async def handle(request: HttpRequest) -> Response:
             return await answer_of(forward, request)
 
         yield handle
 
 
-async def _forward(session: aiohttp.ClientSession, request: Request) -> Response:
+async def _forward(session: aiohttp.ClientSession, request: HttpRequest) -> Response:
     body = await request.read()
     try:
         answer = await session.request(
@@ -75,7 +75,7 @@ async def _forward(session: aiohttp.ClientSession, request: Request) -> Response
     except (aiohttp.ClientError, OSError):
         raise not_ready("the worker's main frontend does not answer; try again soon") from None
     async with answer:
-        response = Stream(request, status=answer.status, headers=_without(answer.headers, _NOT_RETURNED))
+        response = StreamedResponse(request, status=answer.status, headers=_without(answer.headers, _NOT_RETURNED))
         try:
             async for chunk in answer.content.iter_any():
                 await response.write(chunk)
@@ -104,14 +104,14 @@ def make_internal_handle(s: Services) -> Handler:
         CLOSE: (CloseFrontend, lambda body: _close(s, body)),
     }
 
-    async def call(request: Request) -> Response:
+    async def call(request: HttpRequest) -> Response:
         if request.path not in calls:
             raise no_such_path(request)
         body_type, answer = calls[request.path]
         shown = answer(None if body_type is None else decode_body(await request.read(), body_type))
         return Response(content=shown) if isinstance(shown, bytes) else json_response(shown)
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         return await answer_of(call, request)
 
     return handle

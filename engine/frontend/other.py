@@ -17,11 +17,10 @@ from engine.frontend.services import Services
 from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamp, Stamps
-from service.http.api import asgi_app
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 from service.http.listening import ListeningPort
-from service.http.request import Request
-from service.http.routes import Handler, Routes
+from service.http.request import Handler, HttpRequest, asgi_app
+from service.http.routes import Routes
 from service.http.server import serving, serving_unix
 from service.process.start import spare_what_lives
 from service.security.keys import KeyGate
@@ -61,7 +60,7 @@ async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
     of_main = Routes(route for route in ROUTES if not route.anywhere)
     async with forwarding_to(ipc.http_socket(MAIN_FRONTEND)) as forward:
 
-        async def handle(request: Request) -> Response:
+        async def handle(request: HttpRequest) -> Response:
             is_of_main = of_main.find(request.method, request.path).path != ""
             return await (forward if is_of_main else own)(request)
 

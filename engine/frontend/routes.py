@@ -13,25 +13,25 @@ from engine.frontend.apis.openai import chat, completions, embeddings, ranking
 from engine.frontend.apis.responses import create
 from engine.frontend.apis.shared import retained
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
-from service.http.api import OPENAPI_PATH, Api
+from service.http.api import OPENAPI_PATH, ApiRouter
 from service.http.home import CHAT, HOME, SHARED
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import EVENTS_TYPE, INVOCATIONS, UNSERVED, InvocationBody, invoked_path, refuse
 from service.security.keys import Access
 from service.waiter import BODIES
 
 
-async def invocations(request: Request) -> Response:
+async def invocations(request: HttpRequest) -> Response:
     """Answer a body of any of these APIs (SageMaker)."""
     data = await request.read()
     path = await BODIES.run(partial(invoked_path, data), size=len(data))
     return await _HANDLERS["POST", path](request)
 
 
-APIS: tuple[Api, ...] = (
+APIS: tuple[ApiRouter, ...] = (
     *(chat.API, completions.API, create.API, messages.API, generate.API, score.API, embeddings.API, ranking.API),
     *(ollama.API, tokens.API, info.API, health.API, control.API, weights.API, role_switch.API, retained.API),
-    Api(Tags.CHATS, (token_route(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),)),
+    ApiRouter(Tags.CHATS, (token_route(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),)),
 )
 ORDERS: dict[str, control.Order] = {**control.ORDERS, **weights.ORDERS}
 _ROUTES = tuple(route for api in APIS for route in api.table if isinstance(route, ApiRoute))

@@ -20,7 +20,7 @@ from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
 from router.pool.worker import Lease, Role, Way, Worker
 from service.http.errors import ApiError
-from service.http.request import Request, Stream
+from service.http.request import HttpRequest, StreamedResponse
 from service.http.routes import open_stream
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RequestRefused(ApiError):
 class ClientStream:
     """Begins and ends a stream to the client."""
 
-    async def open(self, http: Request, *, status: int, headers: Mapping[str, str]) -> Stream:
+    async def open(self, http: HttpRequest, *, status: int, headers: Mapping[str, str]) -> StreamedResponse:
         return open_stream(http, status=status, headers=headers)
 
     async def end(self) -> None:
@@ -59,7 +59,7 @@ class ClientStream:
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """One request, with times on the router's clock."""
 
-    http: Request
+    http: HttpRequest
     task: asyncio.Task[object]
     request_id: str
     path: str

@@ -11,17 +11,17 @@ from router.compose.exposure import browser_rule
 from router.compose.router import Router
 from router.history.metrics import counted
 from router.http.dashboard import Dashboard
-from router.http.fan_out import LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER, AnyWorkerApi, FanOutApi, LoadsApi
+from router.http.fan_out import JOIN_GROUP, LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADAPTER, AnyWorkerApi, FanOutApi, LoadsApi
 from router.http.health_api import HealthApi
 from router.http.openapi import GENERATION, TITLE, generation_routes, make_document, worker_document
 from router.http.traces_api import TRACES, TracesApi
 from router.http.workers_api import WorkersApi
 from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
-from service.http.api import OPENAPI_PATH, Api, Application, add_middleware
+from service.http.api import OPENAPI_PATH, ApiRouter, Application, add_middleware
 from service.http.guard import make_guard
 from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of
-from service.http.request import Request, RequestLimits
+from service.http.request import HttpRequest, RequestLimits
 from service.http.routes import Routes, get, json_response, unserved_routes
 from service.security.keys import Access
 
@@ -38,7 +38,7 @@ _OPEN_PATHS = (
 )
 # Routes that change workers for all clients. Any unlisted route needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
-_ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role", "/workers/migrate"))
+_ADMIN_PATHS = frozenset((*TIMEOUTS_S, JOIN_GROUP, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role", "/workers/migrate"))
 
 
 def need_of(method: str, path: str) -> Access:
@@ -55,7 +55,7 @@ def need_of(method: str, path: str) -> Access:
 class RouterApis(NamedTuple):
     """What is documented, and all routes."""
 
-    documented: Sequence[Api]
+    documented: Sequence[ApiRouter]
     routes: Routes
 
 
@@ -99,14 +99,14 @@ def make_apis(router: Router) -> RouterApis:
     traces = TracesApi(calls=calls, tracer=router.tracer, peers=peers, memory=dashboard.memory)
     generate, invoke = (counted(act, router.metrics) for act in (router.dispatcher.handle, router.dispatcher.invoke))
     apis = (
-        Api(GENERATION, generation_routes(generate, invoke)),
+        ApiRouter(GENERATION, generation_routes(generate, invoke)),
         ResponsesApi(router.book, peers=peers).api(),
         any_worker.api(),
         *(health.api(), dashboard.api(), traces.api()),
         *(workers.api(), LoadsApi(calls).api(), router.auto_roles.api(), fan_out.api()),
     )
 
-    async def openapi(request: Request) -> Response:
+    async def openapi(request: HttpRequest) -> Response:
         return json_response(make_document(apis, await worker_document(calls)))
 
     pages = [*Pages(FILES).routes(), *_home(router).routes(), *unserved_routes(), get(OPENAPI_PATH, openapi)]

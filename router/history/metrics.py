@@ -22,8 +22,7 @@ from router.pool.breaker import State
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable
 from service.http.guard import CLIENT_GONE, answer_of
-from service.http.request import Request
-from service.http.routes import Handler
+from service.http.request import Handler, HttpRequest
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 # Label values whose series start at 0: `rate()` misses the event that creates a series.
@@ -184,7 +183,7 @@ class _OneFamily(CollectorRegistry):
 def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
     """Count a handler's requests, 499 if the client left."""
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         started_s, status = time.monotonic(), CLIENT_GONE
         metrics.on_begin()
         try:

@@ -16,9 +16,9 @@ from router.pool.breaker import Health
 from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import LiveRequests
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import ApiError, decode_or_none
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import get, json_response
 
 # ---- The dashboard's JSON document. Pure.
@@ -172,8 +172,8 @@ class Dashboard:
     peers: PeerProcesses
     auto_roles: Callable[[], Awaitable[bytes]] | None = None
 
-    def api(self) -> Api:
-        return Api(
+    def api(self) -> ApiRouter:
+        return ApiRouter(
             SERVER,
             [
                 get(STATE, self.state),
@@ -182,7 +182,7 @@ class Dashboard:
             ],
         )
 
-    async def state(self, request: Request) -> Response:
+    async def state(self, request: HttpRequest) -> Response:
         """Return the state of all processes, without request details."""
         now_s = self.recorder.now_s()
         memory = await self.memory()
@@ -191,11 +191,11 @@ class Dashboard:
         status = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
         return _fresh({**status, **picture})
 
-    async def snapshot(self, request: Request) -> Response:
+    async def snapshot(self, request: HttpRequest) -> Response:
         """Return the dashboard\'s memory of this process, for the others."""
         return _fresh(self._own())
 
-    async def request(self, request: Request) -> Response:
+    async def request(self, request: HttpRequest) -> Response:
         """Return all that is remembered of a request."""
         key = request.path.removeprefix(REQUEST)
         for record in (await self.memory()).records:

@@ -19,11 +19,11 @@ from router.pool.worker import Worker
 from router.pool.workers import join_models
 from router.requests.dispatch import LiveRequests
 from service.flags import untagged
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import ApiError, decode_or_none, object_of
 from service.http.guard import caller_header, has_admin_key, key_refusal
 from service.http.openapi import loads_answer
-from service.http.request import Request, segment
+from service.http.request import HttpRequest, segment
 from service.http.routes import get, json_response
 from service.security.keys import Access, KeyGate, authorization_of
 from service.waiter import BODIES
@@ -64,8 +64,8 @@ class FanOutApi:
     live: LiveRequests
     peers: PeerProcesses
 
-    def api(self) -> Api:
-        return Api(
+    def api(self) -> ApiRouter:
+        return ApiRouter(
             OPERATIONS,
             [
                 *(passed(path, self.pass_to_all) for path in TIMEOUTS_S if path not in (PAUSE, CONTINUE)),
@@ -79,7 +79,7 @@ class FanOutApi:
             ],
         )
 
-    async def pass_to_all(self, request: Request) -> Response:
+    async def pass_to_all(self, request: HttpRequest) -> Response:
         headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
         encoders = path not in EXPERTS
@@ -90,7 +90,7 @@ class FanOutApi:
             self.monitor.refresh()  # model names and health may have changed
         return answer
 
-    async def join_group(self, request: Request) -> Response:
+    async def join_group(self, request: HttpRequest) -> Response:
         """Let all workers join a trainer's process group, with ranks from `rank_offset` on, in the
         order of /workers.
         """
@@ -108,7 +108,7 @@ class FanOutApi:
         call = OperatorCall("POST", JOIN_GROUP, headers, bodies=bodies, timeout_s=UPDATE_TIMEOUT_S)
         return await self.calls.call_all(call)
 
-    async def pause(self, request: Request) -> Response:
+    async def pause(self, request: HttpRequest) -> Response:
         """Pause all workers. Mode `block` first holds new requests in all processes and waits for
         running ones, so that no pair has half a request.
         """
@@ -119,14 +119,14 @@ class FanOutApi:
                 return json_response({"success": True})
         return await self.pass_to_all(request)
 
-    async def unpause(self, request: Request) -> Response:
+    async def unpause(self, request: HttpRequest) -> Response:
         """Continue all workers, then admit waiting requests."""
         answer = None if self.peers.is_peer(request) else await self.pass_to_all(request)
         self.live.unblock()
         await self.peers.forward(request, {})
         return json_response({"success": True}) if answer is None else answer
 
-    async def pass_adapter(self, request: Request) -> Response:
+    async def pass_adapter(self, request: HttpRequest) -> Response:
         """Load or unload an adapter at all workers of a model but encoders."""
         body, path = await request.read(), request.path
         fields = object_of(body)  # workers refuse a non-object
@@ -145,7 +145,7 @@ class FanOutApi:
         self.monitor.refresh()  # model names have changed
         return answer
 
-    async def abort_request(self, request: Request) -> Response:
+    async def abort_request(self, request: HttpRequest) -> Response:
         """Abort at every worker. An admin may abort any request, others their own."""
         body, authorization = await request.read(), authorization_of(request.headers)
         asked = await BODIES.run(partial(decode_or_none, body, _Abort), size=len(body))
@@ -159,7 +159,7 @@ class FanOutApi:
             headers = {**self.calls.credentials.for_client(authorization), **caller_header(request)}
         return await self.calls.call_all(OperatorCall("POST", "/abort_request", headers, body))
 
-    async def health_generate(self, request: Request) -> Response:
+    async def health_generate(self, request: HttpRequest) -> Response:
         """Let all workers compute a token."""
         return await self.calls.call_all(OperatorCall("GET", "/health_generate", self.calls.credentials.own()))
 
@@ -193,8 +193,8 @@ class _Named(msgspec.Struct):
 class AnyWorkerApi:
     calls: WorkerCalls
 
-    def api(self) -> Api:
-        return Api(
+    def api(self) -> ApiRouter:
+        return ApiRouter(
             MODELS,
             [
                 *(passed(path, self.ask) for path in ASKED),
@@ -205,24 +205,24 @@ class AnyWorkerApi:
             ],
         )
 
-    async def ask(self, request: Request) -> Response:
+    async def ask(self, request: HttpRequest) -> Response:
         body = await request.read()
         named = await BODIES.run(partial(decode_or_none, body, _Named), size=len(body)) or _Named()
         name = named.name if named.model is msgspec.UNSET else named.model
         return await self._call_for(request, untagged(name) if isinstance(name, str) else "")
 
-    async def get_model(self, request: Request) -> Response:
+    async def get_model(self, request: HttpRequest) -> Response:
         name = request.path.removeprefix(_MODEL)
         return await self._call_for(request, name, path=_MODEL + segment(name))
 
-    async def list_models(self, request: Request) -> Response:
+    async def list_models(self, request: HttpRequest) -> Response:
         if not self.calls.table.models.several:
             return await self.calls.call_one(request)
         field, key = LISTS[request.path]
         models = join_models(await self._lists(request), field=field, key=key)
         return json_response({"object": "list", field: models} if field == "data" else {field: models})
 
-    async def _lists(self, request: Request) -> list[object]:
+    async def _lists(self, request: HttpRequest) -> list[object]:
         headers = self.calls.credentials.for_client(authorization_of(request.headers))
         speakers: dict[str, Worker] = {}
         for role in reversed(self.calls.roles):
@@ -231,7 +231,7 @@ class AnyWorkerApi:
         calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
         return [decode_or_none(answer.body) for answer in await asyncio.gather(*calls)]
 
-    async def _call_for(self, request: Request, name: str, *, path: str = "") -> Response:
+    async def _call_for(self, request: HttpRequest, name: str, *, path: str = "") -> Response:
         return await self.calls.call_one(request, model=self.calls.table.models.meant(name), path=path)
 
 
@@ -244,22 +244,22 @@ LOADS = ("/v1/loads", "/loads")  # SMG tries the second first
 class LoadsApi:
     calls: WorkerCalls
 
-    def api(self) -> Api:
-        return Api(
+    def api(self) -> ApiRouter:
+        return ApiRouter(
             WORKERS,
             [get(LOADS[0], self.loads), get(LOADS[1], self.loads, is_alias=True), get("/get_load", self.old_load)],
         )
 
-    async def loads(self, request: Request) -> Response:
+    async def loads(self, request: HttpRequest) -> Response:
         """Return the load of each rank of each worker."""
         rows = await self._rows(request)
         return json_response(loads_answer(rows))
 
-    async def old_load(self, request: Request) -> Response:
+    async def old_load(self, request: HttpRequest) -> Response:
         """Return the load of each rank, as SGLang did before."""
         return json_response([old_row(row) for row in await self._rows(request)])
 
-    async def _rows(self, request: Request) -> list[dict[str, Any]]:
+    async def _rows(self, request: HttpRequest) -> list[dict[str, Any]]:
         headers = self.calls.credentials.for_client(authorization_of(request.headers))
         answers = await self.calls.answers(OperatorCall("GET", "/v1/loads", headers))
         return join_rows((w.url, w.role.value, object_of(a.body)) for w, a in answers if a.status == 200)

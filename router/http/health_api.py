@@ -15,9 +15,9 @@ from router.pool.workers import WorkerTable, missing_roles
 from router.requests.answer import no_worker
 from router.requests.dispatch import LiveRequests
 from service.flags import installed_version
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import DRAINING, ApiError
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import get, json_response, post
 from service.telemetry.expositions import merge_expositions
 
@@ -43,7 +43,7 @@ class HealthApi:
     metrics: RouterMetrics
     peers: PeerProcesses
 
-    def api(self) -> Api:
+    def api(self) -> ApiRouter:
         liveness, *readiness = PROBES
         routes = [
             get(liveness, self.liveness),
@@ -52,17 +52,17 @@ class HealthApi:
             get("/version", self.version),
             get("/metrics", self.get_metrics, plain_text=True),
         ]
-        return Api(SERVER, routes)
+        return ApiRouter(SERVER, routes)
 
-    async def liveness(self, request: Request) -> Response:
+    async def liveness(self, request: HttpRequest) -> Response:
         """Report that this process answers."""
         return json_response({"status": "alive"})
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: HttpRequest) -> Response:
         """Return the version."""
         return json_response({"version": installed_version()})
 
-    async def readiness(self, request: Request) -> Response:
+    async def readiness(self, request: HttpRequest) -> Response:
         """Report whether requests would be served.
 
         200 if all roles have workers that fit; with `?workers=all` if all are healthy in all
@@ -81,7 +81,7 @@ class HealthApi:
         status = {"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)}
         return json_response({**status, **notes_of(table, self.live)})
 
-    async def _waits_for(self, request: Request, workers: Sequence[Worker]) -> str:
+    async def _waits_for(self, request: HttpRequest, workers: Sequence[Worker]) -> str:
         misfits = self.calls.table.misfits
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         late += [f"{w.role} {w.url}: {misfits[w.worker_id]}" for w in workers if w.worker_id in misfits]
@@ -92,7 +92,7 @@ class HealthApi:
         num_late = self.peers.num - len(await self.peers.request("GET", "/readiness?workers=all"))
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
-    async def get_metrics(self, request: Request) -> Response:
+    async def get_metrics(self, request: HttpRequest) -> Response:
         """Return Prometheus metrics of all processes of the router."""
         body = await self.metrics.scrape()
         if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):

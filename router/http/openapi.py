@@ -12,10 +12,11 @@ from router.body import ALONE, BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, PUTS
 from router.body import Api as Generation
 from router.client.session import call_worker
 from router.http.worker_calls import WorkerCalls
-from service.http.api import OPENAPI_PATH, Api, document
+from service.http.api import OPENAPI_PATH, ApiRouter, document
 from service.http.errors import decode_or_none
 from service.http.openapi import FAILURES, failures_of, json_content
-from service.http.routes import EVENTS_TYPE, INVOCATIONS, LINES_TYPE, Handler, Route, Tag
+from service.http.request import Handler
+from service.http.routes import EVENTS_TYPE, INVOCATIONS, LINES_TYPE, HttpRoute, Tag
 
 TITLE = "Tandem router"
 GENERATION = Tag("Generation", "Requests that the router gives to workers.")
@@ -37,7 +38,7 @@ _OF_WORKERS = ("summary", "description", "requestBody")
 
 
 @dataclass(frozen=True)
-class PassedRoute(Route):
+class PassedRoute(HttpRoute):
     """A route that workers answer and document."""
 
     about: str = "Pass on to workers."
@@ -46,7 +47,7 @@ class PassedRoute(Route):
 passed = partial(PassedRoute, "POST")
 
 
-def generation_routes(answer: Handler, invoke: Handler) -> Iterable[Route]:
+def generation_routes(answer: Handler, invoke: Handler) -> Iterable[HttpRoute]:
     for api in Generation:
         streams = "" if api in ALONE else LINES_TYPE if api in OLLAMA else EVENTS_TYPE
         for method in ("POST", "PUT") if api in PUTS else ("POST",):
@@ -54,7 +55,7 @@ def generation_routes(answer: Handler, invoke: Handler) -> Iterable[Route]:
     yield PassedRoute("POST", INVOCATIONS, invoke, streams=EVENTS_TYPE)
 
 
-def make_document(apis: Sequence[Api], worker: Any) -> dict[str, Any]:
+def make_document(apis: Sequence[ApiRouter], worker: Any) -> dict[str, Any]:
     """Return the router's document. `worker`: the document of a worker, None if no one answers."""
     made, worker = document(apis, title=TITLE), worker if isinstance(worker, dict) else {}
     for route in (route for api in apis for route in api.table if not route.is_alias):
@@ -80,7 +81,7 @@ async def worker_document(calls: WorkerCalls) -> Any:
     return None
 
 
-def _of_worker(worker: dict[str, Any], route: Route) -> dict[str, Any]:
+def _of_worker(worker: dict[str, Any], route: HttpRoute) -> dict[str, Any]:
     operation = _inside(worker, "paths", route.path, route.method.lower())
     if operation is None:
         return {"requestBody": _ANY_BODY} if route.method in ("POST", "PUT") else {}

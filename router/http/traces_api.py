@@ -14,10 +14,10 @@ from router.history.recorder import MAX_ID_CHARS, DashboardRequest, DashboardSna
 from router.http.openapi import SERVER
 from router.http.worker_calls import WorkerCalls
 from router.pool.worker import Worker
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import ApiError, decode_or_none
 from service.http.guard import CALLER
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import get, json_response, post
 from service.http.traces import TracesBody, read_query
 from service.security.keys import Access, Caller, authorization_of
@@ -35,10 +35,10 @@ class TracesApi:
     peers: PeerProcesses
     memory: Callable[[], Awaitable[DashboardSnapshot]]
 
-    def api(self) -> Api:
-        return Api(SERVER, [post(TRACES, self.traces, body=TracesBody), get(TRACES + "/{id}", self.trace)])
+    def api(self) -> ApiRouter:
+        return ApiRouter(SERVER, [post(TRACES, self.traces, body=TracesBody), get(TRACES + "/{id}", self.trace)])
 
-    async def traces(self, request: Request) -> Response:
+    async def traces(self, request: HttpRequest) -> Response:
         """Return recent requests with their times in router and workers."""
         query = read_query(await request.read())
         records = self.tracer.ring.find(query)
@@ -53,7 +53,7 @@ class TracesApi:
         kept = [record for record in records if record.request_id in wanted] + of_workers
         return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
 
-    async def trace(self, request: Request) -> Response:
+    async def trace(self, request: HttpRequest) -> Response:
         """Return a request with its workers' records, to its own client or an admin."""
         request_id, caller = request.path.removeprefix(TRACES + "/"), request[CALLER]
         record = last_of((await self.memory()).records, request_id, caller)

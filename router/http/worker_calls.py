@@ -16,7 +16,7 @@ from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, serves
 from router.requests.answer import no_route, no_worker
 from service.http.guard import CALLER_HEADER
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import json_response
 from service.security.keys import authorization_of
 
@@ -49,7 +49,7 @@ class WorkerCalls:
     def roles(self) -> list[Role]:
         return [role for way in self.ways for role in way]
 
-    async def call_one(self, request: Request, *, model: str = "", path: str = "") -> Response:
+    async def call_one(self, request: HttpRequest, *, model: str = "", path: str = "") -> Response:
         """Pass a request to the first live worker, decode first."""
         call = OperatorCall(
             "POST" if request.method == "POST" else "GET",

@@ -19,10 +19,9 @@ from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.switch import Switch
-from service.http.api import Api
-from service.http.body import read_body
-from service.http.errors import ApiError, bad_field
-from service.http.request import Request
+from service.http.api import ApiRouter
+from service.http.errors import ApiError, bad_field, read_body
+from service.http.request import HttpRequest
 from service.http.routes import delete, get, json_response, post
 from service.security.keys import authorization_of
 
@@ -85,8 +84,8 @@ class WorkersApi:
     peers: PeerProcesses
     discovery: Discovery | None
 
-    def api(self) -> Api:
-        return Api(
+    def api(self) -> ApiRouter:
+        return ApiRouter(
             WORKERS,
             [
                 get("/workers", self.list_workers),
@@ -100,12 +99,12 @@ class WorkersApi:
             ],
         )
 
-    async def list_workers(self, request: Request) -> Response:
+    async def list_workers(self, request: HttpRequest) -> Response:
         """List the workers with their states."""
         table = self.calls.table
         return json_response({"workers": await describe_all(table), "total": len(table.workers())})
 
-    async def add_worker(self, request: Request) -> Response:
+    async def add_worker(self, request: HttpRequest) -> Response:
         """Add a worker."""
         body = read_body(await request.read(), NewWorker)
         role = self._role_of(body, Role.ENCODE)
@@ -114,7 +113,7 @@ class WorkersApi:
         await self.peers.forward(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
         return json_response(self._describe(worker), status=201)
 
-    async def remove_worker(self, request: Request) -> Response:
+    async def remove_worker(self, request: HttpRequest) -> Response:
         """Remove a worker; its running requests continue."""
         query = dict(request.query)
         url = read_body(msgspec.json.encode(query) if query else await request.read(), NamedWorker).url
@@ -123,7 +122,7 @@ class WorkersApi:
         await self.peers.forward(request, {"url": url})
         return json_response(self._describe(worker))
 
-    async def switch_role(self, request: Request) -> Response:
+    async def switch_role(self, request: HttpRequest) -> Response:
         """Change the role of a worker.
 
         409 if it is refused, 502 if the worker did not return.
@@ -137,7 +136,7 @@ class WorkersApi:
         await self.switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
         return json_response(self._describe(worker))
 
-    async def migrate(self, request: Request) -> Response:
+    async def migrate(self, request: HttpRequest) -> Response:
         """Move the running requests of a worker to others.
 
         `moved` counts this process's.
@@ -150,11 +149,11 @@ class WorkersApi:
         await self.peers.forward(request, {"url": body.url})
         return json_response({**self._describe(worker), "moved": moved})
 
-    async def get_loads(self, request: Request) -> Response:
+    async def get_loads(self, request: HttpRequest) -> Response:
         """List the workers, as SGLang's router does for loads."""
         return json_response({"workers": await describe_all(self.calls.table)})
 
-    async def server_info(self, request: Request) -> Response:
+    async def server_info(self, request: HttpRequest) -> Response:
         """Describe the router and its workers."""
         return json_response(
             {

@@ -37,7 +37,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import Pool, Role, Worker
 from service.http.errors import ApiError
 from service.http.guard import CALLER
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.security.keys import Access
 from service.waiter import Waiter, loop_time_s
 
@@ -202,15 +202,17 @@ def client_of(remote: str | None) -> str:
     return str(address)
 
 
-def client_name(http: Request) -> str:
+def client_name(http: HttpRequest) -> str:
     """Return the client for limits: its API key's name, else its address."""
     return http[CALLER].name or client_of(http.remote)
 
 
-def limit_rate(limiter: RateLimiter, on_refused: Callable[[str], None]) -> Callable[[Request, Access], ApiError | None]:
+def limit_rate(
+    limiter: RateLimiter, on_refused: Callable[[str], None]
+) -> Callable[[HttpRequest, Access], ApiError | None]:
     """Return a check that refuses a client above its rate, except on open routes."""
 
-    def admit(request: Request, need: Access) -> ApiError | None:
+    def admit(request: HttpRequest, need: Access) -> ApiError | None:
         if need is Access.NONE:
             return None
         wait_s = limiter.wait_s(client_name(request), time.monotonic())
@@ -323,7 +325,7 @@ class Admission:
         self._has_slo = config.slo_ttft_s > 0 or config.slo_itl_s > 0
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
-    def refuse_early(self, http: Request) -> None:
+    def refuse_early(self, http: HttpRequest) -> None:
         """Raise RequestRefused before the body is read, if there is neither room nor queue."""
         client = self._client(http)
         if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
@@ -356,7 +358,7 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         self._wake(self.queue.leave(ticket))
 
-    def _slo_of(self, http: Request) -> Slo | None:
+    def _slo_of(self, http: HttpRequest) -> Slo | None:
         headers = http.headers
         if TTFT_HEADER not in headers and ITL_HEADER not in headers:
             return self._slo if self._has_slo else None
@@ -415,11 +417,11 @@ class Admission:
             message = f"the router serves {most} requests (--max-concurrent-requests)"
         return RequestRefused(f"{message}; try again later", why=why)
 
-    def _client(self, http: Request) -> str:
+    def _client(self, http: HttpRequest) -> str:
         return client_name(http) if self._by_client else ""
 
 
-def _priority(http: Request, parsed: ParsedBody) -> int:
+def _priority(http: HttpRequest, parsed: ParsedBody) -> int:
     named = named_priority(parsed)
     text = http.headers.get(PRIORITY_HEADER)
     if named is None and text is not None:

@@ -29,7 +29,7 @@ from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import decode_or_none
 from service.http.guard import owner_said
-from service.http.request import Stream
+from service.http.request import StreamedResponse
 from service.http.resume import MOVE_OUT, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
 from service.telemetry.context import about
 from service.waiter import end_tasks
@@ -144,7 +144,7 @@ class ResumableAnswer(ClientAnswer):
                 merger.follow(rest.prefill.reply.take())
         return True
 
-    async def _end(self, out: Stream, failure: CallFailed | None, last_event: bytes = b"") -> Response:
+    async def _end(self, out: StreamedResponse, failure: CallFailed | None, last_event: bytes = b"") -> Response:
         return await super()._end(out, failure, self.record.last_event if self.record.failed else b"")
 
     async def _begin_rest(self, failure: CallFailed) -> PairAttempt | None:

@@ -12,7 +12,7 @@ from router.attempts.request import ClientStream, RequestContext, Serve
 from router.requests.answer import HANDED_BACK, draining, error_of
 from service.http.errors import ApiError
 from service.http.keep_alive import KeepAlive
-from service.http.request import Request, Stream
+from service.http.request import HttpRequest, StreamedResponse
 from service.http.routes import errors_of
 
 
@@ -22,7 +22,7 @@ class KeptStream(ClientStream):
     def __init__(self, alive: KeepAlive) -> None:
         self._alive = alive
 
-    async def open(self, http: Request, *, status: int, headers: Mapping[str, str]) -> Stream:
+    async def open(self, http: HttpRequest, *, status: int, headers: Mapping[str, str]) -> StreamedResponse:
         return await self._alive.open(status=status, headers=headers)
 
     async def end(self) -> None:

@@ -416,7 +416,8 @@ class WorkerTable:
         assert sorted(self._unsettled) == [w.worker_id for w in workers if w.circuit.state is not State.CLOSED]
         anew = {key: self._pool(*key) for key in self._pools}
         assert self._pools == anew
-        assert self._routes == {key: self._groups(*key) for key in self._routes}
+        grouped = {key: self._groups(*key) for key in self._routes}
+        assert self._routes == grouped
         self.loads.check(workers)
 
 

@@ -19,7 +19,7 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, serves
 from router.requests.merge import Merger
 from service.http.errors import DRAINING, ApiError
-from service.http.request import DirectWrites, Stream
+from service.http.request import DirectWrites, StreamedResponse
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
 from service.http.routes import EVENTS_TYPE, LINES_TYPE, errors_of
 
@@ -149,7 +149,7 @@ class ClientAnswer:
         filters += [part.on_events for part in self.request.answer_parts]
         return StreamSplitter(kind, filters=filters, record=record)
 
-    async def _relay(self, out: Stream, splitter: StreamSplitter) -> CallFailed | None:
+    async def _relay(self, out: StreamedResponse, splitter: StreamSplitter) -> CallFailed | None:
         """Relay until the end or failure of the attempt's answer, which is returned.
 
         Connection errors of the client propagate.
@@ -185,7 +185,7 @@ class ClientAnswer:
             await out.write(rest)
         return None
 
-    async def _end(self, out: Stream, failure: CallFailed | None, last_event: bytes = b"") -> Response:
+    async def _end(self, out: StreamedResponse, failure: CallFailed | None, last_event: bytes = b"") -> Response:
         """End the client's stream, perhaps with an error: `last_event` of the worker, else ours."""
         request, attempt = self.request, self.attempt
         await request.client.end()

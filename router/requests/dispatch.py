@@ -35,7 +35,7 @@ from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import ApiError
 from service.http.guard import CALLER, CLIENT_GONE, caller_header, rank_in, time_given
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import REQUEST_ID, invoked_path
 from service.process.stop_signals import wait_while
 from service.security.keys import authorization_of
@@ -69,7 +69,7 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def refuse_if_draining(self, http: Request) -> None:
+    def refuse_if_draining(self, http: HttpRequest) -> None:
         if self.draining:
             raise draining("the router is draining: it takes no new requests")
 
@@ -122,7 +122,7 @@ class RequestParts:
     get headers that the client sent (`passed`), and those `by_api` and of `streams`.
     """
 
-    gates: tuple[Callable[[Request], None], ...] = ()
+    gates: tuple[Callable[[HttpRequest], None], ...] = ()
     bodies: tuple[BodyPart, ...] = ()
     around: tuple[ServePart, ...] = ()
     answer: Attempted = ClientAnswer
@@ -156,12 +156,12 @@ class Dispatcher:
         for part in reversed(self.parts.around):
             self._serve_inside = _around(part, self._serve_inside)
 
-    async def invoke(self, http: Request) -> Response:
+    async def invoke(self, http: HttpRequest) -> Response:
         """Answer POST /invocations."""
         body = await http.read()
         return await self.handle(http, path=await BODIES.run(partial(invoked_path, body), size=len(body)))
 
-    async def handle(self, http: Request, *, path: str = "") -> Response:
+    async def handle(self, http: HttpRequest, *, path: str = "") -> Response:
         if self.live.blocked:
             await self.live.wait_unblocked(timeout_s=time_given(http.headers))
         try:
@@ -173,7 +173,7 @@ class Dispatcher:
                 notify(error.why)
             raise
 
-    async def _handle(self, http: Request, path: str) -> Response:
+    async def _handle(self, http: HttpRequest, path: str) -> Response:
         task = asyncio.current_task()
         assert task is not None
         started_s = self.launcher.clock()
@@ -231,7 +231,7 @@ class Dispatcher:
         given, parts = request.http.headers, self.parts
         headers = {
             "Content-Type": "application/json",
-            "X-Request-Id": request.request_id,
+            "X-HttpRequest-Id": request.request_id,
             **caller_header(request.http),
         }
         headers |= {name: given[name] for name in parts.passed if name in given}

@@ -19,9 +19,9 @@ from router.body import Api as Generation
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
 from router.pool.worker import Worker
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import bad_field, decode_body, decode_or_none
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import Tag, delete, get, json_response, no_such_path, post
 from service.responses import api
 from service.responses.api import PATH, StoredHandler, caller_of, named_response
@@ -216,7 +216,7 @@ class ResponsesApi:
     book: SharedBook | None
     peers: PeerProcesses
 
-    def api(self) -> Api:
+    def api(self) -> ApiRouter:
         one = PATH + "/{id}"
         routes = [
             get(one, self._of(api.get_response)),
@@ -225,18 +225,18 @@ class ResponsesApi:
             get(f"{one}/input_items", self._of(api.list_input_items)),
             post(PEER_PATH, self.answer_peer, is_alias=True),
         ]
-        return Api(STORED, routes)
+        return ApiRouter(STORED, routes)
 
-    async def answer_peer(self, request: Request) -> Response:
+    async def answer_peer(self, request: HttpRequest) -> Response:
         if self.book is None or not self.peers.is_peer(request):
             raise no_such_path(request)
         question = decode_body(await request.read(), PeerQuestion)
         acts = {"find": self.book.local.find, "remove": self.book.local.remove, "cancel": self.book.local.cancel}
         return json_response(await acts[question.act](question.id, question.owner))
 
-    def _of(self, handler: StoredHandler) -> Callable[[Request], Awaitable[Response]]:
+    def _of(self, handler: StoredHandler) -> Callable[[HttpRequest], Awaitable[Response]]:
         @wraps(handler)
-        async def handle(request: Request) -> Response:
+        async def handle(request: HttpRequest) -> Response:
             if self.book is None:
                 raise not_found(named_response(request))
             return await handler(request, self.book)

@@ -19,8 +19,8 @@ from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Gauge, Move, Standing
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
-from service.http.api import Api
-from service.http.request import Request
+from service.http.api import ApiRouter
+from service.http.request import HttpRequest
 from service.http.routes import Tag, get
 from service.waiter import end_tasks, loop_time_s
 
@@ -70,10 +70,10 @@ class AutoRoles:
         """End auto roles; workers complete running switches."""
         await end_tasks(self._tasks)
 
-    def api(self) -> Api:
-        return Api(ROLES, [get(PATH, self.handle)])
+    def api(self) -> ApiRouter:
+        return ApiRouter(ROLES, [get(PATH, self.handle)])
 
-    async def handle(self, request: Request) -> Response:
+    async def handle(self, request: HttpRequest) -> Response:
         """Report the state and the plan of auto roles."""
         is_peer = self.peers.is_peer(request)
         body = msgspec.json.encode(self.status()) if is_peer else await self.leading_status()

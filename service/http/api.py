@@ -5,7 +5,6 @@ find their handler in a table of paths (routes.py), as a scan of a hundred patte
 than the rest of the router.
 """
 
-import asyncio
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -14,21 +13,21 @@ from typing import Any, cast
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as FastApiRequest
 from fastapi.openapi.utils import get_openapi
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from service.flags import ConfigError, installed_version
 from service.http.body import schemas_of
 from service.http.openapi import SCHEMAS, operation
-from service.http.request import Request, RequestLimits
-from service.http.routes import Handler, Route, Tag
+from service.http.request import Handler, HttpRequest, RequestLimits, asgi_app
+from service.http.routes import HttpRoute, Tag
 
 OPENAPI_PATH = "/openapi.json"
 
 
-class Api(APIRouter):
+class ApiRouter(APIRouter):
     """Routes under one tag of the documentation."""
 
-    def __init__(self, tag: Tag, routes: Iterable[Route]) -> None:
+    def __init__(self, tag: Tag, routes: Iterable[HttpRoute]) -> None:
         super().__init__(tags=[tag.name])
         self.tag = tag
         self.table = tuple(routes)
@@ -36,7 +35,7 @@ class Api(APIRouter):
             if not route.is_alias:
                 self._describe(route)
 
-    def _describe(self, route: Route) -> None:
+    def _describe(self, route: HttpRoute) -> None:
         summary, description = texts_of(route)
         self.add_api_route(
             route.path,
@@ -50,7 +49,7 @@ class Api(APIRouter):
         )
 
 
-def texts_of(route: Route) -> tuple[str, str]:
+def texts_of(route: HttpRoute) -> tuple[str, str]:
     """Return summary and description, by default of the handler's docstring."""
     text = route.about or inspect.getdoc(route.handler) or ""
     summary, _, description = text.partition("\n")
@@ -61,7 +60,7 @@ def _endpoint(handler: Handler) -> Callable[[FastApiRequest], Awaitable[Response
     """Return an endpoint whose parameters FastAPI reads."""
 
     async def endpoint(request: FastApiRequest) -> Response:
-        assert isinstance(request, Request)
+        assert isinstance(request, HttpRequest)
         return await handler(request)
 
     return endpoint
@@ -70,7 +69,7 @@ def _endpoint(handler: Handler) -> Callable[[FastApiRequest], Awaitable[Response
 class Application(FastAPI):
     """A server's application. `handle` answers; `apis` are documented in their order."""
 
-    def __init__(self, title: str, apis: Sequence[Api], *, handle: Handler, limits: RequestLimits) -> None:
+    def __init__(self, title: str, apis: Sequence[ApiRouter], *, handle: Handler, limits: RequestLimits) -> None:
         super().__init__(title=title, version=installed_version(), openapi_url=None)
         for api in apis:
             self.include_router(api)
@@ -89,7 +88,7 @@ class Application(FastAPI):
         return self.openapi_schema
 
 
-def document(apis: Sequence[Api], *, title: str) -> dict[str, Any]:
+def document(apis: Sequence[ApiRouter], *, title: str) -> dict[str, Any]:
     """Return the OpenAPI document, with the schemas of all bodies."""
     tags = [tag._asdict() for tag in dict.fromkeys(api.tag for api in apis)]
     routes = [route for api in apis for route in api.routes]
@@ -98,30 +97,6 @@ def document(apis: Sequence[Api], *, title: str) -> dict[str, Any]:
     schemas = schemas_of(list(bodies), refs=SCHEMAS.format(name="{model}"))
     made["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     return made
-
-
-def asgi_app(handle: Handler, limits: RequestLimits, *, sends_at_once: bool = True) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await _other_than_http(scope, receive, send)
-        request = Request(scope, receive, send, limits, sends_at_once=sends_at_once)
-        try:
-            response = await handle(request)
-            await response(scope, receive, send)
-        except (asyncio.CancelledError, ConnectionError):
-            if request.connection is None or not request.connection.is_gone:
-                raise
-
-    return app
-
-
-async def _other_than_http(scope: Scope, receive: Receive, send: Send) -> None:
-    """Take part in the lifespan of another server's application; refuse websockets."""
-    if scope["type"] != "lifespan":
-        return await send({"type": "websocket.close", "code": 1003})
-    while (await receive())["type"] == "lifespan.startup":
-        await send({"type": "lifespan.startup.complete"})
-    await send({"type": "lifespan.shutdown.complete"})
 
 
 def add_middleware(app: FastAPI, paths: Iterable[str], *, flag: str = "--middleware") -> None:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from fastapi import Response
 
 from service.http.errors import INTERNAL_ERROR, ApiError
-from service.http.request import BrokenBody, Request, RequestKey, Stream, raw_headers
+from service.http.request import BrokenBody, Handler, HttpRequest, RequestKey, StreamedResponse, raw_headers
 from service.http.routes import (
     EXTRA_HEADERS,
     REQUEST_ID,
     REQUEST_ID_HEADER,
     STREAMING,
-    Handler,
-    HttpRoute,
+    MatchedRoute,
     Routes,
     errors_of,
 )
@@ -38,8 +37,8 @@ def make_guard(
     gate: KeyGate,
     need_of: Callable[[str, str], Access],
     browser: BrowserRule,
-    admit: Callable[[Request, Access], ApiError | None] | None = None,
-    is_trusted: Callable[[Request], bool] | None = None,
+    admit: Callable[[HttpRequest, Access], ApiError | None] | None = None,
+    is_trusted: Callable[[HttpRequest], bool] | None = None,
     on_refused: Callable[[str], None] = lambda reason: None,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> Handler:
@@ -52,7 +51,7 @@ def make_guard(
 
     has_keys = gate.api.is_set or gate.admin.is_set
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         route = routes.of(request)
         request_id = request_id_of(request.headers.get(REQUEST_ID_HEADER, "")) or new_id()
         request[REQUEST_ID] = request_id
@@ -62,11 +61,11 @@ def make_guard(
         response = early_answer(request, route)
         if response is None:
             response = await answer_of(route.handler, request)
-        if not isinstance(response, Stream):
+        if not isinstance(response, StreamedResponse):
             response.raw_headers += raw_headers(request[EXTRA_HEADERS].items())
         return response
 
-    def early_answer(request: Request, route: HttpRoute) -> Response | None:
+    def early_answer(request: HttpRequest, route: MatchedRoute) -> Response | None:
         if is_trusted is not None and is_trusted(request):
             return None
         page = browser.refusal(request.method, request.path, request.headers, has_body=request.has_body)
@@ -79,7 +78,7 @@ def make_guard(
         refusal = refuse(request)
         return None if refusal is None else route.errors.response(refusal)
 
-    def refuse(request: Request) -> ApiError | None:
+    def refuse(request: HttpRequest) -> ApiError | None:
         request[CALLER] = ANYBODY
         if has_keys:
             request[CALLER] = gate.caller(authorization_of(request.headers), time.monotonic())
@@ -92,7 +91,7 @@ def make_guard(
     return handle
 
 
-def key_refusal(request: Request, gate: KeyGate, need: Access) -> ApiError | None:
+def key_refusal(request: HttpRequest, gate: KeyGate, need: Access) -> ApiError | None:
     """Return the refusal, if any; also for handlers that decide by the body."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:
@@ -101,7 +100,7 @@ def key_refusal(request: Request, gate: KeyGate, need: Access) -> ApiError | Non
     return ApiError(status, message, code="invalid_api_key" if status == 401 else "admin_key_needed")
 
 
-async def answer_of(handler: Handler, request: Request) -> Response:
+async def answer_of(handler: Handler, request: HttpRequest) -> Response:
     """Return the handler's response or exception, unless a stream has started."""
     errors = errors_of(request)
     try:
@@ -198,7 +197,7 @@ NO_KEY = "-"  # names shared by all
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-def caller_header(request: Request) -> dict[str, str]:
+def caller_header(request: HttpRequest) -> dict[str, str]:
     """Owners of request names: a `rid` belongs to the key that sent it.
 
         router -> worker   CALLER_HEADER: digest of the client's key, or NO_KEY
@@ -213,7 +212,7 @@ def owner_said(headers: Mapping[str, str]) -> str:
     return headers.get(CALLER_HEADER, NO_KEY).replace(NO_KEY, "")
 
 
-def owner_in(request: Request) -> str:
+def owner_in(request: HttpRequest) -> str:
     """Return a worker request's owner, empty for all without key. Raises ApiError(400)."""
     said = request.headers.get(CALLER_HEADER)
     if said is None:
@@ -225,16 +224,16 @@ def owner_in(request: Request) -> str:
     return said.replace(NO_KEY, "")
 
 
-def has_admin_key(request: Request, gate: KeyGate) -> bool:
+def has_admin_key(request: HttpRequest, gate: KeyGate) -> bool:
     """Return whether the caller may abort any request."""
     return gate.admin.is_set and request[CALLER].access >= Access.ADMIN
 
 
-def may_end_any(request: Request, gate: KeyGate) -> bool:
+def may_end_any(request: HttpRequest, gate: KeyGate) -> bool:
     """The same at a worker; without keys it trusts all but a router's clients."""
     has_keys = gate.api.is_set or gate.admin.is_set
     return has_admin_key(request, gate) if has_keys else CALLER_HEADER not in request.headers
 
 
-def _own(request: Request) -> str:
+def _own(request: HttpRequest) -> str:
     return owner_of(authorization_of(request.headers)) if request[CALLER].name else ""

@@ -10,8 +10,8 @@ from fastapi import Response
 
 from service.flags import installed_version
 from service.http.guard import CALLER
-from service.http.request import Request
-from service.http.routes import Route, get, json_response
+from service.http.request import HttpRequest
+from service.http.routes import HttpRoute, get, json_response
 from service.security.keys import Access
 
 # ---- Static files of pages, public; their data needs a key.
@@ -51,10 +51,10 @@ class Pages:
     def __init__(self, files: Mapping[str, Path] = SHARED) -> None:
         self._files = {path: (file.read_bytes(), _TYPES[file.suffix]) for path, file in files.items()}
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[HttpRoute]:
         return [get(path, self.file) for path in self._files]
 
-    async def file(self, request: Request) -> Response:
+    async def file(self, request: HttpRequest) -> Response:
         body, kind = self._files[request.path]
         return Response(content=body, media_type=kind, headers=PAGE_HEADERS)
 
@@ -104,10 +104,10 @@ class Home:
     models: Callable[[], Sequence[str]]
     links: Mapping[str, str]
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[HttpRoute]:
         return [get(HOME, self.home)]
 
-    async def home(self, request: Request) -> Response:
+    async def home(self, request: HttpRequest) -> Response:
         models = list(self.models()) if request[CALLER].access >= Access.USER else None
         links = {**self.links, **LINKS}
         if "text/html" in request.headers.get("Accept", ""):

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from service.http.request import Request, Stream
+from service.http.request import HttpRequest, StreamedResponse
 from service.http.routes import SSE_HEADERS, open_stream, shape_of
 
 # Set by a router that writes them itself: a worker's first byte is then output.
@@ -18,8 +18,8 @@ class KeepAlive:
     bytes sent; writers report nothing.
     """
 
-    def __init__(self, request: Request, *, interval_s: float) -> None:
-        self.stream: Stream | None = None
+    def __init__(self, request: HttpRequest, *, interval_s: float) -> None:
+        self.stream: StreamedResponse | None = None
         self._request = request
         self._beat = shape_of(request.path).beat
         self._interval_s = interval_s
@@ -40,7 +40,7 @@ class KeepAlive:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def open(self, *, headers: Mapping[str, str], status: int = 200) -> Stream:
+    async def open(self, *, headers: Mapping[str, str], status: int = 200) -> StreamedResponse:
         """Return the stream, after a keep-alive with status 200 and an event stream's headers."""
         async with self._turn:
             if self.stream is None:

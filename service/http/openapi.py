@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from service.flags import installed_version
-from service.http.routes import EVENTS_TYPE, Route, shape_of
+from service.http.routes import EVENTS_TYPE, HttpRoute, shape_of
 from service.security.keys import Access
 
 TEXT = {"type": "string"}
@@ -27,7 +27,7 @@ SCHEMAS = "#/components/schemas/{name}"
 _PATTERN = re.compile(r"{(\w+)}")
 
 
-def operation(route: Route) -> dict[str, Any]:
+def operation(route: HttpRoute) -> dict[str, Any]:
     """Return the part of a route's operation that follows from its fields."""
     parameters = [{"name": n, "in": "path", "required": True, "schema": TEXT} for n in _PATTERN.findall(route.path)]
     good = (

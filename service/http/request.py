@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, overload
@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, unquote_to
 
 from fastapi import Request as FastApiRequest
 from fastapi import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.errors import USUAL_TIMES, ApiError, check_bounds, coding_of, inflate
 from service.waiter import BODIES, Waiter
@@ -138,7 +138,7 @@ class Headers(Mapping[str, str]):
         return self._values.get(name.lower(), default)
 
 
-class Request(FastApiRequest):
+class HttpRequest(FastApiRequest):
     """A request: its path in one spelling, its body within limits, and values of handlers.
 
     `raw_path` is the path in one spelling with its escapes, `path` the same decoded (but for bytes
@@ -254,13 +254,13 @@ def raw_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]
     return [(name.lower().encode("latin-1"), value.encode("utf-8", "surrogateescape")) for name, value in headers]
 
 
-class Stream(Response):
+class StreamedResponse(Response):
     """An answer that its handler sends in pieces. `num_bytes`: written so far.
 
     The head goes with the first piece, as it would wait for the client's delayed ACK.
     """
 
-    def __init__(self, request: Request, *, status: int, headers: Iterable[tuple[str, str]]) -> None:
+    def __init__(self, request: HttpRequest, *, status: int, headers: Iterable[tuple[str, str]]) -> None:
         self.status_code = status
         self.num_bytes = 0
         self.raw_headers = raw_headers(headers)
@@ -315,7 +315,7 @@ class DirectWrites:
     callback cannot.
     """
 
-    def __init__(self, out: Stream, *, take: Callable[[], bytes], is_over: Callable[[], bool]) -> None:
+    def __init__(self, out: StreamedResponse, *, take: Callable[[], bytes], is_over: Callable[[], bool]) -> None:
         self._out = out
         self._take = take
         self._is_over = is_over
@@ -339,3 +339,32 @@ class DirectWrites:
         except Exception as error:  # mostly of the client's connection
             self._error = error
             self._stopped.wake()
+
+
+# ---- the application
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def asgi_app(handle: Handler, limits: RequestLimits, *, sends_at_once: bool = True) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await _other_than_http(scope, receive, send)
+        request = HttpRequest(scope, receive, send, limits, sends_at_once=sends_at_once)
+        try:
+            response = await handle(request)
+            await response(scope, receive, send)
+        except (asyncio.CancelledError, ConnectionError):
+            if request.connection is None or not request.connection.is_gone:
+                raise
+
+    return app
+
+
+async def _other_than_http(scope: Scope, receive: Receive, send: Send) -> None:
+    """Take part in the lifespan of another server's application; refuse websockets."""
+    if scope["type"] != "lifespan":
+        return await send({"type": "websocket.close", "code": 1003})
+    while (await receive())["type"] == "lifespan.startup":
+        await send({"type": "lifespan.startup.complete"})
+    await send({"type": "lifespan.shutdown.complete"})

@@ -1,6 +1,6 @@
 """Handlers by path and prefix, at a third of aiohttp's cost; shapes of answers."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,13 +11,13 @@ from fastapi import Response
 
 from service.http.body import Body, optional
 from service.http.errors import ApiError, decode_body
-from service.http.request import Request, RequestKey, Stream
+from service.http.request import Handler, HttpRequest, RequestKey, StreamedResponse
 from service.security.keys import Access
 from service.waiter import BODIES
 
 # ---- JSON answers, and streams of events or lines (NDJSON).
 
-REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID_HEADER = "X-HttpRequest-Id"
 EVENTS_TYPE, LINES_TYPE = "text/event-stream", "application/x-ndjson"
 STREAM_TYPES = (EVENTS_TYPE, LINES_TYPE)
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -32,9 +32,9 @@ _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028
 _encode = msgspec.json.Encoder().encode
 
 
-def open_stream(request: Request, *, headers: Mapping[str, str], status: int = 200) -> Stream:
+def open_stream(request: HttpRequest, *, headers: Mapping[str, str], status: int = 200) -> StreamedResponse:
     request[STREAMING] = True
-    return Stream(request, status=status, headers=chain(headers.items(), request[EXTRA_HEADERS].items()))
+    return StreamedResponse(request, status=status, headers=chain(headers.items(), request[EXTRA_HEADERS].items()))
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -199,8 +199,6 @@ def invoked_path(body: bytes) -> str:
 
 # ---- definitions of routes
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 class Tag(NamedTuple):
     """A group of routes in the documentation."""
@@ -210,7 +208,7 @@ class Tag(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
+class HttpRoute:
     """A route with its documentation.
 
     `need`: the key that it needs. `is_polled`: successes are not logged. `about`: summary and
@@ -233,7 +231,7 @@ class Route:
     starts: bool = False
 
 
-get, post, put, delete = (partial(Route, method) for method in ("GET", "POST", "PUT", "DELETE"))
+get, post, put, delete = (partial(HttpRoute, method) for method in ("GET", "POST", "PUT", "DELETE"))
 
 # ---- models with special heads
 
@@ -257,14 +255,14 @@ UNSERVED: Mapping[str, ModelHead] = {
 }
 
 
-async def refuse(request: Request) -> Response:
+async def refuse(request: HttpRequest) -> Response:
     path = request.path.rstrip("/")
     head = UNSERVED[path]
     message = f"{path} needs {head.needs}; the models here generate text. Instead: {head.instead}"
     raise ApiError(404, message, code="model_has_no_head")
 
 
-def unserved_routes() -> list[Route]:
+def unserved_routes() -> list[HttpRoute]:
     return [post(path, refuse) for path in UNSERVED]
 
 
@@ -272,7 +270,7 @@ def unserved_routes() -> list[Route]:
 
 
 @dataclass(frozen=True, slots=True)
-class HttpRoute:
+class MatchedRoute:
     """A route. `path` as registered, empty if unknown."""
 
     path: str
@@ -280,30 +278,30 @@ class HttpRoute:
     errors: ApiShape
 
 
-ROUTE: RequestKey[HttpRoute] = RequestKey("route", HttpRoute)
+ROUTE: RequestKey[MatchedRoute] = RequestKey("route", MatchedRoute)
 
 
 class Routes:
     """Routes by path and method; "/{name}" matches any text up to what follows."""
 
-    def __init__(self, routes: Iterable[Route]) -> None:
-        self._exact: dict[str, dict[str, HttpRoute]] = {}
-        below: dict[tuple[str, str], dict[str, HttpRoute]] = {}  # "/v1/models/", "" -> method -> route
+    def __init__(self, routes: Iterable[HttpRoute]) -> None:
+        self._exact: dict[str, dict[str, MatchedRoute]] = {}
+        below: dict[tuple[str, str], dict[str, MatchedRoute]] = {}  # "/v1/models/", "" -> method -> route
         for route in routes:
             head, brace, rest = route.path.partition("{")
             ends = (head, rest.partition("}")[2])
             methods = below.setdefault(ends, {}) if brace else self._exact.setdefault(head, {})
             assert route.method not in methods, (route.method, route.path)
-            methods[route.method] = HttpRoute(route.path, route.handler, shape_of(route.path))
+            methods[route.method] = MatchedRoute(route.path, route.handler, shape_of(route.path))
             if route.method == "GET":
                 methods["HEAD"] = methods["GET"]
         self._below = sorted(below.items(), key=lambda item: -len(item[0][1]))  # paths that continue after {name} first
 
-    def find(self, method: str, path: str) -> HttpRoute:
+    def find(self, method: str, path: str) -> MatchedRoute:
         """Return the route, or one that raises HTTPNotFound or HTTPMethodNotAllowed."""
         methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
-            return HttpRoute("", _not_found, shape_of(path))
+            return MatchedRoute("", _not_found, shape_of(path))
         route = methods.get(method)
         return route if route is not None else _not_allowed(method, methods)
 
@@ -316,40 +314,40 @@ class Routes:
                     found.setdefault(route.path, set()).add(method)
         return found
 
-    def of(self, request: Request) -> HttpRoute:
+    def of(self, request: HttpRequest) -> MatchedRoute:
         route = request.get(ROUTE)
         if route is None:
             route = request[ROUTE] = self.find(request.method, request.path)
         return route
 
-    def _methods_below(self, path: str) -> dict[str, HttpRoute] | None:
+    def _methods_below(self, path: str) -> dict[str, MatchedRoute] | None:
         for (head, tail), methods in self._below:
             if path.startswith(head) and path.endswith(tail) and len(path) > len(head) + len(tail):
                 return methods
         return None
 
 
-def errors_of(request: Request) -> ApiShape:
+def errors_of(request: HttpRequest) -> ApiShape:
     """Return the shape of errors, OpenAI's before routing."""
     route = request.get(ROUTE)
     return OPENAI if route is None else route.errors
 
 
-def no_such_path(request: Request) -> ApiError:
+def no_such_path(request: HttpRequest) -> ApiError:
     return ApiError(404, f"there is no {request.path} here", code="not_found")
 
 
-async def _not_found(request: Request) -> Response:
+async def _not_found(request: HttpRequest) -> Response:
     raise no_such_path(request)
 
 
-def _not_allowed(method: str, methods: dict[str, HttpRoute]) -> HttpRoute:
+def _not_allowed(method: str, methods: dict[str, MatchedRoute]) -> MatchedRoute:
     known = next(iter(methods.values()))
 
-    async def refuse(request: Request) -> Response:
+    async def refuse(request: HttpRequest) -> Response:
         message = f"{request.path} does not take {method}"
         response = known.errors.response(ApiError(405, message, code="method_not_allowed"))
         response.headers["Allow"] = ",".join(sorted(methods))
         return response
 
-    return HttpRoute(known.path, refuse, known.errors)
+    return MatchedRoute(known.path, refuse, known.errors)

@@ -83,7 +83,7 @@ class HttpServer:
     def __init__(self, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float) -> None:
         self._config = Config(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             interface="asgi3",
             lifespan="off",
@@ -128,14 +128,14 @@ class HttpServer:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        connections = [cast(Connection, connection) for connection in self._state.connections]
+        connections = [cast(HttpConnection, connection) for connection in self._state.connections]
         await asyncio.gather(*(connection.finish(self._shutdown_timeout_s) for connection in connections))
 
-    def connect(self) -> "Connection":
-        return Connection(self._config, self._state, header_timeout_s=self._header_timeout_s)
+    def connect(self) -> "HttpConnection":
+        return HttpConnection(self._config, self._state, header_timeout_s=self._header_timeout_s)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """A connection with deadlines; at the end a fresh one still gets a response."""
 
     def __init__(self, config: Config, state: ServerState, *, header_timeout_s: float) -> None:
@@ -262,7 +262,7 @@ class Connection(HttpToolsProtocol):
 class _Lingering:
     """A transport whose `close` waits for the rest of an unread body."""
 
-    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
+    def __init__(self, connection: HttpConnection, transport: asyncio.Transport) -> None:
         self.connection = connection
         self._raw = transport
         self.write, self.is_closing = transport.write, transport.is_closing

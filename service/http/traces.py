@@ -2,8 +2,8 @@
 
 from pydantic import ConfigDict
 
-from service.http.body import Body, optional, read_body
-from service.http.errors import bad_field
+from service.http.body import Body, optional
+from service.http.errors import bad_field, read_body
 from service.telemetry.context import MAX_ASKED, TracesQuery, query_error
 
 

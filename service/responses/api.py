@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import Response
 
 from service.http.errors import ApiError, bad_field
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import json_response, no_such_path
 from service.responses.items import input_items, not_found
 from service.responses.store import ResponseBook, StoredResponse
@@ -15,17 +15,17 @@ from service.security.keys import authorization_of, owner_of
 PATH = "/v1/responses"
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # of listed items, as in OpenAI's API
 
-StoredHandler = Callable[[Request, ResponseBook], Awaitable[Response]]
+StoredHandler = Callable[[HttpRequest, ResponseBook], Awaitable[Response]]
 
 
-async def get_response(request: Request, book: ResponseBook) -> Response:
+async def get_response(request: HttpRequest, book: ResponseBook) -> Response:
     """Return a remembered answer."""
     if request.query.get("stream", "false") != "false":
         raise bad_field("stream", "a stored response is not streamed; leave it out", code="unsupported_parameter")
     return _shown(await _find(request, book))
 
 
-async def delete_response(request: Request, book: ResponseBook) -> Response:
+async def delete_response(request: HttpRequest, book: ResponseBook) -> Response:
     """Forget an answer."""
     id = named_response(request)
     if not await book.remove(id, caller_of(request)):
@@ -33,7 +33,7 @@ async def delete_response(request: Request, book: ResponseBook) -> Response:
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
-async def cancel_response(request: Request, book: ResponseBook) -> Response:
+async def cancel_response(request: HttpRequest, book: ResponseBook) -> Response:
     """Stop an answer that runs in the background."""
     id = named_response(request)
     try:
@@ -43,7 +43,7 @@ async def cancel_response(request: Request, book: ResponseBook) -> Response:
     return _shown(await _find(request, book))
 
 
-async def list_input_items(request: Request, book: ResponseBook) -> Response:
+async def list_input_items(request: HttpRequest, book: ResponseBook) -> Response:
     """Return the items before a response, newest first by default."""
     found = await _find(request, book)
     return json_response(page_of(input_items(found), request.query))
@@ -70,7 +70,7 @@ def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
     }
 
 
-def named_response(request: Request) -> str:
+def named_response(request: HttpRequest) -> str:
     """Return the id in the path. Raises ApiError(404)."""
     id, _, rest = request.path.removeprefix(PATH + "/").partition("/")
     if rest not in ("", "cancel", "input_items"):
@@ -78,7 +78,7 @@ def named_response(request: Request) -> str:
     return id
 
 
-def caller_of(request: Request) -> str:
+def caller_of(request: HttpRequest) -> str:
     return owner_of(authorization_of(request.headers))
 
 
@@ -88,7 +88,7 @@ def _limit(text: str) -> int:
     return int(text)
 
 
-async def _find(request: Request, book: ResponseBook) -> Sequence[StoredResponse]:
+async def _find(request: HttpRequest, book: ResponseBook) -> Sequence[StoredResponse]:
     id = named_response(request)
     found = await book.find(id, caller_of(request))
     if not found:

@@ -10,16 +10,15 @@ import pytest
 import uvloop
 from fastapi import Response
 
-from service.http.api import asgi_app
 from service.http.listening import open_port
-from service.http.request import Request, RequestLimits
+from service.http.request import HttpRequest, RequestLimits, asgi_app
 from service.http.routes import json_response
 from service.http.server import HttpServer, serving
 
 LIMITS = RequestLimits(max_body_bytes=1 << 10)
 
 
-async def echo(request: Request) -> Response:
+async def echo(request: HttpRequest) -> Response:
     body = (await request.read()).decode()
     return json_response(
         {"path": request.path, "raw": request.raw_path, "query": request.target.partition("?")[2], "body": body}
@@ -84,7 +83,7 @@ async def test_what_is_no_http_is_refused_in_the_shape_of_all_errors(junk: bytes
 HEAD = b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
-async def handle(request: Request) -> Response:
+async def handle(request: HttpRequest) -> Response:
     return json_response({"path": request.path})
 
 

@@ -10,7 +10,8 @@ from engine.frontend.errors import from_finish
 from engine.messages import FinishReason
 from router.pool.reports import parse_error, reports_draining, reports_request_failed
 from service.http.errors import ApiError
-from service.http.routes import ANTHROPIC, OLLAMA, OPENAI, ApiShape, Handler, Routes, shape_of
+from service.http.request import Handler
+from service.http.routes import ANTHROPIC, OLLAMA, OPENAI, ApiShape, Routes, shape_of
 
 REFUSED = ApiError(400, 'n: "0" is\nwrong', field="n")
 TOO_LONG = ApiError(400, "it is", code="context_length_exceeded")

@@ -9,27 +9,27 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Response
-from starlette.requests import Request as StarletteRequest
+from starlette.requests import HttpRequest as StarletteRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.frontend.routes import APIS
 from service.flags import ConfigError
-from service.http.api import Api, Application, add_middleware, document
+from service.http.api import ApiRouter, Application, add_middleware, document
 from service.http.guard import answer_of
 from service.http.listening import open_port
-from service.http.request import DirectWrites, Request, RequestLimits
+from service.http.request import DirectWrites, HttpRequest, RequestLimits
 from service.http.routes import EXTRA_HEADERS, SSE_HEADERS, Routes, Tag, get, json_response, open_stream, post
 from service.http.server import serving
 
 LIMITS = RequestLimits(max_body_bytes=1 << 10)
 
 
-async def echo(request: Request) -> Response:
+async def echo(request: HttpRequest) -> Response:
     """Return the body."""
     return json_response({"path": request.path, "body": (await request.read()).decode()})
 
 
-async def count(request: Request) -> Response:
+async def count(request: HttpRequest) -> Response:
     """Count to three in a stream.
 
     A callback writes.
@@ -54,13 +54,15 @@ async def count(request: Request) -> Response:
     return out
 
 
-API = Api(Tag("Numbers", "Counts."), (post("/echo", echo), get("/count", count), get("/other", count, is_alias=True)))
+API = ApiRouter(
+    Tag("Numbers", "Counts."), (post("/echo", echo), get("/count", count), get("/other", count, is_alias=True))
+)
 
 
 def application() -> Application:
     routes = Routes(API.table)
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         return await answer_of(routes.of(request).handler, request)
 
     return Application("Test", (API,), handle=handle, limits=LIMITS)

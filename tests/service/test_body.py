@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from pydantic import ConfigDict, Field
 
-from service.http.body import Body, optional, plain, read_body
-from service.http.errors import ApiError
+from service.http.body import Body, optional
+from service.http.errors import ApiError, plain, read_body
 
 
 class Part(Body):

@@ -12,7 +12,6 @@ from fastapi import Response
 
 from service.http import errors
 from service.http import request as request_module
-from service.http.api import asgi_app
 from service.http.errors import (
     ALWAYS_BYTES,
     MAX_PARTS,
@@ -25,7 +24,7 @@ from service.http.errors import (
 )
 from service.http.guard import answer_of
 from service.http.listening import open_port
-from service.http.request import Request, RequestLimits
+from service.http.request import HttpRequest, RequestLimits, asgi_app
 from service.http.routes import json_response
 from service.http.server import serving
 from service.waiter import BODIES
@@ -139,10 +138,10 @@ async def test_servers_refuse_such_bodies_and_inflate_beside_their_loop(monkeypa
 
     monkeypatch.setattr(request_module, "inflate", noted)
 
-    async def size(request: Request) -> Response:
+    async def size(request: HttpRequest) -> Response:
         return json_response({"size": len(await request.read()), "again": len(await request.read())})
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         return await answer_of(size, request)
 
     long = gzip.compress(random.Random(1).randbytes(300_000))
@@ -165,7 +164,7 @@ async def test_servers_refuse_such_bodies_and_inflate_beside_their_loop(monkeypa
 
 
 async def test_a_compressed_body_waits_for_no_huge_one() -> None:
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         return json_response(len(await request.read()))
 
     goes_on, body = threading.Event(), random.Random(1).randbytes(10_000)

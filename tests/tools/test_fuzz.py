@@ -14,8 +14,8 @@ from hypothesis import Phase, settings
 
 from engine.frontend.routes import APIS
 from router.http import openapi as router_openapi
-from service.http.api import Api, document
-from service.http.request import Request
+from service.http.api import ApiRouter, document
+from service.http.request import HttpRequest
 from tools.fuzz import bodies, sockets
 from tools.fuzz.answers import Answers
 from tools.fuzz.clients import clients
@@ -107,7 +107,7 @@ def test_a_hang_ends_the_process_with_1_and_its_stacks() -> None:
     assert ended.returncode == 1 and "Timeout" in ended.stderr and "<string>" in ended.stderr
 
 
-async def never(request: Request) -> Response:
+async def never(request: HttpRequest) -> Response:
     raise AssertionError
 
 
@@ -116,7 +116,7 @@ def test_streams_are_described_by_their_events() -> None:
     generation = router_openapi.generation_routes(never, never)
     documents = [
         document(APIS, title="worker"),
-        router_openapi.make_document((Api(router_openapi.GENERATION, generation),), None),
+        router_openapi.make_document((ApiRouter(router_openapi.GENERATION, generation),), None),
     ]
     for described in documents:
         content = described["paths"]["/generate"]["post"]["responses"]["200"]["content"]

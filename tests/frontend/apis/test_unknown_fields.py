@@ -9,7 +9,7 @@ import pytest
 from engine.frontend.apis.chat.body import READER
 from engine.frontend.apis.shared import body_reader
 from engine.frontend.errors import IGNORED_HEADER, MAX_NOTED, IgnoredFields, shown
-from service.http.body import plain
+from service.http.errors import plain
 from tests.frontend.apis.rendering import rendered, template_of
 from tests.frontend.conftest import Worker
 from tests.text.chat_templates import SHAPES

@@ -15,16 +15,15 @@ from starlette.types import ASGIApp
 from bootstrap_server.app import make_app
 from bootstrap_server.registry import BootstrapConfig, Registry
 from router.pool.reports import is_bootstrap_server
-from service.http.api import asgi_app
 from service.http.listening import open_port
-from service.http.request import Request, RequestLimits
+from service.http.request import HttpRequest, RequestLimits, asgi_app
 from service.http.server import serving
 from tests.router.dummies import BOOTSTRAP_PORT, CHAT, Cluster, DummyWorker, cluster, until, workers
 
 LIMITS = RequestLimits(max_body_bytes=1 << 10)
 
 
-async def ok(request: Request) -> Response:
+async def ok(request: HttpRequest) -> Response:
     return Response("OK")
 
 
@@ -87,7 +86,7 @@ async def test_a_mapped_port_is_right_where_a_bootstrap_server_answers(whose: st
 async def test_a_bootstrap_server_that_hangs_hides_no_silent_worker() -> None:
     asked = 0
 
-    async def ok_once(request: Request) -> Response:
+    async def ok_once(request: HttpRequest) -> Response:
         nonlocal asked
         asked += 1
         if asked > 1:

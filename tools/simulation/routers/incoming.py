@@ -42,7 +42,7 @@ class _Answer:
             self._reply.finish()
 
 
-def incoming(request: Request, reply: Reply, request_id: str) -> served.Request:
+def incoming(request: Request, reply: Reply, request_id: str) -> served.HttpRequest:
     headers = {REQUEST_ID_HEADER: request_id, "Content-Type": "application/json", **request.headers}
     headers["Content-Length"] = str(len(request.body))
     scope = {
@@ -54,7 +54,7 @@ def incoming(request: Request, reply: Reply, request_id: str) -> served.Request:
         "headers": served.raw_headers(headers.items()),
         CONNECTION: _Connection(reply),
     }
-    return served.Request(scope, _whole(request.body), _Answer(reply).send, LIMITS)
+    return served.HttpRequest(scope, _whole(request.body), _Answer(reply).send, LIMITS)
 
 
 def _whole(body: bytes) -> Receive:

@@ -61,9 +61,9 @@ class Router:
         task = self.aio.run(lambda: self.aio.create_task(self._serve(http, reply)))
         reply.on_gone = lambda: self.aio.run(task.cancel)  # as our server does
 
-    async def _serve(self, http: served.Request, reply: Reply) -> None:
+    async def _serve(self, http: served.HttpRequest, reply: Reply) -> None:
         response = await self._guard(http)
-        if not isinstance(response, served.Stream):
+        if not isinstance(response, served.StreamedResponse):
             retry_after = response.headers.get("Retry-After", "")
             reply.whole(response.status_code, bytes(response.body), retry_after=retry_after)
 

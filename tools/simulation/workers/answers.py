@@ -44,7 +44,7 @@ def begun_of(request: Request, requests: list[GenerateRequest]) -> Begun:
 
 
 async def answer_by_events(generation: Generation, reply: Reply, begun: Begun, kept: StreamLog | None) -> None:
-    """As engine/frontend/apis/shared/stream.py: what fails before the first output has a status. What is `kept` is an
+    """As engine/frontend/apis/shared/samples.py: what fails before the first output has a status. What is `kept` is an
     event for each token, and one more after the last; else an output is one event.
     """
     frames, done = Frames(begun, kept=kept), b"" if kept is None else DONE

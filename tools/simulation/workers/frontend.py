@@ -18,8 +18,7 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.messages import GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.text.sample import TextOutput
 from service.http import heartbeats
-from service.http.body import read_body
-from service.http.errors import ApiError, decode_body
+from service.http.errors import ApiError, decode_body, read_body
 from service.http.guard import request_timeout_s
 from service.http.reconnect import RETAINED_PATH
 from service.http.resume import FRAMES_HEADER, MOVE_OUT, RESUME_HEADER

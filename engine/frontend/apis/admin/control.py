@@ -27,11 +27,11 @@ from engine.messages import (
     StopProfile,
     UnloadAdapter,
 )
-from service.http.api import Api
-from service.http.body import Body, optional, read_body
-from service.http.errors import ApiError, bad_field
+from service.http.api import ApiRouter
+from service.http.body import Body, optional
+from service.http.errors import ApiError, bad_field, read_body
 from service.http.guard import key_refusal, may_end_any, owner_in
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.resume import MAX_NAME_CHARS, MOVE_OUT
 from service.http.routes import json_response
 from service.security.keys import Access
@@ -102,7 +102,7 @@ class StartProfileBody(Body):
     record_shapes: bool | None = optional("True: events have the shapes of tensors. Default false.", False)
 
 
-async def flush_cache(request: Request) -> Response:
+async def flush_cache(request: HttpRequest) -> Response:
     """Drop all cached prefixes, if no request runs."""
     reply = await request[SERVICES].leaders.flush_cache()
     if not reply.ok:
@@ -110,7 +110,7 @@ async def flush_cache(request: Request) -> Response:
     return Response(content=(reply.message or "Cache flushed.") + "\n")
 
 
-async def abort_request(request: Request) -> Response:
+async def abort_request(request: HttpRequest) -> Response:
     """Abort a request, or all.
 
     200 also for an unknown id, as in SGLang, or another key's, which continues.
@@ -133,7 +133,7 @@ async def abort_request(request: Request) -> Response:
     return Response()
 
 
-async def move_out(request: Request) -> Response:
+async def move_out(request: HttpRequest) -> Response:
     """End streams that Tandem's router moves.
 
     `moving`: rids found.
@@ -171,7 +171,7 @@ class Order:
     head: tuple[str, Any] = SUCCESS
     shown: Callable[[Services, ControlReply], dict[str, Any]] = lambda s, reply: reply.values
 
-    async def handle(self, request: Request) -> Response:
+    async def handle(self, request: HttpRequest) -> Response:
         data = b"" if self.body is None else await request.read()
         return json_response(await self.carry_out(request[SERVICES], data))
 
@@ -281,7 +281,7 @@ ORDERS = {
 }
 
 
-API = Api(
+API = ApiRouter(
     Tags.OPERATIONS,
     (
         ApiRoute("POST", "/abort_request", abort_request, AbortBody, empty=True, body_required=False),

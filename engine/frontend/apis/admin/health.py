@@ -15,10 +15,10 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamped
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import DRAINING, ApiError, bad_field
 from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, PATH, TYPE, first_line, live_line, wait_s
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import json_response, open_stream
 from service.security.keys import Access
 
@@ -28,7 +28,7 @@ MAX_STREAMS = 256  # router processes
 _HEADERS = {"Content-Type": TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def heartbeats(request: Request) -> Response:
+async def heartbeats(request: HttpRequest) -> Response:
     """Raises ApiError: 400 for `every`, 503 if not ready or too many."""
     s, every_s = request[SERVICES], _every_s(request)
     if not s.leaders.ready.is_set() or not s.stamps.read():
@@ -71,7 +71,7 @@ def _is_fine(s: Services) -> bool:
     return s.client.closed is None and s.warm.is_set() and not s.leaders.released and not s.leaders.paused
 
 
-def _every_s(request: Request) -> float:
+def _every_s(request: HttpRequest) -> float:
     text = request.query.get("every", f"{EVERY_S:g}")
     try:
         value = float(text)
@@ -138,7 +138,7 @@ LOADING_TIMEOUT_S = 1.0
 INFO_TIMEOUT_S = 5.0
 
 
-async def health(request: Request) -> Response:
+async def health(request: HttpRequest) -> Response:
     """Report whether requests would be served.
 
     200 if the scheduler is alive; 503 while draining or with released memory.
@@ -182,7 +182,7 @@ async def _until_all_run(s: Services) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def liveness(request: Request) -> Response:
+async def liveness(request: HttpRequest) -> Response:
     """Report that this process answers.
 
     The watchdog ends a stuck scheduler.
@@ -190,7 +190,7 @@ async def liveness(request: Request) -> Response:
     return json_response({"status": "alive"})
 
 
-async def health_generate(request: Request) -> Response:
+async def health_generate(request: HttpRequest) -> Response:
     """Compute a token, as a deep check.
 
     Workers of a pair transfer no KV for it.
@@ -245,7 +245,7 @@ async def states_if_up(s: Services) -> list[StateReply]:
         return []
 
 
-API = Api(
+API = ApiRouter(
     Tags.HEALTH,
     (
         open_route("/health", health),

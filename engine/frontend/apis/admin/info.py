@@ -14,10 +14,10 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
 from service.flags import installed_version
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import DRAINING
 from service.http.openapi import loads_answer
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import json_response
 from service.http.traces import TracesBody, read_query
 from service.security.keys import Access
@@ -28,12 +28,12 @@ SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over a wor
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def list_models(request: Request) -> Response:
+async def list_models(request: HttpRequest) -> Response:
     """List the model and its adapters."""
     return json_response({"object": "list", "data": _model_cards(request[SERVICES])})
 
 
-async def get_model(request: Request) -> Response:
+async def get_model(request: HttpRequest) -> Response:
     """Describe a model or an adapter."""
     s = request[SERVICES]
     chosen = choose_model(s, request.path.removeprefix("/v1/models/"), None)
@@ -55,18 +55,18 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
     return [base, *({**base, "id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
 
 
-async def version(request: Request) -> Response:
+async def version(request: HttpRequest) -> Response:
     """Return the version."""
     return json_response({"version": installed_version()})
 
 
-async def model_info(request: Request) -> Response:
+async def model_info(request: HttpRequest) -> Response:
     """Describe the model."""
     s = request[SERVICES]
     return json_response({**s.model.info, **s.leaders.updated, "max_model_len": s.context_length})
 
 
-async def server_info(request: Request) -> Response:
+async def server_info(request: HttpRequest) -> Response:
     """Describe the server: flags, state, load."""
     s = request[SERVICES]
     states, now, switch = await states_if_up(s), await step_if_up(s), s.spec.switch
@@ -120,7 +120,7 @@ def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, An
     ]
 
 
-async def loads(request: Request) -> Response:
+async def loads(request: HttpRequest) -> Response:
     """Return the load of each rank."""
     s = request[SERVICES]
     entries = [
@@ -132,12 +132,12 @@ async def loads(request: Request) -> Response:
     return json_response(loads_answer(entries))
 
 
-async def old_load(request: Request) -> Response:
+async def old_load(request: HttpRequest) -> Response:
     """Return the load of each rank, as SGLang did before."""
     return json_response(get_load(await request[SERVICES].client.recent_states()))
 
 
-async def metrics(request: Request) -> Response:
+async def metrics(request: HttpRequest) -> Response:
     """Return Prometheus metrics."""
     s = request[SERVICES]
     body = s.metrics.exposition(await states_if_up(s), await steps_if_up(s))
@@ -146,7 +146,7 @@ async def metrics(request: Request) -> Response:
     return Response(content=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
-async def check(request: Request) -> Response:
+async def check(request: HttpRequest) -> Response:
     """Check all invariants.
 
     `ok`: no problem is found.
@@ -157,7 +157,7 @@ async def check(request: Request) -> Response:
     return json_response({"ok": not total.problems, **msgspec.structs.asdict(total), **ranks})
 
 
-async def traces(request: Request) -> Response:
+async def traces(request: HttpRequest) -> Response:
     """Return recent requests, for `tandem trace`."""
     query = read_query(await request.read())
     s = request[SERVICES]
@@ -165,7 +165,7 @@ async def traces(request: Request) -> Response:
     return json_response(Records(records=await s.others.with_records(found, query)))
 
 
-API = Api(
+API = ApiRouter(
     Tags.SERVER,
     (
         open_route("/metrics", metrics, plain_text=True),

@@ -10,10 +10,10 @@ from engine.frontend.errors import not_ready
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
 from service.flags import ConfigError
-from service.http.api import Api
-from service.http.body import Body, optional, read_body
-from service.http.errors import ApiError, bad_field
-from service.http.request import Request
+from service.http.api import ApiRouter
+from service.http.body import Body, optional
+from service.http.errors import ApiError, bad_field, read_body
+from service.http.request import HttpRequest
 from service.http.routes import json_response
 
 ROLES = ("prefill", "decode")
@@ -27,7 +27,7 @@ class SwitchBody(Body):
     )
 
 
-async def switch_role(request: Request) -> Response:
+async def switch_role(request: HttpRequest) -> Response:
     """Change the role of this worker.
 
     202 once draining; /server_info shows the new role when done. 200 if unchanged.
@@ -84,4 +84,4 @@ def _state_for(s: Services, role: str) -> RoleSwitchState:
     )
 
 
-API = Api(Tags.OPERATIONS, (admin_route("/switch_role", switch_role, SwitchBody, starts=True),))
+API = ApiRouter(Tags.OPERATIONS, (admin_route("/switch_role", switch_role, SwitchBody, starts=True),))

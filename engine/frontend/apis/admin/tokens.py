@@ -14,10 +14,10 @@ from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
-from service.http.api import Api
-from service.http.body import Body, optional, read_body
-from service.http.errors import bad_field
-from service.http.request import Request
+from service.http.api import ApiRouter
+from service.http.body import Body, optional
+from service.http.errors import bad_field, read_body
+from service.http.request import HttpRequest
 from service.http.routes import json_response
 from service.waiter import BODIES
 
@@ -64,7 +64,7 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = optional("False: special tokens stay in the text. Default true.", True)
 
 
-async def tokenize(request: Request) -> Response:
+async def tokenize(request: HttpRequest) -> Response:
     """Return the token ids of a text or a chat."""
     s = request[SERVICES]
     body = await READER.read(request)
@@ -99,7 +99,7 @@ async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
     return await s.texts.encode_all(texts, field="prompt", add_special_tokens=add)
 
 
-async def detokenize(request: Request) -> Response:
+async def detokenize(request: HttpRequest) -> Response:
     """Return the text of token ids."""
     s = request[SERVICES]
     data = await request.read()
@@ -117,7 +117,7 @@ def _check(s: Services, lists: list[list[int]]) -> None:
         check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)
 
 
-API = Api(
+API = ApiRouter(
     Tags.TOKENS,
     (
         token_route("/tokenize", tokenize, TokenizeBody, computes=False),

@@ -13,7 +13,7 @@ from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
 from engine.frontend.apis.shared.routes import Tags, admin_route
 from engine.frontend.services import Services
 from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NewTensors, UpdateWeights
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.body import Body, optional
 from service.http.errors import bad_field
 
@@ -216,7 +216,7 @@ ORDERS = {
         about="Leave a trainer's process group.", message=_leave, body=LeaveGroupBody, timeout_s=UPDATE_TIMEOUT_S
     ),
 }
-API = Api(
+API = ApiRouter(
     Tags.OPERATIONS,
     tuple(
         admin_route(path, order.handle, order.body, body_required=order.body_required, about=order.about)

@@ -11,8 +11,7 @@ from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import Tags, token_route
-from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
-from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Framing, Head, answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.sample import (
     Arguments,
@@ -25,9 +24,9 @@ from engine.text.sample import (
     ToolCall,
     joined,
 )
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import object_of
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import EVENTS_TYPE, json_response, typed_event
 
 # ---- an answer as a message
@@ -159,7 +158,7 @@ def _thinking_block(text: str) -> dict[str, Any]:
 _FORMAT = AnswerFormat(id_prefix="msg_", framing=Framing(encode=typed_event), cut=True)
 
 
-async def messages(request: Request) -> Response:
+async def messages(request: HttpRequest) -> Response:
     """Answer a conversation."""
     s = request[SERVICES]
     body = await MESSAGES.read(request)
@@ -176,7 +175,7 @@ async def messages(request: Request) -> Response:
         return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
-async def count_tokens(request: Request) -> Response:
+async def count_tokens(request: HttpRequest) -> Response:
     """Count the tokens of a conversation."""
     body = await COUNT_TOKENS.read(request)
     with in_words_of(NAMES):
@@ -185,7 +184,7 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": len(plan.input_ids)})
 
 
-API = Api(
+API = ApiRouter(
     Tags.MESSAGES,
     (
         token_route("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),

@@ -41,8 +41,7 @@ from engine.text.chat_template import (
 from engine.text.parts import INPUT, AnswerReaders, PartReader
 from engine.text.sample import TextAnswers
 from engine.text.template_reads import TemplateReads
-from service.http.body import plain
-from service.http.errors import bad_field
+from service.http.errors import bad_field, plain
 
 PAGE_CHARS = 1024
 MakeAnswers = Callable[[Callable[[str], str], str], TextAnswers]  # of what makes unique ids, and the prefix of calls

@@ -14,8 +14,8 @@ from engine.frontend.apis.shared.constraints import Constraint, closed_schema, m
 from engine.sampling_params import GrammarSpec
 from engine.text.parts import INPUT
 from engine.text.tool_calls import CallFormat
-from service.http.body import Body, optional, plain
-from service.http.errors import bad_field
+from service.http.body import Body, optional
+from service.http.errors import bad_field, plain
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

@@ -33,17 +33,16 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
-from engine.frontend.apis.shared.samples import bootstraps_of, samples_of, start
-from engine.frontend.apis.shared.stream import Framing, answer
+from engine.frontend.apis.shared.samples import Framing, answer, bootstraps_of, samples_of, start
 from engine.frontend.images.placeholders import MediaSource
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import bad_field
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import DONE, EVENTS_TYPE
 from service.waiter import BODIES
 
@@ -55,7 +54,7 @@ LIMIT = "sampling_params.max_new_tokens"
 PARAMS_BYTES = 2048  # reading as much costs as much as checking parameters
 
 
-async def generate(request: Request) -> Response:
+async def generate(request: HttpRequest) -> Response:
     """Continue a text or token ids."""
     s = request[SERVICES]
     body = await READER.read(request)
@@ -158,7 +157,7 @@ def _after_reasoning(s: Services, body: GenerateBody, params: SamplingParams, pr
 
 
 def _requests(
-    request: Request,
+    request: HttpRequest,
     body: GenerateBody,
     *,
     prompts: list[list[int]],
@@ -213,7 +212,7 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
     return rids
 
 
-API = Api(
+API = ApiRouter(
     Tags.GENERATE,
     (
         token_route("/generate", generate, GenerateBody, streams=EVENTS_TYPE),

@@ -32,10 +32,10 @@ from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.body import optional
 from service.http.errors import bad_field
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import json_response, json_rows
 
 
@@ -69,7 +69,7 @@ READER = BodyReader(
 )
 
 
-async def score(request: Request) -> Response:
+async def score(request: HttpRequest) -> Response:
     """Return the probabilities of labels behind a prompt."""
     s = request[SERVICES]
     body = await READER.read(request)
@@ -142,7 +142,7 @@ ENCODE_READER = BodyReader(
 )
 
 
-async def encode(request: Request) -> Response:
+async def encode(request: HttpRequest) -> Response:
     """Return embeddings of texts or token ids."""
     s = request[SERVICES]
     started_s = time.monotonic()
@@ -172,7 +172,7 @@ async def encode(request: Request) -> Response:
     return json_response(rows if is_list else rows[0])
 
 
-API = Api(
+API = ApiRouter(
     Tags.SCORES,
     (
         token_route("/encode", encode, EncodeBody),

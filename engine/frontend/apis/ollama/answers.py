@@ -35,15 +35,20 @@ from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
-from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
-from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.apis.shared.samples import (
+    AnswerFormat,
+    Framing,
+    SamplesPlan,
+    answer_samples,
+    body_constraint,
+    sampling_of,
+)
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextAnswers, WholeAnswer
 from service.flags import untagged
-from service.http.api import Api
-from service.http.body import read_body
-from service.http.errors import bad_field
-from service.http.request import Request
+from service.http.api import ApiRouter
+from service.http.errors import bad_field, read_body
+from service.http.request import HttpRequest
 from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line
 
 # ---- GET /api/tags, /api/ps, /api/version and POST /api/show.
@@ -53,24 +58,24 @@ NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")
 
 
-async def version(request: Request) -> Response:
+async def version(request: HttpRequest) -> Response:
     """Return the version."""
     return json_response({"version": VERSION})
 
 
-async def tags(request: Request) -> Response:
+async def tags(request: HttpRequest) -> Response:
     """List models."""
     return json_response({"models": list(_cards(request[SERVICES]))})
 
 
-async def ps(request: Request) -> Response:
+async def ps(request: HttpRequest) -> Response:
     """List loaded models."""
     s = request[SERVICES]
     more = {"expires_at": NEVER, "context_length": s.context_length}
     return json_response({"models": [{**card, **more, "size_vram": card["size"]} for card in _cards(s)]})
 
 
-async def show(request: Request) -> Response:
+async def show(request: HttpRequest) -> Response:
     """Describe a model."""
     s = request[SERVICES]
     body = read_body(await request.read(), ShowBody)
@@ -145,7 +150,7 @@ _FORMAT = AnswerFormat(id_prefix="chat-", framing=LINES, cut=True)
 _RAW_FORMAT = AnswerFormat(id_prefix="gen-", field="prompt", framing=LINES, cut=True)
 
 
-async def chat(request: Request) -> Response:
+async def chat(request: HttpRequest) -> Response:
     """Answer a chat."""
     start_ns = time.monotonic_ns()
     body = await CHAT.read(request)
@@ -157,7 +162,7 @@ async def chat(request: Request) -> Response:
         )
 
 
-async def generate(request: Request) -> Response:
+async def generate(request: HttpRequest) -> Response:
     """Continue a text.
 
     The prompt is raw without a chat template.
@@ -172,14 +177,16 @@ async def generate(request: Request) -> Response:
         return await _answer_chat(request, body, prompted_chat_of(body), show=response_text, start_ns=start_ns)
 
 
-async def _answer_chat(request: Request, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int) -> Response:
+async def _answer_chat(
+    request: HttpRequest, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
+) -> Response:
     plan = await plan_chat(request[SERVICES], chat)
     answers = plan.answers(ids_of(request).mint, "call_")
     view = partial(OllamaView, answers, model=body.model, start_ns=start_ns, show=show)
     return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
-async def _complete(request: Request, body: OllamaGenerateBody, prompt: str, *, start_ns: int) -> Response:
+async def _complete(request: HttpRequest, body: OllamaGenerateBody, prompt: str, *, start_ns: int) -> Response:
     s, fields = request[SERVICES], completion_of(body)
     model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
     plan = SamplesPlan(
@@ -199,7 +206,7 @@ def _loaded(s: Services, body: OllamaFields, show: Show) -> Response:
     return json_response(loaded(body.model, shown))
 
 
-API = Api(
+API = ApiRouter(
     Tags.OLLAMA,
     (
         token_route("/api/chat", chat, OllamaChatBody, streams=LINES_TYPE),

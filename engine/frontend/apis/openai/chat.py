@@ -10,6 +10,7 @@ from fastapi import Response
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.plan import plan_chat
+from engine.frontend.apis.shared.fields import includes_usage, shows_usage_continuously
 from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import Tags, token_route
@@ -27,8 +28,8 @@ from engine.text.sample import (
     joined,
 )
 from engine.text.tokenizer import Tokenizer
-from service.http.api import Api
-from service.http.request import Request
+from service.http.api import ApiRouter
+from service.http.request import HttpRequest
 from service.http.routes import EVENTS_TYPE
 
 # ---- Optional fields of a choice: token ids (vLLM, SGLang), last hidden state (SGLang). Pure.
@@ -122,15 +123,15 @@ class OpenAIView:
         return [self._chunk(index, delta) for delta in deltas]
 
     def last(self) -> list[dict[str, Any]]:
-        if not self._request.include_usage:
+        if not includes_usage(self._request):
             return []
         return [{**self._chunk_head, "choices": [], "usage": usage_of(self._usage.total())}]
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._chunk_head, "choices": [choice]}
-        if self._request.continuous_usage:
+        if shows_usage_continuously(self._request):
             chunk["usage"] = usage_of(self._usage.of_sample(index))
-        elif self._request.include_usage:
+        elif includes_usage(self._request):
             chunk["usage"] = None
         return chunk
 
@@ -261,7 +262,7 @@ def _arguments(text: str) -> dict[str, Any]:
 _FORMAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
-async def chat_completions(request: Request) -> Response:
+async def chat_completions(request: HttpRequest) -> Response:
     """Answer a chat."""
     s = request[SERVICES]
     body = await READER.read(request)
@@ -277,4 +278,4 @@ async def chat_completions(request: Request) -> Response:
     return await answer_samples(request, body, plan, _FORMAT, view=view)
 
 
-API = Api(Tags.CHATS, (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),))
+API = ApiRouter(Tags.CHATS, (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),))

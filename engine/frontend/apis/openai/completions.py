@@ -34,19 +34,19 @@ from engine.frontend.apis.shared.samples import (
     SamplesPlan,
     answer_samples,
     body_constraint,
+    finite,
     sampling_of,
 )
-from engine.frontend.apis.shared.stream import finite
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 from engine.text.incremental import Span, places_of
 from engine.text.sample import TextOutput
-from service.http.api import Api
-from service.http.body import optional, plain
-from service.http.errors import bad_field
-from service.http.request import Request
+from service.http.api import ApiRouter
+from service.http.body import optional
+from service.http.errors import bad_field, plain
+from service.http.request import HttpRequest
 from service.http.routes import EVENTS_TYPE, json_response
 
 # ---- Body of /v1/completions, and its checks. Pure.
@@ -184,7 +184,7 @@ async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
     )
 
 
-async def completions(request: Request) -> Response:
+async def completions(request: HttpRequest) -> Response:
     """Continue a text, or several."""
     s = request[SERVICES]
     body = await READER.read(request)
@@ -230,7 +230,7 @@ _MADE = ("reasoning", "bad_token_ids")  # vLLM has the original fields
 _AS_THEY_CAME = ("bad_words", "thinking_token_budget")
 
 
-async def render_chat_completion(request: Request) -> Response:
+async def render_chat_completion(request: HttpRequest) -> Response:
     """Return the token ids of a chat, and compute nothing.
 
     The answer is the body of vLLM's /inference/v1/generate. Routers choose a worker by it.
@@ -258,7 +258,7 @@ async def render_chat_completion(request: Request) -> Response:
     )
 
 
-async def render_completion(request: Request) -> Response:
+async def render_completion(request: HttpRequest) -> Response:
     """Return the token ids of a prompt, and compute nothing.
 
     The answer is the body of vLLM's /inference/v1/generate. Routers choose a worker by it.
@@ -318,7 +318,7 @@ def _features(images: Sequence[ImageInput]) -> dict[str, Any] | None:
     }
 
 
-API = Api(
+API = ApiRouter(
     Tags.CHATS,
     (
         token_route("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),

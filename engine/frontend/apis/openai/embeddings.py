@@ -22,10 +22,10 @@ from engine.frontend.apis.shared.prefill_only import (
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.body import optional
 from service.http.errors import bad_field
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import json_response, json_rows
 
 
@@ -41,7 +41,7 @@ class EmbeddingBody(PrefillOnlyBody):
 READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 
 
-async def embeddings(request: Request) -> Response:
+async def embeddings(request: HttpRequest) -> Response:
     """Return embeddings of texts or token ids."""
     body = await READER.read(request)
     _check(request[SERVICES], body)
@@ -94,4 +94,4 @@ def _shown(vector: "array.array[float]", encoding_format: str | None) -> list[fl
     return base64.b64encode(vector.tobytes()).decode()
 
 
-API = Api(Tags.SCORES, (token_route("/v1/embeddings", embeddings, EmbeddingBody),))
+API = ApiRouter(Tags.SCORES, (token_route("/v1/embeddings", embeddings, EmbeddingBody),))

@@ -28,10 +28,10 @@ from engine.frontend.apis.shared.prefill_only import (
 )
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.services import SERVICES, Services
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.body import Body, optional
 from service.http.errors import ApiError, bad_field
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.routes import json_response
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -154,7 +154,7 @@ CLASSIFY_READER = BodyReader(
 )
 
 
-async def classify(request: Request) -> Response:
+async def classify(request: HttpRequest) -> Response:
     """Return the probabilities of labels for texts."""
     s = request[SERVICES]
     body = await CLASSIFY_READER.read(request)
@@ -217,7 +217,7 @@ RERANK_READER = BodyReader(
 )
 
 
-async def rerank(request: Request) -> Response:
+async def rerank(request: HttpRequest) -> Response:
     """Rank documents by a query."""
     body = await RERANK_READER.read(request)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -271,7 +271,7 @@ SCORE_READER = BodyReader(
 )
 
 
-async def score_pairs(request: Request) -> Response:
+async def score_pairs(request: HttpRequest) -> Response:
     """Score pairs of texts."""
     body = await SCORE_READER.read(request)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
@@ -293,7 +293,7 @@ async def score_pairs(request: Request) -> Response:
     )
 
 
-API = Api(
+API = ApiRouter(
     Tags.SCORES,
     (
         token_route("/v1/rerank", rerank, RerankBody),

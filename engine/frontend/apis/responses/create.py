@@ -16,14 +16,13 @@ from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags
-from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
-from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.apis.shared.samples import AnswerFormat, Framing, answer_samples
 from engine.frontend.services import SERVICES, Services
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import bad_field, decode_body
 from service.http.guard import owner_in
-from service.http.request import Request
-from service.http.routes import EVENTS_TYPE, Handler, typed_event
+from service.http.request import Handler, HttpRequest
+from service.http.routes import EVENTS_TYPE, typed_event
 from service.responses import api
 from service.responses.api import StoredHandler, caller_of, named_response
 from service.responses.items import (
@@ -42,7 +41,7 @@ from service.responses.store import LocalBook
 
 def _of_worker(handler: StoredHandler) -> Handler:
     @wraps(handler)
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> Response:
         book = request[SERVICES].responses
         if book is None:
             raise not_found(named_response(request))
@@ -64,7 +63,7 @@ _ITEMS = TypeAdapter(list[Item])
 _INPUT = TypeAdapter[str | list[Item]](str | list[Item])
 
 
-async def create_response(request: Request) -> Response:
+async def create_response(request: HttpRequest) -> Response:
     """Answer, and remember the answer."""
     s, body = request[SERVICES], await READER.read(request)
     keeper = await _keeper(request, s, body)
@@ -93,7 +92,7 @@ class _Keeper:
         self._client.abort(id, owner=self._names_owner)
 
 
-async def _keeper(request: Request, s: Services, body: ResponseBody) -> _Keeper | None:
+async def _keeper(request: HttpRequest, s: Services, body: ResponseBody) -> _Keeper | None:
     """Open the continued conversation, unless stored elsewhere. Raises ApiError(400)."""
     if body.history is not None:  # a router stores it
         return None
@@ -120,7 +119,7 @@ def _refuse_stored(body: ResponseBody, mode: str) -> None:
 
 
 async def _answer(
-    request: Request, s: Services, body: ResponseBody, chat: ChatBody, keeper: _Keeper | None
+    request: HttpRequest, s: Services, body: ResponseBody, chat: ChatBody, keeper: _Keeper | None
 ) -> Response:
     resume = resume_of(request)
     chat.rid = s.mint_id(RESPONSE) if resume is None else resume.id
@@ -141,7 +140,7 @@ def _nothing(response: dict[str, Any]) -> None:
     """Stored elsewhere."""
 
 
-API = Api(
+API = ApiRouter(
     Tags.RESPONSES,
     (
         ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),

@@ -15,7 +15,8 @@ from engine.messages import FinishReason
 from engine.text.incremental import Span
 from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, TextAnswers, TextOutput
 from engine.text.tokenizer import Tokenizer
-from service.http.body import Body, plain
+from service.http.body import Body
+from service.http.errors import plain
 from service.responses.items import item_id
 
 Event = dict[str, Any]

@@ -11,9 +11,9 @@ from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.errors import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
-from service.http.body import Body, body_of, field_types, is_body, read_object, types_in
-from service.http.errors import MAX_FIELDS, ApiError, bad_field, check_fields
-from service.http.request import Request
+from service.http.body import Body, field_types, is_body, types_in
+from service.http.errors import MAX_FIELDS, ApiError, bad_field, body_of, check_fields, read_object
+from service.http.request import HttpRequest
 from service.http.routes import EXTRA_HEADERS
 from service.waiter import BODIES
 
@@ -47,7 +47,7 @@ class BodyReader(Generic[T]):
     inside: "Inside | None" = None
     for_template: str = ""
 
-    async def read(self, request: Request) -> T:
+    async def read(self, request: HttpRequest) -> T:
         """Raises ApiError(400)."""
         data, names = await request.read(), request[SERVICES].model.template_names
         body, ignored = await BODIES.run(lambda: self.decode(take_resume(request, data), names), size=len(data))
@@ -89,7 +89,7 @@ class BodyReader(Generic[T]):
         return list(found)
 
 
-async def beside_loop(request: Request, work: Callable[[], R]) -> R:
+async def beside_loop(request: HttpRequest, work: Callable[[], R]) -> R:
     """Run `work` on a body's values, in a thread if the body is long."""
     return await BODIES.run(work, size=len(await request.read()))
 

@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field
 from engine.grammar.compiler import closed
 from engine.sampling_params import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, GrammarSpec
 from engine.schema_references import BadReference, moved
-from service.http.body import Body, optional, plain
-from service.http.errors import bad_field
+from service.http.body import Body, optional
+from service.http.errors import bad_field, plain
 
 ANY_OBJECT = '{"type": "object"}'
 MAX_CHAR_BYTES = 4  # of UTF-8

@@ -7,10 +7,10 @@ import msgspec
 from engine.frontend.services import SERVICES
 from engine.messages import FeatureSource, GenerateRequest
 from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, read_header
-from service.http.request import Request
+from service.http.request import HttpRequest
 
 
-def with_image_encoders(request: Request, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+def with_image_encoders(request: HttpRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
     """Add encoders to `requests`.
 
     Unsigned headers and disallowed workers are ignored: this worker encodes. If the router counts

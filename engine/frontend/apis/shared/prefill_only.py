@@ -25,7 +25,7 @@ from engine.text.tokenizer import TooManyTokens
 from service.http.body import optional
 from service.http.errors import MAX_VALUES, ApiError, bad_field
 from service.http.guard import owner_in, request_timeout_s
-from service.http.request import Request
+from service.http.request import HttpRequest
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
 TURN_PROMPTS = 64  # sent at once, so that other requests get in between
@@ -44,7 +44,7 @@ class PromptSender:
     owner: str = ""
 
     @classmethod
-    def of(cls, request: Request) -> "PromptSender":
+    def of(cls, request: HttpRequest) -> "PromptSender":
         """Raises ApiError(400) for a malformed owner."""
         return cls(s=request[SERVICES], headers=request.headers, owner=owner_in(request))
 

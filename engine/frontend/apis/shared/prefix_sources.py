@@ -5,10 +5,10 @@ import msgspec
 from engine.frontend.services import SERVICES
 from engine.messages import GenerateRequest, PrefixSource
 from service.http.prefix_source import PREFIX_HEADER, read_header
-from service.http.request import Request
+from service.http.request import HttpRequest
 
 
-def with_prefix_source(request: Request, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+def with_prefix_source(request: HttpRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
     """Add the prefix source to samples of the first prompt.
 
     Unsigned headers and disallowed workers are ignored.

@@ -122,7 +122,7 @@ def own_fields(body: OwnFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in OwnFields.model_fields}
 
 
-_CONSTRAINTS = ("response_format", *GrammarFields.model_fields, *StructuredFields.model_fields)
+CONSTRAINTS = ("response_format", *GrammarFields.model_fields, *StructuredFields.model_fields)
 
 
 class StreamOptions(Body):
@@ -154,15 +154,3 @@ class RequestFields(SamplingFields, OwnFields, StructuredFields):
     return_hidden_states: bool | None = optional(
         "True: choices have the last token's hidden state (SGLang); needs --enable-return-hidden-states.", False
     )
-
-    @property
-    def is_constrained(self) -> bool:
-        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)

@@ -16,7 +16,7 @@ from engine.messages import FinishReason, GenerateRequest, KVSource, TokenLogpro
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError, bad_field, decode_or_none
 from service.http.reconnect import StreamLog
-from service.http.request import Request, RequestKey, Stream
+from service.http.request import HttpRequest, RequestKey, StreamedResponse
 from service.http.resume import (
     FRAMES_HEADER,
     FRAMES_TYPE,
@@ -63,7 +63,7 @@ _RESUME: RequestKey[Resume] = RequestKey("resume", Resume)
 _IDS: RequestKey[MintedIds] = RequestKey("minted_ids", MintedIds)
 
 
-def take_resume(request: Request, data: bytes) -> bytes:
+def take_resume(request: HttpRequest, data: bytes) -> bytes:
     """Move the router's field from the body to `resume_of`.
 
     Raises ApiError: 400, or 403 for a wrong signature.
@@ -107,18 +107,18 @@ def _ids_in(output_ids: Sequence[Sequence[int]], logprobs: Sequence[TokenLogprob
         yield from (id for _, id in (*one.top, *one.requested))
 
 
-def check_signed(request: Request, data: bytes) -> None:
+def check_signed(request: HttpRequest, data: bytes) -> None:
     """Raise ApiError(403) for an unsigned body."""
     if not is_signed(request.headers.get(RESUME_HEADER, ""), request[SERVICES].spec.secret, data):
         raise ApiError(403, f"{request.path}: {NOT_SIGNED}")
 
 
-def resume_of(request: Request) -> Resume | None:
+def resume_of(request: HttpRequest) -> Resume | None:
     """Return what the client already has, None for a new answer."""
     return request.get(_RESUME)
 
 
-def ids_of(request: Request) -> MintedIds:
+def ids_of(request: HttpRequest) -> MintedIds:
     ids = request.get(_IDS)
     if ids is None:
         resume = resume_of(request)
@@ -178,14 +178,14 @@ def _unpacked(pieces: Sequence[str]) -> list[TokenLogprob]:
     return [logprob for piece in pieces for logprob in _unpack(base64.b64decode(piece))]
 
 
-def has_last(request: Request) -> bool:
+def has_last(request: HttpRequest) -> bool:
     """True if the client has the events after all samples."""
     resume = resume_of(request)
     return resume is not None and resume.has_last
 
 
 def started_of(
-    request: Request, requests: Sequence[GenerateRequest], *, id: str, groups: Sequence[str], created: int
+    request: HttpRequest, requests: Sequence[GenerateRequest], *, id: str, groups: Sequence[str], created: int
 ) -> Begun | None:
     """Return what another worker needs to continue; None if impossible or not requested.
 
@@ -362,7 +362,7 @@ FRAMES_EVERY_S = 0.25
 
 
 async def answer_framed(
-    request: Request, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
+    request: HttpRequest, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
 ) -> Response:
     """Answer a request. `show`: makes the body. Raises ApiError before anything is sent.
 
@@ -392,6 +392,6 @@ async def answer_framed(
     return json_response(shown) if response is None else await _ended(response, _encode(shown))
 
 
-async def _ended(response: Stream, rest: bytes) -> Response:
+async def _ended(response: StreamedResponse, rest: bytes) -> Response:
     await response.end(rest)
     return response

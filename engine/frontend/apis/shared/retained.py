@@ -11,16 +11,16 @@ from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resu
 from engine.frontend.apis.shared.routes import ApiRoute, Tags
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
-from service.http.api import Api
+from service.http.api import ApiRouter
 from service.http.errors import ApiError, decode_body, decode_or_none
 from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedQuestion, StreamLog
-from service.http.request import Request
+from service.http.request import HttpRequest
 from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
 from service.http.routes import REQUEST_ID, json_response
 
 
 @contextmanager
-def retained(request: Request, generation: Generation, begun: Begun) -> Iterator[StreamLog]:
+def retained(request: HttpRequest, generation: Generation, begun: Begun) -> Iterator[StreamLog]:
     """Retain an SSE stream for the router that requests it. Raises ApiError(403)."""
     s, loop = request[SERVICES], asyncio.get_running_loop()
     stream = log_of(
@@ -57,7 +57,7 @@ def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, hea
     return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=lambda: generation.fail(_taken()))
 
 
-async def kept_stream(request: Request) -> Response:
+async def kept_stream(request: HttpRequest) -> Response:
     """Answer a router. Raises ApiError: 403 for another caller, 404 for an unknown stream."""
     s, data = request[SERVICES], await request.read()
     check_signed(request, data)
@@ -75,4 +75,4 @@ def _taken() -> ApiError:
     return ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")
 
 
-API = Api(Tags.OPERATIONS, (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),))  # for routers
+API = ApiRouter(Tags.OPERATIONS, (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),))  # for routers

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from functools import partial
 
-from service.http.routes import Route, Tag
+from service.http.routes import HttpRoute, Tag
 from service.security.keys import Access
 
 
 @dataclass(frozen=True)
-class ApiRoute(Route):
+class ApiRoute(HttpRoute):
     """A worker's route. `anywhere`: on any frontend. `computes`: needs the text model."""
 
     anywhere: bool = False
