@@ -256,7 +256,6 @@ house: $(STAMP)
 	$(BIN)/python -m tools.house --report docs/reports/house.md
 
 # Lowers the rows of house.toml to today's sizes; never raises one.
-# Move, merge and rename files as a table says, in a clean working tree.
 house-tighten: $(STAMP)
 	$(BIN)/python -m tools.house --tighten
 

@@ -38,7 +38,9 @@ _OPEN_PATHS = (
 )
 # Routes that change workers for all clients. Any unlisted route needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
-_ADMIN_PATHS = frozenset((*TIMEOUTS_S, JOIN_GROUP, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role", "/workers/migrate"))
+_ADMIN_PATHS = frozenset(
+    (*TIMEOUTS_S, JOIN_GROUP, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role", "/workers/migrate")
+)
 
 
 def need_of(method: str, path: str) -> Access:

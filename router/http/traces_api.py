@@ -18,8 +18,7 @@ from service.http.api import ApiRouter
 from service.http.errors import ApiError, decode_or_none
 from service.http.guard import CALLER
 from service.http.request import HttpRequest
-from service.http.routes import get, json_response, post
-from service.http.traces import TracesBody, read_query
+from service.http.routes import TracesBody, get, json_response, post, read_query
 from service.security.keys import Access, Caller, authorization_of
 from service.telemetry.context import Record, Records, Tracer, TracesQuery, last_ids
 

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Response
+from pydantic import ConfigDict
 
 from service.http.body import Body, optional
-from service.http.errors import ApiError, decode_body
+from service.http.errors import ApiError, bad_field, decode_body, read_body
 from service.http.request import Handler, HttpRequest, RequestKey, StreamedResponse
 from service.security.keys import Access
+from service.telemetry.context import MAX_ASKED, TracesQuery, query_error
 from service.waiter import BODIES
 
 # ---- JSON answers, and streams of events or lines (NDJSON).
@@ -195,6 +197,26 @@ def invoked_path(body: bytes) -> str:
         if field in fields:
             return path
     raise ApiError(400, f"the body fits no API: it needs one of {', '.join(_PATHS)}", code="unknown_body")
+
+
+# ---- POST /traces, of workers and routers
+
+
+class TracesBody(Body):
+    model_config = ConfigDict(extra="forbid")
+
+    ids: list[str] | None = optional(f"Ids of requests, 1 to {MAX_ASKED}. Give this or last.", ["my-request-1"])
+    last: int | None = optional(f"Number of the last requests, 1 to {MAX_ASKED}. Give this or ids.", 10)
+
+
+def read_query(data: bytes) -> TracesQuery:
+    """Raises ApiError(400)."""
+    body = read_body(data, TracesBody)
+    query = TracesQuery(ids=body.ids, last=body.last)
+    if (wrong := query_error(query)) is not None:
+        field, _, message = wrong.partition(": ")
+        raise bad_field(field, message)
+    return query
 
 
 # ---- definitions of routes

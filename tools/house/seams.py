@@ -14,7 +14,7 @@ BASE_PATH = (
     *(f"engine/models/{name}.py" for name in ("decoder", "layer", "part")),
     *("disagg/role.py", "disagg/decode_role.py", "disagg/prefill_role.py"),
     *("router/requests/dispatch.py", "router/attempts/pair_attempt.py"),
-    "engine/frontend/apis/shared/samples.py",
+    "engine/frontend/apis/shared/stream.py",
 )
 NONE_BRANCHES = 8  # of a file
 RECORDS = ("Struct", "NamedTuple", "TypedDict")  # bases whose subclasses have fields, as dataclasses have

@@ -11,7 +11,7 @@ from router.http.bodies import NamedWorker, NewWorker, RoleSwitchBody
 from service.http.api import document
 from service.http.body import Body, field_types, is_body, types_in
 from service.http.errors import body_of
-from service.http.traces import TracesBody
+from service.http.routes import TracesBody
 
 OF_WORKERS = {route.body for api in APIS for route in api.table if route.body is not None}
 OF_ROUTERS = {NamedWorker, NewWorker, RoleSwitchBody, TracesBody}

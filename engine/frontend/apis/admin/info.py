@@ -18,8 +18,7 @@ from service.http.api import ApiRouter
 from service.http.errors import DRAINING
 from service.http.openapi import loads_answer
 from service.http.request import HttpRequest
-from service.http.routes import json_response
-from service.http.traces import TracesBody, read_query
+from service.http.routes import TracesBody, json_response, read_query
 from service.security.keys import Access
 from service.telemetry.context import Records
 from service.telemetry.expositions import merge_expositions

@@ -11,7 +11,8 @@ from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import Tags, token_route
-from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Framing, Head, answer_samples
+from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
+from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES
 from engine.text.sample import (
     Arguments,

@@ -10,7 +10,7 @@ from pydantic import Field
 from engine.frontend.apis.chat.tools import MAX_TOOLS, Tool, ToolChoice
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
 from engine.frontend.apis.shared.request_body import RequestFields
-from engine.frontend.apis.shared.samples import finite
+from engine.frontend.apis.shared.stream import finite
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 from engine.frontend.apis.shared.body_reader import GENERATE, SAMPLING, BodyReader, Inside
 from engine.frontend.apis.shared.fields import check_token_ids, each, id_lists
 from engine.frontend.apis.shared.request_body import RoutingFields, SamplingFields
-from engine.frontend.apis.shared.samples import finite
+from engine.frontend.apis.shared.stream import finite
 from engine.frontend.bootstraps import BootstrapFields
 from engine.frontend.client.generation import Generation, absorb
 from engine.frontend.images.placeholders import MediaSource

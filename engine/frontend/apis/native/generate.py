@@ -33,7 +33,8 @@ from engine.frontend.apis.shared.fields import (
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
-from engine.frontend.apis.shared.samples import Framing, answer, bootstraps_of, samples_of, start
+from engine.frontend.apis.shared.samples import bootstraps_of, samples_of, start
+from engine.frontend.apis.shared.stream import Framing, answer
 from engine.frontend.images.placeholders import MediaSource
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput

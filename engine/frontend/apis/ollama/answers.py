@@ -35,14 +35,8 @@ from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
-from engine.frontend.apis.shared.samples import (
-    AnswerFormat,
-    Framing,
-    SamplesPlan,
-    answer_samples,
-    body_constraint,
-    sampling_of,
-)
+from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
+from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextAnswers, WholeAnswer
 from service.flags import untagged

@@ -34,9 +34,9 @@ from engine.frontend.apis.shared.samples import (
     SamplesPlan,
     answer_samples,
     body_constraint,
-    finite,
     sampling_of,
 )
+from engine.frontend.apis.shared.stream import finite
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import LogprobOptions, TokenLogprob

@@ -16,7 +16,8 @@ from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.routes import ApiRoute, Tags
-from engine.frontend.apis.shared.samples import AnswerFormat, Framing, answer_samples
+from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
+from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
 from service.http.api import ApiRouter
 from service.http.errors import bad_field, decode_body
