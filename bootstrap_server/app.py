@@ -16,10 +16,10 @@ from prometheus_client.registry import Collector
 from bootstrap_server.protocol import MAX_BODY_BYTES, MAX_BUT, Registration, RegistrationReply, RoomBatch
 from bootstrap_server.registry import BootstrapConfig, Registry
 from service.http.api import OPENAPI_PATH, ApiRouter, Application, document
-from service.http.errors import ApiError, decode_body
+from service.http.errors import ApiError, RequestLimits, decode_body
 from service.http.guard import answer_of, make_guard
 from service.http.listening import ListeningPort, open_port
-from service.http.request import Handler, HttpRequest, RequestLimits, StreamedResponse
+from service.http.request import Handler, HttpRequest, StreamedResponse
 from service.http.routes import OPENAI, Routes, Tag, delete, get, json_response, post, put
 from service.http.server import serving
 from service.process.start import allow_many_files

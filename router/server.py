@@ -13,8 +13,8 @@ from router.compose.router import Router
 from router.compose.routes import make_app
 from router.config import RouterConfig, check_config
 from router.fleet import ProcessSlot, obey_parent, run_fleet
+from service.http.errors import RequestLimits
 from service.http.listening import open_port
-from service.http.request import RequestLimits
 from service.http.server import HttpServer
 from service.process.files import write_ready_file
 from service.process.start import allow_many_files, spare_what_lives

@@ -12,7 +12,7 @@ from engine.frontend.client.scheduler_link import SharedRequests
 from engine.frontend.role_switch import RoleSwitch
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamps
-from service.http.request import RequestLimits
+from service.http.errors import RequestLimits
 from service.security.keys import KeyGate, open_gate
 
 HEALTH_TIMEOUT_S = 20.0

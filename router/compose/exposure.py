@@ -9,7 +9,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import PAIR, UNIFIED, Role, Way
 from router.pool.workers import WorkerTable, WorkerTableError
 from service.flags import ConfigError
-from service.http.request import RequestLimits
+from service.http.errors import RequestLimits
 from service.security.browser import BrowserRule, require_secret
 from service.security.keys import KeyGate, KeyRing, open_gate, read_secret_file
 

@@ -19,9 +19,10 @@ from router.http.workers_api import WorkersApi
 from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
 from service.http.api import OPENAPI_PATH, ApiRouter, Application, add_middleware
+from service.http.errors import RequestLimits
 from service.http.guard import make_guard
 from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of
-from service.http.request import HttpRequest, RequestLimits
+from service.http.request import HttpRequest
 from service.http.routes import Routes, get, json_response, unserved_routes
 from service.security.keys import Access
 

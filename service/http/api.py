@@ -17,8 +17,9 @@ from starlette.types import ASGIApp
 
 from service.flags import ConfigError, installed_version
 from service.http.body import schemas_of
+from service.http.errors import RequestLimits
 from service.http.openapi import SCHEMAS, operation
-from service.http.request import Handler, HttpRequest, RequestLimits, asgi_app
+from service.http.request import Handler, HttpRequest, asgi_app
 from service.http.routes import HttpRoute, Tag
 
 OPENAPI_PATH = "/openapi.json"

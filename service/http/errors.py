@@ -6,6 +6,7 @@ import re
 import types
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import msgspec
@@ -253,6 +254,26 @@ _ORDER = ["bool", "int", "float", "str", "object", "array", "null"]
 
 def _kind(hint: Any) -> str:
     return "object" if is_body(hint) else _KINDS.get(get_origin(hint) or hint, "any")
+
+
+# ---- limits of a server
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits of requests; `size_flag` sets `max_body_bytes`, if there is a flag."""
+
+    max_body_bytes: int
+    header_timeout_s: float = 60.0
+    body_timeout_s: float = 300.0
+    size_flag: str = ""
+
+    def too_long(self) -> ApiError:
+        hint = f" ({self.size_flag})" if self.size_flag else ""
+        return ApiError(413, f"the body is longer than {self.max_body_bytes} bytes{hint}", code="body_too_large")
+
+    def too_slow(self) -> ApiError:
+        return ApiError(408, f"the body did not come within {self.body_timeout_s:g} s", code="body_too_slow")
 
 
 # ---- Decompression of request bodies within bounds: gzip, deflate (RFC 9110, 8.4.1).

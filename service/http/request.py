@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, overload
 from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, unquote_to_bytes
@@ -12,7 +11,7 @@ from fastapi import Request as FastApiRequest
 from fastapi import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.http.errors import USUAL_TIMES, ApiError, check_bounds, coding_of, inflate
+from service.http.errors import USUAL_TIMES, ApiError, RequestLimits, check_bounds, coding_of, inflate
 from service.waiter import BODIES, Waiter
 
 T = TypeVar("T")
@@ -71,23 +70,6 @@ class ClientConnection(Protocol):
     @property
     def is_gone(self) -> bool:
         """True if the client has left."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of requests; `size_flag` sets `max_body_bytes`, if there is a flag."""
-
-    max_body_bytes: int
-    header_timeout_s: float = 60.0
-    body_timeout_s: float = 300.0
-    size_flag: str = ""
-
-    def too_long(self) -> ApiError:
-        hint = f" ({self.size_flag})" if self.size_flag else ""
-        return ApiError(413, f"the body is longer than {self.max_body_bytes} bytes{hint}", code="body_too_large")
-
-    def too_slow(self) -> ApiError:
-        return ApiError(408, f"the body did not come within {self.body_timeout_s:g} s", code="body_too_slow")
 
 
 class BrokenBody(ApiError):

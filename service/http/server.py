@@ -19,9 +19,9 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.http.errors import ApiError
+from service.http.errors import ApiError, RequestLimits
 from service.http.listening import BACKLOG, ListeningPort
-from service.http.request import CONNECTION, RequestLimits
+from service.http.request import CONNECTION
 from service.http.routes import OPENAI
 
 # Between two requests; also the deadline of a head that started before the last response.

@@ -10,8 +10,9 @@ import pytest
 import uvloop
 from fastapi import Response
 
+from service.http.errors import RequestLimits
 from service.http.listening import open_port
-from service.http.request import HttpRequest, RequestLimits, asgi_app
+from service.http.request import HttpRequest, asgi_app
 from service.http.routes import json_response
 from service.http.server import HttpServer, serving
 

@@ -21,8 +21,8 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.http import heartbeats
+from service.http.errors import RequestLimits
 from service.http.guard import CALLER_HEADER
-from service.http.request import RequestLimits
 from service.http.resume import MOVE_OUT, RESUME_FIELD
 from service.security.keys import ROUTER_SECRET
 

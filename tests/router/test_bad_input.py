@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from router.pool.workers import same_url
-from service.http.request import RequestLimits
+from service.http.errors import RequestLimits
 from tests.router.behaviours import later
 from tests.router.dummies import DEADLINE_S, Cluster, cluster
 

@@ -15,9 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.frontend.routes import APIS
 from service.flags import ConfigError
 from service.http.api import ApiRouter, Application, add_middleware, document
+from service.http.errors import RequestLimits
 from service.http.guard import answer_of
 from service.http.listening import open_port
-from service.http.request import DirectWrites, HttpRequest, RequestLimits
+from service.http.request import DirectWrites, HttpRequest
 from service.http.routes import EXTRA_HEADERS, SSE_HEADERS, Routes, Tag, get, json_response, open_stream, post
 from service.http.server import serving
 

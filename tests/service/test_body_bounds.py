@@ -18,13 +18,14 @@ from service.http.errors import (
     MAX_TIMES,
     MAX_VALUES,
     ApiError,
+    RequestLimits,
     check_bounds,
     coding_of,
     inflate,
 )
 from service.http.guard import answer_of
 from service.http.listening import open_port
-from service.http.request import HttpRequest, RequestLimits, asgi_app
+from service.http.request import HttpRequest, asgi_app
 from service.http.routes import json_response
 from service.http.server import serving
 from service.waiter import BODIES

@@ -186,6 +186,7 @@ def test_tensors_outlast_released_memory_and_go_with_a_checkpoint(tmp_path: Path
 
 
 def num_unnamed_files() -> int:
+    gc.collect()
     found = 0
     for name in os.listdir("/proc/self/fd"):
         try:

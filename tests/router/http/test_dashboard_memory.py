@@ -166,9 +166,9 @@ def test_what_workers_count_becomes_rates_and_a_new_process_is_no_negative_one()
     (second,) = recorder.snapshot().seconds
     assert (second.prompt_tokens, second.cached_tokens, second.output_tokens, second.kv_bytes) == (30, 12, 20, 3000)
     merged = merge([recorder.snapshot(), recorder.snapshot()])
-    picture = draw(merged, [], now_s=recorder.now_s() + 2)
+    picture = draw(merged, WorkerTable(), now_s=recorder.now_s() + 2)
     assert picture["window"]["cache_hit_rate"] == 0.4 and picture["series"]["cache_hit_rate"][-1] == 0.4
-    assert draw(Recorder(Clock()).snapshot(), [], now_s=1002)["window"]["cache_hit_rate"] is None
+    assert draw(Recorder(Clock()).snapshot(), WorkerTable(), now_s=1002)["window"]["cache_hit_rate"] is None
 
 
 def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:

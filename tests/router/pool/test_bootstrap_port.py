@@ -15,8 +15,9 @@ from starlette.types import ASGIApp
 from bootstrap_server.app import make_app
 from bootstrap_server.registry import BootstrapConfig, Registry
 from router.pool.reports import is_bootstrap_server
+from service.http.errors import RequestLimits
 from service.http.listening import open_port
-from service.http.request import HttpRequest, RequestLimits, asgi_app
+from service.http.request import HttpRequest, asgi_app
 from service.http.server import serving
 from tests.router.dummies import BOOTSTRAP_PORT, CHAT, Cluster, DummyWorker, cluster, until, workers
 

@@ -3,7 +3,8 @@
 from starlette.types import Message, Receive
 
 import service.http.request as served
-from service.http.request import CONNECTION, RequestLimits
+from service.http.errors import RequestLimits
+from service.http.request import CONNECTION
 from service.http.routes import REQUEST_ID_HEADER
 from tools.simulation.http import Reply, Request
 
