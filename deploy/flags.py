@@ -39,7 +39,7 @@ class Flag:
 def flags_of(config_class: type[FlagSet], *, skip: Collection[str] = ()) -> Iterator[Flag]:
     """Yield a config's flags, without `skip` and those parsed by hand."""
     hints = typing.get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+    for field in dataclasses.fields(config_class):
         spec = spec_of(field)
         if field.name not in skip and not spec.by_hand:
             topic = topic_of(config_class, field.name)
@@ -98,8 +98,8 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         self._foreign = foreign
         self._common = common
-        self._model: str | None
-        self._model, self._model_help = model or (None, "")
+        self._model = None if model is None else model[0]
+        self._model_help = "" if model is None else model[1]
         self._groups: dict[str, list[argparse.Action]] = {topic: [] for topic in topics}
         keywords.setdefault("formatter_class", _HelpFormatter)
         keywords.setdefault("usage", "%(prog)s [MODEL] [FLAGS]" if model else "%(prog)s [FLAGS]")

@@ -76,6 +76,7 @@ def setting(default: Any, help: str, **spec: Any) -> Any:
     return flag(default, help, by_hand=True, **spec)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagSet:
     """Base of configs. Raises ConfigError.
 
@@ -85,7 +86,7 @@ class FlagSet:
     topic: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             for item in value if isinstance(value, tuple) else (value,):
                 if item is not None and (wrong := _wrong(spec_of(field), item)) is not None:
