@@ -228,11 +228,12 @@ def _log_failover(request: RequestContext, failure: CallFailed, rest: PairAttemp
     moved, lost, to = failure.reason == MOVED, failure.worker.url, rest.answering.worker.url
     log.log(
         logging.INFO if moved else logging.WARNING,
-        "failover of request %s from %s to %s, %d tokens kept%s: %s",
+        "failover of request %s from %s to %s, %d token%s kept%s: %s",
         request.request_id,
         lost,
         to,
         num_tokens,
+        "" if num_tokens == 1 else "s",
         "" if rest.prefill else " with their KV",
         "it was moved" if moved else failure.detail,
         extra=about(request_id=request.request_id, from_worker=lost, to_worker=to, num_tokens=num_tokens),
@@ -316,7 +317,8 @@ class MoveOrders:
         found: _Answer | None = decode_or_none(answer.body, _Answer) if answer.status == 200 else None
         moving = frozenset() if found is None else frozenset(found.moving)
         if not moving:
-            log.info("%s lets no stream go with its KV (status %d)", worker.url, answer.status)
+            text = "decode worker %s hands over no KV (status %d): prefill workers compute it again"
+            log.info(text, worker.url, answer.status)
         for call, rooms in leaving.items():
             if moving.isdisjoint(rooms):
                 _give_up(worker, call, why)

@@ -254,7 +254,7 @@ class HealthMonitor:
         calls = calls_for_others(worker, answers=answers)
         calls = calls if most is None else calls[-most:]
         if calls:
-            log.info("%d calls of %s worker %s go to others: %s", len(calls), worker.role, worker.url, why)
+            log.info("%s worker %s gives its calls (%d) to others: %s", worker.role, worker.url, len(calls), why)
             (self.let_go if answers else give_up_all)(worker, calls, why)
         return len(calls)
 
