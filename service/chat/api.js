@@ -40,7 +40,7 @@ async function messageOf(answer) {
   }
 }
 
-/** [{id, parent, max_model_len, has_image_understanding}]: models, and adapters with the name of their model as `parent`. */
+/** The cards of models, and of adapters with the name of their model as `parent`. */
 export async function listModels() {
   return (await (await send("/v1/models")).json()).data ?? [];
 }

@@ -1,8 +1,8 @@
 // One question and its answer: its text, its times, where it went; and the elements that show them.
 
 import { isRouter, newId, streamChat, traceOf } from "/chat/api.js";
-import { contentOf, picture } from "/chat/images.js";
 import { copyText, Rendered } from "/chat/markdown.js";
+import { contentOf, picture } from "/chat/pictures.js";
 import { el, nameOf, put, said, time } from "/web/show.js";
 import { answeringOf, spansOf, timeLine, workerSpans } from "/web/timeline.js";
 
@@ -20,7 +20,7 @@ function small(text, act) {
 export class Exchange {
   /** `onEdit(exchange)`, `onAgain(exchange)`: the reader wants that. */
   constructor(question, pictures, { onEdit, onAgain }) {
-    Object.assign(this, { question, pictures, text: "", thoughts: "", state: "waiting", figures: "", lost: 0, failure: null, trace: null });
+    Object.assign(this, { question, pictures, text: "", thoughts: "", state: "waiting", figures: "", lost: 0, failure: null });
     this.draw(onEdit, onAgain);
   }
 
@@ -124,7 +124,7 @@ export class Exchange {
     this.answer.setAttribute("aria-busy", String(this.isRunning));
     this.answer.classList.toggle("failed", this.state === "failed");
     this.loss.hidden = !this.lost;
-    put(this.loss, `${this.lost === 1 ? "An image was" : `${this.lost} images were`} too large to keep.`);
+    put(this.loss, `${this.lost === 1 ? "A picture was" : `${this.lost} pictures were`} too large to keep.`);
     this.rendered.update(this.text);
     this.wait.hidden = this.state !== "waiting";
     this.thinking.hidden = this.thoughts === "";
@@ -152,7 +152,7 @@ export class Exchange {
   }
 
   /** The two workers, if the router knows them. */
-  async findTrace() {
+  async findWorkers() {
     const id = this.id;
     if (!(await isRouter())) return;
     try {
@@ -177,7 +177,7 @@ export class Exchange {
     this.crossed.setAttribute("aria-expanded", String(!this.detail.hidden));
     if (this.detail.hidden) return;
     this.showTimeLine();
-    await this.findTrace(); // by now the workers have reported their part
+    await this.findWorkers(); // by now the workers have reported their part
     this.showTimeLine();
   }
 

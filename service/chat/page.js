@@ -2,8 +2,8 @@
 
 import { isRouter, listModels } from "/chat/api.js";
 import { Exchange } from "/chat/exchange.js";
-import { Attachments, takesPictures } from "/chat/images.js";
 import { Memory } from "/chat/memory.js";
+import { Attachments, takesPictures } from "/chat/pictures.js";
 import { keyHeaders, makeKeyDialog } from "/web/key.js";
 import { el, put, svg } from "/web/show.js";
 import { setUpTheme } from "/web/theme.js";
@@ -56,7 +56,7 @@ async function showModels() {
 const chosenModel = () => models.find(({ id }) => id === $("model").value) ?? null;
 const defaultMaxTokens = () => Math.min(DEFAULT_MAX_TOKENS, Math.floor((chosenModel()?.max_model_len ?? Infinity) / 2));
 
-/** What follows from the model: a limit that fits, examples, whether images can be attached. */
+/** What follows from the model: a limit that fits, examples, whether pictures can be attached. */
 function showModel() {
   if (!$("max-tokens").dataset.chosen) $("max-tokens").value = defaultMaxTokens();
   const recalls = chosenModel()?.id.startsWith("recall") ?? false;
@@ -121,7 +121,7 @@ function keep() {
   const values = KEPT_FIELDS.map((id) => [id, id === "model" ? wanted : $(id).value]);
   const limit = $("max-tokens").dataset.chosen ? {} : { "max-tokens": null };
   const kept = memory.save({ settings: { ...Object.fromEntries(values), ...limit }, exchanges: exchanges.map((exchange) => exchange.kept()), shortened });
-  if (!kept) put($("storage"), "This browser keeps nothing for this page: the conversation ends with its tab.");
+  if (!kept) put($("storage"), "This browser keeps nothing for this page: the chat ends with its tab.");
 }
 
 function restore({ settings: values = {}, exchanges: kept, shortened: isShort }) {
@@ -152,7 +152,7 @@ async function run(exchange) {
   announce(exchange);
   keep();
   if (exchange.failure?.wantsKey) onError(exchange.failure);
-  await exchange.findTrace();
+  await exchange.findWorkers();
   if (exchanges.includes(exchange)) keep();
 }
 

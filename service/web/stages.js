@@ -1,4 +1,4 @@
-// What the names of stages mean. The names are those of SGLang's queues and of the workers' traces.
+// What the names of stages mean. The names are those of SGLang's queues and of the workers' time lines.
 
 const TAKEN_OUT = "Taken out of the batch because KV memory ran out. It waits to go on.";
 const BATCH = "Waiting for a place in a batch.";
@@ -9,12 +9,12 @@ export const QUEUES = {
     bootstrap: "Waiting until the decode worker has reserved memory and sent its page numbers.",
     waiting: BATCH,
     running: "The prompt is being computed.",
-    inflight: "The prompt is computed; its KV cache is on its way to the decode worker.",
+    inflight: "The prompt is computed; its KV cache is being sent to the decode worker.",
     retracted: TAKEN_OUT,
   },
   decode: {
     prealloc: "Waiting for free KV memory on the decode worker.",
-    transfer: "Memory is reserved; the KV cache is on its way from the prefill worker.",
+    transfer: "Memory is reserved; the KV cache is arriving from the prefill worker.",
     running: "Tokens are being generated.",
     retracted: TAKEN_OUT,
   },

@@ -2,7 +2,7 @@
 
 import { el, put } from "/web/show.js";
 
-const EDGE = 8; // pixels to the window
+const EDGE = 8; // to the window
 let bubble = null; // one for the page
 let explained = null; // the word it stands at
 
@@ -12,7 +12,7 @@ function makeBubble() {
   made.addEventListener("pointerleave", hide);
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
   document.addEventListener("scroll", hide, { passive: true });
-  document.querySelector("main").append(made);
+  document.getElementsByTagName("main")[0].append(made);
   return made;
 }
 
