@@ -239,7 +239,7 @@ async def test_a_new_chat_forgets_and_ends_what_runs(devtools: str) -> None:
 
 async def test_settings_reach_the_model_and_empty_ones_are_left_out(devtools: str) -> None:
     async with cluster() as c, tab(devtools) as page:
-        adapters = [{"id": "base", "parent": None}, {"id": "poems", "parent": "base"}]
+        adapters: list[dict[str, Any]] = [{"id": "base", "parent": None}, {"id": "poems", "parent": "base"}]
         for worker in (*c.prefills, *c.decodes):
             worker.models = adapters
             worker.behave = says("Yes.")

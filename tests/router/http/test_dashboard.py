@@ -211,7 +211,7 @@ def of_rank(dp_rank: int, **attributes: Any) -> Behaviour:
             return await answer_ok(worker, request, body)
         now_s = time.time()
         record = {"request_id": body["ids"][0], "process": worker.mode, "operation": "chat", "start_s": now_s}
-        span = {"name": "decode_forward", "start_s": now_s, "end_s": now_s + 0.1}
+        span = {"name": "transfer_queue", "start_s": now_s, "end_s": now_s + 0.1}
         rest = {"end_s": now_s + 1, "attributes": {"tandem.dp_rank": dp_rank, **attributes}, "spans": [span]}
         return web.json_response({"records": [{**record, **rest}]})
 
@@ -230,6 +230,8 @@ async def test_a_click_opens_the_time_line(devtools: str) -> None:
         await page.js(f"{row}.querySelector('button').click()")
         await page.until(f"{row}.querySelectorAll('.timeline .line').length >= 5")
         await page.until(f"{row}.querySelector('.line.inner .where')?.innerText.endsWith(' DP 7')")
+        inner = await page.js(f"{row}.querySelector('.line.inner').innerText")
+        assert " ".join(inner.split()).startswith("transfer queue " + c.decodes[1].url.removeprefix("http://"))
         text = await page.js(f"{row}.querySelector('.detail').innerText")
         assert "first token (try 2)" in text and "HTTP 500" in text and tried["request_id"] in text
         assert await page.js(f"{row}.querySelectorAll('.timeline .span.bad').length") == 2
