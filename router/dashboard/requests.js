@@ -4,7 +4,10 @@ import { el, nameOf, put, said, svg, time } from "/web/show.js";
 import { answeringOf, drawBars, spansOf, timeLine, workerSpans } from "/web/timeline.js";
 import { term } from "/web/tip.js";
 
-const KINDS = { "/v1/chat/completions": "chat", "/v1/completions": "completion", "/generate": "generate", "/v1/embeddings": "embedding" };
+const KINDS = {
+  "/v1/chat/completions": "chat", "/v1/completions": "completion", "/v1/messages": "messages",
+  "/generate": "generate", "/v1/embeddings": "embedding",
+};
 
 const MAX_ASKED = 5;
 
@@ -20,7 +23,7 @@ const CELLS = { // class -> [head, what it means]
   when: ["Time", "When the request came."],
   id: ["Request", "Its id, the X-Request-Id of its answer. A click shows its time line."],
   kind: ["API", ""],
-  status: ["Status", "The HTTP status of its answer, or the stage in which it is."],
+  status: ["Status", "The HTTP status of its answer, or its stage until then. Left: its client went away. Broken: its answer broke off."],
   ttft: ["First token", "From the request until the first token."],
   total: ["Total", "From the request until the end of its answer."],
   tokens: ["In", "Tokens of the prompt, as the router estimates them. An open row has the worker's count."],
