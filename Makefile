@@ -19,7 +19,7 @@ TORCH ?= torch==2.13.0
 # The venv depends on these files: a change of them makes another stamp, and a new venv.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Checked with mypy --strict.
-TYPED := $(wildcard engine/*.py) $(addprefix engine/,assembly core device flags loop frontend text gguf grammar hicache lora parallel pdmux quant ranks speculative) disagg \
+TYPED := $(wildcard engine/*.py) $(addprefix engine/,assembly core device flags loop frontend text gguf grammar hicache lora parallel pdmux quant ranks speculative trainers) disagg \
 	$(wildcard transfer_backends/*.py) $(addprefix transfer_backends/,prefill decode) bootstrap_server router deploy planner service tandem tools/house
 
 export OMP_NUM_THREADS ?= 1

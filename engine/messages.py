@@ -168,6 +168,10 @@ class NewTensors(msgspec.Struct, frozen=True, array_like=True):
     undo: bool = False
 
     @property
+    def has_any(self) -> bool:
+        return bool(self.data or self.group)
+
+    @property
     def field(self) -> str:
         """Body field for errors."""
         return "names" if self.group else "serialized_named_tensors"

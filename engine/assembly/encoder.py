@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -103,12 +104,16 @@ def _updater(
     trainers: TrainerGroups,
 ) -> WeightUpdater[TowerModel]:
     runner = executor.runner
+
+    def read(path: str, found: ModelConfig, *, adds: bool = False, **more: Any) -> TowerModel:
+        return load(path, found, **more)
+
     return WeightUpdater(
         model_path=config.model_path,
         version=config.weight_version,
         model=model,
         actions=WeightActions(
-            load=load,
+            load=read,
             install=lambda tower: executor.call(lambda: runner.use(tower)),
             drop=lambda: executor.call(lambda: runner.use(None)),
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.assembly.loading import load_rank, resolved, share_loader, trainer_groups
+from engine.assembly.loading import load_rank, over_running, resolved, share_loader, trainer_groups
 from engine.assembly.memory import MemorySizes, fitting_sizes
 from engine.config import EngineConfig
 from engine.device.device import adapter_store
@@ -82,8 +82,9 @@ def build_follower(
     assert isinstance(agreed, PoolSize), agreed
     built = _build(rank, sizes.placed(agreed), agreed, links, use)
     trainers = trainer_groups(config, rank=links.place.rank)
+    new = over_running(load, built.runner.running)
     readers: dict[str, Reader] = {
-        "weights": lambda path, **more: load(path, load_model_config(path), progress=False, **more),
+        "weights": lambda path, **more: new(path, load_model_config(path), progress=False, **more),
         **follower_readers(trainers),
     }
     actions: dict[str, Action] = {

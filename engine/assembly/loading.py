@@ -1,8 +1,9 @@
 """Flags and weights of a rank at start, and new weights while it serves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from engine.config import EngineConfig, ModelFlags
 from engine.device.device import Device
 from engine.device.step_memory import LoadedRank, LocalMachine, await_share
+from engine.executor.model_runner import RunningModel
 from engine.executor.warm_up import CudaGauge
 from engine.executor.weights import WeightActions, WeightUpdater
 from engine.flags.model_source import dummy_paths
@@ -18,7 +20,7 @@ from engine.flags.speculation import with_drafter
 from engine.kv.kv_pool import fingerprint_of
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.models.load import Load
+from engine.models.load import Changes, Load
 from engine.ranks.group import Group, GroupWeights
 from engine.trainers.changes import TensorChanges
 from engine.trainers.groups import GroupTrainers, TrainerGroups
@@ -75,6 +77,19 @@ def share_loader(config: ModelFlags, read: Load) -> Load:
     return load
 
 
+def over_running(load: Load, running: RunningModel) -> Load:
+    """Return `load` for updates by tensors, which shares the layers of `running` that stay as they are."""
+
+    def read(
+        path: str, found: ModelConfig, *, progress: bool, changed: Sequence[str] = (), adds: bool = False
+    ) -> DenseDecoder:
+        if not changed:
+            return load(path, found, progress=progress)
+        return load(path, found, progress=progress, changes=Changes(changed, running.model if adds else None))
+
+    return read
+
+
 def weight_updater(
     config: EngineConfig,
     stored: ModelConfig,
@@ -91,6 +106,7 @@ def weight_updater(
     """
 
     runners = [stream.runner for stream in device.executor.streams]
+    load = over_running(load, runners[0].running)
 
     def install(other: DenseDecoder) -> None:
         def use() -> None:
@@ -130,10 +146,17 @@ def weight_updater(
 
 def tensor_changes(config: EngineConfig, trainers: TrainerGroups | GroupTrainers) -> TensorChanges | str:
     """Return a reader of new tensors, or the reason that there is none."""
-    if config.nnodes > 1:
-        return f"--nnodes {config.nnodes}: ranks of several machines take new weights from a checkpoint alone"
-    return TensorChanges(trainers, dummies=dummy_paths(config))
+    return why_no_tensors(config) or TensorChanges(trainers, dummies=dummy_paths(config))
 
 
 def trainer_groups(config: EngineConfig, *, rank: int) -> TrainerGroups:
-    return TrainerGroups(rank=rank, num_ranks=config.num_ranks, timeout_s=config.dist_timeout_s)
+    ranks, refusal = config.num_ranks, why_no_tensors(config)
+    return TrainerGroups(rank=rank, num_ranks=ranks, timeout_s=config.dist_timeout_s, refusal=refusal)
+
+
+def why_no_tensors(config: EngineConfig) -> str:
+    if config.nnodes > 1:
+        return f"--nnodes {config.nnodes}: ranks of several machines take new weights from a checkpoint alone"
+    if Path(config.model_path).is_file():
+        return f"{config.model_path}: tensors of a GGUF file cannot be replaced; start with a directory of safetensors"
+    return ""

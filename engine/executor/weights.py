@@ -43,8 +43,8 @@ class Changes(Protocol):
 class WeightActions(Generic[M]):
     """Steps of an update on all ranks; `install` and `drop` act on the executor.
 
-    - load(model_path, config, progress=..., changed=...): reads a model; `changed` only if there is
-      any. discard: drops other ranks' reads
+    - load(model_path, config, progress=...): reads a model; with changed=FILES, if there are any,
+      and adds=True if the running model has all but the last. discard: drops other ranks' reads
     - taken(version, fingerprint): called after an update
     """
 
@@ -141,7 +141,8 @@ class WeightUpdater(Generic[M]):
         check_fits(self._model, found)
         dummy = model_path in self._dummies
         before = fingerprint(model_path, dummy=dummy)
-        more = {} if changed is None else {"changed": changed.files}
+        adds = tensors is not None and tensors.has_any and not self.released
+        more = {} if changed is None else {"changed": changed.files, "adds": adds}
         try:
             model = self._actions.load(model_path, found, progress=False, **more)
         except torch.OutOfMemoryError as error:
@@ -163,7 +164,7 @@ class WeightUpdater(Generic[M]):
         """Raises ConfigError."""
         if tensors.undo:
             return self._before
-        if not tensors.data and not tensors.group:
+        if not tensors.has_any:
             return self._source
         if isinstance(self._changes, str):
             raise ConfigError(self._changes)

@@ -5,7 +5,8 @@ stream are replicated. With DP attention, all DP ranks divide the MLPs.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -30,10 +31,14 @@ Begun = tuple[torch.Tensor, ...]  # inputs of the layers: a row per token
 class DenseDecoder:
     """The layers of `part`. All ranks make the same calls with the same rows.
 
-    T tokens of any requests form one flat batch; only `attend` separates requests.
+    T tokens of any requests form one flat batch; only `attend` separates requests. `kept`: of a
+    model that runs, in place of what it would load.
     """
 
-    def __init__(self, part: ModelPart) -> None:
+    def __init__(self, part: ModelPart, kept: "Kept | None" = None) -> None:
+        kept = kept or Kept()
+        for name in kept.names:
+            part.checkpoint.ignore(name)
         config, place, share = part.config, part.place, part.share
         self._config, self._share = config, share
         self.collectives: Collectives = part.collectives
@@ -42,9 +47,10 @@ class DenseDecoder:
             for layer in share.layers
             if config.has_kv(layer)
         ]
-        self._embed, self._head = _ends(part)
+        self._embed, self._head = kept.ends or _ends(part)
         self._layers = [
-            layer_of(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
+            kept.layers.get(index)
+            or layer_of(part, index, place=sum(map(config.has_kv, range(share.layers.start, index))))
             for index in share.layers
         ]
         self._calls: list[Layer | _Watched] = [*self._layers]
@@ -59,6 +65,16 @@ class DenseDecoder:
         self._deepstack_levels = config.deepstack_levels
         part.leave_the_rest()
         self._turns = LayerRopes(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
+
+    def kept(self, changed: Collection[str]) -> "Kept":
+        """Return what another model shares if only tensors `changed` differ."""
+        if self.balance is not None:
+            return Kept()  # experts that move come from the files that their layer was loaded from
+        own = zip(self._share.layers, self._layers, strict=True)
+        layers = {index: layer for index, layer in own if not any(name.startswith(_place(index)) for name in changed)}
+        at_ends = any(name.startswith(ENDS) for name in changed)
+        names = [*map(_place, layers), *(() if at_ends else ENDS)]
+        return Kept(layers, None if at_ends else (self._embed, self._head), names)
 
     @property
     def recordable(self) -> bool:
@@ -207,6 +223,22 @@ class DenseDecoder:
         if scale != 1.0:
             logits.mul_(scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+ENDS = (EMBEDDING, "lm_head.weight", "lm_head.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Parts of a running model. `names`: of their tensors, or with a dot the beginnings."""
+
+    layers: Mapping[int, Layer] = field(default_factory=dict)
+    ends: "tuple[Callable[[torch.Tensor], torch.Tensor], VocabHead] | None" = None
+    names: Sequence[str] = ()
+
+
+def _place(index: int) -> str:
+    return f"model.layers.{index}."
 
 
 def _of_layer(index: int, name: str) -> str:

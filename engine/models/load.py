@@ -1,15 +1,15 @@
 """Loads models of all families, and drafters."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from engine.model_files.drafter_config import NEXTN, STANDALONE, DrafterConfig
 from engine.model_files.model_config import ModelConfig
-from engine.models.checkpoint import Checkpoint
-from engine.models.decoder import DenseDecoder
+from engine.models.checkpoint import Checkpoint, Safetensors
+from engine.models.decoder import DenseDecoder, Kept
 from engine.models.draft_model import StandaloneModel
 from engine.models.eagle import EagleLayer, NextnLayer
 from engine.models.matrices import STORED, QuantizedMatrices
@@ -20,7 +20,25 @@ from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
 from engine.quant.integers import SCHEMES
 
-Load = Callable[..., DenseDecoder]  # (model_path, config, progress=...)
+Load = Callable[..., DenseDecoder]  # (model_path, config, progress=..., changes=...)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """New tensors in `files`, as of `Checkpoint`; `model` runs with all but those of the last file."""
+
+    files: Sequence[str]
+    model: DenseDecoder | None
+
+    @property
+    def kept(self) -> Kept:
+        return Kept() if self.model is None else self.model.kept(Safetensors(None, self.files[-1:]).names())
+
+
+def within(config: ModelConfig, context_length: int | None) -> ModelConfig:
+    """Return `config` with the positions in use: a RoPE table of a million takes half a GiB."""
+    most = config.max_position_embeddings
+    return replace(config, max_position_embeddings=min(context_length or most, most))
 
 
 def load_model(
@@ -30,7 +48,6 @@ def load_model(
     dtype: str,
     device: str,
     progress: bool,
-    context_length: int | None = None,
     place: Place = ALONE,
     collectives: Collectives = SINGLE_RANK,
     exchange: RowExchange | None = None,
@@ -39,23 +56,20 @@ def load_model(
     experts: ExpertPlan = IN_ORDER,
     drafter: DrafterConfig | None = None,
     dummies: Collection[str] = (),
-    changed: Sequence[str] = (),
+    changes: Changes | None = None,
 ) -> DenseDecoder:
     """Load this rank's part of `model_path` in `dtype` on `device`.
 
-    `dtype`: "bfloat16" | "float32" | "float16". `context_length`: positions in use (a RoPE table of
-    a million takes half a GiB). `collectives`: of the stage; `exchange`: of all ranks, with DP
-    attention. `dummies`: paths with generated weights. `changed`: as of `Checkpoint`.
-    `check_layout` has accepted the sizes.
-    Raises ConfigError for files that do not fit.
+    `dtype`: "bfloat16" | "float32" | "float16". `collectives`: of the stage; `exchange`: of all
+    ranks, with DP attention. `dummies`: paths with generated weights. `check_layout` has accepted
+    the sizes. Raises ConfigError for files that do not fit.
     """
-    weights: dict[str, Any] = {"stored": config.stored, "dummy": model_path in dummies, "changed": changed}
+    weights: dict[str, Any] = {"stored": config.stored, "dummy": model_path in dummies}
+    weights["changed"] = () if changes is None else changes.files
     with (
         torch.inference_mode(),
         Checkpoint(model_path, dtype=dtype, device=device, progress=progress, **weights) as checkpoint,
     ):
-        positions = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
-        config = replace(config, max_position_embeddings=positions)
         part = ModelPart(
             config,
             checkpoint,
@@ -67,7 +81,7 @@ def load_model(
             experts=experts,
         )
         nextn = NextnLayer(part) if drafter is not None and drafter.kind == NEXTN else None
-        model = DenseDecoder(part)
+        model = DenseDecoder(part, None if changes is None else changes.kept)
         checkpoint.check_all_taken()
     if nextn is not None:
         nextn.use(model)
@@ -76,12 +90,12 @@ def load_model(
         own = {"dtype": dtype, "device": device, "progress": progress}
         shared = {"place": place, "collectives": collectives, "reduce_units": reduce_units}
         if drafter.kind == STANDALONE:
-            layers = replace(drafter.layers, vision=None)  # it drafts text only
-            other = load_model(drafter.path, layers, context_length=positions, dummies=dummies, **own, **shared)
+            layers = within(replace(drafter.layers, vision=None), config.max_position_embeddings)  # it drafts text only
+            other = load_model(drafter.path, layers, dummies=dummies, **own, **shared)
             model.draft_with(StandaloneModel(other))
         else:
             own["dummy"] = drafter.path in dummies
-            model.draft_with(_eagle(drafter, model, positions, own, shared))
+            model.draft_with(_eagle(drafter, model, config.max_position_embeddings, own, shared))
     return model
 
 

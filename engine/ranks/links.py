@@ -19,7 +19,7 @@ from engine.flags.nodes import SUM
 from engine.flags.resolve import largest_prompt_step, limits
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
-from engine.models.load import Load, load_model
+from engine.models.load import Load, load_model, within
 from engine.parallel.collectives import SINGLE_RANK, Collectives, SharedMemoryCollectives
 from engine.parallel.layout import Place
 from engine.parallel.network import NetworkCollectives, RankConnection
@@ -221,14 +221,8 @@ def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, lo
             "exchange": links.exchange,
             "experts": expert_plan(config, model),
         }
-    return partial(
-        load,
-        dtype=config.dtype,
-        device=config.device,
-        context_length=config.context_length,
-        quantization=config.quantization,
-        **share,
-    )
+    own = partial(load, dtype=config.dtype, device=config.device, quantization=config.quantization, **share)
+    return lambda path, found, **more: own(path, within(found, config.context_length), **more)
 
 
 # ---- future map over ranks

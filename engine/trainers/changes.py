@@ -36,10 +36,6 @@ class TensorChanges:
 
     def read(self, current: ChangedTensors | None, model_path: str, tensors: NewTensors) -> ChangedTensors | None:
         """Return `current` with `tensors` over it. Raises ConfigError."""
-        if Path(model_path).is_file():
-            raise ConfigError(
-                f"{model_path} is a GGUF file, whose tensors cannot be replaced; start with a directory of safetensors"
-            )
         found = self._groups.receive(tensors) if tensors.group else _parsed(tensors.data)
         tied = load_model_config(model_path).tie_word_embeddings
         stored = None if model_path in self._dummies else Safetensors(Path(model_path))

@@ -34,33 +34,39 @@ class TrainerGroup(Protocol):
         """Return what the trainer broadcasts next, on the host. Raises RuntimeError."""
 
 
-Open = Callable[[JoinTrainer, int, float], TrainerGroup]  # raises RuntimeError
-
-
 class TrainerGroups:
     """Groups of rank `rank` of `num_ranks`, by name. `timeout_s`: of a join and of each tensor.
 
-    Raises ConfigError; a group that failed is left.
+    `refusal`: why it joins none. Raises ConfigError; a group that failed is left.
     """
 
-    def __init__(self, *, rank: int, num_ranks: int, timeout_s: float, open_group: Open | None = None) -> None:
+    def __init__(self, *, rank: int, num_ranks: int, timeout_s: float, refusal: str = "") -> None:
         self._rank, self._num_ranks = rank, num_ranks
         self._timeout_s = timeout_s
-        self._open = open_group or joined
+        self._refusal = refusal
         self._groups: dict[str, TrainerGroup] = {}
+
+    def check_closed(self, name: str) -> None:
+        if self._refusal:
+            raise ConfigError(self._refusal)
+        if name in self._groups:
+            raise ConfigError(f"group_name: {name!r} is open already; {REMEDY}")
+
+    def check_open(self, name: str) -> None:
+        if name not in self._groups:
+            raise ConfigError(f"group_name: no group {name!r} is open; POST /init_weights_update_group opens one")
 
     def join(self, asked: JoinTrainer) -> None:
         """Wait for all members."""
+        self.check_closed(asked.name)
         rank = asked.rank_offset + asked.dp_rank * self._num_ranks + self._rank
-        if asked.name in self._groups:
-            raise ConfigError(f"group_name: {asked.name!r} is open already; {REMEDY}")
         if rank >= asked.world_size:
             raise ConfigError(
                 f"rank_offset: {asked.rank_offset} makes this worker's rank {self._rank} rank {rank} of "
                 f"{asked.world_size}; world_size must count the trainer and all ranks of all workers"
             )
         try:
-            self._groups[asked.name] = self._open(asked, rank, self._timeout_s)
+            self._groups[asked.name] = joined(asked, rank, self._timeout_s)
         except RuntimeError as error:
             raise ConfigError(
                 f"master_address: rank {rank} of {asked.world_size} cannot join {asked.name!r} at "
@@ -68,17 +74,13 @@ class TrainerGroups:
             ) from None
 
     def leave(self, name: str) -> None:
-        if self._groups.pop(name, None) is None:
-            raise ConfigError(f"group_name: no group {name!r} is open; POST /init_weights_update_group opens one")
+        self.check_open(name)
+        del self._groups[name]
 
     def receive(self, tensors: NewTensors, *, keeps: bool = True) -> dict[str, Tensor]:
         """Receive all tensors; without `keeps` return none, because another rank keeps them."""
-        group = self._groups.get(tensors.group)
-        if group is None:
-            raise ConfigError(
-                f"group_name: no group {tensors.group!r} is open; POST /init_weights_update_group opens one"
-            )
-        found = {}
+        self.check_open(tensors.group)
+        group, found = self._groups[tensors.group], {}
         for name, dtype, shape in zip(tensors.names, tensors.dtypes, tensors.shapes, strict=True):
             try:
                 tensor = group.receive(shape, getattr(torch, dtype))
@@ -101,25 +103,32 @@ class GroupTrainers:
         self._followers = followers
 
     def join(self, asked: JoinTrainer) -> None:
-        try:
-            self._on_all("join_trainer", lambda: self._own.join(asked), asked=msgspec.to_builtins(asked))
-        except ConfigError:
-            self._leave_quietly(asked.name)
-            raise
+        self._own.check_closed(asked.name)
+        self._on_all("join_trainer", asked.name, lambda: self._own.join(asked), asked=msgspec.to_builtins(asked))
 
     def leave(self, name: str) -> None:
-        self._followers.apply("leave_trainer", group=name).wait()
         self._own.leave(name)
+        self._followers.apply("leave_trainer", group=name).wait()
 
     def receive(self, tensors: NewTensors) -> dict[str, Tensor]:
+        self._own.check_open(tensors.group)
         found: dict[str, Tensor] = {}
-        self._on_all(
-            "receive_tensors", lambda: found.update(self._own.receive(tensors)), tensors=msgspec.to_builtins(tensors)
-        )
+
+        def receive() -> None:
+            found.update(self._own.receive(tensors))
+
+        self._on_all("receive_tensors", tensors.group, receive, tensors=msgspec.to_builtins(tensors))
         return found
 
-    def _on_all(self, name: str, own: Callable[[], None], **args: object) -> None:
-        """Run reader `name` on all followers, and `own` here; the own error comes first."""
+    def _on_all(self, name: str, group: str, own: Callable[[], None], **args: object) -> None:
+        """Run reader `name` on all followers, and `own` here; the own error comes first, and ends the group."""
+        try:
+            self._prepare(name, own, **args)
+        except ConfigError:
+            self._leave_quietly(group)
+            raise
+
+    def _prepare(self, name: str, own: Callable[[], None], **args: object) -> None:
         prepared = self._followers.prepare(name, **args)
         try:
             try:

@@ -61,6 +61,8 @@ def test_every_rank_joins_and_takes_its_part(checkpoints: tuple[str, str], shape
         assert answer(engine, "before") != wanted
         engine.parts.trainers.join(source.join())
         source.await_line("open")
+        with pytest.raises(ConfigError, match=r"group_name: .* is open already"):
+            engine.parts.trainers.join(source.join())
         for part in (names[::2], names[1::2]):
             take(engine, source, part)
         engine.parts.trainers.leave(GROUP)
@@ -107,14 +109,14 @@ def test_joins_that_cannot_be_are_refused(checkpoints: tuple[str, str]) -> None:
             groups.join(source.join())
     with pytest.raises(ConfigError, match="group_name: no group"):
         groups.leave(GROUP)
+    with pytest.raises(ConfigError, match="--nnodes 2"):
+        TrainerGroups(rank=0, num_ranks=1, timeout_s=SHORT_S, refusal="--nnodes 2").join(source.join())
 
 
-def test_a_group_opens_once_and_gives_tensors_in_order(checkpoints: tuple[str, str]) -> None:
+def test_a_group_gives_tensors_in_order(checkpoints: tuple[str, str]) -> None:
     groups = TrainerGroups(rank=0, num_ranks=1, timeout_s=DEADLINE_S)
     with trainer(checkpoints[0]) as source:
         groups.join(source.join())
-        with pytest.raises(ConfigError, match=r"group_name: .* is open already"):
-            groups.join(source.join())
         names = names_of(checkpoints[0])[:4]
         sender = threading.Thread(target=source.send, args=(names,))
         sender.start()

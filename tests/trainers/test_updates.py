@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from engine.kernels.linear import linear_kernel
-from engine.messages import NewTensors
+from engine.messages import JoinTrainer, NewTensors
+from engine.models.decoder import DenseDecoder
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import engine_of
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
+from tests.models.tiny_gguf import make_tiny_gguf
 from tests.quant.stored_formats import make_both
 
 PROMPT = prompt_of(40, 1)
@@ -105,6 +107,15 @@ def test_quantized_weights_are_changed_as_the_checkpoint_stores_them(quantizatio
         assert answer(engine, "after") == wanted
 
 
+def test_a_gguf_file_takes_no_tensors_and_no_trainer(tmp_path: Path) -> None:
+    file, _ = make_tiny_gguf(tmp_path, "qwen3", "Q8_0")
+    with EngineInProcess(str(file)) as engine:
+        with pytest.raises(ConfigError, match="tensors of a GGUF file cannot be replaced"):
+            update(engine, {NORM: torch.ones(64)})
+        with pytest.raises(ConfigError, match="tensors of a GGUF file cannot be replaced"):
+            engine.parts.trainers.join(JoinTrainer("j", "g", "h", 1, rank_offset=1, world_size=2, backend="gloo"))
+
+
 def test_an_engine_of_dummy_weights_gets_real_ones(tmp_path: Path) -> None:
     """As trainers start it, with bf16 for the fp32 of config.json."""
     path = make_tiny_checkpoint(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16", **SIZES)
@@ -183,6 +194,26 @@ def test_tensors_outlast_released_memory_and_go_with_a_checkpoint(tmp_path: Path
         read = weights.read(first, when_done=lambda: None)
         weights.take(read.result(DEADLINE_S), model_path=first, version=None)
         assert (answer(engine, "back"), weights.number(), weights.source) == (before, own, "checkpoint")
+
+
+@pytest.mark.parametrize("changed", [UP, "model.embed_tokens.weight", "lm_head.weight"])
+def test_only_what_has_new_tensors_is_loaded(changed: str, tmp_path: Path) -> None:
+    """A part of a large model takes the time and memory of its layers."""
+    path = make_tiny_checkpoint(tmp_path / "model", "qwen3", seed=1, **SIZES)
+    new = {changed: tensors_of(path)[changed].flip(0)}
+    with EngineInProcess(path) as engine:
+        before, old = answer(engine, "before"), running(engine)
+        layers, head = list(old._layers), old._head
+        update(engine, new)
+        after, model = answer(engine, "after"), running(engine)
+        assert [mine is theirs for mine, theirs in zip(model._layers, layers, strict=True)] == [True, changed != UP]
+        assert (model._head is head) == (changed == UP)
+    edit_tensors(Path(path) / "model.safetensors", lambda tensors: tensors.update(new))
+    assert after == fresh(path) != before
+
+
+def running(engine: EngineInProcess) -> DenseDecoder:
+    return engine.parts.device.executor.runner.running.model
 
 
 def num_unnamed_files() -> int:
