@@ -20,7 +20,7 @@ from engine.flags.speculation import with_drafter
 from engine.kv.kv_pool import fingerprint_of
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.models.load import Changes, Load
+from engine.models.load import ChangedFiles, Load
 from engine.ranks.group import Group, GroupWeights
 from engine.trainers.changes import TensorChanges
 from engine.trainers.groups import GroupTrainers, TrainerGroups
@@ -85,7 +85,7 @@ def over_running(load: Load, running: RunningModel) -> Load:
     ) -> DenseDecoder:
         if not changed:
             return load(path, found, progress=progress)
-        return load(path, found, progress=progress, changes=Changes(changed, running.model if adds else None))
+        return load(path, found, progress=progress, changes=ChangedFiles(changed, running.model if adds else None))
 
     return read
 

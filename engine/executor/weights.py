@@ -56,7 +56,7 @@ class WeightActions(Generic[M]):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """Where weights come from: a checkpoint, and tensors over it."""
 
     model_path: str
@@ -90,7 +90,7 @@ class WeightUpdater(Generic[M]):
         self._dummies = dummies
         self._changes = changes
         self._undoes = undoes
-        self._source = self._before = self._source_read = Source(model_path)
+        self._source = self._before = self._source_read = WeightSource(model_path)
         self._fingerprint = ""  # of the last checkpoint read
         self.number = WeightsNumber(self._number_in_use)
         self._number_read = 0
@@ -134,7 +134,7 @@ class WeightUpdater(Generic[M]):
         return weights_number(self.model_path, dummy=self.model_path in self._dummies)
 
     def _read(self, model_path: str, tensors: NewTensors | None) -> M:
-        source = Source(model_path) if tensors is None else self._with(tensors)
+        source = WeightSource(model_path) if tensors is None else self._with(tensors)
         model_path, changed = source.model_path, source.changed
         digest = "" if changed is None else changed.digest
         found = load_model_config(model_path)
@@ -160,7 +160,7 @@ class WeightUpdater(Generic[M]):
             torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
         return model
 
-    def _with(self, tensors: NewTensors) -> Source:
+    def _with(self, tensors: NewTensors) -> WeightSource:
         """Raises ConfigError."""
         if tensors.undo:
             return self._before
@@ -169,7 +169,7 @@ class WeightUpdater(Generic[M]):
         if isinstance(self._changes, str):
             raise ConfigError(self._changes)
         model_path = self._source.model_path
-        return Source(model_path, self._changes.read(self._source.changed, model_path, tensors))
+        return WeightSource(model_path, self._changes.read(self._source.changed, model_path, tensors))
 
 
 def _number_with(number: int, digest: str) -> int:

@@ -24,7 +24,7 @@ Load = Callable[..., DenseDecoder]  # (model_path, config, progress=..., changes
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ChangedFiles:
     """New tensors in `files`, as of `Checkpoint`; `model` runs with all but those of the last file."""
 
     files: Sequence[str]
@@ -56,7 +56,7 @@ def load_model(
     experts: ExpertPlan = IN_ORDER,
     drafter: DrafterConfig | None = None,
     dummies: Collection[str] = (),
-    changes: Changes | None = None,
+    changes: ChangedFiles | None = None,
 ) -> DenseDecoder:
     """Load this rank's part of `model_path` in `dtype` on `device`.
 
