@@ -212,10 +212,12 @@ def _on_the_grid(setup: Setup) -> Setup:
     return replace(setup, chunk_pages=grids * setup.grid // setup.page_size)
 
 
-def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:
+def stories_with_groups(
+    *, states: bool = False, windows: bool = False, **own: st.SearchStrategy[object]
+) -> st.SearchStrategy[Story]:
     """`states`: of a model with recurrent layers, and more requests than there are slots; `windows`: of layers that see one.
 
-    With both, states outlive the windows that they need.
+    With both, states outlive the windows that they need. `own`: of the setup.
     """
     few, many = [1, 2, 3, 5, 12], [3, 5, 12, 20]
     drawn: dict[str, st.SearchStrategy[object]] = {}
@@ -226,7 +228,7 @@ def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.Se
             window=st.sampled_from([1, 2, 3, 5, 6, 9, 16]),
             more_window_pages=st.sampled_from([0, 0, 1, 3] if states else [0, 3, 10, 30]),
         )
-    return _stories(_setups(**drawn).map(_on_the_grid))
+    return _stories(_setups(**{**drawn, **own}).map(_on_the_grid))
 
 
 def stories_with_images() -> st.SearchStrategy[Story]:
@@ -249,19 +251,31 @@ def stories_with_images() -> st.SearchStrategy[Story]:
 
 
 def stories_with_adapters(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:
-    """Requests of few prompts whose KV depends on an adapter, too, or that share it in a namespace alone."""
+    """Requests of few prompts whose KV depends on an adapter, too, or that share it in a namespace alone.
+
+    Several run at a time, and most engines find prefixes, of which there are two.
+    """
 
     def spread(story: Story, drawn: list[Branch], places: int) -> Story:
-        return Story(replace(story.setup, max_loras_per_batch=places), spread_among(drawn, story.events))
+        asked = (replace(e, family=e.family % 2) if isinstance(e, Ask) else e for e in story.events)
+        return Story(replace(story.setup, max_loras_per_batch=places), spread_among(drawn, asked))
 
-    of_groups = stories_with_groups(states=states, windows=windows)
-    return st.builds(spread, of_groups, branches(), st.sampled_from([1, 2, 3]))
+    of_groups = stories_with_groups(
+        states=states,
+        windows=windows,
+        role=st.sampled_from(["unified", "unified", "unified", "prefill", "decode"]),
+        max_running=st.sampled_from(range(3, 8)),
+        pp_size=st.sampled_from([1, 1, 1, 2, 4]),
+        radix=st.sampled_from([True] * 5 + [False]),
+        more_window_pages=st.sampled_from([0, 3, 10, 30]),
+    )
+    return st.builds(spread, of_groups, branches(), st.sampled_from([1, 2, 3, 3]))
 
 
 def branches() -> st.SearchStrategy[list[Branch]]:
     """Adapters and namespaces for requests in turn."""
     one = st.builds(Branch, st.sampled_from(ADAPTERS), st.sampled_from([(), (), ("a",), ("a", "b")]))
-    return st.lists(one, min_size=5, max_size=20)
+    return st.lists(one, min_size=3, max_size=8)
 
 
 def spread_among(drawn: list[Branch], events: Iterable[Ask | T]) -> tuple[Ask | T, ...]:
@@ -283,7 +297,7 @@ def _stories(setup: st.SearchStrategy[Setup]) -> st.SearchStrategy[Story]:
 
 
 def stories() -> st.SearchStrategy[Story]:
-    return _stories(_setups())
+    return _stories(_setups(pp_size=st.sampled_from([1, 2, 2, 4])))
 
 
 def _drafting(**own: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
@@ -322,6 +336,8 @@ def stories_with_states_and_drafts() -> st.SearchStrategy[Story]:
 def stories_with_lanes() -> st.SearchStrategy[Story]:
     """Prompts and decodes in two lanes, whose steps are planned, run and collected in any order."""
     setup = _setups(
+        role=st.sampled_from(["unified", "unified", "unified", "decode"]),  # prefill has one lane
+        max_running=st.sampled_from(range(2, 8)),
         multiplexed=st.just(True),
         mixed_chunk=st.just(False),
         pp_size=st.just(1),
