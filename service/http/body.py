@@ -2,11 +2,14 @@
 
 import types
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Self, TypeGuard, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+
+MAX_NAME_CHARS = 64  # of an unknown field, as shown
+UNKNOWN_FIELD = "unknown_field"  # type of an error, whose text is the name
 
 
 def _fail_fast(schema: Any) -> None:
@@ -34,6 +37,18 @@ class Body(BaseModel):
         schema = handler(source)
         _fail_fast(schema)
         return schema
+
+
+class ClosedBody(Body):
+    """A body that takes no unknown field. Pydantic's own check would make an error of each."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _has_known_fields_only(self) -> Self:
+        for name in self.model_extra or ():
+            raise PydanticCustomError(UNKNOWN_FIELD, "{name}", {"name": name[:MAX_NAME_CHARS]})
+        return self
 
 
 def optional(description: str, *examples: Any, **more: Any) -> Any:

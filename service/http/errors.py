@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from service.http.body import Body, field_types, is_body, types_in
+from service.http.body import UNKNOWN_FIELD, Body, field_types, is_body, types_in
 
 # ---- JSON from outside: decoding, and a check of nesting before recursion.
 
@@ -123,6 +123,8 @@ def _wrong_type(message: str) -> ApiError:
 
 # ---- bodies of clients
 
+MAX_INT_DIGITS = 4300  # of a number in JSON, as in Python
+
 
 def plain(value: Any) -> Any:
     """A body as JSON values, without unknown fields."""
@@ -140,9 +142,6 @@ def read_body(data: bytes, type_: type[B]) -> B:
     return body_of(read_object(data), type_)
 
 
-MAX_INT_DIGITS = 4300  # of a number in JSON, as in Python
-
-
 def read_object(data: bytes) -> dict[str, Any]:
     """Decode a JSON object. Raises ApiError(400)."""
     try:
@@ -150,11 +149,19 @@ def read_object(data: bytes) -> dict[str, Any]:
     except ApiError as error:
         if error.field is None:
             raise
-        field = next(_out_of_range(json.loads(data, parse_int=_int), ""), "")
-        raise bad_field(field, "number out of range") from None
+        raise _number_out_of_range(data) from None
     if not isinstance(value, dict):
         raise ApiError(400, f"Expected `object`, got `{_KINDS[type(value)]}`")
     return value
+
+
+def _number_out_of_range(data: bytes) -> ApiError:
+    """Return the error with the number's place, which msgspec does not tell."""
+    try:
+        field = next(_out_of_range(json.loads(data, parse_int=_int), ""))
+    except (ValueError, StopIteration):  # the text behind the number is no JSON
+        return ApiError(400, "the body is not valid JSON: number out of range", code="invalid_json")
+    return bad_field(field, "number out of range")
 
 
 def _int(digits: str) -> float:
@@ -216,12 +223,9 @@ def _fault(detail: ErrorDetails, value: Any, hint: Any) -> _Fault:
             names = list(map(str, value))
             place, path = [*place, names.index(str(step)) if str(step) in names else math.inf], f"{path}[...]"
             value, hint = value.get(step, value.get(str(step))), get_args(taken)[1]
-        elif is_body(taken) and (step in (known := field_types(taken)) or detail["type"] == "extra_forbidden"):
+        elif is_body(taken) and step in (known := field_types(taken)):
             name, names = str(step), list(value)
             inner = f"{path}.{name}".removeprefix(".")
-            if name not in known:
-                error = bad_field(inner, _UNKNOWN, code="unsupported_parameter")
-                return _Fault((*place, names.index(name)), inner, error)
             if name not in value:
                 text = f"object missing required field `{name}`"
                 shown = f"{inner}: {text}" if path else text.capitalize()
@@ -231,6 +235,9 @@ def _fault(detail: ErrorDetails, value: Any, hint: Any) -> _Fault:
         elif step == "[key]":
             path = path.removesuffix("[...]")
             return _Fault(tuple(place), path, bad_field(path, "expected `int`, got `str`"))
+    if detail["type"] == UNKNOWN_FIELD:
+        inner = f"{path}.{detail['msg']}".removeprefix(".")
+        return _Fault(tuple(place), inner, bad_field(inner, _UNKNOWN, code="unsupported_parameter"))
     return _Fault(tuple(place), path, bad_field(path, _problem(detail, value, hint)))
 
 

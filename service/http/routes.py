@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Response
-from pydantic import ConfigDict
 
-from service.http.body import Body, optional
+from service.http.body import Body, ClosedBody, optional
 from service.http.errors import ApiError, bad_field, decode_body, read_body
 from service.http.request import Handler, HttpRequest, RequestKey, StreamedResponse
 from service.security.keys import Access
@@ -202,9 +201,7 @@ def invoked_path(body: bytes) -> str:
 # ---- POST /traces, of workers and routers
 
 
-class TracesBody(Body):
-    model_config = ConfigDict(extra="forbid")
-
+class TracesBody(ClosedBody):
     ids: list[str] | None = optional(f"Ids of requests, 1 to {MAX_ASKED}. Give this or last.", ["my-request-1"])
     last: int | None = optional(f"Number of the last requests, 1 to {MAX_ASKED}. Give this or ids.", 10)
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from service.http.body import Body, optional
+from service.http.body import Body, ClosedBody, optional
 from service.http.errors import ApiError, plain, read_body
 
 
@@ -16,9 +16,7 @@ class Part(Body):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="A schema.", examples=[{}])
 
 
-class Closed(Body):
-    model_config = ConfigDict(extra="forbid")
-
+class Closed(ClosedBody):
     a: int | None = optional("A number.", 1)
 
 
@@ -91,6 +89,7 @@ def test_the_first_wrong_value_is_named(body: dict[str, Any], field: str, messag
         (b'{"prompt": "x", "temperature": 1e999}', "temperature", "number out of range"),
         (b'{"n": ' + b"9" * 400 + b', "parts": [{"type": -1e999}]}', "parts[0].type", "number out of range"),
         (b'{"n": ' + b"9" * 5000 + b"}", "n", "number out of range"),
+        (b'{"n": 1e999, "prompt": \xff', None, "not valid JSON"),
         (b'{"prompt": "x", "temperature": ' + b"9" * 400 + b"}", "temperature", "number out of range"),
     ],
 )
@@ -106,9 +105,10 @@ def test_unknown_fields_are_kept_apart() -> None:
     assert plain(body.parts) == [{"type": "x", "url": None, "schema": None}]
 
 
-def test_a_million_wrong_values_are_one_error() -> None:
+def test_a_thousand_wrong_values_are_few_errors() -> None:
     """Pydantic would make an error of each."""
-    body = {"prompt": [None] * 1_000_000, "parts": [{}] * 100_000, "names": {str(i): i for i in range(100_000)}}
+    many = {str(i): i for i in range(1000)}
+    body = {"prompt": [None] * 1000, "parts": [{}] * 1000, "names": many, "closed": many}
     assert error_of(body).field == "prompt[0]"
     with pytest.raises(ValueError) as caught:
         Sample.model_validate(body)

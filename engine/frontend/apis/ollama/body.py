@@ -5,7 +5,7 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from engine.frontend.apis.chat.body import READER, ChatBody, ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.chat.plan import TOGGLES
@@ -14,14 +14,12 @@ from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
 from engine.frontend.apis.shared.request_body import OwnFields, RequestFields, own_fields
 from service.flags import untagged
-from service.http.body import Body, optional
+from service.http.body import Body, ClosedBody, optional
 from service.http.errors import bad_field
 
 
-class IgnoredOptions(Body):
+class IgnoredOptions(ClosedBody):
     """Options of Ollama's own runner."""
-
-    model_config = ConfigDict(extra="forbid")
 
     draft_num_predict: Any = optional("Tokens that a draft model proposes. Not used: a flag of the server sets it.", 5)
     embedding_only: Any = optional("Loads a model for embeddings alone. Not used.", False)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from engine.grammar.compiler import closed
 from engine.sampling_params import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, GrammarSpec
 from engine.schema_references import BadReference, moved
-from service.http.body import Body, optional
+from service.http.body import Body, ClosedBody, optional
 from service.http.errors import bad_field, plain
 
 ANY_OBJECT = '{"type": "object"}'
@@ -146,10 +146,8 @@ def as_text(value: Any) -> str:
 Schema = str | dict[str, Any] | bool
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(ClosedBody):
     """The last three are unsupported."""
-
-    model_config = ConfigDict(extra="forbid")
 
     json_: Schema | None = Field(
         default=None,
