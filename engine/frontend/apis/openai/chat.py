@@ -10,8 +10,7 @@ from fastapi import Response
 
 from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.plan import plan_chat
-from engine.frontend.apis.shared.fields import includes_usage, shows_usage_continuously
-from engine.frontend.apis.shared.request_body import RequestFields
+from engine.frontend.apis.shared.request_body import RequestFields, StreamOptions
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import Tags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
@@ -75,6 +74,9 @@ def usage_of(counts: Counts) -> dict[str, Any]:
     }
 
 
+NO_OPTIONS = StreamOptions()
+
+
 class OpenAIView:
     """Base of both views. `prompts`: by sample, for `return_token_ids`."""
 
@@ -89,7 +91,7 @@ class OpenAIView:
         weight_version: Callable[[], str],
         prompts: Sequence[list[int]] = (),
     ) -> None:
-        self._request = body
+        self._options = body.stream_options or NO_OPTIONS
         wanted = body.return_token_ids or body.return_hidden_states
         self._extras = Extras(body, prompts) if wanted else None
         self._weight_version = weight_version
@@ -123,15 +125,15 @@ class OpenAIView:
         return [self._chunk(index, delta) for delta in deltas]
 
     def last(self) -> list[dict[str, Any]]:
-        if not includes_usage(self._request):
+        if not self._options.include_usage:
             return []
         return [{**self._chunk_head, "choices": [], "usage": usage_of(self._usage.total())}]
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._chunk_head, "choices": [choice]}
-        if shows_usage_continuously(self._request):
+        if self._options.continuous_usage_stats:
             chunk["usage"] = usage_of(self._usage.of_sample(index))
-        elif includes_usage(self._request):
+        elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 

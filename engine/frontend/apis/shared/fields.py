@@ -8,7 +8,6 @@ import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
 from engine.frontend.apis.shared.request_body import (
-    CONSTRAINTS,
     PerPrompt,
     RequestFields,
     RoutingFields,
@@ -371,18 +370,6 @@ def routed_rank(body: RoutingFields, headers: Mapping[str, str]) -> int | None:
 def check_request(body: RequestFields) -> None:
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "needs stream to be true")
-
-
-def is_constrained(body: RequestFields) -> bool:
-    return any(getattr(body, name) is not None for name in CONSTRAINTS)
-
-
-def includes_usage(body: RequestFields) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
-
-
-def shows_usage_continuously(body: RequestFields) -> bool:
-    return bool(body.stream_options and body.stream_options.continuous_usage_stats)
 
 
 def check_range(field: str, value: int | None, high: int) -> None:

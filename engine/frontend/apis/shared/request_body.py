@@ -122,9 +122,6 @@ def own_fields(body: OwnFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in OwnFields.model_fields}
 
 
-CONSTRAINTS = ("response_format", *GrammarFields.model_fields, *StructuredFields.model_fields)
-
-
 class StreamOptions(Body):
     include_usage: bool | None = optional("True: a last message counts the tokens. Default false.", True)
     continuous_usage_stats: bool | None = optional(

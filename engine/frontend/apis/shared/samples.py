@@ -9,6 +9,8 @@ from fastapi import Response
 
 from engine.frontend.apis.shared.constraints import (
     Constraint,
+    GrammarFields,
+    StructuredFields,
     format_constraint,
     only_one,
     plain_constraint,
@@ -21,7 +23,6 @@ from engine.frontend.apis.shared.fields import (
     check_priority,
     check_stream_interval,
     fit_to_context,
-    is_constrained,
     namespaces_of,
     routed_rank,
 )
@@ -145,8 +146,11 @@ class SamplesPlan:
     count_reasoning: Callable[[], ReasoningTokens] | None = None
 
 
+_CONSTRAINTS = ("response_format", *GrammarFields.model_fields, *StructuredFields.model_fields)
+
+
 def body_constraint(body: RequestFields) -> Constraint | None:
-    if not is_constrained(body):
+    if all(getattr(body, name) is None for name in _CONSTRAINTS):
         return None
     return only_one(format_constraint(body.response_format), plain_constraint(body), structured_constraint(body))
 
