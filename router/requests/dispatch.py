@@ -231,7 +231,7 @@ class Dispatcher:
         given, parts = request.http.headers, self.parts
         headers = {
             "Content-Type": "application/json",
-            "X-HttpRequest-Id": request.request_id,
+            "X-Request-Id": request.request_id,
             **caller_header(request.http),
         }
         headers |= {name: given[name] for name in parts.passed if name in given}

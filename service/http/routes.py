@@ -18,7 +18,7 @@ from service.waiter import BODIES
 
 # ---- JSON answers, and streams of events or lines (NDJSON).
 
-REQUEST_ID_HEADER = "X-HttpRequest-Id"
+REQUEST_ID_HEADER = "X-Request-Id"
 EVENTS_TYPE, LINES_TYPE = "text/event-stream", "application/x-ndjson"
 STREAM_TYPES = (EVENTS_TYPE, LINES_TYPE)
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
