@@ -1,4 +1,4 @@
-"""Tandem in Python: `LLM`, `AsyncLLM` and `Cluster` (docs/python.md).
+"""Tandem in Python: `LLM`, `AsyncLLM`, `Cluster` and `asgi.app` (docs/python.md).
 
 Names are imported on use, so `import tandem` brings neither torch nor a server.
 """
@@ -58,4 +58,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "asgi"})

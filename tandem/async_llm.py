@@ -16,12 +16,14 @@ from tandem.requests import (
     PreparedRequest,
     Prompt,
     Slots,
+    WeightSource,
     embedded,
     in_order,
     ordered,
     plan_conversation,
     plan_prompt,
     scored,
+    updated,
 )
 
 T = TypeVar("T")
@@ -101,9 +103,9 @@ class AsyncLLM(LocalEngine):
         """Take memory again, as `LLM.resume_memory`."""
         await self._order("/resume_memory_occupation", tags=tags)
 
-    async def update_weights(self, model_path: str, **options: Any) -> None:
-        """Load a checkpoint, as `LLM.update_weights`."""
-        await self._order("/update_weights_from_disk", model_path=str(model_path), **options)
+    async def update_weights(self, source: WeightSource, **options: Any) -> None:
+        """Take other weights, as `LLM.update_weights`."""
+        await self._run(updated(await self._ready(), source, **options))
 
     async def _streamed(
         self, make_plan: Callable[[Services], Awaitable[PreparedRequest]]

@@ -20,6 +20,7 @@ from tandem.requests import (
     PreparedRequest,
     Prompt,
     Slots,
+    WeightSource,
     answered,
     embedded,
     in_order,
@@ -27,6 +28,7 @@ from tandem.requests import (
     plan_conversation,
     plan_prompt,
     scored,
+    updated,
 )
 from tandem.worker import LocalWorker
 
@@ -157,18 +159,15 @@ class LLM(LocalEngine):
         self._order("/resume_memory_occupation", tags=tags)
 
     def update_weights(
-        self, model_path: str, *, weight_version: str | None = None, abort_all_requests: bool | None = None
+        self, source: WeightSource, *, weight_version: str | None = None, abort_all_requests: bool | None = None
     ) -> None:
-        """Load the weights of another checkpoint of the same shape.
+        """Take the weights of another checkpoint of the same shape, or tensors.
 
-        Raises RequestError, with the old weights in use, if they do not fit.
+        Tensors are pairs of the checkpoint's name and a whole torch tensor; the others stay. Raises
+        RequestError, with the old weights in use, if they do not fit.
         """
-        self._order(
-            "/update_weights_from_disk",
-            model_path=str(model_path),
-            weight_version=weight_version,
-            abort_all_requests=abort_all_requests,
-        )
+        call = updated(self._services, source, weight_version=weight_version, abort_all_requests=abort_all_requests)
+        self._worker.run(call)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str) -> None:
         """Load an adapter, which requests name by `lora_path`. Needs `enable_lora=True`."""

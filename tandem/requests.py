@@ -6,13 +6,15 @@ on the worker's event loop.
 
 import asyncio
 import difflib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from engine.frontend.apis.admin.weights import update_by_tensors
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.openai.completions import READER as COMPLETIONS
@@ -33,6 +35,7 @@ from engine.messages import GenerateRequest, LogprobOptions
 from engine.text.sample import TextAnswers
 from service.http.body import Body, field_types
 from service.http.errors import bad_field
+from tandem.errors import RequestError
 from tandem.outputs import EmbeddingOutput, RequestOutput, ResultBuilder, ScoringOutput
 from tandem.params import WantedLogprobs, encoded, take_logprobs
 
@@ -282,6 +285,35 @@ async def scored(s: Services, pair: tuple[str, str], fields: Mapping[str, Any]) 
     body = _body(s, SCORE_READER, {**fields, "text_1": pair[0], "text_2": pair[1]})
     prompts, scores = await judge(PromptSender(s=s), body, [pair], fields=("text_1", "text_2"), prefix="score-")
     return ScoringOutput(scores[0], prompts.ids[0])
+
+
+WeightSource = str | Path | Iterable[tuple[str, Any]]  # a checkpoint, or tensors by its names
+
+
+async def updated(
+    s: Services, source: WeightSource, *, weight_version: str | None = None, abort_all_requests: bool | None = None
+) -> None:
+    """Have all schedulers take other weights. Raises ApiError, RequestError."""
+    if isinstance(source, str | Path):
+        fields = {"weight_version": weight_version, "abort_all_requests": abort_all_requests}
+        await ordered(s, "/update_weights_from_disk", {"model_path": str(source), **fields})
+        return
+    data = await asyncio.to_thread(_file_of, source)
+    await update_by_tensors(s, data, weight_version=weight_version, abort_all=bool(abort_all_requests))
+
+
+def _file_of(tensors: Iterable[tuple[str, Any]]) -> bytes:
+    """A safetensors file. Raises RequestError."""
+    from safetensors.torch import save
+
+    found: dict[str, Any] = {}
+    for name, tensor in tensors:
+        if name in found:
+            raise RequestError(f"tensors: {name} is given twice", field="tensors")
+        found[name] = tensor.detach().to("cpu").contiguous().clone()  # clone: safetensors refuses shared memory
+    if not found:
+        raise RequestError("tensors: give at least one pair of name and tensor", field="tensors")
+    return bytes(save(found))
 
 
 async def ordered(s: Services, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,10 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+import tandem.asgi
 from tandem import LLM, AsyncLLM
-from tests.e2e.cluster import tandem
+from tandem.asgi import WorkerApp
+from tests.e2e import cluster
 
 FLAGS: dict[str, Any] = {"max_total_tokens": 16384, "chunked_prefill_size": 256, "random_seed": 7}
 Post = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -20,17 +22,25 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
-def async_llm() -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(**FLAGS)
+def worker_app() -> Iterator[WorkerApp]:
+    """An ASGI application that is an `AsyncLLM`, too."""
+    engine = tandem.asgi.app(**FLAGS)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def async_llm(worker_app: WorkerApp) -> AsyncLLM:
+    return worker_app
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a worker with the same flags."""
     flags = [word for name, value in FLAGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    with tandem(tmp_path_factory.mktemp("server"), "serve", "--port", "0", "--log-level", "warning", *flags) as started:
+    with cluster.tandem(
+        tmp_path_factory.mktemp("server"), "serve", "--port", "0", "--log-level", "warning", *flags
+    ) as started:
         yield started.url
 
 

@@ -6,9 +6,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tandem import LLM, RequestError, SamplingParams, TandemError
@@ -222,6 +225,23 @@ def test_released_memory_comes_back(llm: LLM) -> None:
     assert llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text == " v42"
     with pytest.raises(RequestError, match=r"tags: must be of .*, got .nothing."):
         llm.release_memory(["nothing"])
+
+
+def test_weights_come_as_tensors(llm: LLM) -> None:
+    own = load_file(Path(DEFAULT_MODEL_PATH) / "model.safetensors")
+    name = next(name for name in own if name.endswith("norm.weight"))
+    llm.update_weights([(name, torch.zeros_like(own[name]))], weight_version="nothing")
+    changed = llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text
+    llm.update_weights(own.items(), weight_version="own")
+    assert (llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text, llm._services.weight_version) == (" v42", "own")
+    assert changed != " v42"
+    for tensors, says in (
+        ([], "at least one"),
+        ([("a", own[name])] * 2, "twice"),
+        ([("no.such", own[name])], "no.such"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            llm.update_weights(tensors)
 
 
 def test_weights_come_from_another_checkpoint(llm: LLM) -> None:

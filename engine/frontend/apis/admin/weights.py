@@ -173,6 +173,19 @@ def _update(
     return UpdateWeights(call_id, model_path, weight_version=body.weight_version, abort_all=aborts, tensors=tensors)
 
 
+async def update_by_tensors(
+    s: Services, data: bytes, *, weight_version: str | None = None, abort_all: bool = False
+) -> None:
+    """Update by `data`, a safetensors file, without HTTP. Raises ApiError, with the old weights in use."""
+    if weight_version is not None:
+        _check_name("weight_version", weight_version)
+    tensors = NewTensors(data=data)
+    message = UpdateWeights(
+        s.leaders.mint_call_id(), "", weight_version=weight_version, abort_all=abort_all, tensors=tensors
+    )
+    await s.leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
+
+
 def _check_format(load_format: str | None) -> None:
     if load_format not in LOAD_FORMATS:
         raise bad_field("load_format", f"must be auto or safetensors, got {load_format!r}")

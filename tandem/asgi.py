@@ -1,0 +1,111 @@
+"""`tandem.asgi.app`: the HTTP API of a worker, to mount in an application of one's own.
+
+    service = FastAPI()
+    service.mount("/llm", tandem.asgi.app("smollm2"))
+
+The worker has an event loop of its own; ASGI messages cross between the loops.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from starlette.types import Message, Receive, Scope, Send
+
+from engine.frontend.app import SPARE_REQUESTS, make_app, make_handle
+from engine.frontend.services import Services
+from service.http.api import Application
+from service.http.request import CONNECTION
+from service.security.browser import BrowserRule
+from tandem.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+
+def app(
+    model: str = "", *, allowed_hosts: Sequence[str] = ("*",), allowed_origins: Sequence[str] = (), **flags: Any
+) -> "WorkerApp":
+    """Return a worker's HTTP API as an ASGI application, with an `LLM`'s arguments.
+
+    The model loads beside the caller; requests wait for it. `allowed_hosts`, `allowed_origins`: as
+    the flags of `tandem serve`; the application around it may be stricter.
+    """
+    return WorkerApp(model, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins, **flags)
+
+
+class WorkerApp(AsyncLLM):
+    """An `AsyncLLM` that is an ASGI application, too. `close` ends it."""
+
+    def __init__(
+        self, model: str, *, allowed_hosts: Sequence[str], allowed_origins: Sequence[str], **flags: Any
+    ) -> None:
+        super().__init__(model, **flags)
+        self._allowed_hosts, self._allowed_origins = allowed_hosts, allowed_origins
+        self._application: Application | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = await self._ready()
+        if self._application is None:
+            self._application = self._served(services)
+        if scope["type"] != "http":
+            return await self._application(scope, receive, send)
+        here, client = asyncio.get_running_loop(), _Client(receive)
+        answering = asyncio.ensure_future(
+            self._run(
+                self._application({**scope, CONNECTION: None}, _crossing(here, client.receive), _crossing(here, send))
+            )
+        )
+        leaving = asyncio.ensure_future(client.left())
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            answering.cancel()
+            await asyncio.gather(leaving, answering, return_exceptions=True)
+        if not answering.cancelled():
+            answering.result()
+
+    def _served(self, services: Services) -> Application:
+        browser = BrowserRule(
+            host=services.spec.server.host,
+            has_keys=False,
+            allowed_hosts=self._allowed_hosts,
+            allowed_origins=self._allowed_origins,
+        )
+        served = replace(services, browser=browser)
+        return make_app(served, make_handle(served, max_open=services.client.max_live + SPARE_REQUESTS))
+
+
+class _Client:
+    """The messages of a client: its body, and that it has left."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._has_sent_all = asyncio.Event()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if not message.get("more_body"):
+            self._has_sent_all.set()
+        return message
+
+    async def left(self) -> None:
+        """Return when the client has left, behind its body, which the handler reads."""
+        await self._has_sent_all.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+def _crossing(
+    loop: asyncio.AbstractEventLoop, act: Callable[..., Awaitable[T]]
+) -> Callable[..., Coroutine[Any, Any, T]]:
+    """Return `act` for another loop."""
+
+    async def there(*values: Any) -> T:
+        return await act(*values)
+
+    async def crossed(*values: Any) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(*values), loop))
+
+    return crossed
