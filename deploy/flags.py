@@ -1,6 +1,4 @@
-"""Command-line flags derived from config dataclasses (service/flags.py), pages of help, one-line
-errors.
-"""
+"""Command-line flags derived from config dataclasses (service/flags.py), and one-line errors."""
 
 import argparse
 import dataclasses
@@ -21,7 +19,7 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag; `value_type` bool is a switch, `topic` its group of help ("": the command's)."""
+    """A flag; `value_type` bool is a switch, `topic` its group of help."""
 
     name: str
     option: str
@@ -54,10 +52,7 @@ def add_flags(
     skip: Collection[str] = (),
     only_given: bool = False,
 ) -> None:
-    """Add the flags of `config_class`, in the group `title` if they have no topic.
-
-    `only_given` omits untyped flags (for `given_argv`).
-    """
+    """Add flags by topic, else as `title`. `only_given` omits untyped flags (for `given_argv`)."""
     for flag in flags_of(config_class, skip=skip):
         parser.add(flag.topic or title, flag.option, **_argparse_keywords(flag, only_given=only_given))
 
@@ -123,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         return {topic: actions for topic, actions in self._groups.items() if actions}
 
     def format_help(self, page: str = "") -> str:
-        """Return a page of help: "" the common flags, "all", or a group. Exits for an unknown one."""
+        """Return a page of help: "" (common flags), "all" or a group."""
         groups = self.groups()
         if page not in ("", "all", *groups):
             self.error(f"--help: there is no group {page!r}; one of: all, {', '.join(groups)}")
@@ -165,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _set_model(self, args: argparse.Namespace, word: str, *more: str) -> None:
-        """Take the model from a word without a flag, as argparse takes one before all flags only."""
+        # argparse itself takes a word before all flags only
         assert self._model is not None
         if more:
             self.error(f"unknown argument {more[0]!r}: the model is {word!r}")

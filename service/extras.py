@@ -1,7 +1,4 @@
-"""Extras of this package: which modules each brings, and what installs a missing one.
-
-Modules are looked for, not imported. No other file says which extra brings a module.
-"""
+"""Modules of this package's extras, and the command for missing ones."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -35,7 +32,7 @@ def install(*extras: str) -> str:
 
 
 def require(*extras: str) -> None:
-    """Raise ConfigError if a module that extras bring for the start is not installed."""
+    """Raise ConfigError if a module of `MODULES` is missing."""
     lacking = {extra: [name for name in MODULES[extra] if not _is_there(name)] for extra in extras}
     names = list(dict.fromkeys(name.partition("|")[0] for found in lacking.values() for name in found))
     if names:
@@ -43,13 +40,13 @@ def require(*extras: str) -> None:
 
 
 def missing(names: Sequence[str], *extras: str) -> str:
-    """Return what to say of missing modules."""
+    """Return an error for missing modules."""
     are = "are" if len(names) > 1 else "is"
     return f"{', '.join(names)} {are} not installed; run: {install(*extras)}"
 
 
 def missing_module(error: ImportError) -> str | None:
-    """Return what to say of a module that an extra brings, None for another one."""
+    """Return an error for a module of an extra, else None."""
     name = (error.name or "").partition(".")[0]
     owners = [extra for table in (MODULES, ON_USE) for extra, names in table.items() if name in names]
     return missing([name], owners[0]) if owners else None

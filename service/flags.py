@@ -78,12 +78,9 @@ def setting(default: Any, help: str, **spec: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagSet:
-    """Base of configs. Raises ConfigError.
+    """Base of configs. Raises ConfigError."""
 
-    `topic` names the group of its own fields in `--help`; "": the command names it.
-    """
-
-    topic: ClassVar[str] = ""
+    topic: ClassVar[str] = ""  # group of its own fields in --help; "": the command names it
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -19,14 +19,21 @@ from deploy.launcher.process import Child
 from deploy.launcher.restarts import RestartPolicy
 from deploy.launcher.roles import ClusterConfig
 from deploy.launcher.supervisor import Supervisor
-from deploy.launcher.up_flags import build_parser, flags_by_role, gpus_for, model_path_of, router_args, set_local_model
+from deploy.launcher.up_flags import (
+    build_parser,
+    flags_by_role,
+    gpus_for,
+    model_path_of,
+    require_extras,
+    router_args,
+    set_local_model,
+)
 from engine.config import MEM_FRACTION_OF, ServerConfig
-from service.extras import require
 from service.http.listening import require_free, url_of
 from service.process.files import clear_ready_file, write_ready_file
 from service.security.keys import ROUTER_SECRET, KeyRing
 from service.waiter import usable_cores
-from transfer_backends.engines.wheels import extras_of, installed_torch
+from transfer_backends.engines.wheels import installed_torch
 
 INFO_TIMEOUT_S = 5.0
 
@@ -35,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     """Run until Ctrl-C; return the exit status."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, ClusterConfig)
-    require("engine", *(() if config.unified else extras_of(config.transfer_backend)))
+    require_extras(config)
     if config.port:
         require_free(config.host, config.port, flag="--port")
     set_local_model(args)

@@ -77,16 +77,14 @@ WORKER_ENV = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """A process: the cluster has started once GET `url` + `health_path` returns 200, the process
-    alone once `alive_path` does.
-    """
+    """A process, healthy once GET `url` + `health_path` returns 200."""
 
     name: str
     role: str  # "router", "prefill", "decode", "unified" or "encode"
     argv: tuple[str, ...]
     url: str
     health_path: str = "/health"
-    alive_path: str = "/health"
+    alive_path: str = "/health"  # 200 whatever other processes do
     env: dict[str, str] = field(default_factory=dict)
     ranks: int = 0
 

@@ -57,14 +57,12 @@ class Guard:
 
 
 class Child:
-    """A process. `log_start`: bytes of its log that earlier processes of this name wrote."""
-
     def __init__(
         self, spec: ProcessSpec, process: ChildProcess, log_path: Path, watcher: Guard, *, log_start: int
     ) -> None:
         self.spec = spec
         self.log_path = log_path
-        self._log_start = log_start
+        self._log_start = log_start  # bytes by earlier processes of this name
         self._process = process
         self._guard = watcher
         self._reaped = False

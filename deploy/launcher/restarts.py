@@ -1,7 +1,4 @@
-"""When a process that died starts again. Pure.
-
-An end with status 0 is no death: a signal asked for it, and the process drained.
-"""
+"""Pauses before dead processes start again. Pure."""
 
 from dataclasses import dataclass
 
@@ -10,10 +7,9 @@ MAX_DOUBLINGS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Pauses before a process starts again: `first_s`, doubled by each death, at most `longest_s`.
+    """Pauses of `first_s`, doubled by each death up to `longest_s`; reset by `stable_s` of health.
 
-    A process that was healthy for `stable_s` begins anew. The front, which clients reach, stays
-    dead after `front_tries` restarts in a row.
+    The front, which clients reach, starts `front_tries` times in a row.
     """
 
     always: bool = True
@@ -38,7 +34,7 @@ class Restarts:
     def pause_s(self, status: int | None, now_s: float) -> float | None:
         """Return the pause after an end with exit `status`; None: it stays dead."""
         policy = self._policy
-        if status == 0 or not policy.always:
+        if status == 0 or not policy.always:  # 0: it drained after a signal
             return None
         if self._healthy_at_s is not None and now_s - self._healthy_at_s >= policy.stable_s:
             self._deaths = 0

@@ -14,8 +14,9 @@ from engine.config import EngineConfig, ServerConfig
 from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from router.config import RouterConfig
+from service.extras import require
 from service.flags import ConfigError
-from transfer_backends.engines.wheels import torch_cuda_major
+from transfer_backends.engines.wheels import extras_of, torch_cuda_major
 
 # Set by the cluster.
 _SERVER_SKIP = ("host", "port", "ready_file")
@@ -95,6 +96,11 @@ def build_parser() -> Parser:
     add_flags(parser, DisaggConfig, title="disaggregation", skip=_DISAGG_SKIP, only_given=True)
     add_flags(parser, RouterConfig, title="router", skip=(*_ROUTER_SKIP, *_SHARED), only_given=True)
     return parser
+
+
+def require_extras(config: ClusterConfig) -> None:
+    """Raise ConfigError if modules of the engine or the transfer engine are missing."""
+    require("engine", *(() if config.unified else extras_of(config.transfer_backend)))
 
 
 def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, RoleFlags]:

@@ -372,14 +372,12 @@ def _open(path: Path) -> Any:
 
 
 class LoadProgress:
-    """Reports loading of `total` tensors by log lines.
-
-    `watched`: by a bar if stderr is a terminal, else by more lines, for the display of `tandem up`.
-    """
+    """Reports loading of `total` tensors by log lines, `watched` by a bar on a terminal."""
 
     def __init__(self, total: int, *, watched: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._done, self._clock = total, 0, clock
         self._begin_s = self._said_s = clock()
+        # `tandem up` reads the lines of its workers
         has_bar = watched and sys.stderr.isatty()
         self._bar = tqdm(total=total, desc="Loading weights", unit="tensor", disable=not has_bar)
         self._every_s = math.inf if has_bar else WATCHED_EVERY_S if watched else LINE_EVERY_S

@@ -42,12 +42,10 @@ def wheel_of(wheels: dict[int | None, str], torch: str | None) -> str:
 
 
 def extras_of(backend: str) -> Sequence[str]:
-    """Return the extra of a transfer engine, of which `fake` has none.
-
-    Before torch is installed, the machine says whether it is to be for CUDA.
-    """
+    """Return the extra of a transfer engine; `fake` has none."""
     if backend == "fake":
         return ()
     torch = installed_torch()
+    # Without torch, a GPU of this machine decides.
     on_cuda = bool(glob("/dev/nvidia[0-9]*")) if torch is None else torch_cuda_major(torch) is not None
     return (f"{backend}-cu13" if on_cuda else f"{backend}-cpu",)
