@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.frontend.conftest import start_worker
+from tests.frontend.vision import write_vision_checkpoint
 from tests.router.dummies import Behaviour, DummyWorker, stream, until
 from tests.router.http.browser import Page, tab
 from tests.router.http.test_chat_page import (
@@ -147,6 +150,21 @@ async def test_images_are_removed_edited_bounded_and_outlive_a_reload(devtools: 
         await page.press("Escape")
         assert await page.js(THUMBS) == 0
         assert page.complaints == []
+
+
+async def test_a_real_worker_decodes_what_the_page_sends(devtools: str, tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "tiny")
+    with start_worker(tmp_path, process=True) as worker:
+        async with tab(devtools) as page:
+            await page.open(worker.url + "/chat")
+            await page.until("!document.getElementById('attach').hidden")
+            await set_field(page, "max-tokens", "5")
+            await give(page, "drop", "grey.png", side=56)
+            await page.until(f"{THUMBS} === 1")
+            await ask(page, "What is it?")
+            (image,) = worker.scheduler.seen[-1].images
+            assert image.size == (1, 56, 56) and set(image.pixels) == {90}
+            assert page.complaints == []
 
 
 async def test_a_model_that_reads_text_gets_text(devtools: str) -> None:
