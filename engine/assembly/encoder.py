@@ -1,16 +1,14 @@
 """Assembly of the engine of an encoder worker."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
 from engine.assembly.core import MemoryParts, build_core
 from engine.assembly.leader import core_config
-from engine.assembly.loading import tensor_changes, trainer_groups
+from engine.assembly.loading import updater_of
 from engine.assembly.parts import WorkerParts
 from engine.config import EngineConfig, ModelFlags
 from engine.core.mem_cache.image_cache import ImageCache
@@ -27,9 +25,7 @@ from engine.kv.host_memory import HERE
 from engine.kv.kv_pool import KVPool
 from engine.kv.pool_memory import MappedMemory
 from engine.loop.control import FixedKV, KVMemory
-from engine.loop.trainer_control import Trainers
 from engine.model_files.model_config import ModelConfig
-from engine.trainers.groups import TrainerGroups
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,7 +37,6 @@ class EncoderParts(WorkerParts):
 
     executor: EncodeExecutor
     weights: WeightUpdater[TowerModel]
-    trainers: Trainers
 
 
 def build_encoder(
@@ -52,7 +47,16 @@ def build_encoder(
     config = encoder_config(given, model, page_size=PAGE_TOKENS, cuda=torch.cuda.is_available())
     assert config.num_threads is not None, "resolved"
     torch.set_num_threads(config.num_threads)
-    load = partial(load_tower_alone, dtype=config.dtype, device=config.device, dummies=dummy_paths(config))
+    dummies = dummy_paths(config)
+
+    def load(
+        path: str, found: ModelConfig, *, progress: bool, changed: Sequence[str] = (), adds: bool = False
+    ) -> TowerModel:
+        dtype, device = config.dtype, config.device
+        return load_tower_alone(
+            path, found, dtype=dtype, device=device, progress=progress, dummies=dummies, changed=changed
+        )
+
     before = _taken(config.device)
     tower = _load_at_start(config, model, load, progress=progress)
     weights_bytes = max(0, _taken(config.device) - before)
@@ -67,7 +71,7 @@ def build_encoder(
         "image_features": (1 + num_pages) * pool.page_bytes,
         "steps": images.max_bytes,
     }
-    trainers = trainer_groups(config, rank=0)
+    weights, trainers = updater_of(config, model, _actions(load, executor))
     log.info("memory: %s; features of %d tokens", memory_text(bytes_of), num_pages * PAGE_TOKENS)
     return EncoderParts(
         config=config,
@@ -76,7 +80,7 @@ def build_encoder(
         executor=executor,
         scheduler=scheduler,
         depth=depth(config),
-        weights=_updater(config, model, load, executor, trainers),
+        weights=weights,
         trainers=trainers,
         kv=_memory_of(config, use, pool),
         memory=bytes_of,
@@ -96,30 +100,12 @@ def _load_at_start(
         raise ConfigError(f"--model-path {config.model_path}: the GPU has no memory for the tower ({error})") from None
 
 
-def _updater(
-    config: EngineConfig,
-    model: ModelConfig,
-    load: Callable[..., TowerModel],
-    executor: EncodeExecutor,
-    trainers: TrainerGroups,
-) -> WeightUpdater[TowerModel]:
+def _actions(load: Callable[..., TowerModel], executor: EncodeExecutor) -> WeightActions[TowerModel]:
     runner = executor.runner
-
-    def read(path: str, found: ModelConfig, *, adds: bool = False, **more: Any) -> TowerModel:
-        return load(path, found, **more)
-
-    return WeightUpdater(
-        model_path=config.model_path,
-        version=config.weight_version,
-        model=model,
-        actions=WeightActions(
-            load=read,
-            install=lambda tower: executor.call(lambda: runner.use(tower)),
-            drop=lambda: executor.call(lambda: runner.use(None)),
-        ),
-        on_cuda=config.device == "cuda",
-        dummies=dummy_paths(config),
-        changes=tensor_changes(config, trainers),
+    return WeightActions(
+        load=load,
+        install=lambda tower: executor.call(lambda: runner.use(tower)),
+        drop=lambda: executor.call(lambda: runner.use(None)),
     )
 
 

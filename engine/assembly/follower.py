@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.assembly.loading import load_rank, over_running, resolved, share_loader, trainer_groups
+from engine.assembly.loading import load_rank, over_running, resolved, share_loader, trainer_calls
 from engine.assembly.memory import MemorySizes, fitting_sizes
 from engine.config import EngineConfig
 from engine.device.device import adapter_store
@@ -35,7 +35,6 @@ from engine.ranks.links import RankLinks, loader
 from engine.ranks.messages import Channel, Loaded, PoolSize, Serving, ToFollower
 from engine.ranks.rank_checksum import RankChecksum, Tail
 from engine.ranks.rank_parts import RankPools, kernels_here, rank_parts, steps_of_rank
-from engine.trainers.groups import follower_readers
 
 Connect = Callable[[EngineConfig], RankLinks]
 
@@ -81,15 +80,15 @@ def build_follower(
     agreed = channel.receive()
     assert isinstance(agreed, PoolSize), agreed
     built = _build(rank, sizes.placed(agreed), agreed, links, use)
-    trainers = trainer_groups(config, rank=links.place.rank)
+    joins, leaves = trainer_calls(config, rank=links.place.rank)
     new = over_running(load, built.runner.running)
     readers: dict[str, Reader] = {
         "weights": lambda path, **more: new(path, load_model_config(path), progress=False, **more),
-        **follower_readers(trainers),
+        **joins,
     }
     actions: dict[str, Action] = {
         **_actions(built, TorchProfiler(_now, name=use.name)),
-        "leave_trainer": lambda group: trainers.leave(group),
+        **leaves,
     }
     if built.parts.adapters is not None:
         store = adapter_store(config, rank.model, built.parts.adapters, in_order=_now)

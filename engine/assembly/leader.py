@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from engine.assembly.core import CoreConfig, build_core
-from engine.assembly.leading import adapter_store, agreed_sizes, kv_memory, serving_device, trainers_of
+from engine.assembly.leading import adapter_store, agreed_sizes, kv_memory, serving_device
 from engine.assembly.loading import load_rank, resolved, weight_updater
 from engine.assembly.memory import build_engine_memory, has_host_tier
 from engine.assembly.parts import EngineParts
@@ -56,7 +56,7 @@ def build_engine(
     config = with_running_requests(given, sizes.config, pages=pages, slots=sizes.slots, windows=pools.num_windows)
     core = core_config(config, model, use, num_pages=pages, recurrent=rank.recurrent, backup_room=memory.room)
     scheduler, events = build_core(core, memory.parts(config))
-    trainers = trainers_of(config, group)
+    weights, trainers = weight_updater(config, stored, device, group, load=load, rename_pages=memory.rename_pages)
     return EngineParts(
         config=config,
         model=model,
@@ -68,9 +68,7 @@ def build_engine(
         held=sizes.held,
         scheduler=scheduler,
         depth=depth(config),
-        weights=weight_updater(
-            config, stored, device, group, load=load, rename_pages=memory.rename_pages, trainers=trainers
-        ),
+        weights=weights,
         trainers=trainers,
         disk=memory.tier.disk if memory.tier else None,
         events=events,

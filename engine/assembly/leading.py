@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from engine.assembly.loading import trainer_groups
 from engine.assembly.memory import EngineMemory, MemorySizes, fitting_sizes
 from engine.config import EngineConfig
 from engine.device.device import Device, build_device
@@ -26,7 +25,6 @@ from engine.pdmux.build import build_lanes
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
 from engine.ranks.links import future_map_of, stage_input
 from engine.ranks.rank_parts import check_same_kernels, kernels_here
-from engine.trainers.groups import GroupTrainers, TrainerGroups
 from service.flags import ConfigError
 
 
@@ -76,11 +74,6 @@ def kv_memory(config: EngineConfig, memory: EngineMemory, device: Device, group:
 def adapter_store(device: Device, group: Group | None) -> LoraStore | GroupAdapters | None:
     own = device.adapters
     return own if group is None or own is None else GroupAdapters(own, group.followers)
-
-
-def trainers_of(config: EngineConfig, group: Group | None) -> TrainerGroups | GroupTrainers:
-    own = trainer_groups(config, rank=0 if group is None else group.links.place.rank)
-    return own if group is None else GroupTrainers(own, group.followers)
 
 
 def _seat(config: EngineConfig, model: ModelConfig, group: Group | None) -> RankSeat:

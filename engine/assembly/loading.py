@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,17 +13,20 @@ from engine.device.step_memory import LoadedRank, LocalMachine, await_share
 from engine.executor.model_runner import RunningModel
 from engine.executor.warm_up import CudaGauge
 from engine.executor.weights import WeightActions, WeightUpdater
-from engine.flags.model_source import dummy_paths
+from engine.flags.model_source import dummy_paths, why_no_tensors
 from engine.flags.resolve import resolve
 from engine.flags.speculation import with_drafter
 from engine.kv.kv_pool import fingerprint_of
+from engine.loop.trainer_control import Trainers
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import ChangedFiles, Load
 from engine.ranks.group import Group, GroupWeights
 from engine.trainers.changes import TensorChanges
-from engine.trainers.groups import GroupTrainers, TrainerGroups
+from engine.trainers.groups import GroupTrainers, TrainerGroups, follower_readers
 from service.flags import ConfigError
+
+M = TypeVar("M")  # model type
 
 
 def resolved(
@@ -98,11 +100,10 @@ def weight_updater(
     *,
     load: Load,
     rename_pages: Callable[[str, str], None],
-    trainers: TrainerGroups | GroupTrainers,
-) -> WeightUpdater[DenseDecoder]:
-    """Return all ranks' weight updater. `stored`: the checkpoint's config.
+) -> tuple[WeightUpdater[DenseDecoder], Trainers]:
+    """Return all ranks' weight updater and trainers. `stored`: the checkpoint's config.
 
-    `rename_pages` gets the new version and fingerprint. `trainers` send tensors.
+    `rename_pages` gets the new version and fingerprint.
     """
 
     runners = [stream.runner for stream in device.executor.streams]
@@ -132,21 +133,26 @@ def weight_updater(
             taken=rename_pages,
             discard=everywhere.discard,
         )
-    return WeightUpdater(
+    return updater_of(config, stored, actions, group)
+
+
+def updater_of(
+    config: EngineConfig, stored: ModelConfig, actions: WeightActions[M], group: Group | None = None
+) -> tuple[WeightUpdater[M], Trainers]:
+    """Return an updater by `actions`, and the trainers that send it tensors."""
+    own = trainer_groups(config, rank=0 if group is None else group.links.place.rank)
+    trainers = own if group is None else GroupTrainers(own, group.followers)
+    updater = WeightUpdater(
         model_path=config.model_path,
         version=config.weight_version,
         model=stored,
         actions=actions,
         on_cuda=config.device == "cuda",
         dummies=dummy_paths(config),
-        changes=tensor_changes(config, trainers),
+        changes=why_no_tensors(config) or TensorChanges(trainers, dummies=dummy_paths(config)),
         undoes=config.dp_size > 1,
     )
-
-
-def tensor_changes(config: EngineConfig, trainers: TrainerGroups | GroupTrainers) -> TensorChanges | str:
-    """Return a reader of new tensors, or the reason that there is none."""
-    return why_no_tensors(config) or TensorChanges(trainers, dummies=dummy_paths(config))
+    return updater, trainers
 
 
 def trainer_groups(config: EngineConfig, *, rank: int) -> TrainerGroups:
@@ -154,9 +160,9 @@ def trainer_groups(config: EngineConfig, *, rank: int) -> TrainerGroups:
     return TrainerGroups(rank=rank, num_ranks=ranks, timeout_s=config.dist_timeout_s, refusal=refusal)
 
 
-def why_no_tensors(config: EngineConfig) -> str:
-    if config.nnodes > 1:
-        return f"--nnodes {config.nnodes}: ranks of several machines take new weights from a checkpoint alone"
-    if Path(config.model_path).is_file():
-        return f"{config.model_path}: tensors of a GGUF file cannot be replaced; start with a directory of safetensors"
-    return ""
+def trainer_calls(
+    config: EngineConfig, *, rank: int
+) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+    """Return what a follower does for trainers during steps, and between them, by name."""
+    groups = trainer_groups(config, rank=rank)
+    return follower_readers(groups), {"leave_trainer": lambda group: groups.leave(group)}

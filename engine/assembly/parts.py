@@ -30,6 +30,7 @@ class WorkerParts:
     pool: KVPool
     kv: KVMemory
     scheduler: Scheduler
+    trainers: Trainers
     depth: int
     memory: Mapping[str, int]
 
@@ -50,7 +51,6 @@ class EngineParts(WorkerParts):
     group: Group | None
     held: KVShard
     weights: WeightUpdater[DenseDecoder]
-    trainers: Trainers
     disk: Disk | None
     events: PrefixEvents | None
     layers_in_pages: Sequence[int]

@@ -67,3 +67,15 @@ def dummy_paths(config: EngineConfig) -> frozenset[str]:
         return frozenset()
     drafter = config.speculative_draft_model_path
     return frozenset([config.model_path] if drafter is None else [config.model_path, drafter])
+
+
+# ---- new weights from tensors
+
+
+def why_no_tensors(config: EngineConfig) -> str:
+    """Return the reason that an engine takes new weights only from a checkpoint, or ""."""
+    if config.nnodes > 1:
+        return f"--nnodes {config.nnodes}: ranks of several machines take new weights from a checkpoint alone"
+    if Path(config.model_path).is_file():
+        return f"{config.model_path}: tensors of a GGUF file cannot be replaced; start with a directory of safetensors"
+    return ""

@@ -38,7 +38,7 @@ ControlCall = (
 class Controls:
     """Pauses and weights (`engine`), memory (`occupation`), adapters, trainers, profiles, expert counts.
 
-    `refusals`, `on_step`, `on_turn`: of the loop, which a control enters when it is first used.
+    `refusals`, `on_step`: of the loop, which a control enters when it is first used.
     """
 
     def __init__(
@@ -51,15 +51,12 @@ class Controls:
         abort_all: AbortAll,
         refusals: list[Refuse],
         on_step: list[OnStep],
-        on_turn: list[Callable[[float], None]],
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
         self.adapters = services.adapters
         self.profiles = ProfileControl(services.profiler, reply=ports.to_frontend, on_step=on_step)
-        self._trainers = TrainerControl(
-            services.trainers, reply=ports.to_frontend, wakeup=ports.call_attention, on_turn=on_turn
-        )
+        self._trainers = TrainerControl(services.trainers, reply=ports.to_frontend, wakeup=ports.call_attention)
         self._experts = ExpertRecord(services.expert_loads, name=services.name, reply=ports.to_frontend)
         self.engine = EngineControl(
             scheduler=scheduler,
@@ -79,6 +76,10 @@ class Controls:
             reply=ports.to_frontend,
             refusals=refusals,
         )
+
+    def enter_when_used(self, on_turn: list[Callable[[float], None]]) -> None:
+        """Note the calls of each turn, which a control enters when it is first used."""
+        self._trainers.enter_when_used(on_turn)
 
     def on_message(self, message: ControlCall) -> list[TokenOutput]:
         """Answer a call, now or later; return outputs to send now."""

@@ -95,7 +95,6 @@ class EngineLoop:
         self._requests = OpenRequests()
         self._refusals: list[Refuse] = []
         self._on_collected: list[OnStep] = []
-        self._on_turn: list[Callable[[float], None]] = []
         self._draining = False
         self._awaits_step = False  # the last turn found steps in flight, and nothing to do
         self._controls = Controls(
@@ -106,7 +105,6 @@ class EngineLoop:
             abort_all=self._abort_all,
             refusals=self._refusals,
             on_step=self._on_collected,
-            on_turn=self._on_turn,
         )
         self._control = self._controls.engine
         intervals = IntervalLog(scheduler, steps=settings.log_interval, write=partial(log.info, "%s"))
@@ -136,7 +134,8 @@ class EngineLoop:
         """Collect the methods that listeners have for each event."""
         self._refusals += methods_for("refuse", self._listeners)
         self._on_collected += methods_for("on_step", self._listeners)
-        self._on_turn += methods_for("on_turn", self._listeners)
+        self._on_turn = methods_for("on_turn", self._listeners)
+        self._controls.enter_when_used(self._on_turn)
         requests, turns = ("on_received", "on_added", "on_outputs"), ("on_planned", "on_launch", "on_worked")
         self._on_received, self._on_added, self._on_outputs = (methods_for(name, self._listeners) for name in requests)
         self._on_planned, self._on_launch, self._on_worked = (methods_for(name, self._listeners) for name in turns)

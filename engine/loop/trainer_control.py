@@ -21,10 +21,7 @@ class Trainers(Protocol):
 
 
 class TrainerControl:
-    """Control of `trainers` in threads; None in an engine without.
-
-    Its first call adds it to `on_turn`, where it stays.
-    """
+    """Control of `trainers` in threads; None in an engine without."""
 
     def __init__(
         self,
@@ -32,17 +29,20 @@ class TrainerControl:
         *,
         reply: Callable[[ControlReply], None],
         wakeup: Callable[[], None],
-        on_turn: list[Callable[[float], None]],
     ) -> None:
         self._trainers = trainers
         self._reply = reply
         self._wakeup = wakeup
-        self._on_turn = on_turn
+        self._calls_of_turn: list[Callable[[float], None]] = []
         self._running: list[tuple[JoinTrainer | LeaveTrainer, Future[None]]] = []
 
+    def enter_when_used(self, calls: list[Callable[[float], None]]) -> None:
+        """Note the calls of each turn, which the first message enters for good."""
+        self._calls_of_turn = calls
+
     def on_message(self, message: JoinTrainer | LeaveTrainer) -> None:
-        if self.on_turn not in self._on_turn:
-            self._on_turn.append(self.on_turn)
+        if self.on_turn not in self._calls_of_turn:
+            self._calls_of_turn.append(self.on_turn)
         future = start_in_thread(lambda: self._run(message), name="trainer", when_done=self._wakeup)
         self._running.append((message, future))
 
