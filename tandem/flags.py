@@ -18,7 +18,7 @@ from service.flags import ConfigError
 _OF_SERVERS = (
     *("host", "port", "api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allow_insecure"),
     *("allowed_hosts", "allowed_origins", "sse_keep_alive_interval_s", "max_stored_responses", "ready_file"),
-    *("tokenizer_worker_num", "drain_timeout_s"),
+    *("tokenizer_worker_num", "drain_timeout_s", "enable_trace", "otlp_traces_endpoint", "enable_early_rejection"),
 )
 QUIET = "--log-level=warning"  # unless given: a program prints its own lines
 _OPTION = re.compile(r"(?<!tandem up )(?<!tandem serve )(?<!tandem router )--([a-z][a-z0-9-]*)")

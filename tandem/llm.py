@@ -1,5 +1,6 @@
 """`LLM`: a model in Python, without a server. It batches by itself."""
 
+import asyncio
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -247,6 +248,7 @@ async def _plan_all(
     for number, (one, own) in enumerate(zip(inputs, fields, strict=True)):
         try:
             found.append(await make_plan(s, one, own))
+            await asyncio.sleep(0)  # calls of other threads get in between
         except ApiError as error:
             if len(inputs) > 1:
                 text = f"{error.message} (input {number} of {len(inputs)})"

@@ -36,8 +36,8 @@ LAST_CALLS_S = 1.0  # time for calls to take their errors before the loop ends
 class LocalWorker:
     """A worker without HTTP, from its start to `close`. Its methods may be called in any thread.
 
-    `make_plan`: runs on the thread, as it may download a model. `started`: the services, or why
-    there are none: ConfigError for a wrong flag or file.
+    `make_plan`: runs on the thread, as it may download a model; `close` does not wait for it.
+    `started`: the services, or an error: ConfigError for a wrong flag or file.
     """
 
     def __init__(self, make_plan: Callable[[], SessionPlan]) -> None:
@@ -46,20 +46,24 @@ class LocalWorker:
         self._pid = os.getpid()
         self._signals = StopSignals()
         self._loop = uvloop.new_event_loop()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage may call `close` anywhere
         self._over: EngineDeadError | None = None  # why calls fail
+        self._has_plan = self._is_closing = False
         # a daemon: an interpreter that ends waits for other threads before it would call `close`
         self._thread = threading.Thread(target=self._run, name="tandem-worker", daemon=True)
         self._thread.start()
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Run `call` on the worker's loop. Raises EngineDeadError."""
-        with self._lock:
-            over = self._forked() or self._over
-            if over is None:
-                return asyncio.run_coroutine_threadsafe(_in_python(call), self._loop)
-        call.close()
-        raise EngineDeadError(str(over), code=over.code)
+        try:
+            self._check_process()  # before the lock, which another thread may have held at the fork
+            with self._lock:
+                if self._over is None:
+                    return asyncio.run_coroutine_threadsafe(_in_python(call), self._loop)
+                raise EngineDeadError(str(self._over), code=ENGINE_DEAD)
+        except EngineDeadError:
+            call.close()
+            raise
 
     @property
     def over(self) -> EngineDeadError | None:
@@ -79,38 +83,54 @@ class LocalWorker:
 
     def post(self, call: Callable[[], object]) -> None:
         """Run `call` on the worker's loop soon, if it still runs."""
+        if self._is_fork:
+            return
         with self._lock:
-            if self._over is None and self._forked() is None:
+            if self._over is None:
                 self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
         """End the processes, and wait for it. A second call, or one in a fork, does nothing."""
-        if self._forked() is not None:
+        if self._is_fork:
             return
         with self._lock:
+            self._is_closing = True
             if self._over is None:
                 self._loop.call_soon_threadsafe(self._signals.on_sigint)
-        self._thread.join()
+            has_processes = self._has_plan
+        if has_processes and threading.current_thread() is not self._thread:
+            self._thread.join()
 
-    def _forked(self) -> EngineDeadError | None:
-        if os.getpid() == self._pid:
-            return None
-        return EngineDeadError(f"this engine is of process {self._pid}, which forked this one; make an LLM here")
+    @property
+    def _is_fork(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _check_process(self) -> None:
+        if self._is_fork:
+            text = f"this engine is of process {self._pid}, which forked this one; make an LLM here"
+            raise EngineDeadError(text, code=ENGINE_DEAD)
 
     def _run(self) -> None:
         error: BaseException = EngineDeadError(CLOSED)
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._live())
+            plan = self._make_plan()
+            with self._lock:
+                self._has_plan = not self._is_closing
+            if self._has_plan:
+                with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                    runner.run(self._live(plan))
         except BaseException as found:
             error = found
+        with self._lock:
+            self._over = self._over or EngineDeadError(str(error), code=ENGINE_DEAD)
+            self._loop.close()  # a second time, if it ran
         if not self.started.done():
             self.started.set_exception(error)
 
-    async def _live(self) -> None:
+    async def _live(self, plan: SessionPlan) -> None:
         why = CLOSED
         try:
-            with started(self._make_plan()) as session:
+            with started(plan) as session:
                 await self._serve(session)
         except BaseException as error:
             why = str(error)
@@ -123,7 +143,7 @@ class LocalWorker:
                 await asyncio.wait(calls, timeout=LAST_CALLS_S)
 
     async def _serve(self, session: RoleSession) -> None:
-        plan, loop = session.plan, asyncio.get_running_loop()
+        plan = session.plan
         spec = frontend_spec(plan.engine, plan.server, plan.disagg, plan.bootstrap_allowlist)
         slot, gate = FrontendSlot(stamps=Stamps(session.ipc.dir)), open_worker_gate(plan.server)
         with connected(spec, ipc=session.ipc, processes=session.children, gate=gate, slot=slot) as services:
@@ -134,13 +154,11 @@ class LocalWorker:
             try:
                 end = SessionEnd(self._signals, None)
                 await until_over(services, end, session.children, on_ready=on_ready)
+                services.client.fail_all(ApiError(503, CLOSED, code=ENGINE_DEAD))
             except WorkerDied as died:
                 raise _reason(session, died) from None
             finally:
-                services.client.fail_all(ApiError(503, CLOSED, code=ENGINE_DEAD))
                 services.close()
-                await asyncio.sleep(0)
-                await loop.shutdown_asyncgens()
 
 
 async def _in_python(call: Coroutine[Any, Any, T]) -> T:
