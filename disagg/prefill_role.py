@@ -78,15 +78,11 @@ class PrefillRole(PeerRole):
         for wanted in self._manager.take_recompute_requests():
             self.take(wanted, now_s)
         outputs, of_prompts = super().poll(now_s), self._prompts.poll(now_s)
-        self._leave(of_prompts)
-        return outputs + of_prompts
-
-    def _leave(self, outputs: Sequence[TokenOutput]) -> None:
-        """End what parts do for prompts whose hand-over failed."""
-        for output in outputs if self.parts else ():
+        for output in of_prompts if self.parts else ():
             if (reason := output.finish) is not None and reason.kind == "abort":
                 for part in self.parts:
                     part.abort(output.rid, reason)
+        return outputs + of_prompts
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
         self._pages.send_launched(plan, self._prompts.handovers)

@@ -65,22 +65,16 @@ def test_rows_turns_and_images_decide_what_is_seen() -> None:
         assert model.seen(wrong, [TOKEN] * 6) != right
 
 
-def test_features_of_other_weights_or_beyond_the_bound_end_the_run() -> None:
+def test_features_of_another_image_or_of_other_weights_or_beyond_the_bound_end_the_run() -> None:
     model = _model()
+    model.arrived = lambda land: contents(INPUTS[0])
+    with pytest.raises(Violation, match="as an image's whose own are"):
+        model._land(FeatureLand(INPUTS[1].key, [1, 2], 6))
     with pytest.raises(AssertionError, match="more features than there is room for"):
         model._encode(Plan(2, extend=True, items=[], encodes=INPUTS[1:2]))
     model.forget()
     with pytest.raises(AssertionError, match="features of other weights"):
         model.seen(_item(), [TOKEN] * 6)
-
-
-def test_an_image_lands_with_its_own_features_alone() -> None:
-    model, one, other = CheckedModel(page_size=4, name="m"), INPUTS[0], INPUTS[1]
-    model.arrived = lambda land: contents(one)
-    model._land(FeatureLand(one.key, [1, 2], one.num_tokens))
-    assert model.features[one.key] == contents(one)
-    with pytest.raises(Violation, match="as an image's whose own are"):
-        model._land(FeatureLand(other.key, [1, 2], one.num_tokens))
 
 
 def test_a_step_reads_no_features_that_were_forgotten() -> None:

@@ -20,7 +20,7 @@ from engine.core.plan import FeatureLand, Plan, PlanItem, StepResult
 from engine.executor.executor import StepAnswer
 from engine.images import ImageInput
 from tests.core.hash_model import Copy, HashModel, Slot, State, prefix_hash, step_hash
-from tools.simulation.workers.images import PlacedImages, contents, contents_of, delta_of, seen_at, seen_of
+from tools.simulation.workers.images import PlacedImages, content, contents, delta_of, seen_at, seen_of
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
@@ -92,7 +92,8 @@ class CheckedModel(HashModel):
 
     def _land(self, land: FeatureLand) -> None:
         assert land.key not in self.features, "features land that are here already"
-        arrived, own = self.arrived(land), contents_of(land)
+        arrived = self.arrived(land)
+        own = [content(land.key[0], row) for row in range(land.num_tokens)]  # its key holds its number
         if arrived != own:
             raise Violation(f"{self.name} copies features {arrived} as an image's whose own are {own}")
         self.features[land.key], self.encoded_by[land.key] = arrived, self.weights

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from engine.core.plan import FeatureLand
 from engine.images import ImageInput, key_ids
 from tests.core.hash_model import next_token, prefix_hash, step_hash
 from tests.core.mem_cache.images import TOKEN, image
@@ -66,11 +65,6 @@ def content(number: int, row: int) -> int:
 def contents(image: ImageInput) -> list[int]:
     """Return the features of its pixels; its place does not count."""
     return [content(image.pixels[0], row) for row in range(image.num_tokens)]
-
-
-def contents_of(land: FeatureLand) -> list[int]:
-    """Return the features of the image that lands; its key holds its number."""
-    return [content(land.key[0], row) for row in range(land.num_tokens)]
 
 
 def seen_at(content: int, position: int, turn: Turn) -> int:

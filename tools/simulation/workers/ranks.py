@@ -72,9 +72,7 @@ class Whole:
         kinds = ("kv", "aux", *(pool.kind for pool in kv_args.pools))
         self.exposed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
         self._allocators = allocators
-        self._times_free: dict[str, Counter[int]] = {}
-        for kind, allocator in allocators.items():
-            self._times_free[kind] = _count_frees(allocator)
+        self._times_free = {kind: _count_frees(allocator) for kind, allocator in allocators.items()}
 
     def write_allowed(self, kind: str, idx: int) -> bool:
         return self.exposed[kind][idx] == 1 and self._owner_of(kind, idx) in ("held", "quarantined")

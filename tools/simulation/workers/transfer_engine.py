@@ -329,7 +329,9 @@ class SimEngine:
         what = f"{copy.kind} {copy.src} of {self._process.name} to {copy.dst} of {target.process.name}"
         if not target.write_allowed(copy.kind, copy.dst):
             raise Violation(f"a write lands in memory that moved on: {what} (operation {op.state.name})")
-        if self._process.alive and op.state is OpState.PENDING and not self._keeps_source(copy):
+        kept = self.memory.times_free(copy.kind, copy.src) == copy.times_free
+        kept = kept and self.memory.read_allowed(copy.kind, copy.src)
+        if self._process.alive and op.state is OpState.PENDING and not kept:
             raise Violation(f"a write reads memory that prefill gave up: {what}")
         target.copy_from(self.memory, copy.kind, copy.src, copy.dst, copy.part)
         if copy.kind == "kv" and self._hit("damaged page", self.behaviour.flip_rate):
@@ -340,11 +342,6 @@ class SimEngine:
         if op.state is OpState.PENDING and not op.left and not op.will_fail:
             late_s = self._draw.uniform(0, 2.0) if self._hit("late completion", self.behaviour.late_done_rate) else 0.0
             self._after(late_s, "op done", self._end, op, OpState.DONE)
-
-    def _keeps_source(self, copy: Copy) -> bool:
-        """Whether the source is as it was posted: it was not free in between, either."""
-        memory, kind, src = self.memory, copy.kind, copy.src
-        return memory.read_allowed(kind, src) and memory.times_free(kind, src) == copy.times_free
 
     def _drop(self, copy: Copy) -> None:
         copy.over = True
