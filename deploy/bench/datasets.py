@@ -23,7 +23,7 @@ LENGTHS = ("output_tokens", "output_len", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DatasetRow:
     """A request of a file. `answer`: as recorded. `output_len`: a column of the file."""
 
     prompt: str | tuple[int, ...] = ""
@@ -91,7 +91,7 @@ def _lines(option: str, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 # ---- rows
 
 
-def _sharegpt(fields: Mapping[str, Any]) -> Row | None:
+def _sharegpt(fields: Mapping[str, Any]) -> DatasetRow | None:
     """Return the first turn and its answer; conversations of one turn have none."""
     turns = next((fields[name] for name in DIALOGUES if name in fields), None)
     if turns is None:
@@ -99,10 +99,10 @@ def _sharegpt(fields: Mapping[str, Any]) -> Row | None:
     messages = _messages("conversations", turns)
     if len(messages) < 2:
         return None
-    return Row(prompt=str(messages[0]["content"]), answer=str(messages[1]["content"]))
+    return DatasetRow(prompt=str(messages[0]["content"]), answer=str(messages[1]["content"]))
 
 
-def _custom(fields: Mapping[str, Any]) -> Row | None:
+def _custom(fields: Mapping[str, Any]) -> DatasetRow | None:
     name = next((name for name in PROMPTS if name in fields), None)
     if name is None:
         raise _Unusable(_no_column(("prompt", "messages", "conversations"), fields))
@@ -114,14 +114,14 @@ def _custom(fields: Mapping[str, Any]) -> Row | None:
         is_ids = isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value)
         if not (is_ids or (isinstance(value, str) and value)):
             raise _Unusable("prompt must be a text or a list of token ids, and not empty")
-        return Row(prompt=tuple(value) if is_ids else value, output_len=output_len)
+        return DatasetRow(prompt=tuple(value) if is_ids else value, output_len=output_len)
     messages = _messages(name, value)
     if name in DIALOGUES:  # as SGLang reads them: the first turn, and its answer
         row = _sharegpt(fields)
-        return None if row is None else Row(prompt=row.prompt, answer=row.answer, output_len=output_len)
+        return None if row is None else DatasetRow(prompt=row.prompt, answer=row.answer, output_len=output_len)
     if not messages:
         raise _Unusable("messages must not be empty")
-    return Row(messages=messages, output_len=output_len)
+    return DatasetRow(messages=messages, output_len=output_len)
 
 
 def _messages(column: str, turns: Any) -> tuple[Mapping[str, Any], ...]:
@@ -147,7 +147,7 @@ def _no_column(wanted: Sequence[str], fields: Mapping[str, Any]) -> str:
 # ---- requests
 
 
-def _request(row: Row, config: BenchConfig, tokens: TokenCounter, *, idx: int) -> BenchRequest | None:
+def _request(row: DatasetRow, config: BenchConfig, tokens: TokenCounter, *, idx: int) -> BenchRequest | None:
     """Return the request, None if it is too short or too long. Raises _Unusable."""
     if row.messages and config.api != CHAT:
         raise _Unusable("messages are a chat; give --api chat (--backend openai-chat)")
@@ -166,7 +166,7 @@ def _request(row: Row, config: BenchConfig, tokens: TokenCounter, *, idx: int) -
     return BenchRequest(idx=idx, prompt=row.prompt, messages=row.messages, prompt_len=prompt_len, output_len=output_len)
 
 
-def _prompt_len(row: Row, tokens: TokenCounter) -> int:
+def _prompt_len(row: DatasetRow, tokens: TokenCounter) -> int:
     """Return the tokens of a prompt without a chat's markers, 0 if they cannot be counted."""
     if isinstance(row.prompt, tuple):
         return len(row.prompt)
@@ -175,7 +175,7 @@ def _prompt_len(row: Row, tokens: TokenCounter) -> int:
     return sum(tokens.count(str(one["content"])) for one in row.messages) or tokens.count(row.prompt, special=True)
 
 
-def _output_len(row: Row, config: BenchConfig, answer_len: int | None) -> int:
+def _output_len(row: DatasetRow, config: BenchConfig, answer_len: int | None) -> int:
     if config.dataset_output_len not in (None, -1):
         return int(config.dataset_output_len or 0)
     if row.output_len is not None:

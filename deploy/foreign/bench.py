@@ -1,6 +1,6 @@
 """Flags of `vllm bench serve` and `sglang.bench_serving` that `tandem bench` lacks."""
 
-from deploy.foreign.translate import Chosen, Entry, ForeignFlags, Ignored, Missing, Renamed, Values, each
+from deploy.foreign.translate import Entry, ForeignFlags, Ignored, Missing, Renamed, RenamedValue, Values, each
 
 ONE, MANY = Values.ONE, Values.MANY
 COMPLETIONS, CHAT, GENERATE = ("--api=completions",), ("--api=chat",), ("--api=generate",)
@@ -11,7 +11,7 @@ SHARED = "give --shared-prefix-len, which counts within --input-len, and --share
 WRITE_LINES = "write its requests as JSON lines of prompt and output_tokens, and give --dataset-name custom"
 
 _FLAGS: dict[str, Entry] = {
-    "--backend": Chosen(
+    "--backend": RenamedValue(
         {
             **dict.fromkeys(("openai", "vllm", "sglang-oai", "lmdeploy"), COMPLETIONS),
             **dict.fromkeys(("openai-chat", "vllm-chat", "sglang-oai-chat", "lmdeploy-chat"), CHAT),
@@ -19,7 +19,7 @@ _FLAGS: dict[str, Entry] = {
         },
         "requests go to OpenAI's API or to SGLang's /generate",
     ),
-    "--endpoint": Chosen(
+    "--endpoint": RenamedValue(
         {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT, "/generate": GENERATE},
         "the path follows from --api; a prefix belongs to --url",
     ),

@@ -43,7 +43,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RenamedValue:
     """A flag whose value becomes words of ours; `why` completes the error of any other value."""
 
     words: Mapping[str, tuple[str, ...]]
@@ -58,7 +58,7 @@ class Missing:
     why: str
 
 
-Entry = Ignored | Renamed | Fixed | Chosen | Missing
+Entry = Ignored | Renamed | Fixed | RenamedValue | Missing
 
 
 def each(entry: Entry, names: str) -> dict[str, Entry]:
@@ -117,7 +117,7 @@ def _follow(name: str, entry: Entry, values: list[str], done: Translated) -> Non
                 raise CannotFollow(
                     f"{name}: {why}; got {values[0]!r}, and {' or '.join(same)} is what this server does"
                 )
-        case Chosen(words, why):
+        case RenamedValue(words, why):
             if values[0] not in words:
                 raise CannotFollow(f"{name}: {why}; got {values[0]!r}, and {', '.join(words)} are known")
             done.argv.extend(words[values[0]])

@@ -10,12 +10,12 @@ from deploy.foreign.bench import BENCH
 from deploy.foreign.router import ROUTER
 from deploy.foreign.translate import (
     CannotFollow,
-    Chosen,
     Fixed,
     ForeignFlags,
     Ignored,
     Missing,
     Renamed,
+    RenamedValue,
     Values,
     translate,
 )
@@ -53,7 +53,7 @@ def test_each_entry_does_what_it_says(build: Callable[[], Parser], foreign: Fore
                     assert translate([f"{name}={value}"], known=known, foreign=foreign).warnings == []
                 with pytest.raises(CannotFollow, match=f"^{name}: .*got 'other'"):
                     translate([name, "other"], known=known, foreign=foreign)
-            case Chosen(words, why):
+            case RenamedValue(words, why):
                 for value, ours in words.items():
                     assert translate([name, value], known=known, foreign=foreign).argv == list(ours)
                     build().parse_strict([name, value])
