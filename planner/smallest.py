@@ -14,8 +14,8 @@ MORE_SIZES = 2  # beyond the smallest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeResult:
-    """The best layout of a size. `point`: at the wanted rate. `outcome`: with the highest good rate,
-    which is searched only if the point is good.
+    """The best layout of a size. `point`: at the wanted rate. `outcome`: its highest good rate,
+    searched only if the point is good.
     """
 
     layout: ClusterLayout
