@@ -42,7 +42,7 @@ def by_ranks(path: str, tp_size: int, work: Callable[[DenseDecoder], T], **stage
     def run(collectives: Collectives) -> T:
         torch.set_num_threads(1)  # each thread has its own number
         place = Place(tp_rank=collectives.rank, tp_size=tp_size, **stage)
-        given = {"dtype": "bfloat16", "device": "cpu", "progress": False, "context_length": 512}
+        given = {"dtype": "bfloat16", "device": "cpu", "progress": False}
         return work(load_model(path, config, **given, place=place, collectives=collectives))  # type: ignore[arg-type]
 
     if tp_size == 1:
