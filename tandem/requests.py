@@ -267,10 +267,6 @@ async def in_order(
     return [found[index] for index in range(len(jobs))]
 
 
-def _give(slots: Slots, count: int, task: "asyncio.Task[None]") -> None:
-    slots.give(count)
-
-
 # ---- prompts without answers
 
 

@@ -11,7 +11,7 @@ from fastapi import Response
 from pydantic import Field
 
 from engine.frontend.apis.shared.resumable import check_signed
-from engine.frontend.apis.shared.routes import ApiRoute, Tags, admin_route
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, admin_route
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ControlMessage
 from engine.frontend.services import SERVICES, Services
 from engine.lora.peft_config import name_problem
@@ -282,7 +282,7 @@ ORDERS = {
 
 
 API = ApiRouter(
-    Tags.OPERATIONS,
+    RouteTags.OPERATIONS,
     (
         ApiRoute("POST", "/abort_request", abort_request, AbortBody, empty=True, body_required=False),
         ApiRoute("POST", MOVE_OUT, move_out, MoveOutBody),

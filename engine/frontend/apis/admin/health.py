@@ -8,7 +8,7 @@ from fastapi import Response
 
 from engine.flags.images import blank_image
 from engine.frontend.apis.admin.load import step_summary
-from engine.frontend.apis.shared.routes import ApiRoute, Tags, open_route
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, open_route
 from engine.frontend.client.leaders import longest_of
 from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
@@ -246,7 +246,7 @@ async def states_if_up(s: Services) -> list[StateReply]:
 
 
 API = ApiRouter(
-    Tags.HEALTH,
+    RouteTags.HEALTH,
     (
         open_route("/health", health),
         open_route("/liveness", liveness, anywhere=True),

@@ -8,7 +8,7 @@ from fastapi import Response
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
 from engine.frontend.apis.shared.fields import choose_model
-from engine.frontend.apis.shared.routes import ApiRoute, Tags, admin_route, open_route
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, admin_route, open_route
 from engine.frontend.client.leaders import total_of
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
@@ -165,7 +165,7 @@ async def traces(request: HttpRequest) -> Response:
 
 
 API = ApiRouter(
-    Tags.SERVER,
+    RouteTags.SERVER,
     (
         open_route("/metrics", metrics, plain_text=True),
         open_route("/version", version),

@@ -5,7 +5,7 @@ import math
 from fastapi import Response
 from pydantic import Field
 
-from engine.frontend.apis.shared.routes import Tags, admin_route
+from engine.frontend.apis.shared.routes import RouteTags, admin_route
 from engine.frontend.errors import not_ready
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
@@ -84,4 +84,4 @@ def _state_for(s: Services, role: str) -> RoleSwitchState:
     )
 
 
-API = ApiRouter(Tags.OPERATIONS, (admin_route("/switch_role", switch_role, SwitchBody, starts=True),))
+API = ApiRouter(RouteTags.OPERATIONS, (admin_route("/switch_role", switch_role, SwitchBody, starts=True),))

@@ -12,7 +12,7 @@ from engine.frontend.apis.chat.tools import Tool
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
 from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
-from engine.frontend.apis.shared.routes import Tags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api import ApiRouter
 from service.http.body import Body, optional
@@ -118,7 +118,7 @@ def _check(s: Services, lists: list[list[int]]) -> None:
 
 
 API = ApiRouter(
-    Tags.TOKENS,
+    RouteTags.TOKENS,
     (
         token_route("/tokenize", tokenize, TokenizeBody, computes=False),
         token_route("/detokenize", detokenize, DetokenizeBody, computes=False),

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
-from engine.frontend.apis.shared.routes import Tags, admin_route
+from engine.frontend.apis.shared.routes import RouteTags, admin_route
 from engine.frontend.services import Services
 from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NewTensors, UpdateWeights
 from service.http.api import ApiRouter
@@ -230,7 +230,7 @@ ORDERS = {
     ),
 }
 API = ApiRouter(
-    Tags.OPERATIONS,
+    RouteTags.OPERATIONS,
     tuple(
         admin_route(path, order.handle, order.body, body_required=order.body_required, about=order.about)
         for path, order in ORDERS.items()

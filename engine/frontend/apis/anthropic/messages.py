@@ -10,7 +10,7 @@ from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_cha
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.routes import Tags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES
@@ -186,7 +186,7 @@ async def count_tokens(request: HttpRequest) -> Response:
 
 
 API = ApiRouter(
-    Tags.MESSAGES,
+    RouteTags.MESSAGES,
     (
         token_route("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
         token_route("/v1/messages/count_tokens", count_tokens, CountTokensBody, computes=False),

@@ -32,7 +32,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
-from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, token_route
 from engine.frontend.apis.shared.samples import bootstraps_of, samples_of, start
 from engine.frontend.apis.shared.stream import Framing, answer
 from engine.frontend.images.placeholders import MediaSource
@@ -214,7 +214,7 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
 
 
 API = ApiRouter(
-    Tags.GENERATE,
+    RouteTags.GENERATE,
     (
         token_route("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
         ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True, computes=True),

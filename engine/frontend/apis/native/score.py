@@ -28,7 +28,7 @@ from engine.frontend.apis.shared.prefill_only import (
     size_of,
     vector_of,
 )
-from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
@@ -173,7 +173,7 @@ async def encode(request: HttpRequest) -> Response:
 
 
 API = ApiRouter(
-    Tags.SCORES,
+    RouteTags.SCORES,
     (
         token_route("/encode", encode, EncodeBody),
         ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True, computes=True),

@@ -34,7 +34,7 @@ from engine.frontend.apis.ollama.view import (
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.routes import ApiRoute, Tags, token_route
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -201,7 +201,7 @@ def _loaded(s: Services, body: OllamaFields, show: Show) -> Response:
 
 
 API = ApiRouter(
-    Tags.OLLAMA,
+    RouteTags.OLLAMA,
     (
         token_route("/api/chat", chat, OllamaChatBody, streams=LINES_TYPE),
         token_route("/api/generate", generate, OllamaGenerateBody, streams=LINES_TYPE),

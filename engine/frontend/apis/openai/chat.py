@@ -12,7 +12,7 @@ from engine.frontend.apis.chat.body import READER, ChatBody, token_logprobs
 from engine.frontend.apis.chat.plan import plan_chat
 from engine.frontend.apis.shared.request_body import RequestFields, StreamOptions
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.routes import Tags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
 from engine.frontend.services import SERVICES
 from engine.text.sample import (
@@ -280,4 +280,6 @@ async def chat_completions(request: HttpRequest) -> Response:
     return await answer_samples(request, body, plan, _FORMAT, view=view)
 
 
-API = ApiRouter(Tags.CHATS, (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),))
+API = ApiRouter(
+    RouteTags.CHATS, (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),)
+)

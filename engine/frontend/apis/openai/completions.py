@@ -27,7 +27,7 @@ from engine.frontend.apis.shared.fields import (
     prompts_of,
 )
 from engine.frontend.apis.shared.request_body import RequestFields
-from engine.frontend.apis.shared.routes import Tags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.apis.shared.samples import (
     AnswerFormat,
     Head,
@@ -319,7 +319,7 @@ def _features(images: Sequence[ImageInput]) -> dict[str, Any] | None:
 
 
 API = ApiRouter(
-    Tags.CHATS,
+    RouteTags.CHATS,
     (
         token_route("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
         token_route("/v1/completions/render", render_completion, CompletionBody, computes=False),

@@ -19,7 +19,7 @@ from engine.frontend.apis.shared.prefill_only import (
     size_of,
     vector_of,
 )
-from engine.frontend.apis.shared.routes import Tags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextOutput
 from service.http.api import ApiRouter
@@ -94,4 +94,4 @@ def _shown(vector: "array.array[float]", encoding_format: str | None) -> list[fl
     return base64.b64encode(vector.tobytes()).decode()
 
 
-API = ApiRouter(Tags.SCORES, (token_route("/v1/embeddings", embeddings, EmbeddingBody),))
+API = ApiRouter(RouteTags.SCORES, (token_route("/v1/embeddings", embeddings, EmbeddingBody),))

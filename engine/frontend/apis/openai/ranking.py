@@ -26,7 +26,7 @@ from engine.frontend.apis.shared.prefill_only import (
     prompts_in,
     shares,
 )
-from engine.frontend.apis.shared.routes import Tags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api import ApiRouter
 from service.http.body import Body, optional
@@ -294,7 +294,7 @@ async def score_pairs(request: HttpRequest) -> Response:
 
 
 API = ApiRouter(
-    Tags.SCORES,
+    RouteTags.SCORES,
     (
         token_route("/v1/rerank", rerank, RerankBody),
         token_route("/score", score_pairs, PairScoreBody),

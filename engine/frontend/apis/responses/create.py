@@ -15,7 +15,7 @@ from engine.frontend.apis.responses.chat import NAMES, to_chat, truncated_chat
 from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
-from engine.frontend.apis.shared.routes import ApiRoute, Tags
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags
 from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -142,7 +142,7 @@ def _nothing(response: dict[str, Any]) -> None:
 
 
 API = ApiRouter(
-    Tags.RESPONSES,
+    RouteTags.RESPONSES,
     (
         ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
         ApiRoute("GET", "/v1/responses/{id}", _of_worker(api.get_response)),

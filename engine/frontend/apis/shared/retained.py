@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fastapi import Response
 
 from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
-from engine.frontend.apis.shared.routes import ApiRoute, Tags
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from service.http.api import ApiRouter
@@ -75,4 +75,4 @@ def _taken() -> ApiError:
     return ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")
 
 
-API = ApiRouter(Tags.OPERATIONS, (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),))  # for routers
+API = ApiRouter(RouteTags.OPERATIONS, (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),))  # for routers

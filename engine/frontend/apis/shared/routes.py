@@ -20,7 +20,7 @@ token_route = partial(ApiRoute, "POST", anywhere=True, computes=True)
 admin_route = partial(ApiRoute, "POST", need=Access.ADMIN)  # affects every client, writes to disk, or stops the server
 
 
-class Tags:
+class RouteTags:
     """Groups of routes in the documentation."""
 
     CHATS = Tag("Chats and completions", "OpenAI's chats and completions.")
