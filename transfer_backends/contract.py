@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -366,3 +366,54 @@ class LookupFailed(Exception):
         super().__init__(message)
         self.permanent = permanent
         self.of_room = of_room
+
+
+# ---- Engine that moves no bytes.
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.caps = Caps(
+            name="fake",
+            max_inflight=1024,
+            max_inflight_bytes=1 << 30,
+            max_post_pieces=256,
+            max_post_bytes=64 << 20,
+            max_piece_bytes=64 << 20,
+            target_must_poll=False,
+            settle_s=0.0,
+            resend_s=0.0,
+        )
+
+    def register(self, regions: Sequence[Region]) -> None:
+        pass
+
+    def descriptor(self) -> bytes:
+        return b"fake"
+
+    def connect(self, incarnation: str, descriptor: bytes) -> Any:
+        return incarnation
+
+    def disconnect(self, peer: Any) -> None:
+        pass
+
+    def post(self, peer: Any, pieces: Pieces) -> OpState:
+        return OpState.DONE
+
+    def probe(self, peer: Any) -> OpState:
+        return OpState.DONE
+
+    def trial(self, peer: Any) -> None:
+        """Nothing to measure."""
+
+    def fence(self, peer: Any) -> OpState:
+        return OpState.DONE
+
+    def poll(self, op: OpState) -> OpState:
+        return op
+
+    def progress(self, *, eager: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.transfer.pool import Pool
-from transfer_backends.contract import LookupFailed, Route, SourcePages, TargetPages, TransferConfig
+from transfer_backends.contract import FakeEngine, LookupFailed, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Lookup
 from transfer_backends.prefill.manager import PrefillManager

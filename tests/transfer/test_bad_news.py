@@ -11,8 +11,7 @@ import pytest
 
 from tests.transfer.rig import ChildWorker, Workers, meet, until
 from tests.transfer.ways import SlowEngine
-from transfer_backends.contract import Route, SourcePages, TargetPages, TransferConfig
-from transfer_backends.engines.registry import FakeEngine
+from transfer_backends.contract import FakeEngine, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.sides import KVPoll
 
 HOUR = 3600.0

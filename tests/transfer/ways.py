@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transfer_backends.contract import EngineError, OpState, Pieces
-from transfer_backends.engines.registry import FakeEngine, make_engine
+from transfer_backends.contract import EngineError, FakeEngine, OpState, Pieces
+from transfer_backends.engines.registry import make_engine
 
 ROWS = ", rows by message"
 

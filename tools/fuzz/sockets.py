@@ -17,9 +17,8 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from tools.fuzz.frames import Ends, to_decode, to_prefill
 from tools.fuzz.source import Source
-from transfer_backends.contract import RankMemory, Region, Route, SourcePages, TargetPages, TransferConfig
+from transfer_backends.contract import FakeEngine, RankMemory, Region, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.engines.registry import FakeEngine
 from transfer_backends.liveness import ProcessMark, host_id
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.sides import KVPoll

@@ -5,60 +5,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_backends.contract import BackendUnavailable, Caps, OpState, Pieces, Region
+from transfer_backends.contract import BackendUnavailable, Caps, FakeEngine, OpState, Pieces, Region
 from transfer_backends.ports import Engine
 from transfer_backends.transports import rdma_facts
-
-# ---- Engine that moves no bytes.
-
-
-class FakeEngine:
-    def __init__(self) -> None:
-        self.caps = Caps(
-            name="fake",
-            max_inflight=1024,
-            max_inflight_bytes=1 << 30,
-            max_post_pieces=256,
-            max_post_bytes=64 << 20,
-            max_piece_bytes=64 << 20,
-            target_must_poll=False,
-            settle_s=0.0,
-            resend_s=0.0,
-        )
-
-    def register(self, regions: Sequence[Region]) -> None:
-        pass
-
-    def descriptor(self) -> bytes:
-        return b"fake"
-
-    def connect(self, incarnation: str, descriptor: bytes) -> Any:
-        return incarnation
-
-    def disconnect(self, peer: Any) -> None:
-        pass
-
-    def post(self, peer: Any, pieces: Pieces) -> OpState:
-        return OpState.DONE
-
-    def probe(self, peer: Any) -> OpState:
-        return OpState.DONE
-
-    def trial(self, peer: Any) -> None:
-        """Nothing to measure."""
-
-    def fence(self, peer: Any) -> OpState:
-        return OpState.DONE
-
-    def poll(self, op: OpState) -> OpState:
-        return op
-
-    def progress(self, *, eager: bool = False) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 # ---- Engine shared by a worker's receiver and sender, with serialized calls.
 
