@@ -9,7 +9,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Response
-from starlette.requests import HttpRequest as StarletteRequest
+from starlette.requests import Request as StarletteRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.frontend.routes import APIS
