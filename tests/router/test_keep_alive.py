@@ -62,7 +62,7 @@ async def test_pauses_between_events_are_filled_and_busy_streams_are_not() -> No
     go_on = asyncio.Event()
     async with cluster(decode=[pauses(go_on)], **BEATS) as c:
         async with asked(c) as response:
-            assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
+            assert data(await response.content.readuntil(b'data: {"i": 0}\n\n')) == [{"i": 0}]
             assert [await response.content.readuntil(b"\n\n") for _ in range(3)] == [COMMENT] * 3
             go_on.set()
             assert data(await response.read()) == [{"i": 1}, "[DONE]"]

@@ -1,5 +1,6 @@
 """Engines that the tests of this folder share, with the shipped model: an `LLM`, an `AsyncLLM`, and a server beside them."""
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,3 +55,11 @@ def post(server: str) -> Post:
         return answer.json()  # type: ignore[no-any-return]
 
     return post
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

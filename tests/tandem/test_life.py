@@ -105,6 +105,7 @@ async def test_an_engine_that_starts_beside_the_loop_reports_at_the_first_call()
     llm.close()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_program_without_guard_or_close_leaves_no_process(tmp_path: Path) -> None:
     """Its engine is started anew, not forked by the tests' server. Ctrl-C ends the call, not the engine."""
     env = {**os.environ, SERVER_VARIABLE: "", HTTP_SERVER_VARIABLE: "", "TMPDIR": str(tmp_path)}

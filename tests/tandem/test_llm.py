@@ -160,6 +160,7 @@ def test_wrong_inputs_are_named(llm: LLM) -> None:
         llm.score("a", "b", instruction="c")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_call_aborts_its_requests(llm: LLM) -> None:
     """Ctrl-C raises KeyboardInterrupt where the main thread waits."""
     threading.Thread(
