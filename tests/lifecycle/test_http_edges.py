@@ -144,3 +144,25 @@ def test_a_connection_is_answered_whenever_its_server_ends_by_it_or_by_the_next(
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(answer()).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_what_a_server_writes_is_sent_at_once(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Otherwise a body would wait for its head's acknowledgement, which a client delays by 40 ms."""
+
+    async def no_delay() -> int:
+        made: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                made.set_result(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        with open_port("127.0.0.1", 0) as port:
+            server = await asyncio.get_running_loop().create_server(Accepted, sock=port.sockets[0].dup())
+            with socket.create_connection(("127.0.0.1", port.port)):
+                found = await asyncio.wait_for(made, 10)
+            server.close()
+        return found
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(no_delay())
