@@ -9,6 +9,9 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Response
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.requests import Request as StarletteRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -132,6 +135,16 @@ async def test_it_is_mounted_under_a_path_of_another_application() -> None:
     async with theirs(parent) as url:
         echoed, counted, lost = await answers(url + "/llm")
     assert echoed.json() == {"path": "/echo", "body": "hello"} and counted.text == "0123" and lost.status_code == 404
+
+
+async def test_a_request_makes_no_span_of_fastapi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """service/telemetry/ traces requests: a second span of each would count them twice, and cost 3 us."""
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+    async with ours(application()) as url:
+        await answers(url)
+    assert not spans.get_finished_spans()
 
 
 def test_what_the_document_says_of_a_route() -> None:
