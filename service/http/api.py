@@ -13,7 +13,6 @@ from typing import Any, cast
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as FastApiRequest
 from fastapi.openapi.utils import get_openapi
-from fastapi.telemetry import TelemetryConfig
 from starlette.types import ASGIApp
 
 from service.flags import ConfigError, installed_version
@@ -24,7 +23,6 @@ from service.http.request import Handler, HttpRequest, asgi_app
 from service.http.routes import HttpRoute, Tag
 
 OPENAPI_PATH = "/openapi.json"
-NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # service/telemetry/ has our own
 
 
 class ApiRouter(APIRouter):
@@ -73,7 +71,12 @@ class Application(FastAPI):
     """A server's application. `handle` answers; `apis` are documented in their order."""
 
     def __init__(self, title: str, apis: Sequence[ApiRouter], *, handle: Handler, limits: RequestLimits) -> None:
-        super().__init__(title=title, version=installed_version(), openapi_url=None, telemetry=NO_TELEMETRY)
+        super().__init__(
+            title=title,
+            version=installed_version(),
+            openapi_url=None,
+            telemetry={"tracing": False, "metrics": False, "logs": False},  # ours does it
+        )
         for api in apis:
             self.include_router(api)
         self._apis, self._handle, self._limits = apis, handle, limits

@@ -63,7 +63,9 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
     chat = readme.find("chat", text)
     talked = timed(f"{chat}, a question, /exit", lambda: _talks(bare, chat, readme.find("question", text)))
     program = readme.find("python", text)
-    wrote = timed("the lines of Python", lambda: _runs(bare, program))
+    wrote = timed("the lines of Python", lambda: _runs(bare, f"- <<'END'\n{program}END\n"))
+    scripts = sorted(str(path.relative_to(root / CLONE)) for path in (root / CLONE / "examples").glob("*.py"))
+    examples = timed("the examples", lambda: {script: _runs(bare, script) for script in scripts})
     command = test if long else f"{test} TESTS={SHORT_TESTS}"
     output = timed(command, lambda: bare.must(command, limit_s=TEST_LIMIT_S))
     _nothing_left(bare)
@@ -74,6 +76,7 @@ def _check(root: Path, *, long: bool) -> dict[str, object]:
         "kernels_built": kernels,
         "chat": talked,
         "python": wrote,
+        "examples": examples,
         "pytest": closing_line(output),
     }
 
@@ -137,10 +140,10 @@ def _talks(bare: BareMachine, command: str, question: str) -> str:
 
 
 def _runs(bare: BareMachine, program: str) -> str:
-    """What README's lines of Python print: answers of a model in the process, and of a cluster."""
-    wrote = bare.must(f".venv/bin/python - 2>/dev/null <<'END'\n{program}END\n", limit_s=CHAT_LIMIT_S)
+    """What Python prints for a program: answers of a model in the process, and of a cluster."""
+    wrote = bare.must(f".venv/bin/python {program}", limit_s=CHAT_LIMIT_S)
     if len(wrote.split()) < 2:
-        raise CheckFailedError(f"README's lines of Python printed {wrote!r}")
+        raise CheckFailedError(f"`.venv/bin/python {program}` printed {wrote!r}")
     _nothing_left(bare)
     return wrote
 
