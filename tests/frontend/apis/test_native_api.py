@@ -141,7 +141,8 @@ def test_used_tokens_show_while_running(worker: Worker) -> None:
         wait_for(lambda: worker.http.get("/get_load").json()[0]["num_tokens"] == PAGE_SIZE)
         assert "running" in worker.error("/flush_cache", None)["message"]
     worker.wait_idle()
-    assert worker.http.get("/flush_cache").text == "flushed\n"
+    flushed = worker.http.get("/flush_cache")
+    assert (flushed.text, flushed.headers["Content-Type"]) == ("flushed\n", "text/plain; charset=utf-8")
 
 
 def test_counters_begin_at_zero(worker: Worker) -> None:

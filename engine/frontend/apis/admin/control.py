@@ -107,7 +107,7 @@ async def flush_cache(request: HttpRequest) -> Response:
     reply = await request[SERVICES].leaders.flush_cache()
     if not reply.ok:
         raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
-    return Response(content=(reply.message or "Cache flushed.") + "\n")
+    return Response(content=(reply.message or "Cache flushed.") + "\n", media_type="text/plain")
 
 
 async def abort_request(request: HttpRequest) -> Response:
