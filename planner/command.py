@@ -8,6 +8,15 @@ from planner.config import PlanConfig, check_plan
 from service.extras import require
 from service.flags import ConfigError
 
+# What `--help` shows.
+COMMON = (
+    *("model_path", "gpu", "gpu_profile"),
+    *("trace", "input_len", "output_len", "shared_prefix_len", "num_requests"),
+    *("slo_ttft_s", "slo_tpot_s", "slo_itl_s", "slo_percent"),
+    *("layouts", "num_workers", "request_rate", "tp_size", "total_rate"),
+    *("speculative_algorithm", "output", "plot"),
+)
+
 
 def run(argv: Sequence[str]) -> int:
     """Plan; return 0 if a layout meets the SLO (or with --rates)."""
@@ -29,11 +38,12 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem plan",
+        common=COMMON,
         description="Find the smallest cluster for a rate (--request-rate), or the one with the best goodput per GPU: runs "
         "the real scheduler under virtual time over layouts of prefill and decode workers and over unified ones, with a "
         "cost model in place of the GPU. See docs/planning.md.",
     )
-    add_flags(parser, PlanConfig, title="plan")
+    add_flags(parser, PlanConfig, title="run")
     return parser
 
 

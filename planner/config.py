@@ -22,6 +22,8 @@ def _seconds(default: float | None, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareFlags(FlagSet):
+    topic = "hardware"
+
     model_path: str = flag(
         "", "directory with the model's config.json (nothing else is read), that file itself, or a model of the hub"
     )
@@ -92,6 +94,8 @@ class HardwareFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags(FlagSet):
+    topic = "load"
+
     trace: str | None = flag(
         None, "file of requests, as JSON lines of timestamp (ms), input_length, output_length, hash_ids; may be .gz"
     )
@@ -112,6 +116,11 @@ class LoadFlags(FlagSet):
     )
     seed: int = flag(0, "seed of lengths and arrivals")
 
+
+@dataclass(frozen=True, kw_only=True)
+class LimitFlags(FlagSet):
+    topic = "limits"
+
     slo_ttft_s: float = _positive(2.0, "longest time to first token of a good request", unit="s")
     slo_tpot_s: float = _positive(0.05, "longest mean time per later token of a good request", unit="s")
     slo_itl_s: float | None = _positive(
@@ -124,6 +133,8 @@ class LoadFlags(FlagSet):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutFlags(FlagSet):
+    topic = "layouts"
+
     layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --num-workers")
     num_workers: int | None = flag(
         None,
@@ -149,13 +160,10 @@ class LayoutFlags(FlagSet):
     policy: str = flag("least_load", "how the router chooses prefill workers (docs/router.md)", choices=POLICIES)
 
 
-# Dataclass fields come from the last base first, so --help starts with HardwareFlags.
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(
-    LayoutFlags,
-    LoadFlags,
-    HardwareFlags,
-):
+class WorkerFlags(FlagSet):
+    topic = "workers"
+
     page_size: int = flag(64, "tokens per KV page (larger pages plan faster)", least=1, most=MAX_PAGE_SIZE)
     chunked_prefill_size: int = flag(8192, "most prompt tokens per step", least=1, special={-1: "no chunking"})
     mixed_chunk_size: int = flag(
@@ -198,6 +206,12 @@ class PlanConfig(
     speculative_match_rate: float | None = flag(
         None, "with NGRAM: share of steps in which something is drafted; default: the profile's, or 1", above=0, most=1
     )
+
+
+# Dataclass fields come from the last base first, so --help starts with HardwareFlags.
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(WorkerFlags, LayoutFlags, LimitFlags, LoadFlags, HardwareFlags):
+    topic = "run"
 
     jobs: int = flag(2, "runs at a time, each in a process of its own", least=1)
     output: str | None = flag(None, "file to write with every run's figures, as JSON")

@@ -7,6 +7,14 @@ from deploy.bench.config import BenchConfig, ReportFlags, SamplingFlags, TargetF
 from deploy.flags import Parser, add_flags, config_from, flags_of
 from deploy.foreign.bench import BENCH
 
+# What `--help` shows.
+COMMON = (
+    *("url", "compare", "api", "model", "tokenizer", "api_key"),
+    *("num_requests", "request_rate", "concurrency", "dataset_name", "dataset_path", "trace"),
+    *("input_len", "output_len", "seed", "ignore_eos", "temperature"),
+    *("goodput", "output", "save_result"),
+)
+
 
 def run(argv: Sequence[str]) -> int:
     """Measure; return 0 if every request was answered."""
@@ -21,6 +29,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="tandem bench",
         foreign=BENCH,
+        common=COMMON,
         description="Put load on an OpenAI-compatible server, or on SGLang's /generate: closed loop (--concurrency), "
         "Poisson arrivals (--request-rate) or a trace (--trace); prompts are random, or of a file (--dataset-name). "
         "Prints conditions, throughput, latencies and goodput, and writes them to files. Flags of `vllm bench serve` "

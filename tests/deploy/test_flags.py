@@ -10,14 +10,15 @@ import pytest
 
 from bootstrap_server.registry import BootstrapConfig
 from deploy.bench.config import BenchConfig
+from deploy.commands import bench, serve
 from deploy.commands import router as router_command
-from deploy.commands import serve
 from deploy.commands.trace import TraceConfig
 from deploy.flags import Parser, add_flags, config_from, flags_of, given_argv
 from deploy.launcher import up_flags
 from deploy.launcher.roles import ClusterConfig
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
+from planner import command as plan
 from planner.config import PlanConfig
 from router.config import RouterConfig
 from service.flags import ConfigError, FlagSet, FlagSpec, flag, option_of, setting, spec_of, values_by_name
@@ -188,7 +189,7 @@ def test_every_flag_refuses_what_is_out_of_its_range_by_name(config_class: type)
 
 # ---- Pages of help, and the model as a word.
 
-COMMANDS_OF_PAGES = {"serve": serve, "up": up_flags, "router": router_command}
+COMMANDS_OF_PAGES = {"serve": serve, "up": up_flags, "router": router_command, "bench": bench, "plan": plan}
 
 
 def shown(command: str, *argv: str, capsys: pytest.CaptureFixture[str]) -> str:
