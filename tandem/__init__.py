@@ -4,6 +4,7 @@ Names are imported on use, so `import tandem` brings neither torch nor a server.
 """
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,12 +50,27 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "asgi":
+        return _imported("tandem.asgi")
     if name not in _MODULES:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}; it has {', '.join(__all__)}")
     module, attribute = _MODULES[name]
-    found = getattr(importlib.import_module(module), attribute)
+    found = getattr(_imported(module), attribute)
     globals()[name] = found
     return found
+
+
+def _imported(module: str) -> ModuleType:
+    """Raises ImportError, which names the extra of a missing module."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        from service.extras import missing_module
+
+        reason = missing_module(error)
+        if reason is None:
+            raise
+        raise ModuleNotFoundError(f"{module}: {reason}", name=error.name) from None
 
 
 def __dir__() -> list[str]:

@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.device.gpus import VISIBLE
-from engine.loop.loop import EngineLoop
 from service.process.child_process import ChildProcess, ForkedProcess, forked, server_in
 from service.process.start import die_with_parent
 from service.process.stop_signals import END, TO_GROUPS
+
+if TYPE_CHECKING:
+    from engine.loop.loop import EngineLoop
 
 END_S = 3.0  # time for a child to end before it is killed
 POLL_S = 0.01
@@ -140,7 +143,7 @@ def _started(
 # ---- Signal handler that ends a scheduler process's loop.
 
 
-def end_by_parent(loop: EngineLoop, attention: Callable[[], None]) -> None:
+def end_by_parent(loop: "EngineLoop", attention: Callable[[], None]) -> None:
 
     def on_end(signum: int, frame: object) -> None:
         loop.stopped = True

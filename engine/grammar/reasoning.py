@@ -8,11 +8,14 @@ Like any grammar it follows committed tokens, so that both roles and every depth
 
 from collections.abc import Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
 from engine.core.request import Grammar
 from engine.sampling_params import ReasoningGate
 from engine.text.reasoning import Opening, ReasoningTokens
-from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer  # the planner's scheduler has none
 
 WORD_BITS = 32
 
@@ -103,7 +106,7 @@ class ReasoningGrammar:
 class ReasoningGates:
     """Reasoning grammars of one model. `vocab_size`: of the logits."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+    def __init__(self, tokenizer: "Tokenizer", *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import AddedToken
 
 from engine.gguf.file import GGUFFile, config_fields, open_gguf
-from engine.gguf.tokenizer import gguf_tokenizer_config
 from engine.model_files.fields import Fields, read_fields
 from service.flags import ConfigError
 
@@ -25,6 +23,17 @@ TEMPLATES = "additional_chat_templates"
 _UNNAMED_ENDS = ("<|eom_id|>",)
 # Only these classes read the BOS/EOS flags of tokenizer_config.json (as in SGLang).
 _FLAG_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+
+
+class AddedToken(msgspec.Struct, omit_defaults=True):
+    """Arguments of `tokenizers.AddedToken`, which the planner does without."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | msgspec.UnsetType = msgspec.UNSET
+    special: bool = False
 
 
 class ModelDirectory:
@@ -61,8 +70,8 @@ class ModelDirectory:
     def added_tokens(self) -> Mapping[int, AddedToken]:
         found = self.tokenizer_config.get("added_tokens_decoder") or {}
         try:
-            return {id: AddedToken(**found[str(id)]) for id in sorted(map(int, found))}
-        except (AttributeError, KeyError, TypeError, ValueError):
+            return dict(sorted(msgspec.convert(found, dict[int, AddedToken], str_keys=True).items()))
+        except msgspec.ValidationError:
             raise ConfigError(
                 f"{self.path / 'tokenizer_config.json'}: added_tokens_decoder: must have tokens by id; download the file again"
             ) from None
@@ -129,6 +138,8 @@ class GGUFFolder(ModelDirectory):
 
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
+        from engine.gguf.tokenizer import gguf_tokenizer_config
+
         return gguf_tokenizer_config(self.file)
 
     @cached_property

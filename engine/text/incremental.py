@@ -12,13 +12,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from re import _parser  # type: ignore[attr-defined]  # private, but the only one that computes a pattern's width (3.11+)
+from typing import TYPE_CHECKING
 
 import re2  # type: ignore[import-untyped]
 
 from engine.core.request import Stops
 from engine.messages import FinishReason
 from engine.sampling_params import InvalidParam, TextParams
-from engine.text.tokenizer import BROKEN, Tokenizer
+from engine.text.sample import Span
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer  # the planner's scheduler has none
 
 # ---- stop regexes
 
@@ -102,7 +106,7 @@ def _shown(pattern: str) -> str:
 
 # ---- incremental
 
-Span = tuple[int, int]  # start and end in a text, in characters
+BROKEN = "�"  # a decoder's output for invalid UTF-8
 
 WINDOW = 24  # maximum tokens to decode, then the window is cut ...
 CONTEXT = 6  # ... to these, as context
@@ -117,7 +121,7 @@ class IncrementalText:
     the last special token count. `num_chars`: given out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, prompt_remainder: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: "Tokenizer", *, prompt_remainder: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window = _from_whole_character(tokenizer, _after_last(tokenizer.special_ids, prompt_remainder))
@@ -205,7 +209,7 @@ class RequestText:
     With skipped special tokens, a stop string is trimmed as far as it shows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: TextParams, *, prompt_remainder: Sequence[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", params: TextParams, *, prompt_remainder: Sequence[int]) -> None:
         skips, self._trims = params.skip_special_tokens, not params.no_stop_trim
         self._text = IncrementalText(tokenizer, prompt_remainder=prompt_remainder, skip_special_tokens=skips)
         self._seen_of = tokenizer.without_special if skips else str
@@ -240,7 +244,7 @@ class RequestText:
         return text, spans
 
 
-def places_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Span]:
+def places_of(tokenizer: "Tokenizer", ids: Sequence[int], text: str) -> list[Span]:
     """An absent token (BOS) has no width."""
     pieces, at, spans = IncrementalText(tokenizer, prompt_remainder=[], skip_special_tokens=False), 0, []
     for token in ids:
@@ -270,7 +274,7 @@ def _after_last(special: frozenset[int], ids: Sequence[int]) -> list[int]:
     return list(ids[last + 1 :])
 
 
-def _from_whole_character(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+def _from_whole_character(tokenizer: "Tokenizer", ids: list[int]) -> list[int]:
     """Drop a split character's rest: SentencePiece breaks all bytes after it."""
     rest = (i for i, token in enumerate(ids) if not 0x80 <= (tokenizer.token_bytes(token) or b"-")[0] < 0xC0)
     return ids[next(rest, len(ids)) :]
@@ -301,7 +305,7 @@ def _advance(pattern: str, failure: list[int], *, state: int, text: str) -> int:
 MakeStops = Callable[[Sequence[int], TextParams], Stops | None]  # from prompt ids
 
 
-def stops_of(tokenizer: Tokenizer, input_ids: Sequence[int], sampling: TextParams) -> "StopSearch | None":
+def stops_of(tokenizer: "Tokenizer", input_ids: Sequence[int], sampling: TextParams) -> "StopSearch | None":
     return StopSearch(tokenizer, input_ids, sampling) if sampling.stop or sampling.stop_regex else None
 
 
@@ -318,7 +322,7 @@ class StopSearch:
     tail:        [ 1       | reach - 1            | any length               ]
     """
 
-    def __init__(self, tokenizer: Tokenizer, input_ids: Sequence[int], sampling: TextParams) -> None:
+    def __init__(self, tokenizer: "Tokenizer", input_ids: Sequence[int], sampling: TextParams) -> None:
         self._tokenizer = tokenizer
         self._stop = sampling.stop
         self._regexes = compile_all(sampling.stop_regex)

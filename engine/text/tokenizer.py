@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import tokenizers
 
 from engine.gguf.tokenizer import gguf_tokenizer
@@ -117,7 +118,6 @@ def _steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 # ---- tokenizer
 
-BROKEN = "�"  # a decoder's output for invalid UTF-8
 _TEXT = -1  # stands for texts between special tokens
 LONG_IDS = 1024  # at least this many ids: decode with the GIL released
 
@@ -256,7 +256,7 @@ def load_tokenizer(model: str | Path | ModelDirectory) -> Tokenizer:
 def _add_tokens(backend: tokenizers.Tokenizer, folder: ModelDirectory) -> None:
     for id, token in folder.added_tokens.items():
         if backend.token_to_id(token.content) is not None or id == backend.get_vocab_size():
-            backend.add_tokens([token])
+            backend.add_tokens([tokenizers.AddedToken(**msgspec.to_builtins(token))])
     config = folder.tokenizer_config
     lists = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
     unnamed = (content_of(token) for tokens in lists if isinstance(tokens, list) for token in tokens)

@@ -1,5 +1,7 @@
 """A missing module is one line with the extra that brings it, wherever it is missed."""
 
+import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -8,7 +10,7 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from deploy.cli import main, operating_error
+from deploy.cli import COMMANDS, main, operating_error
 from planner.report import check_plot
 from router.pool.pod_watch import connect
 from service.extras import MODULES, ON_USE, install, missing_module, require
@@ -19,6 +21,7 @@ from transfer_backends.engines import wheels
 
 Block = Callable[..., None]
 PLAN = ["plan", "--model-path", str(ROOT / "docs/tiny-qwen3.5-moe"), "--gpu", "H200"]
+PYTHON = ("llm", "async_llm", "params", "asgi")  # but Cluster, whose process says it
 NIXL = ("nixl", "nixl_cu12", "nixl_cu13")
 
 
@@ -63,6 +66,50 @@ def test_a_command_without_its_modules_names_the_extras(
     block(*names)
     assert main(argv) == 1
     assert capsys.readouterr().err == f"tandem {argv[0]}: error: {said}\n"
+
+
+# Of a process in which no module of an extra can be imported, whatever this one has imported before.
+BARE = """
+import importlib.abc, sys
+from service.extras import MODULES, ON_USE
+LACKING = {name for table in (MODULES, ON_USE) for names in table.values() for one in names for name in one.split("|")}
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in LACKING - {"opentelemetry"}:  # fastapi brings its api
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Finder())
+from deploy.cli import COMMANDS, main
+for name in COMMANDS:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        print(name, end.code, file=sys.stderr)
+for argv in (["serve"], ["up"], PLAN):
+    main(argv)
+import tandem
+for name in ("LLM", "AsyncLLM", "SamplingParams", "asgi"):
+    try:
+        getattr(tandem, name)
+    except ImportError as error:
+        print(error, file=sys.stderr)
+"""
+
+
+def test_a_bare_installation_has_help_and_names_extras() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"PLAN = {PLAN}{BARE}"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    said = done.stderr.splitlines()
+    assert said[: len(COMMANDS)] == [f"{name} 0" for name in COMMANDS]
+    commands, attributes = said[len(COMMANDS) :][:3], said[len(COMMANDS) + 3 :]
+    for (name, extra), line in zip(
+        [("serve", "engine"), ("up", "engine,nixl"), ("plan", "plan")], commands, strict=True
+    ):
+        assert re.fullmatch(
+            rf"tandem {name}: error: .* are not installed; run: pip install 'tandem-serve\[{extra}.*", line
+        )
+    assert [line.partition(":")[0] for line in attributes] == [f"tandem.{module}" for module in PYTHON]
+    assert all(line.endswith(" is not installed; run: pip install 'tandem-serve[engine]'") for line in attributes)
 
 
 def test_a_terminal_without_its_editor_names_the_extra(

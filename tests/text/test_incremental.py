@@ -13,9 +13,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams, TextParams
-from engine.text.incremental import IncrementalText, RequestText, StopScanner, places_of
-from engine.text.sample import SampleText
-from engine.text.tokenizer import BROKEN, Tokenizer
+from engine.text.incremental import BROKEN, IncrementalText, RequestText, StopScanner, places_of
+from engine.text.sample_text import SampleText
+from engine.text.tokenizer import Tokenizer
 
 CORPUS = [
     "hello world, the quick brown fox", "多字节 字符 你好世界", "🎉🎊👩‍👩‍👧‍👦 naïve café", "żółć ĞğİıŞş", "a  b   c\n\n\td",

@@ -41,8 +41,8 @@ from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
-from engine.text.incremental import Span, places_of
-from engine.text.sample import TextOutput
+from engine.text.incremental import places_of
+from engine.text.sample import Span, TextOutput
 from service.http.api import ApiRouter
 from service.http.body import optional
 from service.http.errors import bad_field, plain

@@ -12,8 +12,7 @@ from engine.frontend.apis.chat.plan import ChatPlan
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.shared.samples import Counts, Head
 from engine.messages import FinishReason
-from engine.text.incremental import Span
-from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, TextAnswers, TextOutput
+from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, Span, TextAnswers, TextOutput
 from engine.text.tokenizer import Tokenizer
 from service.http.body import Body
 from service.http.errors import plain
