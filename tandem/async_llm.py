@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from engine.frontend.services import Services
 from tandem.errors import EngineDeadError
-from tandem.llm import Conversation, LocalEngine, listed, pairs_of
+from tandem.llm import Conversation, LocalEngine, Prompts, listed, score_inputs
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from tandem.params import SamplingLike, fields_of
 from tandem.requests import (
@@ -70,17 +71,22 @@ class AsyncLLM(LocalEngine):
         async for output in self._streamed(lambda s: plan_conversation(s, messages, fields, stream=True)):
             yield output
 
-    async def embed(self, prompts: Prompt | Sequence[Prompt], **params: Any) -> list[EmbeddingOutput]:
+    async def embed(self, prompts: Prompts, **params: Any) -> list[EmbeddingOutput]:
         """Vectors of prompts, as `LLM.embed`."""
         fields, s = fields_of(None, params), await self._ready()
         return await self._all([partial(embedded, s, prompt, fields) for prompt in listed(prompts)])
 
     async def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **params: Any
+        self,
+        text_1: Prompts | None = None,
+        text_2: Prompts | None = None,
+        label_token_ids: Sequence[int] | None = None,
+        **params: Any,
     ) -> list[ScoringOutput]:
-        """Relevance of pairs, as `LLM.score`."""
-        fields, s = fields_of(None, params), await self._ready()
-        return await self._all([partial(scored, s, pair, fields) for pair in pairs_of(text_1, text_2)])
+        """Relevance of pairs, or probabilities of labels, as `LLM.score`."""
+        fields, pairs = score_inputs(text_1, text_2, {**params, "label_token_ids": label_token_ids})
+        s = await self._ready()
+        return await self._all([partial(scored, s, pair, fields) for pair in pairs])
 
     async def abort(self, rid: str) -> None:
         """End the request of this name early; its stream ends with the finish reason "abort"."""
@@ -106,6 +112,14 @@ class AsyncLLM(LocalEngine):
     async def update_weights(self, source: WeightSource, **options: Any) -> None:
         """Take other weights, as `LLM.update_weights`."""
         await self._run(updated(await self._ready(), source, **options))
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
+        """Load an adapter, as `LLM.load_lora_adapter`."""
+        await self._order("/load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter, as `LLM.unload_lora_adapter`."""
+        await self._order("/unload_lora_adapter", lora_name=lora_name)
 
     async def _streamed(
         self, make_plan: Callable[[Services], Awaitable[PreparedRequest]]

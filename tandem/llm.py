@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -35,6 +36,7 @@ from tandem.worker import LocalWorker
 
 T = TypeVar("T")
 Job = Callable[[], Awaitable[T]]
+Prompts = Prompt | Sequence[Prompt]
 Conversation = Sequence[Mapping[str, Any]]  # messages with role and content, as in /v1/chat/completions
 MakePlan = Callable[[Services, Any, Mapping[str, Any]], Awaitable[PreparedRequest]]
 
@@ -90,7 +92,7 @@ class LLM(LocalEngine):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingLike | Sequence[SamplingLike] = None,
         *,
         use_tqdm: bool = True,
@@ -100,7 +102,8 @@ class LLM(LocalEngine):
 
         `prompts`: one or several texts, or lists of token ids. `sampling_params`: for all, or one
         each; `params`: for all, by the names of `/v1/completions` (`max_tokens=16`), before the
-        former. Raises RequestError, which names the argument, and EngineDeadError.
+        former. `lora_path`: a loaded adapter for all, or a list with one or None each. Raises
+        RequestError, which names the argument, and EngineDeadError.
         """
         return self._answers(plan_prompt, listed(prompts), sampling_params, params, use_tqdm=use_tqdm)
 
@@ -119,9 +122,7 @@ class LLM(LocalEngine):
         """
         return self._answers(plan_conversation, conversations(messages), sampling_params, params, use_tqdm=use_tqdm)
 
-    def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **params: Any
-    ) -> list[EmbeddingOutput]:
+    def embed(self, prompts: Prompts, *, use_tqdm: bool = True, **params: Any) -> list[EmbeddingOutput]:
         """Vectors of prompts, in their order. `params`: of `/v1/embeddings`.
 
         Raises as `generate`.
@@ -131,15 +132,22 @@ class LLM(LocalEngine):
         return self._run([(1, job) for job in jobs], use_tqdm=use_tqdm)
 
     def score(
-        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = True, **params: Any
+        self,
+        text_1: Prompts | None = None,
+        text_2: Prompts | None = None,
+        label_token_ids: Sequence[int] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **params: Any,
     ) -> list[ScoringOutput]:
         """Relevance of each `text_2` to `text_1` (one for all, or one each), as `/score` has it.
 
-        Raises as `generate`.
+        With `label_token_ids`: the probabilities of these tokens behind both, as SGLang and
+        `/v1/score` have them, also for token ids. `params`: of these routes (`apply_softmax`);
+        SGLang's `query` and `items` name the texts, too. Raises as `generate`.
         """
-        fields = fields_of(None, params)
-        jobs = [partial(scored, self._services, pair, fields) for pair in pairs_of(text_1, text_2)]
-        return self._run([(1, job) for job in jobs], use_tqdm=use_tqdm)
+        fields, pairs = score_inputs(text_1, text_2, {**params, "label_token_ids": label_token_ids})
+        return self._run([(1, partial(scored, self._services, pair, fields)) for pair in pairs], use_tqdm=use_tqdm)
 
     # ---- for trainers
 
@@ -170,7 +178,7 @@ class LLM(LocalEngine):
         call = updated(self._services, source, weight_version=weight_version, abort_all_requests=abort_all_requests)
         self._worker.run(call)
 
-    def load_lora_adapter(self, lora_name: str, lora_path: str) -> None:
+    def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
         """Load an adapter, which requests name by `lora_path`. Needs `enable_lora=True`."""
         self._order("/load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path))
 
@@ -203,7 +211,7 @@ class LLM(LocalEngine):
         self._worker.run(ordered(self._services, path, fields))
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def listed(prompts: Prompts) -> list[Prompt]:
     """One prompt, or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -219,25 +227,49 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conve
     return cast(list[Conversation], found)
 
 
-def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Raises RequestError."""
-    first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+def score_inputs(
+    text_1: Prompts | None, text_2: Prompts | None, params: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[Prompt, Prompt]]]:
+    """Fields of a score's body, and its pairs. Raises RequestError."""
+    fields = fields_of(None, params)
+    first = _texts("text_1", text_1, fields.pop("query", None))
+    second = _texts("text_2", text_2, fields.pop("items", None))
     if len(first) not in (1, len(second)):
         problem = f"has {len(first)} texts, text_2 has {len(second)}; give one, or as many"
         raise RequestError(f"text_1: {problem}", field="text_1")
-    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+    return fields, list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def _texts(name: str, own: Prompts | None, other: Prompts | None) -> list[Prompt]:
+    """Texts by our or by SGLang's name."""
+    if (own is None) == (other is None):
+        raise RequestError(f"{name}: " + ("is missing" if own is None else "is given by two names"), field=name)
+    return listed(own if own is not None else cast(Prompts, other))
 
 
 def each_fields(
     sampling_params: SamplingLike | Sequence[SamplingLike], params: Mapping[str, Any], count: int
 ) -> list[dict[str, Any]]:
     """A body's fields for each of `count` inputs. Raises RequestError."""
-    if not isinstance(sampling_params, list | tuple):
-        return [fields_of(sampling_params, params)] * count
-    if len(sampling_params) != count:
-        problem = f"has {len(sampling_params)} entries for {count} prompts; give one for all, or one each"
-        raise RequestError(f"sampling_params: {problem}", field="sampling_params")
-    return [fields_of(one, params) for one in sampling_params]
+    adapters = params.get("lora_path")
+    if not isinstance(adapters, list | tuple):
+        if not isinstance(sampling_params, list | tuple):
+            return [fields_of(sampling_params, params)] * count
+        return [fields_of(one, params) for one in _one_each("sampling_params", sampling_params, count)]
+    pairs = zip(
+        _one_each("sampling_params", sampling_params, count), _one_each("lora_path", adapters, count), strict=True
+    )
+    return [fields_of(one, {**params, "lora_path": adapter}) for one, adapter in pairs]
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    """Raises RequestError."""
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        problem = f"has {len(given)} entries for {count} prompts; give one for all, or one each"
+        raise RequestError(f"{name}: {problem}", field=name)
+    return list(given)
 
 
 async def _plan_all(

@@ -91,10 +91,14 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """A pair's relevance, 0 to 1."""
+    """A pair's relevance, or the probability of each label, 0 to 1. `score`: the first of `scores`."""
 
-    score: float
+    scores: list[float]
     prompt_token_ids: list[int]
+
+    @property
+    def score(self) -> float:
+        return self.scores[0]
 
     @property
     def outputs(self) -> "ScoringOutput":

@@ -17,6 +17,8 @@ import msgspec
 from engine.frontend.apis.admin.weights import update_by_tensors
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.plan import plan_chat
+from engine.frontend.apis.native.score import READER as LABEL_READER
+from engine.frontend.apis.native.score import label_scores
 from engine.frontend.apis.openai.completions import READER as COMPLETIONS
 from engine.frontend.apis.openai.completions import plan_completion
 from engine.frontend.apis.openai.embeddings import READER as EMBEDDINGS
@@ -106,6 +108,7 @@ def _planned(
     prompt: object,
     answers: TextAnswers,
 ) -> PreparedRequest:
+    _check_loaded(s, plan)
     id = body.rid or s.mint_id(form.id_prefix)
     samplings = samplings_of(s, plan, form)
     made = requests_of(s, body, plan, id=id, samplings=samplings, bootstraps=[None] * len(samplings))
@@ -118,6 +121,13 @@ def _planned(
         answers=answers,
         dp_rank=routed_rank(body, {}),
     )
+
+
+def _check_loaded(s: Services, plan: SamplesPlan) -> None:
+    """The scheduler would name an unknown adapter only when other requests of the call run."""
+    if plan.model.lora and plan.model.lora not in s.leaders.adapters:
+        loaded = ", ".join(s.leaders.adapters) or "none"
+        raise bad_field("lora_path", f"no adapter {plan.model.lora!r} is loaded; loaded: {loaded}")
 
 
 def _with_logprobs(request: GenerateRequest, options: LogprobOptions) -> GenerateRequest:
@@ -280,11 +290,16 @@ async def embedded(s: Services, prompt: Prompt, fields: Mapping[str, Any]) -> Em
     return EmbeddingOutput(vector.tolist(), prompts.ids[0])
 
 
-async def scored(s: Services, pair: tuple[str, str], fields: Mapping[str, Any]) -> ScoringOutput:
-    """A pair's score. Raises ApiError, RequestError."""
-    body = _body(s, SCORE_READER, {**fields, "text_1": pair[0], "text_2": pair[1]})
-    prompts, scores = await judge(PromptSender(s=s), body, [pair], fields=("text_1", "text_2"), prefix="score-")
-    return ScoringOutput(scores[0], prompts.ids[0])
+async def scored(s: Services, pair: tuple[Any, Any], fields: Mapping[str, Any]) -> ScoringOutput:
+    """A pair's score, or the probabilities of `label_token_ids` behind it. Raises ApiError, RequestError."""
+    sender, (first, second) = PromptSender(s=s), pair
+    if fields.get("label_token_ids") is not None:
+        labelled = _body(s, LABEL_READER, {**fields, "query": first, "items": [second]})
+        prompts, (scores,) = await label_scores(sender, labelled)
+        return ScoringOutput(scores, prompts.ids[0])
+    body = _body(s, SCORE_READER, {**fields, "text_1": first, "text_2": second})
+    prompts, scores = await judge(sender, body, [pair], fields=("text_1", "text_2"), prefix="score-")
+    return ScoringOutput(scores, prompts.ids[0])
 
 
 WeightSource = str | Path | Iterable[tuple[str, Any]]  # a checkpoint, or tensors by its names

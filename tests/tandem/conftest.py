@@ -8,9 +8,11 @@ import httpx2 as httpx
 import pytest
 
 import tandem.asgi
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tandem import LLM, AsyncLLM
 from tandem.asgi import WorkerApp
 from tests.e2e import cluster
+from tests.lora.tiny_adapters import make_tiny_adapter
 
 FLAGS: dict[str, Any] = {"max_total_tokens": 16384, "chunked_prefill_size": 256, "random_seed": 7}
 Post = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -18,14 +20,14 @@ Post = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    with LLM(**FLAGS) as engine:
+    with LLM(**FLAGS, enable_lora=True) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def worker_app() -> Iterator[WorkerApp]:
     """An ASGI application that is an `AsyncLLM`, too."""
-    engine = tandem.asgi.app(**FLAGS)
+    engine = tandem.asgi.app(**FLAGS, enable_lora=True)
     yield engine
     engine.close()
 
@@ -55,6 +57,13 @@ def post(server: str) -> Post:
         return answer.json()  # type: ignore[no-any-return]
 
     return post
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A LoRA adapter of the shipped model, random."""
+    folder = tmp_path_factory.mktemp("adapter")
+    return make_tiny_adapter(folder, str(DEFAULT_MODEL_PATH), seed=3, lora_alpha=64)
 
 
 @pytest.fixture

@@ -89,6 +89,20 @@ async def test_vectors_and_errors_are_awaited(async_llm: AsyncLLM) -> None:
     with pytest.raises(RequestError, match="temperature: must be"):
         await collected(async_llm, PROMPT, temperature=-1)
     assert len(await async_llm.score("k1", ["k1", "v2"])) == 2
+    labelled = await async_llm.score("k1", ["k1", "v2"], [5, 7], apply_softmax=True)
+    assert [(len(one.scores), pytest.approx(1.0)) for one in labelled] == [(2, sum(one.scores)) for one in labelled]
+
+
+async def test_an_adapter_is_loaded_streams_and_is_unloaded(async_llm: AsyncLLM, adapter: str) -> None:
+    greedy = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    await async_llm.load_lora_adapter("poems", adapter)
+    plain, tuned = await asyncio.gather(
+        collected(async_llm, PROMPT, **greedy), collected(async_llm, PROMPT, **greedy, lora_path="poems")
+    )
+    assert len(tuned[-1].token_ids) == 4 and tuned[-1].token_ids != plain[-1].token_ids
+    await async_llm.unload_lora_adapter("poems")
+    with pytest.raises(RequestError, match="poems"):
+        await collected(async_llm, PROMPT, lora_path="poems")
 
 
 async def test_a_trainer_pauses_and_resumes(async_llm: AsyncLLM) -> None:

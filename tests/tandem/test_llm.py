@@ -106,6 +106,16 @@ def test_scores_are_the_servers(llm: LLM, post: Post) -> None:
     assert ours[0].outputs.score == ours[0].score
 
 
+@pytest.mark.parametrize(("query", "items"), [(PROMPT, [" v42", " k03"]), (IDS, [IDS[:1], IDS[:2]])])
+def test_scores_of_labels_are_the_servers(llm: LLM, post: Post, query: Any, items: Any) -> None:
+    labels = {"label_token_ids": [5, 7, 9], "apply_softmax": True, "item_first": True}
+    ours = llm.score(query, items, **labels)
+    rows = post("/v1/score", {"query": query, "items": items, **labels})["scores"]
+    assert [one.scores for one in ours] == [pytest.approx(row) for row in rows]
+    assert [one.score for one in ours] == [row[0] for row in (one.scores for one in ours)]
+    assert llm.score(query=query, items=items, **labels) == ours  # SGLang's names
+
+
 def test_many_prompts_come_back_in_order(llm: LLM) -> None:
     """More than run at a time: the engine batches, and no request is refused for a full queue."""
     limit = llm._slots.limit
@@ -130,7 +140,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         ({"max_tokens": 10**6}, "prompt", r"maximum context length .* \(prompt\)"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
         ({"use_beam_search": True}, "use_beam_search", "is not supported"),
-        ({"lora_path": "poems"}, "lora_path", "--enable-lora"),
+        ({"lora_path": "poems"}, "lora_path", "no adapter .poems. is loaded; loaded: none"),
     ],
 )
 def test_a_wrong_argument_is_named_before_anything_runs(
@@ -158,6 +168,33 @@ def test_wrong_inputs_are_named(llm: LLM) -> None:
         llm.chat([{"role": "owner", "content": "k1"}])
     with pytest.raises(RequestError, match="instruction: is no argument of this call; did you mean instruct"):
         llm.score("a", "b", instruction="c")
+    for inputs, field, message in (
+        ({"text_2": "b"}, "text_1", "is missing"),
+        ({"text_1": "a", "items": "b", "text_2": "c"}, "text_2", "is given by two names"),
+        ({"text_1": ["a", "b"], "text_2": "c"}, "text_1", "has 2 texts, text_2 has 1; give one, or as many"),
+        ({"query": "a", "items": "b", "label_token_ids": []}, "label_token_ids", "must have at least one token id"),
+    ):
+        with pytest.raises(RequestError, match=f"^{field}: {message}") as wrong:
+            llm.score(**inputs)
+        assert wrong.value.field == field
+    with pytest.raises(RequestError, match="lora_path: has 1 entries for 2 prompts; give one for all, or one each"):
+        llm.generate(["a", "b"], lora_path=["poems"])
+
+
+def test_an_adapter_answers_its_prompts_until_it_is_unloaded(llm: LLM, adapter: str) -> None:
+    llm.load_lora_adapter("poems", Path(adapter))
+    greedy = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    (plain,) = llm.generate(PROMPT, **greedy)
+    (tuned,) = llm.generate(PROMPT, **greedy, lora_path="poems")
+    outputs = llm.generate([PROMPT] * 3, greedy, lora_path=["poems", None, "poems"])
+    assert [one.token_ids for one in outputs] == [tuned.token_ids, plain.token_ids, tuned.token_ids]
+    assert tuned.token_ids != plain.token_ids
+    with pytest.raises(RequestError, match="poems"):
+        llm.load_lora_adapter("poems", adapter)
+    llm.unload_lora_adapter("poems")
+    with pytest.raises(RequestError, match="poems") as unknown:
+        llm.generate(PROMPT, lora_path="poems")
+    assert unknown.value.field == "lora_path"
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -16,6 +16,7 @@ from engine.frontend.apis.shared.body_reader import EMBEDDING, NO_AUDIO, TEXT_ON
 from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
 from engine.frontend.apis.shared.prefill_only import (
     PrefillOnlyBody,
+    Prompts,
     PromptSender,
     check_computes_prompts,
     embed,
@@ -71,23 +72,20 @@ READER = BodyReader(
 
 async def score(request: HttpRequest) -> Response:
     """Return the probabilities of labels behind a prompt."""
-    s = request[SERVICES]
-    body = await READER.read(request)
+    prompts, scores = await label_scores(PromptSender.of(request), await READER.read(request))
+    return json_response({"object": "scoring", "scores": scores, "model": prompts.model, "usage": prompts.usage})
+
+
+async def label_scores(sender: PromptSender, body: ScoreBody) -> tuple[Prompts, list[list[float]]]:
+    """The prompts of `body`, and for each the probabilities of its labels. Raises ApiError(400, 404)."""
+    s = sender.s
     check_computes_prompts(s)
     labels = _labels(body, vocab_size=s.model.vocab_size)
     ids = await _joined(s, body)
-    sender = PromptSender.of(request)
     prompts = named_prompts(sender, body, ids, prefix="score-")
     logprobs = await next_logprobs(sender, prompts, token_ids=labels, priority=check_priority(body.priority))
     shown = shares if body.apply_softmax else probabilities
-    return json_response(
-        {
-            "object": "scoring",
-            "scores": [shown(row) for row in logprobs],
-            "model": prompts.model,
-            "usage": prompts.usage,
-        }
-    )
+    return prompts, [shown(row) for row in logprobs]
 
 
 def probabilities(logprobs: list[float]) -> list[float]:
