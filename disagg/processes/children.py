@@ -51,7 +51,7 @@ class Children:
         shares_cores: bool = False,
         gpu: str | None = None,
     ) -> ChildProcess:
-        """Run `python -m module args`, forked if the environment names a fork server.
+        """Run `python -P -m module args`, forked if the environment names a fork server.
 
         OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers").
         `shares_cores`: with children that compute at the same time. `takes_hangup`: `hang_up` sends
@@ -135,7 +135,7 @@ def openmp_env(num_threads: int, given: Mapping[str, str], *, shares_cores: bool
 def _started(
     module: str, args: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", module, *args]
+    command = [sys.executable, "-P", "-m", module, *args]  # -P: ignores a `queue.py` of the user's directory
     prepare = die_with_parent(ignored=TO_GROUPS)
     return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, preexec_fn=prepare, pass_fds=descriptors)
 

@@ -323,7 +323,7 @@ def _compiler() -> list[str]:
         if found:
             return [found]
     if find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "cc"]
+        return [sys.executable, "-P", "-m", "ziglang", "cc"]
     raise NoCompilerError("no C compiler found (install gcc, or set CC, or pip install ziglang)")
 
 

@@ -7,6 +7,8 @@ than the rest of the router.
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -108,7 +110,8 @@ def document(apis: Sequence[ApiRouter], *, title: str) -> dict[str, Any]:
 def add_middleware(app: FastAPI, paths: Iterable[str], *, flag: str = "--middleware") -> None:
     """Add ASGI middleware by import path, the last outermost, as in vLLM.
 
-    Each is a class, or a coroutine function (request, call_next). Raises ConfigError.
+    Each is a class, or a coroutine function (request, call_next). The working directory is searched
+    last, so that its modules hide none of ours. Raises ConfigError.
     """
     for path in paths:
         found: Any = _imported(path, flag)
@@ -122,9 +125,11 @@ def add_middleware(app: FastAPI, paths: Iterable[str], *, flag: str = "--middlew
 
 def _imported(path: str, flag: str) -> Any:
     module, _, name = path.replace(":", ".").rpartition(".")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # for good: middleware may import more when it is called
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{flag}: cannot import {path!r} ({error}); give MODULE:NAME of what PYTHONPATH has"
+            f"{flag}: cannot import {path!r} ({error}); give MODULE:NAME of what the working directory or PYTHONPATH has"
         ) from None

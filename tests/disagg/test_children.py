@@ -51,6 +51,12 @@ def test_signals_to_the_whole_group_leave_children_to_their_parent() -> None:
     assert child.poll() == -END
 
 
+def test_modules_of_the_working_directory_hide_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "locale.py").write_text("raise SystemExit(7)")  # which `calendar` imports
+    monkeypatch.chdir(tmp_path)
+    assert Children().start("child", "calendar", ["2026", "1"], num_threads=1).wait() == 0
+
+
 @pytest.mark.parametrize(
     ("asked", "shares", "found"), [(None, False, "20000"), ("0", False, "0"), (None, True, "0"), ("9", True, "9")]
 )

@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -182,6 +184,16 @@ async def test_middleware_is_named_on_the_command_line() -> None:
     async with ours(app) as url:
         echoed, counted, _ = await answers(url)
     assert counted.text == "0123" and echoed.headers.get_list("x-mark") == ["function", "class"]
+
+
+def test_middleware_is_found_in_the_working_directory_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "marks_of_mine.py").write_text("import colorsys\nclass Mine:\n    pass\n")
+    (tmp_path / "colorsys.py").write_text("raise SystemExit('not the standard library')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    app = application()
+    add_middleware(app, ["marks_of_mine:Mine"])
+    assert [entry.cls.__module__ for entry in app.user_middleware] == ["marks_of_mine"]
 
 
 @pytest.mark.parametrize(
