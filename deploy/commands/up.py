@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.flags import config_from
-from deploy.launcher.display import Member, make_display, ready_info, summary_text
+from deploy.launcher.display import Member, make_display, summary_text
 from deploy.launcher.fork_servers import engine_server, http_fork_server
 from deploy.launcher.mps import mps_for
 from deploy.launcher.plan import Gpus, ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
@@ -107,6 +107,13 @@ async def _supervise(
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
     for note in notes:
         display.message(f"tandem up: {note}")
+
+    def write_ready(children: Sequence[Child]) -> None:
+        try:
+            write_ready_file(config.ready_file, ready_info(children, front=front))
+        except OSError as error:
+            display.message(f"tandem up: error: --ready-file: {config.ready_file}: {error.strerror or error}")
+
     supervisor = Supervisor(
         specs,
         log_dir=log_dir,
@@ -114,6 +121,7 @@ async def _supervise(
         start_timeout_s=config.start_timeout_s,
         drain_timeout_s=given.get("drain_timeout_s", ServerConfig.drain_timeout_s),
         restarts=RestartPolicy(always=config.restart == "always"),
+        on_again=write_ready,
     )
 
     async def on_ready(children: Sequence[Child]) -> None:
@@ -130,9 +138,15 @@ async def _supervise(
             auth=api_key is not None,
         )
         print(text, flush=True)
-        write_ready_file(config.ready_file, ready_info(members, front=front))
+        write_ready(children)
 
     return await supervisor.run(on_ready)
+
+
+def ready_info(children: Sequence[Child], *, front: str) -> dict[str, Any]:
+    """Return addresses and current pids, for the ready file."""
+    workers = [{"role": c.spec.role, "url": c.spec.url, "pid": c.pid} for c in children if c.spec.role != "router"]
+    return {"router": front, "workers": workers}
 
 
 def _member(child: Child, api_key: str | None) -> Member:

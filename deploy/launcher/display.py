@@ -140,7 +140,7 @@ def _huge_pages(info: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# ---- Ready file and summary of a healthy cluster. Pure.
+# ---- Summary of a healthy cluster. Pure.
 
 # The shipped model answers a repeated key with its value, which it recalls only by the KV cache.
 RECALL_PROMPT = "k17 v42 k03 v91 k17"
@@ -156,11 +156,6 @@ class Member:
     url: str
     pid: int
     info: Mapping[str, Any]
-
-
-def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
-    workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
-    return {"router": front, "workers": workers}
 
 
 def summary_text(

@@ -34,6 +34,8 @@ class StartFailed(Exception):
 
 
 class Supervisor:
+    """`on_again`: called with all processes each time one was started again."""
+
     def __init__(
         self,
         specs: Sequence[ProcessSpec],
@@ -43,12 +45,14 @@ class Supervisor:
         start_timeout_s: float,
         drain_timeout_s: float = 0.0,
         restarts: RestartPolicy,
+        on_again: Callable[[Sequence[Child]], None],
     ) -> None:
         self._specs = specs
         self._log_dir = log_dir
         self._display = display
         self._start_timeout_s = start_timeout_s
         self._drain_timeout_s = drain_timeout_s
+        self._on_again = on_again
         self._guard = Guard()
         self._children: list[Child] = []
         self._restarts = [Restarts(restarts, is_front=is_front(spec, specs)) for spec in specs]
@@ -168,6 +172,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             started_at_s = time.monotonic()
             child = self._children[i] = self._start_one(child.spec, again=True)
+            self._on_again(self._children)
             if await self._becomes_healthy(child):
                 now_s = time.monotonic()
                 restarts.became_healthy(now_s)

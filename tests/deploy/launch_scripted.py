@@ -22,6 +22,9 @@ SCRIPT = Path(__file__).with_name("scripted.py")
 async def run(
     log_dir: Path, ready_file: str, specs: list[ProcessSpec], times_s: tuple[float, float], restart: str
 ) -> int:
+    def write_ready(children: Sequence[Child]) -> None:
+        write_ready_file(ready_file, {child.spec.name: child.pid for child in children})
+
     supervisor = Supervisor(
         specs,
         log_dir=log_dir,
@@ -29,10 +32,11 @@ async def run(
         start_timeout_s=times_s[0],
         drain_timeout_s=times_s[1],
         restarts=RestartPolicy(always=restart == "always", first_s=0.01, front_tries=2),
+        on_again=write_ready,
     )
 
     async def on_ready(children: Sequence[Child]) -> None:
-        write_ready_file(ready_file, {child.spec.name: child.pid for child in children})
+        write_ready(children)
 
     return await supervisor.run(on_ready)
 

@@ -145,6 +145,7 @@ def test_what_dies_starts_again_at_its_port_and_keeps_its_log(start: Start, tmp_
         os.kill(seen[-1], signal.SIGKILL)
         wait_until(lambda: launch.pid_at(launch.ports[0]) not in (None, *seen), within_s=20, what="it answers again")
         seen.append(launch.pid_at(launch.ports[0]) or 0)
+        assert launch.pids()["decode-0"] == seen[-1], "the ready file has the new process"
         wait_until(lambda: f"pid {seen[-1]}" in launch.stderr(), within_s=20, what="the launcher says so")
     launch.process.send_signal(signal.SIGINT)
     said = launch.said()

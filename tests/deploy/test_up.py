@@ -1,6 +1,8 @@
 """`tandem up` for real: NIXL, the shipped model, a right answer through two processes, and a clean end."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +64,9 @@ def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(
             wait_until(lambda: healthy_workers(http) == 2, within_s=60, what=f"the router has {role} back")
             answer = http.post("/v1/chat/completions", json=body).json()
             assert answer["choices"][0]["message"]["content"].strip() == "v42", answer
+        ready = json.loads((tmp_path / "ready.json").read_text())
+        again = {int(pid) for pid in re.findall(r"is healthy again .*\(pid (\d+)\)", up.log.read_text())}
+        assert ready["router"] == up.router and {worker["pid"] for worker in ready["workers"]} == again
         family += psutil.Process(up.launcher.pid).children(recursive=True)
 
         said = end(up)
