@@ -21,7 +21,7 @@ from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 from service.http.listening import ListeningPort
 from service.http.request import Handler, HttpRequest, asgi_app
 from service.http.routes import Routes
-from service.http.server import serving, serving_unix
+from service.http.server import serving
 from service.process.start import spare_what_lives
 from service.security.keys import KeyGate
 from service.waiter import end_tasks
@@ -44,7 +44,7 @@ async def run_other_frontend(
         async with _handling(s, ipc) as handle:
             internal = asgi_app(make_internal_handle(s), limits)
             async with (
-                serving_unix(ipc.http_socket(row), internal, limits, shutdown_timeout_s=HTTP_CLOSE_S),
+                serving(ipc.http_socket(row), internal, limits, shutdown_timeout_s=HTTP_CLOSE_S),
                 serving(port, make_app(s, handle), limits, shutdown_timeout_s=HTTP_CLOSE_S),
             ):
                 tasks = [asyncio.create_task(one) for one in (_settle(s), _stamp(Stamp(ipc.dir, f"frontend {row}")))]

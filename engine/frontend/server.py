@@ -22,7 +22,7 @@ from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import StateReply
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
-from service.http.server import serving, serving_unix
+from service.http.server import serving
 from service.process.stop_signals import StopSignals, pause, wait_while
 from service.security.keys import KeyGate
 from service.waiter import end_tasks
@@ -152,7 +152,7 @@ async def run_frontend(
         app = make_app(services, make_handle(services, max_open=client.max_live + SPARE_REQUESTS))
         limits = limits_of(spec.server)
         if slot.others.num:
-            forwarded = serving_unix(ipc.http_socket(MAIN_FRONTEND), app, limits, shutdown_timeout_s=HTTP_CLOSE_S)
+            forwarded = serving(ipc.http_socket(MAIN_FRONTEND), app, limits, shutdown_timeout_s=HTTP_CLOSE_S)
             await stack.enter_async_context(forwarded)
         async with serving(port, app, limits, shutdown_timeout_s=HTTP_CLOSE_S):
             try:

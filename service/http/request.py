@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, unquote_to_bytes
 
 from fastapi import Request as FastApiRequest
 from fastapi import Response
+from multidict import CIMultiDict
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.errors import USUAL_TIMES, ApiError, RequestLimits, check_bounds, coding_of, inflate
@@ -88,38 +89,6 @@ class RequestKey(Generic[T]):
         self.name = name
 
 
-class Headers(Mapping[str, str]):
-    """Headers by name in any case; the first of equal names counts."""
-
-    __slots__ = ("_values",)
-
-    def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
-        self._values: dict[str, str] = {}
-        for name, value in raw:  # ASGI: names are in lower case
-            self._values.setdefault(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
-
-    def __getitem__(self, name: str) -> str:
-        return self._values[name.lower()]
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @overload
-    def get(self, name: str, /) -> str | None: ...
-    @overload
-    def get(self, name: str, default: str, /) -> str: ...
-    @overload
-    def get(self, name: str, default: T, /) -> str | T: ...
-    def get(self, name: str, default: Any = None, /) -> Any:
-        return self._values.get(name.lower(), default)
-
-
 class HttpRequest(FastApiRequest):
     """A request: its path in one spelling, its body within limits, and values of handlers.
 
@@ -138,14 +107,18 @@ class HttpRequest(FastApiRequest):
         self.raw_path = plain_path(sent.removeprefix(scope.get("root_path", "")) or "/")  # below a mount
         self.path = _decoded(self.raw_path) if "%" in self.raw_path else self.raw_path
         self.connection: ClientConnection | None = scope.get(CONNECTION)
-        self._own_headers: Headers | None = None
+        self._own_headers: CIMultiDict[str] | None = None
         self._given: dict[RequestKey[Any], Any] = {}
         self._read_bytes: bytes | None = None
 
     @property
-    def headers(self) -> Headers:  # type: ignore[override]
+    def headers(self) -> CIMultiDict[str]:  # type: ignore[override]
+        """Return the headers by name in any case; the first of equal names counts."""
         if self._own_headers is None:
-            self._own_headers = Headers(self.scope["headers"])
+            raw = self.scope["headers"]
+            self._own_headers = CIMultiDict(
+                [(n.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for n, v in raw]
+            )
         return self._own_headers
 
     @property

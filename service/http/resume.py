@@ -39,8 +39,9 @@ MOVE_OUT = "/move_out"  # route of a decode worker that migrates answers to othe
 MOST_FRAME_BYTES = 8 << 20  # per request: about a million tokens; longer answers are not resumed
 
 _BEGIN, _UNIT, _IDS, _LOGPROBS, _PROMPT = b":begin ", b":unit ", b":ids ", b":logprobs ", b":prompt "
-_END, _EVENTS, _LAST, _FAILED, _MOVED = b":end ", b":events ", b":last\n", b":failed ", b":moved "
+_END, _EVENTS, _FAILED, _MOVED = b":end ", b":events ", b":failed ", b":moved "
 _WHOLE = b":whole\n"
+LAST_FRAME = b":last\n"
 MAX_NAME_CHARS = 512
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
@@ -114,10 +115,6 @@ def events_frame(count: int) -> bytes:
     return _EVENTS + b"%d\n" % count
 
 
-def last_frame() -> bytes:
-    return _LAST
-
-
 def failed_frame(status: int, retry_after_s: int | None = None) -> bytes:
     return _FAILED + b"%d %d\n" % (status, retry_after_s or 0)
 
@@ -132,7 +129,7 @@ def known_frames(resume: "Resume") -> bytes:
         if (how := resume.ended[index]) is not None:
             frames += end_frame(index, msgspec.json.encode(how))
     frames += events_frame(resume.num_events) if resume.num_events else b""
-    return frames + (last_frame() if resume.has_last else b"")
+    return frames + (LAST_FRAME if resume.has_last else b"")
 
 
 def moved_frame(sources: Mapping[int, SampleSource | None]) -> bytes:
@@ -258,7 +255,7 @@ class FrameRecord:
             self._begin = line
         elif line.startswith(_EVENTS):
             self._num_events = int(line[len(_EVENTS) :])
-        elif line == _LAST:
+        elif line == LAST_FRAME:
             self._has_last = True
         else:
             return line.startswith(_UNIT)
@@ -294,12 +291,7 @@ class FrameRecord:
             output_ids[int(index)] += map(int, ids.split(b","))
         return msgspec.json.encode(
             Resume(
-                id=begun.id,
-                created=begun.created,
-                names=begun.names,
-                groups=begun.groups,
-                seeds=begun.seeds,
-                salt=begun.salt,
+                **msgspec.structs.asdict(begun),
                 output_ids=output_ids,
                 ended=[msgspec.json.decode(self._ended[i]) if i in self._ended else None for i in samples],
                 logprobs=self._pieces(_LOGPROBS, len(samples)),

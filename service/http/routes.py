@@ -254,23 +254,16 @@ get, post, put, delete = (partial(HttpRoute, method) for method in ("GET", "POST
 
 # ---- models with special heads
 
-EMBEDDINGS = "/v1/embeddings makes vectors to compare"
 
-
-@dataclass(frozen=True, slots=True)
-class ModelHead:
-    """Routes that need a model with a special head, and alternatives.
-
-    404, as OpenAI's SDK would retry a 501.
-    """
+class ModelHead(NamedTuple):
+    """What a route needs, and what to use instead. 404, as OpenAI's SDK would retry a 501."""
 
     needs: str
     instead: str
 
 
-_POOLING = ModelHead("a model with a pooling head", f"{EMBEDDINGS}, and so does /encode")
-UNSERVED: Mapping[str, ModelHead] = {
-    "/pooling": _POOLING,
+UNSERVED = {
+    "/pooling": ModelHead("a model with a pooling head", "/v1/embeddings makes vectors to compare, and so does /encode")
 }
 
 

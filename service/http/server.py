@@ -34,26 +34,13 @@ LINGER_S = 2.0  # discards the rest of a body, so that its sender reads the erro
 
 @asynccontextmanager
 async def serving(
-    port: ListeningPort, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float
+    place: ListeningPort | Path, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
-    async with _running(HttpServer(app, limits, shutdown_timeout_s=shutdown_timeout_s)) as server:
-        await server.serve(port)
-        yield
-
-
-@asynccontextmanager
-async def serving_unix(
-    path: Path, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float
-) -> AsyncIterator[None]:
-    async with _running(HttpServer(app, limits, shutdown_timeout_s=shutdown_timeout_s)) as server:
-        await server.serve_unix(path)
-        yield
-
-
-@asynccontextmanager
-async def _running(server: "HttpServer") -> AsyncIterator["HttpServer"]:
+    """Serve at a port or a unix socket."""
+    server = HttpServer(app, limits, shutdown_timeout_s=shutdown_timeout_s)
     try:
-        yield server
+        await (server.serve_unix(place) if isinstance(place, Path) else server.serve(place))
+        yield
     finally:
         await server.close()
 

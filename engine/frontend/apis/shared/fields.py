@@ -25,7 +25,6 @@ from engine.sampling_params import (
 )
 from engine.text.incremental import compile_all
 from engine.text.tokenizer import TooManyTokens
-from service.http.body import Body
 from service.http.errors import ApiError, bad_field
 from service.http.guard import RANK_HEADER, rank_in
 from service.kv_events import MAX_NAMESPACE_CHARS, namespace_of
@@ -108,15 +107,6 @@ def _bad_ids(s: Services, fields: SamplingFields) -> tuple[tuple[int, ...], ...]
 
 def _several(value: str | list[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
-
-
-def refuse(body: Body, unsupported: tuple[str, ...], *, inside: str = "") -> None:
-    """Raise ApiError(400) for the first of these fields that is truthy."""
-    for name in unsupported:
-        if getattr(body, name):
-            raise bad_field(
-                inside + name, "is not supported by this server; leave it out", code="unsupported_parameter"
-            )
 
 
 def check_stream_interval(value: int | None, *, field: str = "stream_interval") -> int | None:

@@ -20,6 +20,7 @@ from service.http.request import HttpRequest, RequestKey, StreamedResponse
 from service.http.resume import (
     FRAMES_HEADER,
     FRAMES_TYPE,
+    LAST_FRAME,
     RESUME_FIELD,
     RESUME_HEADER,
     Begun,
@@ -31,7 +32,6 @@ from service.http.resume import (
     failed_frame,
     ids_frame,
     is_signed,
-    last_frame,
     logprobs_frame,
     moved_frame,
     unit_of,
@@ -281,7 +281,7 @@ class Frames(Unframed):
         return begin + self._unit(frames, events)
 
     def before_last(self, events: list[bytes]) -> bytes:
-        return self._unit(last_frame(), events) if events else b""
+        return self._unit(LAST_FRAME, events) if events else b""
 
     def nothing(self) -> bytes:
         return whole_frame() if self._begin else b""
