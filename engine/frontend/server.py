@@ -190,15 +190,16 @@ def connected(
     with ExitStack() as stack:
         sockets = [stack.enter_context(open_sockets(paths)) for paths in ipc.of_ranks(spec.engine.dp_size)]
         leaders = Leaders([SchedulerLink(send, loop.time) for send, _ in sockets])
-        dead = _dead(processes, leaders, slot.others)
-        services = make_services(spec, leaders=leaders, gate=gate, dead=dead, slot=slot)
+        services = make_services(
+            spec,
+            leaders=leaders,
+            gate=gate,
+            dead=lambda: processes.dead() or leaders.lost or slot.others.lost,
+            slot=slot,
+        )
         for rank, (_, pull) in enumerate(sockets):
             pull.attach(loop, slot.others.informed(services.client.of_rank(rank), rank))
         yield services
-
-
-def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends) -> Callable[[], str | None]:
-    return lambda: processes.dead() or leaders.lost or others.lost
 
 
 @dataclass(frozen=True)

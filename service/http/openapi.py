@@ -33,17 +33,14 @@ def operation(route: HttpRoute) -> dict[str, Any]:
     good = (
         {"description": "done"} if route.empty else answer("done", plain_text=route.plain_text, streams=route.streams)
     )
+    body = {} if route.body is None else json_content({"$ref": SCHEMAS.format(name=route.body.__name__)})
     failures = failures_of(FAILURES, shape_of(route.path).schema)
     return {
         "responses": {"200": good, **({"202": answer("started")} if route.starts else {}), **failures},
-        **({} if route.body is None else {"requestBody": _request(route.body.__name__, route.body_required)}),
+        **({} if route.body is None else {"requestBody": {"required": route.body_required, "content": body}}),
         **({"parameters": parameters} if parameters else {}),
         **({} if route.need is Access.NONE else {"security": [{"key": []}, {}]}),
     }
-
-
-def _request(name: str, required: bool) -> dict[str, Any]:
-    return {"required": required, "content": json_content({"$ref": SCHEMAS.format(name=name)})}
 
 
 def answer(description: str, *, plain_text: bool = False, streams: str = "") -> dict[str, Any]:

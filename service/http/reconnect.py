@@ -136,7 +136,8 @@ class StreamLogs:
         self._ended_bytes += stream.num_bytes
         self._due_s[stream.tag] = now_s + stream.keep.window_s
         self.forget_old(now_s)
-        self._make_room()
+        while self._ended_bytes > self._most_bytes:
+            self._drop(next(iter(self._due_s)))
 
     def forget_old(self, now_s: float) -> float | None:
         """Drop expired streams; return the next expiry."""
@@ -151,20 +152,13 @@ class StreamLogs:
         stream = None if found is None else self._streams.get(found[1])
         if found is None or stream is None:
             return None
-        if (stream.request_id, stream.keep.owner, stream.keep.body) != (
-            question.request_id,
-            question.owner,
-            question.body,
-        ):
+        kept = (stream.request_id, stream.keep.owner, stream.keep.body)
+        if kept != (question.request_id, question.owner, question.body):
             return None
         rest = stream.rest_after(int(found[2]), None if found[3] is None else int(found[3]))
         if rest is not None and not stream.has_ended:
             stream.end()
         return rest
-
-    def _make_room(self) -> None:
-        while self._ended_bytes > self._most_bytes:
-            self._drop(next(iter(self._due_s)))
 
     def _drop(self, tag: str) -> None:
         del self._due_s[tag]

@@ -57,8 +57,12 @@ class ImageLoader:
         try:
             if found is not None:
                 raise found
-            files = frames_of(source.url) if source.is_video else [_own_data(source)]
-            self._check_size(max(map(len, files)))
+            if source.is_video:
+                files = frames_of(source.url)
+            else:
+                files = [data_of(source.url) if is_data_url(source.url) else from_base64(source.url)]
+            if (size := max(map(len, files))) > MAX_IMAGE_BYTES:
+                raise BadImage(f"has {size} bytes, more than {MAX_IMAGE_BYTES}; send a smaller one")
         except BadImage as error:
             raise with_field(error, source.field) from None
         return files
@@ -113,14 +117,6 @@ class ImageLoader:
             if total > most:
                 text = f"with it the images stand for {total} tokens, and the context holds {most}; send fewer or smaller ones"
                 raise ApiError(400, f"{source.field}: {text}", field=source.field, code="context_length_exceeded")
-
-    def _check_size(self, size: int) -> None:
-        if size > MAX_IMAGE_BYTES:
-            raise BadImage(f"has {size} bytes, more than {MAX_IMAGE_BYTES}; send a smaller one")
-
-
-def _own_data(source: MediaSource) -> bytes:
-    return data_of(source.url) if is_data_url(source.url) else from_base64(source.url)
 
 
 class _Kept:

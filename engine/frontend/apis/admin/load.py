@@ -70,12 +70,11 @@ def step_summary(now: StepReply) -> dict[str, Any]:
 
 def get_load(states: Sequence[StateReply]) -> list[dict[str, Any]]:
     """GET /get_load for older routers."""
-    return [_old_entry(rank, state) for rank, state in enumerate(states)]
-
-
-def _old_entry(rank: int, s: StateReply) -> dict[str, Any]:
-    queued = sum(s.queues.values())
-    return {"dp_rank": rank, "num_reqs": s.running + queued, "num_waiting_reqs": queued, "num_tokens": used_tokens(s)}
+    queued = [sum(s.queues.values()) for s in states]
+    return [
+        {"dp_rank": rank, "num_reqs": s.running + n, "num_waiting_reqs": n, "num_tokens": used_tokens(s)}
+        for rank, (s, n) in enumerate(zip(states, queued, strict=True))
+    ]
 
 
 def v1_loads_entry(

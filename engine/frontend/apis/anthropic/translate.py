@@ -1,6 +1,7 @@
 """Anthropic's messages as a ChatBody. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -142,16 +143,16 @@ def _assistant_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
     )
 
 
-def _system_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
-    return _said("system", blocks)
-
-
-_TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
-
-
 def _said(role: str, blocks: list[Block]) -> Iterator[ChatMessage]:
     if blocks:
         yield ChatMessage(role=role, content=_parts(blocks))
+
+
+_TURNS: Mapping[str, Callable[[list[Block]], Iterator[ChatMessage]]] = {
+    "user": _user_turn,
+    "assistant": _assistant_turn,
+    "system": partial(_said, "system"),
+}
 
 
 def _parts(blocks: list[Block]) -> str | list[ContentPart]:

@@ -18,10 +18,9 @@ from engine.frontend.apis.chat.body import (
     PlacedPart,
 )
 from engine.frontend.apis.chat.calls import as_taken, call_ids
-from engine.frontend.apis.chat.reading import AS_TEXT, Reading, chat_constraint, checked_reading, opened
+from engine.frontend.apis.chat.reading import AS_TEXT, chat_constraint, checked_reading, opened
 from engine.frontend.apis.chat.tools import check_tools, template_tools
 from engine.frontend.apis.shared.body_reader import NO_AUDIO
-from engine.frontend.apis.shared.constraints import Constraint
 from engine.frontend.apis.shared.fields import check_range, check_request, choose_model, prompt_ids
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.samples import SamplesPlan, body_constraint, sampling_of
@@ -80,7 +79,10 @@ async def plan_chat(
     check_chat(body)
     has_parts = _has_tools(body) or s.model.reasoning is not None or body.thinking_token_budget is not None
     reading = checked_reading(s, body) if has_parts else None
-    constraint = body_constraint(body) if reading is None else _constraint(body, reading)
+    if reading is None:
+        constraint = body_constraint(body)
+    else:
+        constraint = chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
     sources = sources_of(body.messages)
     loaded = await load_media(s, sources, known) if sources else []
     text, prefix = await s.texts.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
@@ -99,16 +101,8 @@ async def plan_chat(
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         model=model,
         count_reasoning=answer.count_reasoning,
-        answers=_plain if answer.reader is None else _readers(s, body, answer.reader),
+        answers=(lambda mint, prefix: TextAnswers()) if answer.reader is None else _readers(s, body, answer.reader),
     )
-
-
-def _constraint(body: ChatBody, reading: Reading) -> Constraint | None:
-    return chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
-
-
-def _plain(mint: Callable[[str], str], prefix: str) -> TextAnswers:
-    return TextAnswers()
 
 
 def _readers(s: Services, body: ChatBody, reader: Callable[[], PartReader]) -> MakeAnswers:

@@ -224,7 +224,8 @@ class ChatView(OpenAIView):
                     self._custom_calls.add((sample, call))
                 return {"tool_calls": [{"index": call, **self._call(ToolCall(name, id))}]}
             case Arguments(call, text):
-                more = {"custom": {"input": text}} if (sample, call) in self._custom_calls else _arguments(text)
+                is_custom = (sample, call) in self._custom_calls
+                more = {"custom": {"input": text}} if is_custom else {"function": {"arguments": text}}
                 return {"tool_calls": [{"index": call, **more}]}
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
@@ -254,14 +255,10 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    return {"function": {"arguments": text}}
-
-
 # ---- chat
 
 
-_FORMAT = AnswerFormat(id_prefix="chatcmpl-")
+CHAT_FORMAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
 async def chat_completions(request: HttpRequest) -> Response:
@@ -277,7 +274,7 @@ async def chat_completions(request: HttpRequest) -> Response:
         prompts=[plan.input_ids] * plan.sampling.n,
         weight_version=lambda: s.weight_version,
     )
-    return await answer_samples(request, body, plan, _FORMAT, view=view)
+    return await answer_samples(request, body, plan, CHAT_FORMAT, view=view)
 
 
 API = ApiRouter(

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from pydantic import Field
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.body import ChatBody
 from engine.frontend.apis.chat.plan import plan_chat
-from engine.frontend.apis.openai.chat import OpenAIView, ending_of
+from engine.frontend.apis.openai.chat import CHAT_FORMAT, OpenAIView, ending_of
 from engine.frontend.apis.shared.body_reader import COMPLETION, BodyReader
 from engine.frontend.apis.shared.fields import (
     check_num_samples,
@@ -22,7 +21,6 @@ from engine.frontend.apis.shared.fields import (
     check_request,
     choose_model,
     each,
-    fit_to_context,
     prompts_ids,
     prompts_of,
 )
@@ -34,6 +32,7 @@ from engine.frontend.apis.shared.samples import (
     SamplesPlan,
     answer_samples,
     body_constraint,
+    fitted_to_prompts,
     sampling_of,
 )
 from engine.frontend.apis.shared.stream import finite
@@ -159,14 +158,7 @@ def _as_it_stands(text: str, seen: str) -> str:
 # ---- completions
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionPlan(SamplesPlan):
-    """A checked completion. `given`: prompts of the body."""
-
-    given: list[str | list[int]]
-
-
-async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
+async def plan_completion(s: Services, body: CompletionBody) -> SamplesPlan:
     """Raises ApiError."""
     model = choose_model(s, body.model, body.lora_path)
     check_completion(body)
@@ -179,9 +171,11 @@ async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
     logprobs = None
     if body.logprobs is not None:
         logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
-    return CompletionPlan(
-        given=prompts, prompts=ids, sampling=params, constraint=constraint, logprobs=logprobs, model=model
-    )
+    return SamplesPlan(prompts=ids, sampling=params, constraint=constraint, logprobs=logprobs, model=model)
+
+
+def format_of(body: CompletionBody) -> AnswerFormat:
+    return AnswerFormat(id_prefix="cmpl-", field="prompt", cut=body.max_tokens is None)
 
 
 async def completions(request: HttpRequest) -> Response:
@@ -192,13 +186,13 @@ async def completions(request: HttpRequest) -> Response:
     n, ids = plan.sampling.n, plan.prompts
     echoes = [
         await _echo(s, prompt, tokens, with_places=plan.logprobs is not None) if body.echo else Echo()
-        for prompt, tokens in zip(plan.given, ids, strict=True)
+        for prompt, tokens in zip(prompts_of(body.prompt, field="prompt"), ids, strict=True)
     ]
     return await answer_samples(
         request,
         body,
         plan,
-        AnswerFormat(id_prefix="cmpl-", field="prompt", cut=body.max_tokens is None),
+        format_of(body),
         view=partial(
             CompletionView,
             body,
@@ -237,25 +231,8 @@ async def render_chat_completion(request: HttpRequest) -> Response:
     """
     s = request[SERVICES]
     body = await CHATS.read(request)
-    plan = await plan_chat(s, body)
-    sampling = fit_to_context(
-        plan.sampling,
-        num_prompt_tokens=len(plan.input_ids),
-        images=plan.images[0],
-        context_length=s.context_length,
-        field="messages",
-    )
-    (salt,) = each("cache_salt", body.cache_salt, 1)
-    return json_response(
-        {
-            **_shared(body, plan.model.shown),
-            "request_id": body.rid or s.mint_id("chatcmpl-"),
-            "token_ids": plan.input_ids,
-            "features": _features(plan.images[0]),
-            "sampling_params": _sampling(body, sampling, plan.logprobs),
-            "cache_salt": salt,
-        }
-    )
+    (row,) = _rendered(s, body, await plan_chat(s, body), CHAT_FORMAT)
+    return json_response(row)
 
 
 async def render_completion(request: HttpRequest) -> Response:
@@ -265,34 +242,25 @@ async def render_completion(request: HttpRequest) -> Response:
     """
     s = request[SERVICES]
     body = await READER.read(request)
-    plan = await plan_completion(s, body)
-    id, many = body.rid or s.mint_id("cmpl-"), len(plan.prompts) > 1
-    salts, cut = each("cache_salt", body.cache_salt, len(plan.prompts)), body.max_tokens is None
-    rows = []
-    for i, ids in enumerate(plan.prompts):
-        sampling = fit_to_context(
-            plan.sampling, num_prompt_tokens=len(ids), context_length=s.context_length, field="prompt", cut=cut
-        )
-        rows.append(
-            {
-                **_shared(body, plan.model.shown),
-                "request_id": f"{id}-{i}" if many else id,
-                "token_ids": ids,
-                "features": None,
-                "sampling_params": _sampling(body, sampling, plan.logprobs),
-                "cache_salt": salts[i],
-            }
-        )
-    return json_response(rows)
+    return json_response(_rendered(s, body, await plan_completion(s, body), format_of(body)))
 
 
-def _shared(body: RequestFields, model: str) -> dict[str, Any]:
-    return {
-        "model": model,
-        "stream": bool(body.stream),
-        "stream_options": plain(body.stream_options) if body.stream else None,
-        "priority": check_priority(body.priority),
-    }
+def _rendered(s: Services, body: RequestFields, plan: SamplesPlan, form: AnswerFormat) -> list[dict[str, Any]]:
+    id, salts = body.rid or s.mint_id(form.id_prefix), each("cache_salt", body.cache_salt, len(plan.prompts))
+    return [
+        {
+            "model": plan.model.shown,
+            "stream": bool(body.stream),
+            "stream_options": plain(body.stream_options) if body.stream else None,
+            "priority": check_priority(body.priority),
+            "request_id": id if len(plan.prompts) == 1 else f"{id}-{i}",
+            "token_ids": plan.prompts[i],
+            "features": _features(plan.images[i]) if plan.images else None,
+            "sampling_params": _sampling(body, sampling, plan.logprobs),
+            "cache_salt": salts[i],
+        }
+        for i, sampling in enumerate(fitted_to_prompts(s, plan, form))
+    ]
 
 
 def _sampling(body: RequestFields, params: SamplingParams, logprobs: LogprobOptions | None) -> dict[str, Any]:

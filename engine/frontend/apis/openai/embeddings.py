@@ -20,7 +20,7 @@ from engine.frontend.apis.shared.prefill_only import (
     vector_of,
 )
 from engine.frontend.apis.shared.routes import RouteTags, token_route
-from engine.frontend.services import SERVICES, Services
+from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.api import ApiRouter
 from service.http.body import optional
@@ -44,7 +44,9 @@ READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 async def embeddings(request: HttpRequest) -> Response:
     """Return embeddings of texts or token ids."""
     body = await READER.read(request)
-    _check(request[SERVICES], body)
+    check_computes_prompts(request[SERVICES])
+    if body.encoding_format not in (None, "float", "base64"):
+        raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
     sender = PromptSender.of(request)
     prompts = await prompts_in(sender, body, body.input, field="input", prefix="embd-")
     answers = await embed(sender, prompts)
@@ -78,12 +80,6 @@ def shortened(vector: "array.array[float]", dimensions: int | None, *, unit: boo
         return head
     norm = math.sqrt(math.fsum(x * x for x in head)) or 1.0
     return array.array("f", [x / norm for x in head])
-
-
-def _check(s: Services, body: EmbeddingBody) -> None:
-    check_computes_prompts(s)
-    if body.encoding_format not in (None, "float", "base64"):
-        raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
 
 
 def _shown(vector: "array.array[float]", encoding_format: str | None) -> list[float] | str:

@@ -4,7 +4,6 @@ Prompt: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,16 +171,7 @@ async def classify(request: HttpRequest) -> Response:
         return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
     rows = await label_logits(sender, prompts)
-    return json_response(
-        {
-            "id": prompts.name,
-            "object": "list",
-            "created": int(time.time()),
-            "model": prompts.model,
-            "data": [shown(index, logits) for index, logits in enumerate(rows)],
-            "usage": prompts.usage,
-        }
-    )
+    return json_response(prompts.listed([shown(index, logits) for index, logits in enumerate(rows)]))
 
 
 def class_shares(logits: list[float]) -> list[float]:
@@ -281,16 +271,8 @@ async def score_pairs(request: HttpRequest) -> Response:
         raise bad_field("text_1", f"has {len(first)} texts, text_2 has {len(second)}; give one, or as many")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     prompts, scores = await judge(PromptSender.of(request), body, pairs, fields=("text_1", "text_2"), prefix="score-")
-    return json_response(
-        {
-            "id": prompts.name,
-            "object": "list",
-            "created": int(time.time()),
-            "model": prompts.model,
-            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
-            "usage": prompts.usage,
-        }
-    )
+    rows = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+    return json_response(prompts.listed(rows))
 
 
 API = ApiRouter(

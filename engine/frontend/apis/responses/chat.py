@@ -144,16 +144,12 @@ def _part(part: Part, field: str) -> ContentPart:
 def _text(part: Part, field: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in (*TEXTS, "refusal"):
-        raise _unknown_part(field, part.type)
+        raise bad_field(
+            f"{field}.type",
+            f"{part.type[:100]!r} is not supported: parts are texts (input_text, output_text) and images ({IMAGE})",
+            code="unsupported_parameter",
+        )
     return _text_of(text, f"{field}.{'refusal' if part.type == 'refusal' else 'text'}")
-
-
-def _unknown_part(field: str, type: str) -> ApiError:
-    return bad_field(
-        f"{field}.type",
-        f"{type[:100]!r} is not supported: parts are texts (input_text, output_text) and images ({IMAGE})",
-        code="unsupported_parameter",
-    )
 
 
 def _text_of(value: str | None, field: str) -> str:
@@ -180,7 +176,8 @@ NAMES = {
 def to_chat(body: ResponseBody) -> ChatBody:
     """Raises ApiError(400) that names the body's own field."""
     check_response(body)
-    tools, choice = _tools(body.tools or []), _choice(body.tool_choice)
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or [])]
+    choice = _choice(body.tool_choice)
     if isinstance(body.tool_choice, ResponseToolChoice) and body.tool_choice.type == "allowed_tools":
         tools, choice = _allowed(body.tool_choice, tools)
     return ChatBody(
@@ -207,10 +204,6 @@ def _messages(body: ResponseBody) -> list[ChatMessage]:
         raise bad_field("input", "must not be empty")
     check_calls(messages)
     return instructions + messages
-
-
-def _tools(tools: list[ResponseTool]) -> list[Tool]:
-    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
 def _tool(tool: ResponseTool, field: str) -> Tool:

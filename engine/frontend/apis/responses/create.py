@@ -131,14 +131,10 @@ async def _answer(
         plan,
         tokenizer=s.model.tokenizer,
         answers=plan.answers(ids_of(request).mint, "call_"),
-        on_done=_nothing if keeper is None else keeper.put,
+        on_done=(lambda response: None) if keeper is None else keeper.put,
     )
     with nullcontext() if keeper is None else keeper.running(chat.rid):
         return await answer_samples(request, chat, plan, _FORMAT, view=view)
-
-
-def _nothing(response: dict[str, Any]) -> None:
-    """Stored elsewhere."""
 
 
 API = ApiRouter(

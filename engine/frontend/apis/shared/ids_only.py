@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from engine.frontend.apis.shared.constraints import ResponseFormat
 from engine.frontend.served_model import NO_TOKENIZER
 from service.http.body import Body
 from service.http.errors import bad_field
@@ -43,14 +42,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, Body) or (isinstance(value, str) and bool(value))
 
 
-def _is_not_true(value: Any) -> bool:
-    return value is not True
-
-
-def _constrains(value: ResponseFormat | None) -> bool:
-    return value is not None and value.type != "text"
-
-
 # For any body; prompt fields first.
 _RULES = {
     **dict.fromkeys(("documents", "text_1", "text_2"), _Rule(_is_given, PAIRS)),
@@ -63,11 +54,13 @@ _RULES = {
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), _Rule(_is_given, SHAPE)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _Rule(_is_given, SHAPE)),
     "structured_outputs": _Rule(_is_given, SHAPE),
-    "response_format": _Rule(_constrains, SHAPE),
+    "response_format": _Rule(lambda format: format is not None and format.type != "text", SHAPE),
     "return_text_in_logprobs": _Rule(bool, "leave it out: logprobs have token ids"),
     "require_reasoning": _Rule(bool, "leave it out: reasoning is found by its text"),
     "max_thinking_tokens": _Rule(_is_given, "leave it out: max_new_tokens bounds the whole answer"),
     "echo": _Rule(bool, "leave it out: return_token_ids shows the prompt's token ids"),
     "logprobs": _Rule(_is_given, "ask /generate with return_logprob, which shows them by token id"),
-    "return_token_ids": _Rule(_is_not_true, "set it to true: choices have no text, or ask /generate"),
+    "return_token_ids": _Rule(
+        lambda value: value is not True, "set it to true: choices have no text, or ask /generate"
+    ),
 }

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.frontend.services import SERVICES
 from engine.messages import FeatureSource, GenerateRequest
-from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, read_header
+from service.http.image_encoders import ENCODERS_HEADER, read_header
 from service.http.request import HttpRequest
 
 
@@ -22,17 +22,12 @@ def with_image_encoders(request: HttpRequest, requests: list[GenerateRequest]) -
     named = read_header(value, spec.secret)
     if not named:
         return requests
-    sources = [
-        _source(one) if one is not None and spec.bootstrap_allowlist.admits(one.control) else None for one in named
-    ]
+    allowed = [one if one is not None and spec.bootstrap_allowlist.admits(one.control) else None for one in named]
+    sources = [None if one is None else FeatureSource(one.control, one.incarnation) for one in allowed]
     return [
         msgspec.structs.replace(r, encoders=_of(sources, first, len(r.images))) if r.images else r
         for r, first in zip(requests, _num_earlier(requests), strict=True)
     ]
-
-
-def _source(encoder: ImageEncoder) -> FeatureSource:
-    return FeatureSource(encoder.control, encoder.incarnation)
 
 
 def _num_earlier(requests: Sequence[GenerateRequest]) -> list[int]:

@@ -3,6 +3,7 @@
 import array
 import asyncio
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -71,6 +72,12 @@ class Prompts:
     def usage(self) -> dict[str, int]:
         return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
+    def listed(self, data: list[dict[str, Any]]) -> dict[str, Any]:
+        """An answer with a list, as vLLM has it."""
+        created = int(time.time())
+        head = {"id": self.name, "object": "list", "created": created, "model": self.model}
+        return {**head, "data": data, "usage": self.usage}
+
     @property
     def rids(self) -> list[str]:
         return [self.name] if len(self.ids) == 1 else [f"{self.name}-{i}" for i in range(len(self.ids))]
@@ -99,7 +106,10 @@ async def prompts_in(
     s = sender.s
     several = prompts_of(given, field=field)  # type: ignore[arg-type]
     check_num_samples(len(several), 1, field=field)
-    return named_prompts(sender, body, await fitting_ids(s, several, field=field), prefix=prefix)
+    ids = cast(Sequence[list[int]], several)
+    if isinstance(several[0], str):
+        ids = await fitting_texts(s, cast(Sequence[str], several), field=field)
+    return named_prompts(sender, body, fitting_lists(s, ids, field=field), prefix=prefix)
 
 
 def named_prompts(sender: PromptSender, body: PrefillOnlyBody, ids: list[list[int]], *, prefix: str) -> Prompts:
@@ -119,15 +129,6 @@ def named_prompts(sender: PromptSender, body: PrefillOnlyBody, ids: list[list[in
 def check_computes_prompts(s: Services) -> None:
     if s.spec.mode == "decode":
         raise ApiError(400, "a decode worker computes no prompts; send it to a prefill worker or to the router")
-
-
-async def fitting_ids(s: Services, prompts: Sequence[str | list[int]], *, field: str, room: int = 0) -> list[list[int]]:
-    """All text or all ids, each with `room` left. Raises ApiError(400)."""
-    if not isinstance(prompts[0], str):
-        return fitting_lists(s, cast(Sequence[list[int]], prompts), field=field, room=room)
-    return fitting_lists(
-        s, await fitting_texts(s, cast(Sequence[str], prompts), field=field, room=room), field=field, room=room
-    )
 
 
 async def fitting_texts(

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fastapi import Response
 
@@ -54,7 +55,8 @@ def head_of(begun: Begun, resume: Resume | None) -> bytes:
 
 def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, head: bytes) -> StreamLog:
     """A client that fetches the rest ends the generation."""
-    return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=lambda: generation.fail(_taken()))
+    taken = ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")
+    return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=partial(generation.fail, taken))
 
 
 async def kept_stream(request: HttpRequest) -> Response:
@@ -69,10 +71,6 @@ async def kept_stream(request: HttpRequest) -> Response:
     if not elsewhere:
         raise ApiError(404, "no such stream is kept here")
     return Response(content=elsewhere[0], media_type="application/json")
-
-
-def _taken() -> ApiError:
-    return ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")
 
 
 API = ApiRouter(RouteTags.OPERATIONS, (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),))  # for routers

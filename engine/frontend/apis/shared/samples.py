@@ -226,23 +226,24 @@ def start(
     return requests, generation
 
 
+def fitted_to_prompts(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[SamplingParams]:
+    """Parameters by prompt, which fit the context with it. Raises ApiError(400)."""
+    return [
+        fit_to_context(
+            plan.sampling,
+            num_prompt_tokens=len(ids),
+            images=plan.images[i] if plan.images else (),
+            context_length=s.context_length,
+            field=format.field,
+            cut=format.cut,
+        )
+        for i, ids in enumerate(plan.prompts)
+    ]
+
+
 def samplings_of(s: Services, plan: SamplesPlan, format: AnswerFormat) -> list[SamplingParams]:
     """Parameters of all samples, with a seed each. Raises ApiError(400)."""
-    return [
-        sampling
-        for i, ids in enumerate(plan.prompts)
-        for sampling in samples_of(
-            s,
-            fit_to_context(
-                plan.sampling,
-                num_prompt_tokens=len(ids),
-                images=plan.images[i] if plan.images else (),
-                context_length=s.context_length,
-                field=format.field,
-                cut=format.cut,
-            ),
-        )
-    ]
+    return [sampling for params in fitted_to_prompts(s, plan, format) for sampling in samples_of(s, params)]
 
 
 def requests_of(
@@ -282,11 +283,7 @@ def requests_of(
 def samples_of(s: Services, params: SamplingParams) -> list[SamplingParams]:
     """n samples with consecutive seeds."""
     first = s.prng.getrandbits(62) if params.seed is None else params.seed
-    return [msgspec.structs.replace(params, n=1, seed=_int64(first + j)) for j in range(params.n)]
-
-
-def _int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
+    return [msgspec.structs.replace(params, n=1, seed=(first + j + 2**63) % 2**64 - 2**63) for j in range(params.n)]
 
 
 def bootstraps_of(
