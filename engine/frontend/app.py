@@ -14,7 +14,7 @@ from engine.frontend.spec import limits_of
 from service.http.api import OPENAPI_PATH, Application, add_middleware, document
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
-from service.http.home import CHAT, SHARED, Home, Pages
+from service.http.home import CHAT, SHARED, Home, page_routes
 from service.http.request import Handler, HttpRequest
 from service.http.routes import REQUEST_ID, HttpRoute, Routes, get, json_response
 from service.telemetry.context import about
@@ -38,7 +38,7 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     """`max_open`: requests with a body; beyond it 503, before reading the body."""
     encodes = services.spec.mode == "encode"
     routes = Routes(
-        [*_routes(_bound(max_open), encodes=encodes), *Pages(_files(services)).routes(), *_home(services).routes()]
+        [*_routes(_bound(max_open), encodes=encodes), *page_routes(_files(services)), _home(services).route()]
     )
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
 

@@ -21,7 +21,7 @@ from router.requests.responses import ResponsesApi
 from service.http.api import OPENAPI_PATH, ApiRouter, Application, add_middleware
 from service.http.errors import RequestLimits
 from service.http.guard import make_guard
-from service.http.home import CHAT, HOME, SHARED, Home, Pages, files_of
+from service.http.home import CHAT, HOME, SHARED, Home, files_of, page_routes
 from service.http.request import HttpRequest
 from service.http.routes import Routes, get, json_response, unserved_routes
 from service.security.keys import Access
@@ -112,7 +112,7 @@ def make_apis(router: Router) -> RouterApis:
     async def openapi(request: HttpRequest) -> Response:
         return json_response(make_document(apis, await worker_document(calls)))
 
-    pages = [*Pages(FILES).routes(), *_home(router).routes(), *unserved_routes(), get(OPENAPI_PATH, openapi)]
+    pages = [*page_routes(FILES), _home(router).route(), *unserved_routes(), get(OPENAPI_PATH, openapi)]
     return RouterApis(apis, Routes([*(route for api in apis for route in api.table), *pages]))
 
 

@@ -28,6 +28,8 @@ SHOWN_SECONDS = 120  # in the charts
 WINDOW_S = 60  # averaged over
 SMOOTH_S = 3  # workers report about every second
 MAX_FAILURE_CHARS = 300
+_COUNTED = ("arrived", "ended", "failed", "retried")
+_REPORTED = ("prompt_tokens", "cached_tokens", "output_tokens", "kv_bytes")  # by workers
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -40,16 +42,17 @@ def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
         records += snapshot.records
         switching |= snapshot.switching
         for second in snapshot.seconds:
-            _merge_second(seconds.setdefault(second.at, Second(second.at)), second)
+            into = seconds.setdefault(second.at, Second(second.at))
+            _add_second(into, second, sums=_COUNTED)
+            for name in _REPORTED:
+                setattr(into, name, max(getattr(into, name), getattr(second, name)))
     in_order = sorted(records, key=lambda r: (r.started_s, r.key))
     return DashboardSnapshot([seconds[at] for at in sorted(seconds)], in_order, switching)
 
 
-def _merge_second(into: Second, second: Second) -> None:
-    for name in ("arrived", "ended", "failed", "retried"):
+def _add_second(into: Second, second: Second, *, sums: Sequence[str]) -> None:
+    for name in sums:
         setattr(into, name, getattr(into, name) + getattr(second, name))
-    for name in ("prompt_tokens", "cached_tokens", "output_tokens", "kv_bytes"):
-        setattr(into, name, max(getattr(into, name), getattr(second, name)))
     add(into.ttft, second.ttft)
     add(into.gaps, second.gaps)
     add(into.failures, second.failures)
@@ -102,26 +105,19 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
     """Return rates per second, latencies in seconds."""
     inside = [s for s in seconds if int(now_s) - WINDOW_S <= s.at < int(now_s)]
     covered_s = min(WINDOW_S, max(1, int(now_s) - (seconds[0].at if seconds else 0)))
-    ttft: dict[int, int] = {}
-    gaps: dict[int, int] = {}
-    failures: dict[str, int] = {}
+    total = Second(0)
     for second in inside:
-        add(ttft, second.ttft)
-        add(gaps, second.gaps)
-        add(failures, second.failures)
+        _add_second(total, second, sums=_COUNTED + _REPORTED)
     return {
         "seconds": covered_s,
-        "requests_per_s": sum(s.ended for s in inside) / covered_s,
-        "output_tokens_per_s": sum(s.output_tokens for s in inside) / covered_s,
-        "prompt_tokens_per_s": sum(s.prompt_tokens for s in inside) / covered_s,
+        "requests_per_s": total.ended / covered_s,
+        **{
+            f"{name}_per_s": getattr(total, name) / covered_s for name in ("output_tokens", "prompt_tokens", "kv_bytes")
+        },
         "cache_hit_rate": _hit_rate(inside),
-        "kv_bytes_per_s": sum(s.kv_bytes for s in inside) / covered_s,
-        "ended": sum(s.ended for s in inside),
-        "failed": sum(s.failed for s in inside),
-        "retried": sum(s.retried for s in inside),
-        "failures": failures,
-        "ttft": {name: quantile(ttft, share) for name, share in _SHARES.items()},
-        "gap": {name: quantile(gaps, share) for name, share in _SHARES.items()},
+        **{name: getattr(total, name) for name in ("ended", "failed", "retried", "failures")},
+        "ttft": {name: quantile(total.ttft, share) for name, share in _SHARES.items()},
+        "gap": {name: quantile(total.gaps, share) for name, share in _SHARES.items()},
     }
 
 

@@ -154,7 +154,10 @@ def request_timeout_s(headers: Mapping[str, str]) -> float | None:
 
 def time_given(headers: Mapping[str, str]) -> float:
     """Return the deadline in seconds, inf without one; bad numbers count for none."""
-    return min((value_s for name in UNITS_S if (value_s := _time_in(headers, name)) is not None), default=math.inf)
+    return min(
+        (value_s for name in UNITS_S if (value_s := seconds_of(headers.get(name, ""), name)) is not None),
+        default=math.inf,
+    )
 
 
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> Mapping[str, str]:
@@ -163,15 +166,10 @@ def less_time(headers: Mapping[str, str], elapsed_s: float) -> Mapping[str, str]
         return headers
     left = dict(headers)
     for name, unit_s in UNITS_S.items():
-        value_s = _time_in(headers, name)
+        value_s = seconds_of(headers.get(name, ""), name)
         if value_s is not None:
             left[name] = f"{max(LEAST_S, value_s - elapsed_s) / unit_s:.3f}"
     return left
-
-
-def _time_in(headers: Mapping[str, str], name: str) -> float | None:
-    text = headers.get(name)
-    return None if text is None else seconds_of(text, name)
 
 
 # ---- the DP rank in a client's header, as in vLLM and SGLang

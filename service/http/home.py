@@ -47,16 +47,15 @@ SHARED = _shared()  # on every server
 CHAT = files_of("service.chat", "/chat")  # on servers that answer chats
 
 
-class Pages:
-    def __init__(self, files: Mapping[str, Path] = SHARED) -> None:
-        self._files = {path: (file.read_bytes(), _TYPES[file.suffix]) for path, file in files.items()}
+def page_routes(files: Mapping[str, Path]) -> list[HttpRoute]:
+    """Routes of files, which are read now."""
+    read = {path: (file.read_bytes(), _TYPES[file.suffix]) for path, file in files.items()}
 
-    def routes(self) -> list[HttpRoute]:
-        return [get(path, self.file) for path in self._files]
-
-    async def file(self, request: HttpRequest) -> Response:
-        body, kind = self._files[request.path]
+    async def page(request: HttpRequest) -> Response:
+        body, kind = read[request.path]
         return Response(content=body, media_type=kind, headers=PAGE_HEADERS)
+
+    return [get(path, page) for path in read]
 
 
 # ---- home
@@ -104,8 +103,8 @@ class Home:
     models: Callable[[], Sequence[str]]
     links: Mapping[str, str]
 
-    def routes(self) -> list[HttpRoute]:
-        return [get(HOME, self.home)]
+    def route(self) -> HttpRoute:
+        return get(HOME, self.home)
 
     async def home(self, request: HttpRequest) -> Response:
         models = list(self.models()) if request[CALLER].access >= Access.USER else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from service.http.errors import JSON_ERRORS, ApiError, bad_field, decode_or_none
+from service.http.errors import ApiError, bad_field, decode_or_none
 from service.responses.store import StoredResponse
 
 RESPONSE = "resp_"
@@ -29,11 +29,6 @@ class _Answer(msgspec.Struct):
 class _Reference(msgspec.Struct):
     type: Any = None
     id: Any = None
-
-
-_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_answer_decoder = msgspec.json.Decoder(_Answer)
-_reference_decoder = msgspec.json.Decoder(_Reference)
 
 
 def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
@@ -109,28 +104,20 @@ def _unknown(index: int, id: object) -> Exception:
 
 
 def _inputs(stored: StoredResponse) -> list[bytes]:
-    return [bytes(raw) for raw in _list_decoder.decode(joined([stored.input]))]
+    return [bytes(raw) for raw in msgspec.json.decode(joined([stored.input]), type=list[msgspec.Raw])]
 
 
 def _outputs(stored: StoredResponse) -> list[bytes]:
-    return [bytes(raw) for raw in _answer_decoder.decode(stored.response).output]
+    return [bytes(raw) for raw in msgspec.json.decode(stored.response, type=_Answer).output]
 
 
 def _split(given: bytes) -> list[msgspec.Raw]:
-    try:
-        return _list_decoder.decode(given)
-    except JSON_ERRORS:
-        return []
+    return decode_or_none(given, list[msgspec.Raw]) or []
 
 
 def _reference_in(raw: msgspec.Raw) -> _Reference | None:
-    if REFERENCE not in bytes(raw):
-        return None
-    try:
-        reference = _reference_decoder.decode(raw)
-    except JSON_ERRORS:
-        return None
-    return reference if reference.type == REFERENCE.decode() else None
+    reference: _Reference | None = decode_or_none(bytes(raw), _Reference) if REFERENCE in bytes(raw) else None
+    return reference if reference is not None and reference.type == REFERENCE.decode() else None
 
 
 def _shown(raw: bytes, response_id: str, index: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from engine.frontend.apis.chat.tools import MAX_TOOLS, Tool, ToolChoice
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
-from engine.frontend.apis.shared.request_body import RequestFields
+from engine.frontend.apis.shared.request_body import ChatFields
 from engine.frontend.apis.shared.stream import finite
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
@@ -81,7 +81,7 @@ class ChatMessage(Body):
     annotations: Any = optional("Annotations of an earlier answer. Not used.", [])
 
 
-class ChatBody(RequestFields):
+class ChatBody(ChatFields):
     messages: list[ChatMessage] = Field(
         description="The conversation so far, at least one message.",
         examples=[[{"role": "user", "content": "What is the capital of France?"}]],
@@ -101,12 +101,6 @@ class ChatBody(RequestFields):
         "False: a stream gives the reasoning in one piece, at its end (SGLang). Default true.", True
     )
     include_reasoning: bool | None = optional("False: the answer leaves reasoning out (vLLM). Default true.", True)
-    thinking_token_budget: int | None = optional(
-        "Tokens of reasoning after which its end is forced, at least 0 (vLLM). Default: no limit.", 1024
-    )
-    chat_template_kwargs: dict[str, Any] | None = optional(
-        "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}
-    )
     add_generation_prompt: bool | None = optional(
         "False: the prompt ends without the start of an answer (vLLM). Default true.", True
     )
@@ -120,7 +114,6 @@ class ChatBody(RequestFields):
     tool_choice: str | ToolChoice | None = optional(
         "none, auto, required (at least one call), or the tool to call. Default: auto.", "auto"
     )
-    parallel_tool_calls: bool | None = optional("False: at most one call. Default true.", True)
     function_call: Any = optional("Older form of tool_choice: only none and auto.", "auto")
     modalities: list[str] | None = optional('Kinds of the answer: only ["text"].', ["text"])
 

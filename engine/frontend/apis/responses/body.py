@@ -11,7 +11,7 @@ from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
 from engine.frontend.apis.chat.tools import MAX_TOOLS
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_range
-from engine.frontend.apis.shared.request_body import RequestFields
+from engine.frontend.apis.shared.request_body import ChatFields
 from service.http.body import Body, optional
 from service.http.errors import bad_field
 
@@ -135,7 +135,7 @@ class Reasoning(Body):
     generate_summary: str | None = optional("Older name of summary. Not used.", "auto")
 
 
-class ResponseBody(RequestFields):
+class ResponseBody(ChatFields):
     """Body of /v1/responses. `history`: earlier items, from a router that stores conversations."""
 
     input: str | list[Item] = Field(
@@ -151,7 +151,6 @@ class ResponseBody(RequestFields):
     tool_choice: str | ResponseToolChoice | None = optional(
         "none, auto, required (at least one call), or the tool to call. Default: auto.", "auto"
     )
-    parallel_tool_calls: bool | None = optional("False: at most one call. Default true.", True)
     max_tool_calls: int | None = optional("Calls of built-in tools. Not used: there are none.", 1)
     max_output_tokens: int | None = optional("Most tokens of the answer, at least 1. Default: what fits.", 256)
     text: TextConfig | None = optional("Format of the answer.", {"format": {"type": "json_object"}})
@@ -169,12 +168,6 @@ class ResponseBody(RequestFields):
     safety_identifier: str | None = optional("Name of the client's own user. The answer repeats it.", "user-1")
     prompt_cache_key: str | None = optional("OpenAI's hint for its cache. The answer repeats it.", "a")
     service_tier: str | None = optional("Capacity of OpenAI's service. Not used.", "auto")
-    chat_template_kwargs: dict[str, Any] | None = optional(
-        "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}
-    )
-    thinking_token_budget: int | None = optional(
-        "Tokens of reasoning after which its end is forced, at least 0 (vLLM). Default: no limit.", 1024
-    )
 
     @property
     def wants_logprobs(self) -> bool:

@@ -19,7 +19,7 @@ from engine.frontend.apis.responses.body import (
 )
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
 from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
-from engine.frontend.apis.shared.request_body import RequestFields
+from engine.frontend.apis.shared.request_body import ChatFields
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource
 from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field
@@ -161,7 +161,7 @@ def _text_of(value: str | None, field: str) -> str:
 # ---- chat
 
 _NOT_SHARED = frozenset(("response_format", "stream_options", "max_tokens", "rid", "n"))
-_SHARED = tuple(name for name in RequestFields.model_fields if name not in _NOT_SHARED)
+_SHARED = tuple(name for name in ChatFields.model_fields if name not in _NOT_SHARED)
 # Names in a chat's errors -> names here.
 NAMES = {
     ".function.": ".",
@@ -187,11 +187,8 @@ def to_chat(body: ResponseBody) -> ChatBody:
         logprobs=body.wants_logprobs or None,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        chat_template_kwargs=body.chat_template_kwargs,
-        thinking_token_budget=body.thinking_token_budget,
         tools=tools or None,
         tool_choice=choice,
-        parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text.format if body.text else None),
     )
 

@@ -151,3 +151,15 @@ class RequestFields(SamplingFields, OwnFields, StructuredFields):
     return_hidden_states: bool | None = optional(
         "True: choices have the last token's hidden state (SGLang); needs --enable-return-hidden-states.", False
     )
+
+
+class ChatFields(RequestFields):
+    """Fields of chats and responses."""
+
+    parallel_tool_calls: bool | None = optional("False: at most one call. Default true.", True)
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}
+    )
+    thinking_token_budget: int | None = optional(
+        "Tokens of reasoning after which its end is forced, at least 0 (vLLM). Default: no limit.", 1024
+    )
