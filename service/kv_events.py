@@ -25,9 +25,7 @@ MAX_NAMESPACE_CHARS = 1024  # per part
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Blocks after `parent_block_hash`, None at a prompt's start. `extra_keys` (vLLM's) hold the
-    namespace.
-    """
+    """Blocks after a parent, None at a prompt's start. vLLM's `extra_keys` hold the namespace."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None

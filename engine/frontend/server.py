@@ -223,10 +223,7 @@ class SessionEnd:
 
 
 async def until_over(s: Services, end: SessionEnd, processes: EngineProcesses, *, on_ready: Callable[[], None]) -> None:
-    """Warm up, call `on_ready`, and wait for the requested end.
-
-    Raises WorkerDied after all requests have failed.
-    """
+    """Warm up, and wait for the end. Raises WorkerDied after all requests have failed."""
     news = asyncio.Event()
     starting, requested = asyncio.create_task(_warm_up(s)), asyncio.create_task(end.signals.requested.wait())
     starting.add_done_callback(lambda _: news.set())

@@ -16,9 +16,7 @@ PURPOSE = "prefix source"
 
 
 class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker, and the estimate `num_tokens`. `copy`: only fetch the prefix, without decode
-    worker.
-    """
+    """A worker, and an estimate `num_tokens`. `copy`: only fetch it, without decode worker."""
 
     control: Annotated[str, msgspec.Meta(max_length=300)]
     incarnation: Annotated[str, msgspec.Meta(max_length=300)]

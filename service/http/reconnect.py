@@ -54,9 +54,7 @@ class RetainedRest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, kw_only=True)
 class StreamLog:
-    """A stream's frames. `end` stops it at its worker. `head`: begin frame, and earlier workers'
-    frames.
-    """
+    """A stream's frames. `head`: begin frame, and earlier workers'. `end` stops it."""
 
     tag: str
     request_id: str

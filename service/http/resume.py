@@ -51,9 +51,7 @@ Address = Annotated[str, msgspec.Meta(max_length=300)]
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's choices. By sample: `names`, `groups` (to abort it by), `seeds`. `salt`: for later
-    ids.
-    """
+    """A worker's choices, by sample. `groups`: to abort it by. `salt`: for later ids."""
 
     id: Name
     created: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]

@@ -74,9 +74,7 @@ _CODE = {"type": ["string", "integer", "null"]}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApiShape:
-    """Wire format of an API: an error's JSON, its form in a stream, and keep-alive bytes, if
-    any.
-    """
+    """An API's wire format: an error's JSON, its form in a stream, keep-alive bytes, if any."""
 
     body: Callable[[ApiError], dict[str, Any]]
     event: Callable[[dict[str, Any]], bytes]

@@ -61,9 +61,7 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's answers: first `pid`, with a pidfd; at the end `status`, as
-    `subprocess.Popen.returncode`.
-    """
+    """First `pid`, with a pidfd; at the end `status`, as `subprocess.Popen.returncode`."""
 
     pid: int | None = None
     status: int | None = None

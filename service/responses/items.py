@@ -148,9 +148,7 @@ class StoreFields(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """The conversation of a body: JSON list of earlier items, and the input with references
-    resolved.
-    """
+    """A conversation: JSON list of earlier items, and the input with references resolved."""
 
     previous: str
     history: bytes

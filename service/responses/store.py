@@ -19,9 +19,7 @@ OVERHEAD_BYTES = 512  # per entry, besides its texts
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response. `previous`: its parent's id. `input`: own items, comma-separated JSON.
-    `response`: as sent.
-    """
+    """A response. `previous`: its parent's id. `input`: own items, comma-separated JSON."""
 
     id: str
     owner: str

@@ -179,9 +179,7 @@ class BrowserRule:
         return {_ALLOWED: origin, **_READABLE, "Vary": "Origin"}
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> Mapping[str, str] | None:
-        """Return further headers of a preflight's answer, after `refusal`. The request needs its
-        key.
-        """
+        """Return further headers of a preflight's answer, after `refusal`."""
         if not (self._origins and is_preflight(method, headers)):
             return None
         names = headers.get("Access-Control-Request-Headers", "")

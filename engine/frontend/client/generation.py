@@ -124,10 +124,7 @@ class SampleObserver(Protocol):
 
 @dataclass(slots=True)
 class Sample:
-    """One sample.
-
-    `name`: the user's. `is_empty`: 0 tokens requested; runs for 1, which is dropped.
-    """
+    """A sample under the user's `name`. `is_empty`: 0 tokens; it runs for 1, which is dropped."""
 
     name: str
     wire_rid: str

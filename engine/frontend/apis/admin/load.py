@@ -34,10 +34,7 @@ def _speculative(s: StateReply) -> dict[str, Any]:
 
 
 def load_summary(s: StateReply) -> dict[str, Any]:
-    """Flat load of /server_info.
-
-    `num_queued_reqs`: all queues, `num_waiting_reqs`: waiting only.
-    """
+    """Load of /server_info. `num_queued_reqs`: all queues, `num_waiting_reqs`: waiting only."""
     total = s.num_pages * s.page_size
     return {
         "num_running_reqs": s.running,

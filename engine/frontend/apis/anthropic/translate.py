@@ -65,10 +65,7 @@ def chat_of(body: PromptFields) -> ChatBody:
 
 
 def sampled_chat_of(body: MessagesBody, *, reasons: bool) -> ChatBody:
-    """The chat, with sampling fields.
-
-    `reasons`: reasoning is recognized; else no budget applies.
-    """
+    """The chat, with sampling fields. `reasons`: else no budget of reasoning applies."""
     chat = chat_of(body)
     if reasons and body.thinking is not None:
         chat.thinking_token_budget = body.thinking.budget_tokens

@@ -1,7 +1,4 @@
-"""A chat with fields of OpenAI, SGLang and vLLM. Pure.
-
-Other APIs translate to ChatBody.
-"""
+"""A chat with fields of OpenAI, SGLang and vLLM; other APIs translate to it. Pure."""
 
 from typing import Any
 

@@ -76,10 +76,7 @@ def _complete_ids(messages: list[dict[str, Any]], fit: Callable[[str], str]) -> 
 
 
 class _OpenCalls:
-    """Calls without results.
-
-    A result without id matches the function's first one, else the first.
-    """
+    """Calls without results. A result without id is of the function's first one, else the first."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()

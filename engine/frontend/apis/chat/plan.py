@@ -304,10 +304,7 @@ def _part(part: ContentPart, places: Mapping[str, Any]) -> Any:
 
 
 def _reasoning(m: ChatMessage, message: dict[str, Any]) -> dict[str, str]:
-    """Reasoning under all template names.
-
-    gpt-oss rejects `thinking` with both content and calls.
-    """
+    """Reasoning under all template names; gpt-oss takes no `thinking` with content and calls."""
     text = m.reasoning_content or m.reasoning
     names = REASONING[:2] if message["content"] and message.get("tool_calls") else REASONING
     return dict.fromkeys(names, text) if text else {}

@@ -309,10 +309,7 @@ def _speculation_info(counts: DraftCounts) -> dict[str, float]:
 
 
 def _hidden_state_lists(tokens: TokenOutput) -> list[Any]:
-    """[prompt][hidden], then [hidden] per token, as in SGLang.
-
-    The router adds decode's missing first.
-    """
+    """[prompt][hidden], then [hidden] per token, as in SGLang; the router adds decode's first."""
     later = [array.array("f", row).tolist() for row in tokens.hidden]
     if not tokens.input_hidden:
         return later

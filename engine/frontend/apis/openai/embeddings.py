@@ -67,10 +67,7 @@ async def embeddings(request: HttpRequest) -> Response:
 
 
 def shortened(vector: "array.array[float]", dimensions: int | None, *, unit: bool) -> "array.array[float]":
-    """The first `dimensions`, renormalized if `unit` (Matryoshka, arXiv:2205.13147).
-
-    Raises ApiError(400).
-    """
+    """The first, renormalized if `unit` (Matryoshka, arXiv:2205.13147). Raises ApiError(400)."""
     if dimensions is None:
         return vector
     if not 0 < dimensions <= len(vector):

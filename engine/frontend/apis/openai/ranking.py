@@ -62,10 +62,7 @@ async def judge(
     fields: tuple[str, str],
     prefix: str,
 ) -> tuple[Prompts, list[float]]:
-    """The prompts of `pairs` (query, text) from `fields` of the body, and their scores.
-
-    Raises ApiError(400, 404).
-    """
+    """The prompts of `pairs` (query, text) of `fields`, and scores. Raises ApiError(400, 404)."""
     s = sender.s
     check_computes_prompts(s)
     check_num_samples(len(pairs), 1, field=fields[1])

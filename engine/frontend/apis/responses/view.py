@@ -1,7 +1,4 @@
-"""A response as JSON or typed events. Pure.
-
-A whole answer is one long chunk whose events are dropped.
-"""
+"""A response as JSON or typed events; whole, its events are dropped. Pure."""
 
 from collections import deque
 from collections.abc import Callable

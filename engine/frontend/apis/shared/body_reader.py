@@ -60,10 +60,7 @@ class BodyReader(Generic[T]):
         return body
 
     def decode(self, data: bytes, names: Collection[str] = ()) -> tuple[T, list[str]]:
-        """Return the body and its ignored fields, without `names`, which the template reads.
-
-        Raises ApiError(400).
-        """
+        """Body and ignored fields, without `names` of the template. Raises ApiError(400)."""
         fields = read_object(data)
         check_fields(fields)
         for name, value in fields.items():

@@ -340,10 +340,7 @@ def _adapter_in(s: Services, model: str | None) -> str:
 
 
 def routed_rank(body: RoutingFields, headers: Mapping[str, str]) -> int | None:
-    """The client's DP rank: `routed_dp_rank`, `data_parallel_rank` (SGLang) or header.
-
-    Raises ApiError(400).
-    """
+    """The client's DP rank, by a field or the header. Raises ApiError(400)."""
     new, old = body.routed_dp_rank, body.data_parallel_rank
     if new is not None and old is not None and new != old:
         raise bad_field("data_parallel_rank", f"is {old}, and routed_dp_rank is {new}; give one of them")

@@ -52,10 +52,7 @@ class PromptSender:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Prompts of one request.
-
-    `name`: of the request; `namespaces`: per prompt; `dp_rank`: from the client.
-    """
+    """Prompts of one request. `namespaces`: per prompt; `dp_rank`: from the client."""
 
     ids: list[list[int]]
     name: str

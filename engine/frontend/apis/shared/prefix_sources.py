@@ -9,10 +9,7 @@ from service.http.request import HttpRequest
 
 
 def with_prefix_source(request: HttpRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    """Add the prefix source to samples of the first prompt.
-
-    Unsigned headers and disallowed workers are ignored.
-    """
+    """Add the source to samples of the first prompt, if signed and of an allowed worker."""
     value = request.headers.get(PREFIX_HEADER)
     if value is None or not requests:
         return requests

@@ -64,10 +64,7 @@ _IDS: RequestKey[MintedIds] = RequestKey("minted_ids", MintedIds)
 
 
 def take_resume(request: HttpRequest, data: bytes) -> bytes:
-    """Move the router's field from the body to `resume_of`.
-
-    Raises ApiError: 400, or 403 for a wrong signature.
-    """
+    """Move the router's field from the body to `resume_of`. Raises ApiError(400, 403)."""
     if RESUME_HEADER not in request.headers:
         return data
     fields = decode_or_none(data, dict[str, msgspec.Raw]) or {}

@@ -59,10 +59,7 @@ class Counts:
 
 
 class Usage:
-    """Samples are prompt-major, `n` each; a prompt counts once.
-
-    `count_reasoning`: makes a sample's counter.
-    """
+    """Of samples, prompt-major, `n` each; a prompt counts once."""
 
     def __init__(
         self,
