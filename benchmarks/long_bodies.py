@@ -23,7 +23,7 @@ import aiohttp
 import requests
 
 from benchmarks.cluster import tandem_up
-from benchmarks.measures import Measure, Row, Tables, tell
+from benchmarks.measures import Row, Tables, tell
 
 BESIDE_EVERY_S = 0.3
 SETTLE_S = 0.5  # before a body and after its answer
@@ -202,16 +202,3 @@ def measure(
             watched.over.set()
             thread.join()
     return {"": rows}
-
-
-MEASURES = {
-    "long_bodies": Measure(
-        title="Streams beside long bodies",
-        about="The longest silence of any of 16 streams of SmolLM2 while one body is read, refused or answered; the slowest of short requests that come "
-        "beside it. Router, prefill and decode worker, and the client, share this machine. The least of three rounds (scores of thousands: one). "
-        "The aim: no silence above 0.25 s. A score or a rerank "
-        "computes thousands of prompts: streams wait for the cores too, and a short request for the prompts of a turn.",
-        run=measure,
-        quick={"streams": 2, "megabytes": 4, "rounds": 1},
-    )
-}

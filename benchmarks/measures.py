@@ -1,9 +1,8 @@
-"""A measure is a function that gives tables of figures. This says what it is, takes ways in turns, and writes the tables."""
+"""A measure is a function that gives tables of figures (measures.toml). This takes ways in turns, and writes the tables."""
 
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -14,20 +13,6 @@ from deploy.bench.stats import table
 Cell = str | float | int | None
 Row = dict[str, Cell]
 Tables = dict[str, list[Row]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
-    """A section of docs/reports/benchmarks.md.
-
-    `run` returns tables: the sentence above each, and its rows, whose keys are the heads of the columns. `quick`: arguments of
-    a run that only shows that the measure works.
-    """
-
-    title: str
-    about: str
-    run: Callable[..., Tables]
-    quick: Mapping[str, Any] = field(default_factory=dict)
 
 
 def in_turns(

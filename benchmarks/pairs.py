@@ -16,7 +16,7 @@ import requests
 
 from benchmarks.cluster import Cluster, load, load_records, pin, tandem_up
 from benchmarks.cpu_use import cpu_use
-from benchmarks.measures import Measure, Row, Tables, in_turns
+from benchmarks.measures import Row, Tables, in_turns
 from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
 from benchmarks.random_model import write_model
 from deploy.bench.stats import Summary
@@ -165,28 +165,3 @@ def _ranks(url: str, long: int) -> dict[str, float]:
     gaps = [1e3 * median(gap for record in records for gap in record.itl_s) for records in (one, eight)]
     ttfts = [1e3 * median(record.ttft_s for record in records) for records in (one, lone)]
     return {"ITL of 1, ms": gaps[0], "of 8": gaps[1], "TTFT of 64 tokens, ms": ttfts[0], f"of {long}": ttfts[1]}
-
-
-MEASURES = {
-    "interference": Measure(
-        title="What prompts do to running answers",
-        about="Four long decodes alone, and while a prompt of 1,024 tokens arrives every second. These cores cannot prefill"
-        " that many, so a queue builds up. The aim for a core each: p99 within 1.3 of alone.",
-        run=measure_interference,
-        quick={"rounds": 1, "layers": 2},
-    ),
-    "pd_overhead": Measure(
-        title="Unified against prefill + decode",
-        about="Both on this one machine, in turns within one run. Prefill and decode together have no more hardware than "
-        "the unified worker alone, so this shows what PD costs, not what it gains.",
-        run=measure_overhead,
-        quick={"requests": 10, "backends": ["nixl"]},
-    ),
-    "ranks": Measure(
-        title="Ranks of one model",
-        about="Random bf16 weights in the shape of Qwen3-0.6B with a small vocabulary, one unified worker for each way, all on this machine, "
-        "asked in turns: only one computes at a time. The aim: two ranks within 10 % of one process with two threads.",
-        run=measure_ranks,
-        quick={"rounds": 1, "layers": 2, "long": 512},
-    ),
-}

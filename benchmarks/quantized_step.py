@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.measures import Measure, Row, Tables, in_turns
+from benchmarks.measures import Row, Tables, in_turns
 from benchmarks.random_model import SPECIAL_TOKENS, write_model
 from engine.attention.torch_backend import CpuBackend
 from engine.executor.decode_tapes import DecodeTapes
@@ -108,15 +108,3 @@ def read_bytes(model: DenseDecoder, scheme: Scheme | None) -> int:
     if scheme is None:
         return 2 * count
     return count * scheme.bits // 8 + (8 * count // scheme.group if scheme.group else 0)
-
-
-MEASURES = {
-    "quantized_step": Measure(
-        title="Integer weights",
-        about="A decode step on a CPU with `--quantization` beside bf16, in turns in one process: a random checkpoint with the layers of "
-        "Qwen3-0.6B. The aim at batch 1: 1.7 times bf16's rate with 8 bits, 2.6 times with 4. Larger batches are bound by "
-        "arithmetic, which is bf16's. Panels lie in pairs because a core reads 37 GB/s from one run of memory and 25 from two in turns.",
-        run=measure_quantized,
-        quick={"layers": 4, "steps": 6},
-    ),
-}

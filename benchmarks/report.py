@@ -9,6 +9,7 @@ behind a section's last line.
 """
 
 import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -17,35 +18,35 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    long_bodies,
-    pairs,
-    quantized_step,
-    router_path,
-    scale_fleet,
-    scheduler_step,
-    served,
-    side_by_side,
-    speculation,
-    step_time,
-    transfer,
-)
+import msgspec
+
+from benchmarks import side_by_side
 from benchmarks.cluster import ROOT
-from benchmarks.measures import Measure, Tables, rendered
+from benchmarks.measures import Tables, rendered
 from deploy.bench.environment import describe
 
 KEPT = ROOT / "docs" / "reports"
 PAGE = KEPT / "benchmarks.md"
 HEAD = "# Benchmarks\n\n`make bench` writes this page (benchmarks/report.py). Do not edit it by hand.\n"
-TOPICS = (pairs, transfer, step_time, quantized_step, speculation)
-TOPICS += (scheduler_step, served, long_bodies, router_path, scale_fleet)
-MEASURES: dict[str, Measure] = {name: measure for topic in TOPICS for name, measure in topic.MEASURES.items()}
 STAMP = re.compile(r"^`(?:python -m benchmarks|make bench).*\n", re.MULTILINE)
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """A section of docs/reports/benchmarks.md. `run`: "module:function", which returns tables."""
+
+    title: str
+    about: str
+    run: str
+    quick: dict[str, Any]
+
+
+MEASURES = msgspec.toml.decode(Path(__file__).with_name("measures.toml").read_bytes(), type=dict[str, Measure])
 
 
 def run(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Measure in this process."""
-    tables: Tables = MEASURES[name].run(**arguments)
+    module, _, function = MEASURES[name].run.partition(":")
+    tables: Tables = getattr(importlib.import_module(module), function)(**arguments)
     return {"environment": describe(), "arguments": arguments, "tables": tables}
 
 
@@ -120,7 +121,7 @@ def main() -> None:
         side_by_side.compare(args.beside.resolve(), ROOT, rounds=args.rounds, output=args.results / "beside.json")
         return
     for name in [] if args.reuse else args.only:
-        arguments = (dict(MEASURES[name].quick) if args.quick else {}) | dict(args.set)
+        arguments = (MEASURES[name].quick if args.quick else {}) | dict(args.set)
         output = args.results / f"{name}{'.quick' if args.quick else ''}.json"
         run_apart(name, arguments, output)
         print(f"## {MEASURES[name].title}\n\n{rendered(json.loads(output.read_text())['tables'])}\n", flush=True)

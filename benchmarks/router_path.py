@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.cluster import answering
 from benchmarks.instant_worker import ANSWER, DONE, EVENT, STREAM_HEAD, chunk, whole
 from benchmarks.load import load, request_bytes
-from benchmarks.measures import Measure, Row, Tables, in_turns, used_s
+from benchmarks.measures import Row, Tables, in_turns, used_s
 from deploy.launcher.probe import free_ports
 from router.client.upstream import HttpUpstream, _Connection
 from router.compose.exposure import limits_of
@@ -230,22 +230,3 @@ def _way(one: Load, port: int, router: psutil.Process | None, seconds: float) ->
         }
 
     return sample
-
-
-MEASURES = {
-    "router_cost": Measure(
-        title="What a router costs",
-        about="In front of one prefill and one decode worker that answer at once; bodies of 300 bytes. CPU time is that of "
-        "the router's processes. Health checks run beside the load, so slow loads pay for them too. SGLang's router "
-        "(Rust, from PyPI) in the same run; its late first bytes are the delayed ACK of kept-alive connections.",
-        run=measure_cost,
-        quick={"seconds": 0.5, "rounds": 1},
-    ),
-    "router_path": Measure(
-        title="Where the router's time goes",
-        about="The router's own code from the client's bytes to the answer's, without sockets. The three writes and reads "
-        "of a request, which every router has, come on top.",
-        run=measure_path,
-        quick={"seconds": 0.5},
-    ),
-}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.measures import Measure, Row, Tables, tell
+from benchmarks.measures import Row, Tables, tell
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import BootstrapConfig, Registry
 from planner.world import Timeline
@@ -373,17 +373,6 @@ def main() -> None:
     found = measure(args.workers, seconds=args.seconds, rate=args.rate, seed=args.seed)
     print(json.dumps(found, indent=1))
 
-
-MEASURES = {
-    "scale": Measure(
-        title="Scale",
-        about="Half prefill, half decode workers that register, renew, die, come back and drain, around one bootstrap registry and one router's "
-        "core: production code in virtual time (`make scale-fleet`), one request a second and two workers. Sockets and bodies are not "
-        "included; their cost does not depend on the number of workers.",
-        run=measure_sizes,
-        quick={"workers": [20], "seconds": 4.0},
-    )
-}
 
 if __name__ == "__main__":
     main()

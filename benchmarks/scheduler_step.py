@@ -4,7 +4,7 @@ import random
 import time
 from statistics import median
 
-from benchmarks.measures import Measure, Row, Tables, tell
+from benchmarks.measures import Row, Tables, tell
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_cache import RadixCache
 from engine.core.memory import Memory
@@ -115,14 +115,3 @@ def _result(plan: Plan) -> StepResult:
 def _insert(allocator: PageAllocator, cache: RadixCache, tokens: list[int]) -> None:
     pages = allocator.allocate(len(tokens) // PAGE_SIZE)
     allocator.free(pages[: cache.insert(tokens, pages).existing])
-
-
-MEASURES = {
-    "scheduler_step": Measure(
-        title="Scheduler alone",
-        about="CPU time of the pure core with nothing behind it: `schedule()` and `collect()` of decode steps, prompts of 512 tokens, "
-        "while others wait that share a prefix. It is flat in their number.",
-        run=measure,
-        quick={"steps": 50},
-    )
-}

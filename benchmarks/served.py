@@ -14,7 +14,7 @@ import uvloop
 from benchmarks.cluster import Cluster, answering, tandem_up
 from benchmarks.cpu_use import SCHEDULER
 from benchmarks.load import load
-from benchmarks.measures import Measure, Tables, in_turns, used_s
+from benchmarks.measures import Tables, in_turns, used_s
 from deploy.launcher.probe import free_ports
 
 CHAT = {"model": "default", "temperature": 0, "ignore_eos": True}
@@ -109,22 +109,3 @@ def _alone_s(args: list[str]) -> dict[str, float]:
         taken_s = time.monotonic() - begin_s
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), f"{args[0]} has loaded torch"
     return {"s": taken_s}
-
-
-MEASURES = {
-    "token_path": Measure(
-        title="What a token costs outside the engine",
-        about="CPU time of everything that handles a token after the scheduler, for each token of chat streams through a PD"
-        " cluster of the shipped model, including requests, health checks and reports. The client and the schedulers "
-        "are not counted, but they share the cores. The aim: 40 us. With few streams most of the cost is a process "
-        "that wakes up for one token.",
-        run=measure_tokens,
-        quick={"seconds": 1.0, "rounds": 1},
-    ),
-    "start_time": Measure(
-        title="Start",
-        about="From the start of the process until it answers; a cluster: until router and all workers are healthy (the shipped model).",
-        run=measure_start,
-        quick={"rounds": 1},
-    ),
-}

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.cluster import ROOT, post, tandem_up
-from benchmarks.measures import Measure, Row, Tables, in_turns
+from benchmarks.measures import Row, Tables, in_turns
 
 CODE, PASSAGES = "engine/core", "docs"  # folders of the texts
 BEGIN_LINES, BEGIN_CHARS, MOST_CHARS, LEAST_CHARS = 3, 60, 4000, 1500
@@ -81,14 +81,3 @@ def _text(number: int, folder: str, pattern: str) -> str:
     texts = [path.read_text() for path in sorted((ROOT / folder).glob(pattern))]
     long = [text for text in texts if len(text) >= LEAST_CHARS]
     return long[number % len(long)][:MOST_CHARS]
-
-
-MEASURES = {
-    "speculation": Measure(
-        title="Speculation",
-        about="Output tokens a second of SmolLM2 on one thread, without speculation and with n-grams, two workers in turns. "
-        "An answer that repeats a file or quotes a passage, and one that repeats nothing.",
-        run=measure,
-        quick={"tokens": 32, "rounds": 1, "batches": [1]},
-    )
-}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.cluster import Cluster, load, tandem_up
-from benchmarks.measures import Measure, Row, Tables, tell
+from benchmarks.measures import Row, Tables, tell
 from benchmarks.random_model import HEAD_DIM, KV_HEADS, write_model
 
 BATCHES = (1, 8, 32)
@@ -109,15 +109,3 @@ def _time_of(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
-
-
-MEASURES = {
-    "step_time": Measure(
-        title="Decode step and prefill",
-        about="A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread and all cores. The limit of a step is "
-        "the time to read the weights and the batch's KV from huge pages with as many threads; that of a prefill is "
-        "torch's bf16 matrix product. With all cores the threads share them with HTTP and the load's client.",
-        run=measure,
-        quick={"layers": 4, "output_len": 16},
-    )
-}

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.cluster import ROOT
-from benchmarks.measures import Measure, Row, Tables, medians, tell
+from benchmarks.measures import Row, Tables, medians, tell
 from transfer_backends.contract import KVArgs, Region, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
@@ -229,16 +229,6 @@ def _case(backend: str, page_kib: int, total_mib: int, *, repeats: int) -> Row:
     tell(f"{backend}, {page_kib} KiB", **row)
     return {"": f"{backend}, {total_mib} MiB, {page_kib} KiB pages, scattered", **row}
 
-
-MEASURES = {
-    "transfer_rate": Measure(
-        title="KV transfer",
-        about="Between two processes, through both managers: from `send` to `Success` on the other side; beside a copy of as many scattered "
-        "pages within one process. Managers pause between polls, because a polling core does not compute.",
-        run=measure,
-        quick={"total_mib": 16, "repeats": 3},
-    )
-}
 
 if __name__ == "__main__":
     main()

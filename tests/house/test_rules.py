@@ -97,6 +97,8 @@ CASES: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {
             "benchmarks/kinds/one.py": "",
             "benchmarks/left.py": "",
             "tests/a.py": "import benchmarks.left",
+            "benchmarks/measures.toml": '[a]\nrun = "benchmarks.listed:measure"\n',
+            "benchmarks/listed.py": "",
         },
         {"benchmarks/left.py": 1},
     ),

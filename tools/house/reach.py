@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from tools.house.seams import last_name, perhaps_imported
 from tools.house.tree import Module, Rule, Tree, directory_of
 
-_PROGRAM = re.compile(r"-m ([\w.]+)")
+_PROGRAM = re.compile(r"(?:-m |run = \")([\w.]+)")
 _WORD = re.compile(r"\w+(:\w+)?")
 _PREFIX = re.compile(r"(?:tools|benchmarks)\.(?:\w+\.)*")
 _DOTTED = re.compile(r"(?:tools|benchmarks|tests)(?:\.\w+)+")
 _CONFIG = re.compile(r"(?:config|flags|^engine|^server|^disagg)$")
-STARTS = ("Makefile", ".ci/run")
+STARTS = ("Makefile", ".ci/run", "benchmarks/measures.toml")
 SERVE = "deploy/commands/serve.py"  # the command whose flags are a worker's
 
 
