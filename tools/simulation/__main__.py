@@ -15,18 +15,8 @@ from tools.simulation.run import Outcome, run
 
 ENCODER_SEEDS = (6018, 6040)  # of encoder workers
 PLANTED_SEEDS = (47, 49, 74, 102, 103, 125, 241, 271, 383, 709)  # they show planted bugs that the others miss
-GROUP_SEEDS = (
-    1002,
-    1006,
-    1009,
-    1017,
-    1024,
-    1050,
-    1058,
-    1131,
-    1141,
-    1190,
-)  # models remember more than pages of all tokens
+# models remember more than pages of all tokens
+GROUP_SEEDS = (1002, 1006, 1009, 1017, 1024, 1050, 1058, 1131, 1141, 1190)
 PREFIX_SEEDS = (2012, 2015, 2022, 2044)  # prefill workers get prefixes from each other
 RETURN_SEEDS = (3005, 3014, 3015)  # clients come again
 IMAGE_SEEDS = (5001, 5037)  # workers send heartbeats, and see images

@@ -193,7 +193,3 @@ class Cluster:
         for worker in self.workers():
             found += leftovers(worker)
         return found + [left for router in self.routers() for left in router.leftovers()]
-
-    def demand(self, ok: bool, text: str) -> None:
-        if not ok:
-            raise Violation(text)

@@ -80,7 +80,8 @@ class Faults:
         self._active = False
         self._cluster.network.heal()
         for node in self._cluster.nodes.values():
-            self._thaw(node)
+            if node.process is not None:
+                self._thaw(node.process)
             self._restart(node)
         for worker in self._cluster.workers():
             worker.managers.stop_faults()
@@ -162,7 +163,7 @@ class Faults:
             return
         fast = self._draw.random() < 0.5
         self._cluster.kill(node)
-        self._for(*(FAST_RESTART_S if fast else SLOW_RESTART_S), lambda: self._restart(node), f"restart {node.name}")
+        self._restart_later(node, FAST_RESTART_S if fast else SLOW_RESTART_S)
         self._count(f"kill {kind}, {'fast' if fast else 'slow'} restart")
 
     def _kill_rank(self) -> None:
@@ -171,11 +172,12 @@ class Faults:
         node = self._busy(kind) or self._some(kind)
         if node is None or node.process is None or node.worker is None or not node.worker.computer.followers:
             return
-        node.process.on_death.append(
-            lambda: self._for(*SLOW_RESTART_S, lambda: self._restart(node), f"restart {node.name}")
-        )
+        node.process.on_death.append(lambda: self._restart_later(node))
         self._draw.choice(node.worker.computer.followers).kill()
         self._count(RANK_FAULT)
+
+    def _restart_later(self, node: Node, within_s: tuple[float, float] = SLOW_RESTART_S) -> None:
+        self._for(*within_s, lambda: self._restart(node), f"restart {node.name}")
 
     def _restart(self, node: Node) -> None:
         if not node.alive:
@@ -190,7 +192,7 @@ class Faults:
             return
         process, options = node.process, self._cluster.options
         ending = ending_of(node.part, timeout_s=options.drain_timeout_s)
-        process.on_death.append(lambda: self._for(*SLOW_RESTART_S, lambda: self._restart(node), f"restart {node.name}"))
+        process.on_death.append(lambda: self._restart_later(node))
         process.after(0, "SIGTERM", ending.sigterm)
         if self._draw.random() < 0.3:
             process.after(self._draw.uniform(0, options.drain_timeout_s), "SIGTERM again", ending.sigterm)
@@ -217,14 +219,10 @@ class Faults:
             return
         process = node.process
         process.freeze()
-        self._for(0.05, self._draw.choice([0.3, 1.0, 5.0]), lambda: self._thaw_life(process), f"thaw {node.name}")
+        self._for(0.05, self._draw.choice([0.3, 1.0, 5.0]), lambda: self._thaw(process), f"thaw {node.name}")
         self._count(f"freeze {node.kind}")
 
-    def _thaw(self, node: Node) -> None:
-        if node.process is not None:
-            self._thaw_life(node.process)
-
-    def _thaw_life(self, process: Process) -> None:
+    def _thaw(self, process: Process) -> None:
         if process.alive and process.frozen:
             process.thaw()
 

@@ -17,7 +17,7 @@ from tools.simulation.http import Call, Request, call
 from tools.simulation.network import End
 from tools.simulation.workers.transfer_engine import AUX_BASE, KV_BASE
 from tools.simulation.workers.worker import Worker
-from tools.simulation.world import Process
+from tools.simulation.world import Process, Violation
 from transfer_backends.contract import RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.wire import (
@@ -93,7 +93,7 @@ class Hostile:
         self._ends.append((end, worker.managers.sender.incarnation))
         if self._draw.random() < 0.7:
             self._names += 1
-            end.send(self._seal(self._register(f"hostile-{self._names}", worker)), "hostile register")
+            end.send(encode(self._register(f"hostile-{self._names}", worker)), "hostile register")
 
     def _register(self, name: str, worker: Worker) -> Register:
         args, draw = worker.memory.kv_args, self._draw
@@ -112,14 +112,11 @@ class Hostile:
         draw = self._draw
         if draw.random() < 0.2:
             return draw.randbytes(draw.choice([0, 1, 31, 33, 200]))
-        frame = self._seal(self._message(dst))
+        frame = encode(self._message(dst))
         if draw.random() < 0.2:
             cut = draw.randrange(len(frame))
             return frame[:cut] + draw.randbytes(draw.choice([0, 1])) + frame[cut + 1 :]
         return frame
-
-    def _seal(self, message: Message) -> bytes:
-        return encode(message)
 
     def _message(self, dst: str) -> Message:
         draw, src = self._draw, f"hostile-{self._names}"
@@ -180,4 +177,5 @@ class Hostile:
             ]
         )
         status, _ = server.request(method, target, body)
-        self._cluster.demand(status in (200, 400, 404), f"the bootstrap server answers {status} to junk")
+        if status not in (200, 400, 404):
+            raise Violation(f"the bootstrap server answers {status} to junk")

@@ -115,12 +115,10 @@ class Network:
     def reachable(self, source: str, target: str) -> bool:
         return (source, target) not in self.blocked and (target, source) not in self.blocked
 
-    def reset_between(self, a: str, b: str) -> int:
-        """Every connection between two nodes breaks; how many."""
-        hit = [pipe for pipe in self.pipes if {end.process.node for end in pipe.ends} == {a, b}]
-        for pipe in hit:
+    def reset_between(self, a: str, b: str) -> None:
+        """Every connection between two nodes breaks."""
+        for pipe in [pipe for pipe in self.pipes if {end.process.node for end in pipe.ends} == {a, b}]:
             pipe.cut()
-        return len(hit)
 
     def heal(self) -> None:
         self.spiky = False
@@ -143,11 +141,8 @@ class Pipe:
         network.pipes.append(self)
         client.process.on_death.append(lambda: self._on_death(client))
         self._started_s = self._world.now_s
-        self._reach(client.process.node, address.partition(":")[0])
-
-    def _reach(self, source: str, target: str) -> None:
-        delay_s = self._network.delay(source, target)
-        self._world.after(delay_s, f"syn {source}>{self._address}", self._arrive)
+        delay_s = network.delay(client.process.node, address.partition(":")[0])
+        self._world.after(delay_s, f"syn {client.process.node}>{address}", self._arrive)
 
     def _arrive(self) -> None:
         client = self.ends[0]

@@ -4,7 +4,6 @@ import random
 from dataclasses import asdict, dataclass, replace
 
 from service.http.reconnect import MAX_KEPT_BYTES
-from tools.simulation.workers.transfer_engine import EngineBehaviour
 
 EARLIER_FAULTS = (
     "partition",
@@ -38,6 +37,30 @@ MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
 RETURN_FAULT = "broken stream"  # a client loses its connection, and comes again
 ENCODER_FAULTS = ("kill encode", "drain encode", "freeze encode", "cut encode")
 FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT, RETURN_FAULT, *ENCODER_FAULTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBehaviour:
+    """Shares and times of one run.
+
+    `late_done`: operations that end well and say so late. `late`: copies of FAILED ones that go on, for `max_linger_s` at most.
+    `stays_late`: until then; else they land when they would have without the failure, if that is sooner.
+    """
+
+    copy_s: tuple[float, float]
+    slow_rate: float
+    slow_s: float
+    fail_rate: float
+    late_done_rate: float
+    late_rate: float
+    max_linger_s: float
+    connect_fail_rate: float
+    fence_fail_rate: float
+    fence_s: float
+    settle_s: float
+    gives_up_s: float  # an operation whose way is blocked fails after so long
+    flip_rate: float = 0.0  # copies of pages that arrive damaged
+    stays_late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

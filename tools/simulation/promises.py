@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from service.http.reconnect import MAX_KEPT_BYTES
-from tools.simulation.options import Options, options_of
+from tools.simulation.options import EngineBehaviour, Options, options_of
 from tools.simulation.run import Outcome, run
-from tools.simulation.workers.transfer_engine import EngineBehaviour
 
 TOO_LITTLE = "the run reaches too little"  # a breach by the run itself: it says nothing of the product
 

@@ -41,10 +41,14 @@ class Total:
         if not outcome.ok:
             self.failed.append((options.seed, outcome.problem))
 
+    @property
+    def rate(self) -> float:
+        """Events a second of one core."""
+        return self.num_events / max(self.real_s, 1e-9)
+
     def text(self) -> str:
-        rate = self.num_events / max(self.real_s, 1e-9)
         lines = [
-            f"{self.num_seeds} seeds ({self.first_seed} and up), {self.num_events} events, {rate:,.0f} events per second",
+            f"{self.num_seeds} seeds ({self.first_seed} and up), {self.num_events} events, {self.rate:,.0f} events per second",
             f"{self.virtual_s / 3600:.1f} hours of virtual time in {self.real_s / 60:.1f} minutes",
             f"answers {dict(self.outcomes)}; longest wait for rest after the faults {self.longest_rest_s:.1f} s (virtual)",
             f"writes {dict(self.seen)}; faults {dict(self.injected.most_common())}",
@@ -54,32 +58,29 @@ class Total:
 
 def write(total: Total, path: Path) -> None:
     """Write the page."""
-    template = Path(__file__).with_name("report.md").read_text()
-    faults = "\n".join(f"| {kind} | {count} |" for kind, count in sorted(total.injected.items()))
-    bugs = "\n".join(_bug_line(p) for p in scenario.all_paths()) or "| none yet | | | |"
-    figures = f"""| | |
-|---|---|
-| commit | {commit() or "a tree without git"} |
-| seeds run | {total.num_seeds} ({total.first_seed} and up) |
-| workers of a cluster | {", ".join(f"{n}: {c} runs" for n, c in sorted(total.workers.items()))} |
-| events | {total.num_events} |
-| events per second (one core) | {total.num_events / max(total.real_s, 1e-9):,.0f} |
-| virtual time | {total.virtual_s / 3600:.1f} hours, in {total.real_s / 60:.1f} minutes |
-| requests answered right / with an error / left by the client | {total.outcomes["ok"]} / {total.outcomes["error"]} / {total.outcomes["left"]} |
-| transfer writes judged; of these after their operation had failed | {total.seen["writes"] + total.seen["late writes"]}; {total.seen["late writes"]} |
-| longest time from the last fault to full rest (virtual) | {total.longest_rest_s:.1f} s |
-| failed | {len(total.failed)} |"""
-    seen = "\n".join(f"| {what} | {count} |" for what, count in sorted(total.seen.items()))
-    planted = "\n".join(
-        f"- {bug.name}: {bug.what}" for table in ("cluster", "encoders") for bug in bugs_of(table).values()
-    )
+    bugs = (bug for table in ("cluster", "encoders") for bug in bugs_of(table).values())
     path.write_text(
-        template.replace("{{figures}}", figures)
-        .replace("{{faults}}", faults)
-        .replace("{{bugs}}", bugs)
-        .replace("{{planted}}", planted)
-        .replace("{{seen}}", seen)
+        Path(__file__)
+        .with_name("report.md")
+        .read_text()
+        .format(
+            total=total,
+            commit=commit() or "a tree without git",
+            workers=", ".join(f"{n}: {c} runs" for n, c in sorted(total.workers.items())),
+            hours=total.virtual_s / 3600,
+            minutes=total.real_s / 60,
+            writes=total.seen["writes"] + total.seen["late writes"],
+            num_failed=len(total.failed),
+            faults=_rows(total.injected),
+            seen=_rows(total.seen),
+            bugs="\n".join(map(_bug_line, scenario.all_paths())) or "| none yet | | | |",
+            planted="\n".join(f"- {bug.name}: {bug.what}" for bug in bugs),
+        )
     )
+
+
+def _rows(counts: Counter[str]) -> str:
+    return "\n".join(f"| {what} | {count} |" for what, count in sorted(counts.items()))
 
 
 def _bug_line(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Requests of simulated clients, as ASGI hands them to the router."""
 
-from starlette.types import Message, Receive
+from starlette.types import Message
 
 import service.http.request as served
 from service.http.errors import RequestLimits
@@ -25,25 +25,21 @@ class _Connection:
         return not self._reply.connected
 
 
-class _Answer:
-    """Sends ASGI's messages of a stream into `reply`."""
+def incoming(request: Request, reply: Reply, request_id: str) -> served.HttpRequest:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": request.body, "more_body": False}
 
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-
-    async def send(self, message: Message) -> None:
-        if not self._reply.connected:
+    async def send(message: Message) -> None:
+        if not reply.connected:
             raise ConnectionResetError("the client has left")
         if message["type"] == "http.response.start":
             kind = next((value for name, value in message["headers"] if name == b"content-type"), b"")
-            return self._reply.head(message["status"], kind.decode())
+            return reply.head(message["status"], kind.decode())
         if message["body"]:
-            self._reply.chunk(message["body"])
+            reply.chunk(message["body"])
         if not message.get("more_body"):
-            self._reply.finish()
+            reply.finish()
 
-
-def incoming(request: Request, reply: Reply, request_id: str) -> served.HttpRequest:
     headers = {REQUEST_ID_HEADER: request_id, "Content-Type": "application/json", **request.headers}
     headers["Content-Length"] = str(len(request.body))
     scope = {
@@ -55,11 +51,4 @@ def incoming(request: Request, reply: Reply, request_id: str) -> served.HttpRequ
         "headers": served.raw_headers(headers.items()),
         CONNECTION: _Connection(reply),
     }
-    return served.HttpRequest(scope, _whole(request.body), _Answer(reply).send, LIMITS)
-
-
-def _whole(body: bytes) -> Receive:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive
+    return served.HttpRequest(scope, receive, send, LIMITS)

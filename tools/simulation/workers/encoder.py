@@ -9,12 +9,12 @@ from disagg.metadata import MetadataBuffers
 from engine.assembly.core import CoreConfig, MemoryParts, build_core
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.policy import Limits
+from tools.simulation.options import EngineBehaviour
 from tools.simulation.surroundings import Surroundings
 from tools.simulation.workers.computing import Computer
 from tools.simulation.workers.executor import SimExecutor
 from tools.simulation.workers.features import EncodingModel, feature_args
 from tools.simulation.workers.ranks import Whole
-from tools.simulation.workers.transfer_engine import EngineBehaviour
 from tools.simulation.workers.weights import OTHER, OWN, SimWeights
 from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Process

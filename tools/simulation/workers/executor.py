@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from engine.core.plan import FeatureLand, Plan, PlanItem, StepResult
 from engine.executor.executor import StepAnswer
@@ -39,19 +39,6 @@ def _nothing_arrived(land: FeatureLand) -> list[int]:
     raise Violation("a step copies features where none arrive")
 
 
-class Ranks(Protocol):
-    """The other ranks of a worker (group.py), where it has any."""
-
-    def join(self, plan: Plan) -> None:
-        """Before the leader's part of a step with items."""
-
-    def add_up(self, plan: Plan, result: StepResult) -> None:
-        """Behind it: the tokens are those of all ranks together."""
-
-    def end_layer(self, num_layers: int) -> None:
-        """A layer of the step has ended."""
-
-
 class CheckedModel(HashModel):
     """Knows by itself what each slot's KV must be, from the tokens that the plans name."""
 
@@ -61,7 +48,7 @@ class CheckedModel(HashModel):
         self.num_checked = 0
         self.num_landed_together = 0  # steps that copy several images
         self.num_forgotten = 0  # other weights so often
-        self.ranks: Ranks | None = None
+        self.ranks: Any = None  # the other ranks of the worker (group.py), where it has any
         self._old: dict[tuple[int, int], Slot] = {}  # what was in the slots that the step under way writes
         self._layers_done = 0
         self._parts: dict[tuple[int, int], list[Slot]] = {}  # by layer, of slots that landed layer by layer

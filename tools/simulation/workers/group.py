@@ -231,7 +231,7 @@ class SimGroup:
         """Other weights on every rank: what was cached before is gone."""
         self.followers.apply("use_weights").wait()
 
-    # ---- steps of all ranks (executor.py's `Ranks`)
+    # ---- steps of all ranks
 
     def join(self, plan: Plan) -> None:
         """Let every follower come to the sums of a step with items. Raises GroupEnded where one has died."""

@@ -10,9 +10,10 @@ from typing import Any
 from disagg.assembly import RECEIVES, Manager, RoleAssembly, Transfers, TransferWire
 from engine.core.scheduler import Scheduler
 from tools.simulation.network import End, Network
+from tools.simulation.options import EngineBehaviour
 from tools.simulation.surroundings import ONE_HOST, SLOT_BYTES, SimPool, Surroundings
 from tools.simulation.workers.ranks import Follower, RankView, Whole
-from tools.simulation.workers.transfer_engine import EngineBehaviour, SimEngine, make_caps
+from tools.simulation.workers.transfer_engine import SimEngine, make_caps
 from tools.simulation.world import Flag, Process, Threads
 from transfer_backends.contract import Caps, TargetPages
 from transfer_backends.control_port import Event, Frame, LinkClosed, SomeLinkClosed

@@ -121,7 +121,10 @@ def _count_frees(allocator: PageAllocator) -> Counter[int]:
 
 
 class RankView:
-    """Implements transfer_engine.Memory for one rank: an item of its KV is a unit of a page, in `layers` parts."""
+    """The memory of one rank that takes part in transfers: an item of its KV is a unit of a page, in `layers` parts.
+
+    `polled_s`: when its engine was driven last. `ends_s`: of a follower, once its leader is dead.
+    """
 
     def __init__(self, whole: Whole, rank: int, process: Process, *, layers: int) -> None:
         self.whole, self.rank, self.process = whole, rank, process

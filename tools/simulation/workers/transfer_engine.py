@@ -8,10 +8,12 @@ lands in a page that decode gave to no transfer, to two, or freed, or reads one 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tools.simulation.network import Network
-from tools.simulation.world import Process, Violation, World
+from tools.simulation.options import EngineBehaviour
+from tools.simulation.workers.ranks import RankView
+from tools.simulation.world import Violation, World
 from transfer_backends.contract import Caps, EngineError, OpState, Pieces, Region
 
 KV_BASE, AUX_BASE = 1 << 40, 1 << 20
@@ -22,54 +24,9 @@ POLLED_S = 0.5  # what arrives later after the last poll of the target waits for
 RESEND_S = 6.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineBehaviour:
-    """Shares and times of one run.
-
-    `late_done`: operations that end well and say so late. `late`: copies of FAILED ones that go on, for `max_linger_s` at most.
-    `stays_late`: until then; else they land when they would have without the failure, if that is sooner.
-    """
-
-    copy_s: tuple[float, float]
-    slow_rate: float
-    slow_s: float
-    fail_rate: float
-    late_done_rate: float
-    late_rate: float
-    max_linger_s: float
-    connect_fail_rate: float
-    fence_fail_rate: float
-    fence_s: float
-    settle_s: float
-    gives_up_s: float  # an operation whose way is blocked fails after so long
-    flip_rate: float = 0.0  # copies of pages that arrive damaged
-    stays_late: bool = False
-
-
-class Memory(Protocol):
-    """The memory of one rank of a worker's life that takes part in transfers.
-
-    `polled_s`: when its engine was driven last. `ends_s`: of a follower, once its leader is dead.
-    """
-
-    process: Process
-    polled_s: float
-
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def ends_s(self) -> float | None: ...
-    def region(self, kind: str) -> Region: ...
-    def write_allowed(self, kind: str, idx: int) -> bool: ...
-    def read_allowed(self, kind: str, idx: int) -> bool: ...
-    def times_free(self, kind: str, idx: int) -> int: ...
-    def copy_from(self, other: Any, kind: str, src: int, dst: int, part: range) -> None: ...
-    def damage(self, item: int, offset: int) -> None: ...
-
-
 @dataclass(eq=False)
 class Peer:
-    target: Memory
+    target: RankView
     closed: bool = False
     ops: list["Op"] = field(default_factory=list)
     lingering: list["Copy"] = field(default_factory=list)
@@ -129,10 +86,10 @@ class SimEngine:
 
     world: World
     network: Network
-    memory: Memory
+    memory: RankView
     caps: Caps
     behaviour: EngineBehaviour
-    directory: dict[bytes, Memory]
+    directory: dict[bytes, RankView]
     on_progress: Any
     label: str = ""
     faulty: bool = True
@@ -324,7 +281,7 @@ class SimEngine:
     def _note_death(self) -> None:
         self._died_s = self.world.now_s
 
-    def _write(self, copy: Copy, target: Memory) -> None:
+    def _write(self, copy: Copy, target: RankView) -> None:
         op = copy.op
         what = f"{copy.kind} {copy.src} of {self._process.name} to {copy.dst} of {target.process.name}"
         if not target.write_allowed(copy.kind, copy.dst):

@@ -26,12 +26,12 @@ from engine.messages import (
 from engine.ranks.followers import GroupEnded
 from planner.world import VirtualWorker
 from tools.simulation.http import serve
+from tools.simulation.options import EngineBehaviour
 from tools.simulation.surroundings import Surroundings
 from tools.simulation.workers.computing import Computer, LanguageComputer
 from tools.simulation.workers.exchange import BOOTSTRAP_PORT, Exchange
 from tools.simulation.workers.frontend import Frontend
 from tools.simulation.workers.managers import LOOP, Managers
-from tools.simulation.workers.transfer_engine import EngineBehaviour
 from tools.simulation.workers.weights import OWN, SimWeights
 from tools.simulation.world import Process, Threads, Violation
 
