@@ -22,9 +22,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from deploy.bench import environment
 
@@ -32,38 +33,31 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """`work`: "module:function" of benchmarks.gpu. `is_timed`: it has the GPU to itself."""
+class Part(msgspec.Struct, frozen=True):
+    """`run`: "module:function". `is_timed`: it has the GPU to itself."""
 
-    work: str
+    run: str
     budget_s: float
     is_timed: bool = True
 
 
-PARTS = {
-    "numerics": Part("attention:numerics", 90, is_timed=False),
-    "identity": Part("tokens:identity", 90, is_timed=False),
-    "host_tier": Part("host_tier:host_tier", 60, is_timed=False),
-    "ranks": Part("ranks:measure", 90, is_timed=False),
-    "sanitizer": Part("sanitizer:sanitizer", 90, is_timed=False),
-    "families": Part("tokens:families", 90, is_timed=False),
-    "limits": Part("rates:limits", 20),
-    "decode_attention": Part("attention:decode_bandwidth", 40),
-    "extend_attention": Part("attention:extend_rate", 40),
-    "sampler": Part("rates:sampler", 30),
-    "decode": Part("steps:decode", 60),
-    "mixture": Part("steps:mixture", 40),
-    "products": Part("rates:products", 15),
-    "prefill": Part("steps:prefill", 35),
-    "short_prompts": Part("steps:short_prompts", 25),
-    "adapters": Part("steps:adapters", 25),
-    "gap": Part("steps:gap", 40),
-    "transfer": Part("transfer:measure", 40),
-    "transfer_mooncake": Part("transfer:measure_mooncake", 24),
-    "restart": Part("transfer:restart", 60),
-    "cluster": Part("whole_cluster:cluster", 90),
-}
+class Aim(msgspec.Struct, frozen=True):
+    """`at`: where in the result of its part. `bound`: ">=", at least, or "<=", at most."""
+
+    what: str
+    part: str
+    at: str
+    bound: str
+    aim: float
+
+
+class Table(msgspec.Struct, frozen=True):
+    parts: dict[str, Part]
+    aims: list[Aim]
+
+
+TABLE = msgspec.toml.decode((ROOT / "benchmarks/gpu/parts.toml").read_bytes(), type=Table)
+PARTS = TABLE.parts
 
 
 def longest_s(parts: Iterable[Part]) -> float:
@@ -108,10 +102,10 @@ def check(
 
 def run_here(name: str, limits: dict[str, float], *, small: bool = True) -> dict[str, Any]:
     """Run a part in this process."""
-    module, _, function = PARTS[name].work.partition(":")
+    module, _, function = PARTS[name].run.partition(":")
     target = _target(small=small, limits=limits)
     try:
-        return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(target)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(module), function)(target)  # type: ignore[no-any-return]
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:500], "trace": traceback.format_exc()[-3000:]}
 
@@ -175,33 +169,13 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-AIMS: tuple[tuple[str, str, str, str, float], ...] = (
-    # what, part, where in its result, at least or at most, aim
-    ("decode attention, share of the copy rate, 64 x 4k", "decode_attention", "of_copy", ">=", 0.75),
-    ("extend attention, share of the bf16 rate, 8k", "extend_attention", "of_bf16", ">=", 0.50),
-    ("decode step over the floor, batch 1", "decode", "rows.0.of_floor", "<=", 1.25),
-    ("decode step over the floor, batch 64", "decode", "rows.1.of_floor", "<=", 1.25),
-    ("prefill, share of the bf16 rate, 8k", "prefill", "of_bf16", ">=", 0.55),
-    ("idle between steps at depth 2, batch 1", "gap", "rows.1.idle_share", "<=", 0.02),
-    ("idle between steps at depth 2, batch 8", "gap", "rows.3.idle_share", "<=", 0.02),
-    ("idle between steps at depth 2, batch 32", "gap", "rows.5.idle_share", "<=", 0.02),
-    ("idle between steps at depth 2, batch 128", "gap", "rows.7.idle_share", "<=", 0.02),
-    ("50 tokens behind 32k cached, share of the copy rate", "extend_attention", "prefix.of_copy", ">=", 0.30),
-    ("sampling with top_p, share of a decode step, batch 64", "sampler", "rows.8.of_step", "<=", 0.10),
-    # twice what a card of 400 Gbit/s carries: one copy engine moves 2.4 MB pieces far below the copy rate
-    ("decode step with 8 adapters over one without, batch 64", "adapters", "rows.2.of_plain", "<=", 1.3),
-    ("transfer on one GPU, GB/s, 8k tokens", "transfer", "rows.1.gb_s", ">=", 100.0),
-    ("memory of a dead peer that is not given back, GB", "restart", "lost_gb", "<=", 0.5),
-)
-
-
 def aims(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Each aim beside what was found; `found` None where its part has no figure."""
     rows = []
-    for what, part, path, relation, aim in AIMS:
-        value = _at(found.get(part), path)
-        met = None if value is None else (value >= aim if relation == ">=" else value <= aim)
-        rows.append({"what": what, "found": value, "aim": f"{relation} {aim}", "met": met})
+    for one in TABLE.aims:
+        value = _at(found.get(one.part), one.at)
+        met = None if value is None else (value >= one.aim if one.bound == ">=" else value <= one.aim)
+        rows.append({"what": one.what, "found": value, "aim": f"{one.bound} {one.aim}", "met": met})
     return rows
 
 

@@ -12,7 +12,7 @@ _WORD = re.compile(r"\w+(:\w+)?")
 _PREFIX = re.compile(r"(?:tools|benchmarks)\.(?:\w+\.)*")
 _DOTTED = re.compile(r"(?:tools|benchmarks|tests)(?:\.\w+)+")
 _CONFIG = re.compile(r"(?:config|flags|^engine|^server|^disagg)$")
-STARTS = ("Makefile", ".ci/run", "benchmarks/measures.toml")
+STARTS = ("Makefile", ".ci/run", "benchmarks/measures.toml", "benchmarks/gpu/parts.toml")
 SERVE = "deploy/commands/serve.py"  # the command whose flags are a worker's
 
 

@@ -31,7 +31,7 @@ def test_without_a_gpu_there_is_one_clear_line(
 
 
 def test_a_part_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu_check.PARTS, "broken", gpu_check.Part("target:TINY", 30))
+    monkeypatch.setitem(gpu_check.PARTS, "broken", gpu_check.Part("benchmarks.gpu.target:TINY", 30))
     found = gpu_check.check(["broken", "limits"], gpu_check.run_here)
     assert found["broken"]["error"].startswith("TypeError: ") and "copy_gb_s" in found["limits"]
     apart = gpu_check.check(["broken"], gpu_check.run_apart)["broken"]  # a process of its own, which knows no such part
@@ -58,7 +58,7 @@ def test_checks_run_side_by_side_and_measurements_alone() -> None:
 
 
 def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu_check.PARTS, "limits", gpu_check.Part("rates:limits", 0.02))
+    monkeypatch.setitem(gpu_check.PARTS, "limits", gpu_check.Part("benchmarks.gpu.rates:limits", 0.02))
     assert gpu_check.check(["limits"], gpu_check.run_apart)["limits"]["error"] == "not done after 0 s"
 
 
