@@ -89,12 +89,13 @@ def test_a_cluster_without_a_compiler_says_so_and_what_mends_it(tmp_path: Path) 
     assert "no C compiler" in lines[0] and "apt-get install gcc libc6-dev, or: pip install" in lines[0]
 
 
-def test_a_cluster_whose_transfer_engine_cannot_be_loaded_says_what_to_install(tmp_path: Path) -> None:
+def test_a_worker_whose_transfer_engine_cannot_be_loaded_says_what_to_install(tmp_path: Path) -> None:
     package = tmp_path / "path/mooncake"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "engine.py").write_text('raise ImportError("libibverbs.so.1: cannot open shared object file")')
-    argv = [sys.executable, "-m", "deploy", "up", "--port=0", "--transfer-backend=mooncake", f"--run-dir={tmp_path}"]
+    mode = ("--disaggregation-mode=decode", "--disaggregation-transfer-backend=mooncake")
+    argv = [sys.executable, "-m", "deploy", "serve", "--port=0", *mode]
     env = {**os.environ, "PYTHONPATH": str(package.parent)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0

@@ -43,6 +43,7 @@ def test_the_smallest_cluster_comes_first_and_then_what_more_gives(
     assert errors == "" and "at 15 requests a second: INFO engine.loop.loop: " in log.read_text()
 
 
+@pytest.mark.usefixtures("in_process")
 def test_no_size_that_is_enough_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     rate = ["--request-rate", "200", "--num-requests", "40", "--layouts", "1U", "2U"]
     assert main([*PLAN, *LOAD, *LIMITS, *rate]) == 1

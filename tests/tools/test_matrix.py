@@ -16,8 +16,6 @@ CELLS = [
     Cell(Fault.STOP, Victim.BOOTSTRAP, Phase.BOOTSTRAPPING),
     Cell(Fault.KILL, Victim.ROUTER, Phase.BOOTSTRAPPING),
     Cell(Fault.RESTART, Victim.PREFILL, Phase.TRANSFERRING),
-    Cell(Fault.KILL, Victim.PREFILL_SCHEDULER, Phase.WAITING),
-    Cell(Fault.KILL, Victim.DECODE, Phase.DECODING),
 ]
 
 

@@ -136,6 +136,7 @@ async def _until_pages_are_exposed(workers: Pair) -> "asyncio.Task[object]":
     return asked
 
 
+@pytest.mark.slow
 async def test_prefill_on_two_machines(tmp_path: Path) -> None:
     """Its rank on the other machine is killed while decode waits for it: decode's pages stay, for what it may have sent."""
     with pair(tmp_path, "nixl", "prefill") as workers:

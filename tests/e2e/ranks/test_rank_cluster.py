@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from planner.step_time import shape_of
@@ -45,6 +46,7 @@ def events_of(trace: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(text) if trace.suffix == ".gz" else text)["traceEvents"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 async def test_sizes_differ_and_profiles_events_and_role_switches_work(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     with cluster(tmp_path, *FLAGS) as up:
