@@ -32,23 +32,14 @@ FLAGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 16384, "num_thr
 
 BEGINNINGS = [
     "The capital of France is",
-    "Water boils at",
     "def fibonacci(n):\n",
     "Once upon a time",
     "1, 2, 3, 4,",
-    "import numpy as np\n",
-    "In the beginning",
-    "The largest planet is",
     "Dear Sir or Madam,",
     "SELECT name FROM",
-    "The opposite of hot is",
-    "To be or not to be",
-    "My favourite colour",
     "<h1>Welcome</h1>",
     "Q: What is 2 + 2?\nA:",
     "La capitale de l'Italie est",
-    "Roses are red,",
-    "for i in range(",
 ]
 WAYS = ("cached", *(pytest.param(way, marks=pytest.mark.slow) for way in ("nixl", "mooncake", "chunked")))
 Margin = Callable[[], float]
@@ -61,11 +52,11 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """24: the beginnings alone, and behind one another, so that some share prefixes and some are longer than a chunk."""
+    """12: the beginnings alone, and behind one another, so that some share prefixes and some are longer than a chunk."""
     count = len(BEGINNINGS)
     texts = [*BEGINNINGS]
     texts += [
-        f"{BEGINNINGS[i % 4]} {BEGINNINGS[i % count]} {BEGINNINGS[(5 * i + 2) % count]}" for i in range(24 - count)
+        f"{BEGINNINGS[i % 4]} {BEGINNINGS[i % count]} {BEGINNINGS[(5 * i + 2) % count]}" for i in range(12 - count)
     ]
     return [tokenizer.encode(text) for text in texts]
 
@@ -143,7 +134,7 @@ def margin(theirs: LlamaForCausalLM, prompts: list[list[int]], reference: list[l
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_24_prompts_give_the_same_tokens(
+def test_12_prompts_give_the_same_tokens(
     way: str,
     prompts: list[list[int]],
     unified_twice: tuple[list[list[int]], list[list[int]]],
@@ -178,7 +169,7 @@ def test_tokens_are_those_of_transformers(
         ties += int((behind > 0).sum())
         assert behind.max() <= 0 or behind.max() < margin(), prompt
     assert ties <= 2, "near ties are rare: many would mean another model"
-    assert len({tuple(answer) for answer in reference}) > 18, "the prompts do not tell answers apart"
+    assert len({tuple(answer) for answer in reference}) > 9, "the prompts do not tell answers apart"
 
 
 @pytest.mark.slow

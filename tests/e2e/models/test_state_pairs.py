@@ -9,8 +9,8 @@ import pytest
 
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.kernels.linear import linear_kernel
-from tests.e2e.models.group_models import DELTA_RULE, DELTA_RULE_INTERLEAVED, MAMBA2, MAMBA2_SHARED
-from tests.e2e.ranks.test_rank_pairs import both_ways, pair_of
+from tests.e2e.models.group_models import DELTA_RULE, DELTA_RULE_INTERLEAVED, MAMBA2, MAMBA2_SHARED, Made
+from tests.e2e.ranks.test_rank_pairs import Cell, both_ways, pair_of
 from tests.e2e.two_engines import run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -31,12 +31,12 @@ ASKED = [(f"r{i}", [*SHARED, *prompt_of(30 + 9 * i, i)], 36 - 4 * i) for i in ra
 Right = tuple[str, dict[str, list[int]]]  # a checkpoint, and its tokens
 
 
-CELLS = {
-    **both_ways("delta rule", DELTA_RULE, (2, 1), (4, 1)),
-    **both_ways("delta rule", DELTA_RULE_INTERLEAVED, (4, 1), (1, 2)),
-    **both_ways("Mamba2", MAMBA2, (1, 1), (2, 1)),
-    **both_ways("Mamba2", MAMBA2_SHARED, (2, 1), (1, 2)),
-}
+CELLS = [
+    *both_ways("delta rule", DELTA_RULE, (2, 1), (4, 1)),
+    *both_ways("delta rule", DELTA_RULE_INTERLEAVED, (4, 1), (1, 2)),
+    *both_ways("Mamba2", MAMBA2, (1, 1), (2, 1)),
+    *both_ways("Mamba2", MAMBA2_SHARED, (2, 1), (1, 2)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def rights() -> dict[str, Right]:
     return {}
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(("made", "cell"), CELLS)
 def test_states_cross_between_all_ranks(
-    name: str, rights: dict[str, Right], tmp_path_factory: pytest.TempPathFactory
+    made: Made, cell: Cell, rights: dict[str, Right], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """In bf16 to the bit. What is retracted is computed again as a prompt, which rounds otherwise: in fp32."""
-    (family, fields), cell = CELLS[name]
+    family, fields = made
     exact = (1, 2) in (cell.prefill, cell.decode)
     flags: dict[str, Any] = {**FLAGS, **(EXACT if exact else ROUNDED)}
     if family not in rights:

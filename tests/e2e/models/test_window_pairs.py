@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.scheduler import Scheduler
-from tests.e2e.models.group_models import ALL_WINDOWS, SOME_WINDOWS
-from tests.e2e.ranks.test_rank_pairs import both_ways, pair_of
+from tests.e2e.models.group_models import ALL_WINDOWS, SOME_WINDOWS, Made
+from tests.e2e.ranks.test_rank_pairs import Cell, both_ways, pair_of
 from tests.e2e.two_engines import run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
@@ -25,11 +25,11 @@ FLAGS: dict[str, Any] = {
     "max_total_tokens": 2048,
     "dtype": "float32",
 }
-CELLS = {
-    **both_ways("some layers", SOME_WINDOWS, (2, 1), (2, 1)),
-    **both_ways("some layers", SOME_WINDOWS, (1, 1), (4, 1)),
-    **both_ways("all layers", ALL_WINDOWS, (2, 1), (1, 1)),
-}
+CELLS = [
+    *both_ways("some layers", SOME_WINDOWS, (2, 1), (2, 1)),
+    *both_ways("some layers", SOME_WINDOWS, (1, 1), (4, 1)),
+    *both_ways("all layers", ALL_WINDOWS, (2, 1), (1, 1)),
+]
 ASKED = [(f"r{i}", [*prompt_of(40, 9), *prompt_of(20 + 7 * i, i)], 40) for i in range(4)]
 
 
@@ -60,9 +60,9 @@ def test_two_ranks_free_what_lies_behind_the_window(tmp_path: Path) -> None:
         check_all_is_back(group.engine.parts.scheduler)
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_windows_cross_between_ranks(name: str, tmp_path: Path) -> None:
-    (family, fields), cell = CELLS[name]
+@pytest.mark.parametrize(("made", "cell"), CELLS)
+def test_windows_cross_between_ranks(made: Made, cell: Cell, tmp_path: Path) -> None:
+    family, fields = made
     path = make_tiny_checkpoint(tmp_path, family, **fields)
     with pair_of(cell, path, flags=FLAGS, decode={"test_retract": 3}) as pair:
         assert run(pair, ASKED, turns_between=6) == right_of(path)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.e2e.models.group_models import Made
@@ -50,12 +51,19 @@ def name_of(cell: Cell) -> str:
     return f"{prefill} to {decode} by {cell.backend}"
 
 
-def both_ways(what: str, made: Made, one: Shape, other: Shape) -> "dict[str, tuple[Made, Cell]]":
-    """Each direction by each engine: by layers and through prefill, or whole and computed again."""
+def both_ways(what: str, made: Made, one: Shape, other: Shape) -> list[ParameterSet]:
+    """Each direction by each engine: by layers and through prefill, or whole and computed again.
+
+    `make slow-tests` tries there by the second engine, and back by the first.
+    """
     ways = (("nixl", "on", "prefill"), ("mooncake", "off", "recompute"))
     directions = dict.fromkeys(((one, other), (other, one)))
-    cells = [Cell(backend, *shapes, *how) for shapes, (backend, *how) in product(directions, ways)]
-    return {f"{what}, {name_of(cell)}": (made, cell) for cell in cells}
+    found = []
+    for (there, shapes), (engine, (backend, *how)) in product(enumerate(directions), enumerate(ways)):
+        cell = Cell(backend, *shapes, *how)
+        marks = () if there == engine else pytest.mark.slow
+        found.append(pytest.param(made, cell, id=f"{what}, {name_of(cell)}", marks=marks))
+    return found
 
 
 # How decode computes it by itself: tests/engine/ranks/test_ranks.py

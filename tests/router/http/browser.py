@@ -87,17 +87,27 @@ class Page:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
         )
 
-    async def too_wide(self, width: int, *, but: str) -> list[str]:
-        """What reaches beyond the window, except in elements `but`; nothing may scroll it wider than `width`."""
-        assert await self.js("Math.max(document.documentElement.scrollWidth, innerWidth)") == width
+    async def too_wide(self, *, but: str) -> list[str]:
+        """What reaches beyond a window of a phone or larger, except in elements `but`; nothing may scroll it wider."""
         beyond = f"n.getBoundingClientRect().right > innerWidth + 1 && !n.closest('{but}')"
         nodes = f"[...document.querySelectorAll('*')].filter((n) => {beyond})"
-        return list(await self.js(f"{nodes}.map((n) => n.className || n.tagName)"))
+        found: list[str] = []
+        for width in (320, 390, 800):
+            await self.resize(width, 800, phone=width < 700)
+            assert await self.js("Math.max(document.documentElement.scrollWidth, innerWidth)") == width
+            found += await self.js(f"{nodes}.map((n) => n.className || n.tagName)")
+        return found
 
-    async def violations(self) -> Any:
-        """What axe finds, with the nodes; the page has run `AXE`."""
+    async def violations(self) -> list[Any]:
+        """What axe finds on the light and on the dark page, with the nodes; the page has run `AXE`."""
         found = "found.violations.map((rule) => [rule.id, rule.nodes.map((node) => node.html + node.failureSummary)])"
-        return await self.js(f"axe.run().then((found) => {found})")
+        ground = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+        violations = []
+        for scheme in ("light", "dark"):
+            await self.prefer(prefers_color_scheme=scheme)
+            assert (sum(await self.js(ground)) > 700) == (scheme == "light")
+            violations += await self.js(f"axe.run().then((found) => {found})")
+        return violations
 
     async def prefer(self, **features: str) -> None:
         """Media features, such as prefers_color_scheme="dark"."""

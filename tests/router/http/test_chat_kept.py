@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.frontend.conftest import start_worker
 from tests.frontend.vision import write_vision_checkpoint
 from tests.router.dummies import Behaviour, DummyWorker, stream, until
@@ -108,17 +106,17 @@ async def test_what_is_kept_is_bounded_and_what_is_no_conversation_is_left_alone
         assert page.complaints == []
 
 
-@pytest.mark.parametrize("how", ["button", "paste", "drop"])
-async def test_an_image_goes_to_a_model_that_sees(devtools: str, how: str) -> None:
+async def test_an_image_goes_to_a_model_that_sees(devtools: str) -> None:
     async with shown(devtools, models=[SEEING]) as (c, page):
-        await give(page, how, "one.png")
-        await page.until(f"{THUMBS} === 1")
-        await ask(page, "What is it?")
-        assert await page.js(THUMBS) == 0
-        (message,) = bodies(c)[0]["messages"]
-        image, text = message["content"]
-        assert text == {"type": "text", "text": "What is it?"} and image["type"] == "image_url"
-        assert image["image_url"]["url"].startswith("data:image/png;base64,")
+        for how in ("button", "paste", "drop"):
+            await give(page, how, "one.png")
+            await page.until(f"{THUMBS} === 1")
+            await ask(page, f"What is it? ({how})")
+            assert await page.js(THUMBS) == 0
+            message = max((body["messages"] for body in bodies(c)), key=len)[-1]
+            image, text = message["content"]
+            assert text == {"type": "text", "text": f"What is it? ({how})"} and image["type"] == "image_url"
+            assert image["image_url"]["url"].startswith("data:image/png;base64,")
         assert page.complaints == []
 
 
@@ -182,7 +180,7 @@ async def test_a_model_that_reads_text_gets_text(devtools: str) -> None:
         assert [m["content"].strip() for m in last["messages"]] == ["What is it?", "It is Paris.", "And in words?"]
 
 
-async def test_code_has_colours_and_stays_text(devtools: str) -> None:
+async def test_code_has_colours_and_loses_no_character(devtools: str) -> None:
     async with shown(devtools) as (c, page):
         answer_with(c, says(CODE))
         await ask(page)
@@ -200,11 +198,6 @@ async def test_code_has_colours_and_stays_text(devtools: str) -> None:
             part.split("\n", 1)[1].rstrip("\n") for part in CODE.split("```")[1::2]
         ]
         assert await page.js(f"{code}[1].children.length") == 0  # a language that the page does not know
-        assert page.complaints == []
-
-
-async def test_code_of_any_language_loses_no_character(devtools: str) -> None:
-    async with shown(devtools) as (_, page):
         texts = [
             '"""open',
             "'a\\",
@@ -223,6 +216,7 @@ async def test_code_of_any_language_loses_no_character(devtools: str) -> None:
             ".filter((text) => coloured(text, name).map((node) => node.textContent ?? node).join('') !== text)))"
         )
         assert await page.js(lost) == []
+        assert page.complaints == []
 
 
 async def test_code_is_copied_also_without_a_clipboard(devtools: str) -> None:

@@ -395,11 +395,9 @@ async def test_a_wrong_key_is_said_and_the_right_one_stays_in_the_tab(devtools: 
         assert all("401" in complaint for complaint in page.complaints)  # Chromium's own word for each refusal
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_finds_nothing_to_mend(devtools: str, scheme: str) -> None:
+async def test_axe_finds_nothing_to_mend(devtools: str) -> None:
     """Roles, names, order of headings, contrast: of the page at rest, with an answer, its time line and the settings, and of the dialog."""
     async with shown(devtools, models=[SEEING]) as (c, page):
-        await page.prefer(prefers_color_scheme=scheme)
         await page.js(AXE + "; true")
         assert await page.violations() == []
         answer_with(c, says(RICH + "\n\n" + CODE))
@@ -418,8 +416,6 @@ async def test_axe_finds_nothing_to_mend(devtools: str, scheme: str) -> None:
         assert await page.violations() == []
         await page.js("document.getElementById('key-open').click()")
         assert await page.violations() == []
-        ground = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
-        assert (sum(await page.js(ground)) > 700) == (scheme == "light")
 
 
 async def test_a_finished_answer_is_announced_once_and_landmarks_have_names(devtools: str) -> None:
@@ -454,21 +450,19 @@ async def test_the_switch_overrules_the_system(devtools: str) -> None:
         assert await page.js(ground) == dark
 
 
-@pytest.mark.parametrize("width", [320, 390, 800])
-async def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
+async def test_no_width_scrolls_sideways(devtools: str) -> None:
     async with shown(devtools, models=[SEEING]) as (c, page):
-        await page.resize(width, 800, phone=width < 700)
         answer_with(c, says(RICH + "\n\n" + "long" * 60))
         for i in range(4):
             await give(page, "button", f"{i}.png", side=500)
         await page.until(f"{THUMBS} === 4")
-        assert await page.too_wide(width, but="pre") == []
+        assert await page.too_wide(but="pre") == []
         await ask(page, "word" * 60)
         await page.until(f"!{LAST}.querySelector('.crossed').hidden")
         await page.js(f"{LAST}.querySelector('.crossed').click()")
         await page.until(f"{LAST}.querySelectorAll('.timeline .inner').length === 2")
         await page.js("document.getElementById('settings').open = true")
-        assert await page.too_wide(width, but="pre") == []  # nor is anything cut off
+        assert await page.too_wide(but="pre") == []  # nor is anything cut off
 
 
 async def test_a_worker_that_serves_alone_has_the_page_and_nothing_of_a_router(devtools: str, tmp_path: Path) -> None:
