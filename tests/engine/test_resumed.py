@@ -1,10 +1,12 @@
 """Answers that go on behind tokens of another worker: wherever they are cut, the rest is what one worker gives."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from engine.messages import LogprobOptions
+from tests.cells import some
 from tests.e2e.two_engines import System, disaggregated, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -28,16 +30,23 @@ FLAGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 2048, "max_running_
 FAMILIES = ("qwen3", "qwen3_next", "gpt_oss")  # pages alone, recurrent states, windows and sinks
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(family), family)
 
 
 def before(tokens: list[int], cut: int) -> dict[str, Any]:
     return {"output_ids": tokens[:cut]}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    some(
+        product(FAMILIES, SAMPLINGS),
+        tried=[*product(["qwen3"], SAMPLINGS), ("qwen3_next", "penalties"), ("gpt_oss", "seeded")],
+    ),
+    scope="module",
+)
 def test_the_rest_is_what_one_worker_gives(model: str, sampling: str) -> None:
     """At a worker that knows nothing of it, and at one that has its prefix; its logprobs, too."""
     asked = {"max_new_tokens": NEW, "logprobs": LogprobOptions(top_num=2), **SAMPLINGS[sampling]}
@@ -57,7 +66,14 @@ def test_the_rest_is_what_one_worker_gives(model: str, sampling: str) -> None:
                     assert found == pytest.approx([lp.logprob for lp in logprobs[cut:]], abs=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    some(
+        product(FAMILIES, ["nixl", "mooncake"]),
+        tried=[("qwen3", "mooncake"), ("qwen3_next", "nixl"), ("gpt_oss", "nixl")],
+    ),
+    scope="module",
+)
 def test_the_rest_by_two_workers(model: str, backend: str) -> None:
     """Prefill computes the prompt and what was generated, and samples the next token; decode goes on."""
     flags = {**FLAGS, "disagg": {"disaggregation_transfer_backend": backend}}

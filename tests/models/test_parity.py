@@ -124,11 +124,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def open_both(path: str, *, dtype: str = "float32") -> tuple[DenseDecoder, PreTrainedModel]:
-    ours = load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager")
-    theirs.generation_config.eos_token_id = None
-    return ours, theirs
+def load_ours(path: str, *, dtype: str) -> DenseDecoder:
+    return load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
 
 
 def random_ids(count: int, *, seed: int = 1) -> list[int]:
@@ -144,25 +141,22 @@ def their_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def test_logits_and_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     path = make_tiny_checkpoint(tmp_path, family, **overrides)
-    ours, theirs = open_both(path)
-    prompt = random_ids(40)
+    ours, prompt = load_ours(path, dtype="float32"), random_ids(40)
     tokens = Sequence(ours).greedy(prompt, 32)
-    with torch.inference_mode():
-        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0)
-    assert tokens == expected[0, len(prompt) :].tolist()
     assert len(set(tokens)) > 8, "a model that repeats itself proves little"
     whole = prompt + tokens
     exact = Float64Oracle(path).logits(whole)
+    assert tokens == exact.value[len(prompt) - 1 : -1].argmax(-1).tolist()
     assert exact.value.std() > 0.5
     exact.check(Sequence(ours).extend(whole))
 
 
 def test_bf16_is_as_close_to_fp32_as_transformers_bf16_is(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
-    ours, theirs = open_both(path, dtype="bfloat16")
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
     prompt = random_ids(64)
     exact = their_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), prompt)
-    our_error = (Sequence(ours).extend(prompt) - exact).abs().mean()
+    our_error = (Sequence(load_ours(path, dtype="bfloat16")).extend(prompt) - exact).abs().mean()
     their_error = (their_logits(theirs, prompt) - exact).abs().mean()
     assert 0 < our_error < 1.25 * their_error
 
@@ -170,5 +164,5 @@ def test_bf16_is_as_close_to_fp32_as_transformers_bf16_is(tmp_path: Path) -> Non
 def test_cache_specs_follow_the_config(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=3)
     for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
-        specs = load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False).cache_specs()
+        specs = load_ours(path, dtype=dtype).cache_specs()
         assert [spec.bytes_per_token() for spec in specs] == [2 * 2 * 16 * itemsize] * 3

@@ -67,6 +67,7 @@ SLOW = ["numerics", "identity", "adapters", "ranks", "restart", "families", "clu
 SLOW += ["mixture", "short_prompts", "transfer_mooncake"]
 
 
+@pytest.mark.slow
 def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
     """Kernels by Triton's interpreter: what the GPU run does, but for the figures."""
     result = run_small([name for name in gpu_check.PARTS if name not in SLOW], tmp_path / "gpu.json")

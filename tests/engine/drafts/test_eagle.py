@@ -19,6 +19,7 @@ from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError
+from tests.cells import some
 from tests.e2e.workload import recall_prompt
 from tests.engine.drafts.drafters import (
     Answers,
@@ -190,7 +191,7 @@ FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", *HYBRIDS
 Path_ = tuple[str, Answers]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=some(FAMILIES, tried=["deepseek_v3", "glm4_moe", HYBRIDS[0]]))
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path_:
     folder = tmp_path_factory.mktemp(request.param)
     path = make_tiny_checkpoint(folder, request.param, dtype="bfloat16", num_nextn_predict_layers=1)

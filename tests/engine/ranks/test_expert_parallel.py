@@ -101,8 +101,6 @@ def test_experts_of_any_family_may_lie_in_any_order(model: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "shape",
     [
-        {"tp_size": 2, "ep_size": 2},
-        {"tp_size": 4, "ep_size": 4},
         {"tp_size": 2, "ep_size": 2, "pp_size": 2},
         {"tp_size": 4, "ep_size": 4, "dp_size": 2, "where": (1, 0, 1, 0)},
         {"tp_size": 2, "ep_size": 2, "by_groups": True, "disable_cuda_graph": True},
