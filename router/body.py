@@ -79,8 +79,6 @@ _OPENAI_BOUNDS = ("max_completion_tokens", "max_tokens")
 
 
 class BadBody(ApiError):
-    """A body that cannot be routed."""
-
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(400, message, field=field)
 
@@ -117,7 +115,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def parse_body(api: Api, body: bytes) -> ParsedBody:
-    """Parse a body. Raises BadBody."""
+    """Raises BadBody."""
     if deeper_than(body):
         raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
@@ -218,7 +216,6 @@ def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
 
 
 def _samplings(api: Api, fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
-    """Return the sampling of all prompts, or of each."""
     if api is Api.GENERATE:
         return _native_samplings(_raw(fields, "sampling_params"))
     if api in OLLAMA:

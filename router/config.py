@@ -16,7 +16,7 @@ MAX_PORT = 65535
 def _seconds(
     default: float, help: str, *, above: float | None = None, zero: str | None = None, option: str | None = None
 ) -> Any:
-    """Declare a flag in seconds; `zero` describes 0."""
+    """`zero` describes 0."""
     least = 0 if above is None else None
     special = {} if zero is None else {0.0: zero}
     return flag(default, help, unit="s", above=above, least=least, special=special, option=option)
@@ -257,11 +257,11 @@ class RouterConfig(
     ListenFlags,
     WorkerFlags,
 ):
-    """All flags of the router."""
+    pass
 
 
 def check_config(config: RouterConfig) -> None:
-    """Raise ConfigError for the first invalid combination of flags."""
+    """Raises ConfigError."""
     for flag_name, url in _worker_urls(config):
         check_worker_url(flag_name, url)
     if config.pd_disaggregation:
@@ -349,7 +349,7 @@ def _check_discovery(config: RouterConfig) -> None:
 
 
 def label_query(parts: Sequence[str]) -> str:
-    """Return a Kubernetes `labelSelector` of KEY=VALUE. Raises ValueError."""
+    """Raises ValueError."""
     words = [word for part in parts for word in part.split()]
     for word in words:
         key, equals, value = word.partition("=")

@@ -149,9 +149,7 @@ class _Fleet:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Forward signals. After one that ends processes none restarts; none survives the
-        context.
-        """
+        """After a signal that ends processes none restarts; none survives the context."""
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             yield
@@ -181,7 +179,6 @@ class _Fleet:
                 time.sleep(0.02)
 
     def watch(self) -> None:
-        """Wait until all have ended, restarting any that dies before."""
         while running := [member for member in self._members if member.process.exitcode is None]:
             wait([member.process.sentinel for member in running], timeout=1.0)
             for member in self._members:
@@ -198,7 +195,7 @@ SUMMED_GAUGES = (
 
 
 class PeerProcesses:
-    """Messages between the processes of a router: pool changes, and counts for /metrics.
+    """Pool changes, and counts for /metrics.
 
     Over unix sockets with a shared key; requests of peers are not forwarded again.
     """

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """Run a router on uvloop, or several processes (`--workers`)."""
     set_up_logging(level=config.log_level, format=config.log_format, process="router")
     allow_many_files()
     if config.workers == 1:
@@ -64,7 +63,6 @@ async def run_router(
 async def start_router(
     config: RouterConfig, *, slot: ProcessSlot | None = None, limits: RequestLimits | None = None
 ) -> AsyncIterator[Router]:
-    """Start a listening router, until the context ends."""
     check_config(config)
     async with AsyncExitStack() as stack:
         router = Router(config, slot, stack)

@@ -28,7 +28,7 @@ MAX_LIVE_ROOMS = 1 << 20
 
 class RoomMinter:
     """Mints bootstrap rooms from random bits (`draw`): never 0, which SGLang's prefill never
-    completes, and never a live one, which would mix two requests' KV.
+    completes, nor a live one, which would mix two requests' KV.
     """
 
     def __init__(self, draw: Callable[[int], int] = secrets.randbits) -> None:
@@ -103,7 +103,7 @@ class PairAttempt:
         return (self.answering,) if self.prefill is None else (self.prefill, self.answering)
 
     def settled(self) -> bool:
-        """Return whether the answer has started. Raises CallFailed."""
+        """Raises CallFailed."""
         if not self._is_decided():
             return False
         failures = [failure for call in self.calls if (failure := call.failure())]
@@ -117,7 +117,7 @@ class PairAttempt:
             call.goes_on = stays
 
     def begin_answer(self) -> None:
-        """Release the prefill worker: decode only answers computed prompts."""
+        """Release the prefill worker."""
         self.stay()
         self._end_prompt()
 
@@ -191,9 +191,7 @@ def _severity(failure: CallFailed) -> tuple[bool, bool]:
 
 @dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
-    """Starts attempts. `parts` are of all requests. `tails`: ended ones with a running prefill
-    call.
-    """
+    """`parts` are of all requests. `tails`: ended ones with a running prefill call."""
 
     table: WorkerTable
     rooms: RoomMinter
@@ -258,7 +256,7 @@ class AttemptLauncher:
         return attempt
 
     async def until_started(self, request: RequestContext, attempt: PairAttempt) -> None:
-        """Wait for the answer's start. Raises CallFailed after notifying observers."""
+        """Raises CallFailed, after notifying observers."""
         try:
             while not attempt.settled():
                 await attempt.waiter.wait()
@@ -267,7 +265,7 @@ class AttemptLauncher:
             raise
 
     def headers_at(self, request: RequestContext, now_s: float) -> Mapping[str, str]:
-        """Return an attempt's headers, with the remaining deadline."""
+        """Add the remaining deadline."""
         return less_time(request.headers, now_s - request.started_s)
 
     def _report_sent(self, request: RequestContext, attempt: PairAttempt) -> None:
@@ -294,7 +292,6 @@ class AttemptLauncher:
     def _prepared(
         self, request: RequestContext, placement: Placement, headers: Mapping[str, str], now_s: float
     ) -> tuple[Mapping[str, str], Sequence[Lease]]:
-        """Return the headers and further leases of the call that computes the prompt."""
         parts = self.parts + request.parts
         if not parts:
             return headers, ()
@@ -323,7 +320,6 @@ class AttemptLauncher:
         return of_prefill, self._vouched(of_decode, prefill, rooms), to_prefill, to_decode
 
     def _rooms(self, request: RequestContext, prefill: Worker) -> tuple[int, ...]:
-        """Mint rooms of the request's DP rank, which prefill reads from the room."""
         rank, num_ranks, count = request.dp_rank, prefill.ranks.dp, request.parsed.num_samples
         if rank is None or not 0 <= rank < num_ranks:
             return self.rooms.mint(count)

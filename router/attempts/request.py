@@ -47,8 +47,6 @@ class RequestRefused(ApiError):
 
 
 class ClientStream:
-    """Begins and ends a stream to the client."""
-
     async def open(self, http: HttpRequest, *, status: int, headers: Mapping[str, str]) -> StreamedResponse:
         return open_stream(http, status=status, headers=headers)
 
@@ -57,7 +55,7 @@ class ClientStream:
 
 
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
-    """One request, with times on the router's clock."""
+    """Times are on the router's clock."""
 
     http: HttpRequest
     task: asyncio.Task[object]
@@ -95,7 +93,6 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         self.failed.note(failure, workers)
 
     def is_to_blame(self, max_deaths: float) -> bool:
-        """Return whether the request has ended more workers, or caused its failure."""
         return self.failed is not None and (self.failed.num_deaths > max_deaths or self.failed.is_own)
 
     def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
@@ -122,7 +119,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
 
 
 def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
-    """Return a header's milliseconds as seconds. Raises BadBody."""
+    """Return seconds. Raises BadBody."""
     text = headers.get(name)
     if text is None:
         return None
@@ -143,18 +140,15 @@ CallPart = Callable[["PromptCall"], None]  # changes the call of an attempt befo
 
 
 class BodyPart(Protocol):
-    """Changes bodies before the request is routed."""
-
     @property
-    def apis(self) -> Iterable[Api]:
-        """Return the APIs whose requests it prepares."""
+    def apis(self) -> Iterable[Api]: ...
 
     @property
     def needles(self) -> Sequence[bytes]:
-        """Return texts of which a body must contain one; empty for any body."""
+        """A body must contain one of these texts; empty for any body."""
 
     async def prepare(self, request: RequestContext) -> ParsedBody:
-        """Change the request; return its body as routing shall read it. Raises ApiError."""
+        """Return the body for routing. Raises ApiError."""
 
 
 class PromptCall(msgspec.Struct, kw_only=True, eq=False):

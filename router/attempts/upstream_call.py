@@ -54,17 +54,17 @@ class CallFailed(Exception):
 
     @property
     def unjoined(self) -> bool:
-        """True if decode could not reach prefill: either may be at fault."""
+        """Decode could not reach prefill: either may be at fault."""
         return self.status == UNJOINED and self.worker.role is Role.DECODE
 
     @property
     def is_own(self) -> bool:
-        """True if the worker blames the request; another worker's answer decides."""
+        """The worker blames the request; another worker's answer decides."""
         return self.status == 500 and reports_request_failed(self.body)
 
     @property
     def is_fault(self) -> bool:
-        """True for a worker's fault, which its circuit counts.
+        """A worker's fault, which its circuit counts.
 
         False for errors of the client (4xx; 504), back-pressure (503 with Retry-After), orderly
         ends, calls given up by health checks, unreachable prefill workers. A failure that may be
@@ -78,12 +78,12 @@ class CallFailed(Exception):
 
     @property
     def is_death(self) -> bool:
-        """True if the worker died with the request, not if only silent."""
+        """The worker died with the request; silence is not enough."""
         return self.reason == "lost" or (self.status == 503 and self.is_fault)
 
     @property
     def retryable(self) -> bool:
-        """True if another worker may succeed, unlike back-pressure and bad requests."""
+        """Another worker may succeed, unlike back-pressure and bad requests."""
         return self.reason in ("refused", "lost", "down", MOVED) or self.status in _FAULTS
 
 
@@ -120,7 +120,7 @@ class UpstreamCall:
 
     @property
     def framed(self) -> bool:
-        """True for a whole answer after frames (service/http/resume.py)."""
+        """A whole answer comes after frames (service/http/resume.py)."""
         return self._is_of((FRAMES_TYPE,))
 
     def _is_of(self, types: tuple[str, ...]) -> bool:
@@ -137,7 +137,7 @@ class UpstreamCall:
         return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
 
     def failure(self) -> CallFailed | None:
-        """Return a failure before the answer started; later ones go to its reader."""
+        """Only before the answer started; its reader gets later ones."""
         if self._failure is None:
             self._failure = self._find_failure()
         return self._failure
@@ -197,12 +197,9 @@ def server_of(worker: Worker) -> Server | None:
 
 class FailedWorkers(msgspec.Struct):
     """Failures of one request: dead workers, errors of live ones, and `num_own` of these that the
-    request may have caused.
-
-    The workers that failed one request, and those to try next. Other workers come first; after a
-    failed join other bootstrap servers, each with `MAX_JOINS` attempts. A failure that the request
-    may have caused is tried once elsewhere: an answer blames the first workers, another failure the
-    request.
+    request may have caused. Other workers come first; after a failed join other bootstrap
+    servers, each with `MAX_JOINS` attempts. A failure that the request may have caused is tried
+    once elsewhere: an answer blames the first workers, another failure the request.
     """
 
     last: CallFailed
@@ -232,11 +229,11 @@ class FailedWorkers(msgspec.Struct):
 
     @property
     def is_own(self) -> bool:
-        """True if different workers failed alike."""
+        """Different workers failed alike."""
         return self.num_own > 1
 
     def decides_nothing(self, workers: Iterable[Worker]) -> bool:
-        """Return whether all `workers` had the last failure, so that retrying proves nothing."""
+        """All `workers` had the last failure: retrying proves nothing."""
         return self.last.is_own and all(w.worker_id in self._suspects for w in workers)
 
     def take_suspects(self, answering: Iterable[Worker]) -> list[Worker]:
@@ -273,7 +270,6 @@ def circuit_failed(failure: CallFailed, now_s: float) -> None:
 
 
 def circuit_blamed(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
-    """Record a fault of the workers whose request `attempt` then answered."""
     if request.failed is not None:
         for worker in request.failed.take_suspects(attempt.workers):
             worker.circuit.record(Event.FAULT, now_s)

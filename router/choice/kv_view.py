@@ -109,7 +109,7 @@ class TokenBlocks:
                 place += 1
 
     def remove(self, event: BlockRemoved | NamesRemoved) -> None:
-        """Remove blocks, fast for the many that complete no key."""
+        """Fast for the many that complete no key."""
         assert isinstance(event, BlockRemoved)
         pop, index, tokens = self._blocks.pop, self._index, 0
         for block_hash in event.block_hashes:
@@ -172,7 +172,7 @@ class WorkerCacheView:
         return self._blocks.num_tokens
 
     def on_message(self, seq: int, events: Sequence[AnyEvent]) -> int | None:
-        """Apply a message, or return the first missing number."""
+        """Return the first missing number."""
         if seq <= self._last_live:  # numbers only grow, so the worker has restarted
             self._clear()
             self.next, self._last_live, self.whole = 0, -1, True
@@ -191,7 +191,6 @@ class WorkerCacheView:
             self._apply(seq, events)
 
     def skip_to(self, seq: int) -> None:
-        """Drop everything and expect `seq`."""
         if seq > self.next:
             self.lose()
             self.next = seq

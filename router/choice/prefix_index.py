@@ -90,7 +90,7 @@ class PrefixIndex:
         return PrefixMatch(groups, self._owner, self._parts)
 
     def touch(self, worker_id: int, keys: Sequence[Hashable]) -> None:
-        """Record a request with these prefixes. The longest expires first."""
+        """The longest expires first."""
         part = self._part(worker_id)
         guessed, reported, holders, bit = part.guessed, part.reported, self._holders, part.bit
         for key in reversed(keys):
@@ -238,7 +238,6 @@ def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]
 
 
 def _first_ids(prompt: memoryview) -> bytes:
-    """Return the first prompt's ids, empty if invalid."""
     try:
         if bytes(prompt[:64]).replace(b" ", b"").startswith(b"[["):
             ids = _batch_decoder.decode(prompt)[0]

@@ -39,11 +39,10 @@ class UpstreamError(Exception):
 
 
 class Upstream(Protocol):
-    def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> "HttpReply":
-        """Send a request without a body, with a deadline."""
+    def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> "HttpReply": ...
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
-        """Send a request. `url` is scheme, host and port."""
+        """`url` is scheme, host and port."""
 
 
 class _Origin:
@@ -113,7 +112,7 @@ class HttpUpstream:
         return origin
 
     def _free(self, origin: _Origin) -> "_Connection | None":
-        """Return the latest idle connection that the worker will not close soon."""
+        """The latest that the worker will not close soon."""
         while origin.free:
             connection = origin.free.pop()
             if not connection.closed and self._loop.time() - connection.free_since_s < KEEPALIVE_S:
@@ -150,7 +149,6 @@ class HttpUpstream:
             self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
 
     def _close_old(self) -> None:
-        """Close long idle connections, as workers may be gone."""
         old_s, self._sweep = self._loop.time() - KEEPALIVE_S, None
         free = [connection for origin in self.origins.values() for connection in origin.free]
         for connection in free:
@@ -196,7 +194,7 @@ class HttpReply:
         return data
 
     async def readany(self) -> bytes:
-        """Wait for bytes, b"" at the end. Raises UpstreamError."""
+        """b"" at the end. Raises UpstreamError."""
         while not self._chunks:
             if self.error is not None:
                 raise self.error
@@ -206,14 +204,13 @@ class HttpReply:
         return self.take()
 
     def close(self, error: UpstreamError | None = None) -> None:
-        """End it with an error, and close the connection."""
         if not self.complete and self.error is None:
             end_connection = self.end_connection
             self.fail(error or UpstreamError("lost", "the request was ended here"))
             end_connection()
 
     def feed(self, data: bytes) -> bool:
-        """Add bytes; return False to stop reading."""
+        """Return False to stop reading."""
         self._chunks.append(data)
         self.num_buffered += len(data)
         return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()
@@ -253,7 +250,7 @@ def nothing() -> None:
 
 
 class _Connection(asyncio.Protocol):
-    """A socket, idle or with one request; the parser calls `on_*`."""
+    """The parser calls `on_*`."""
 
     def __init__(self, owner: HttpUpstream, origin: _Origin) -> None:
         self.origin = origin
@@ -357,7 +354,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _lines(headers: Mapping[str, str]) -> str:
-    """Format headers. ValueError for a line break in one."""
+    """ValueError for a line break."""
     text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     if text.count("\n") != len(headers) or text.count("\r") != len(headers):
         raise ValueError("a header holds a line break")

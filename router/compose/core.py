@@ -30,7 +30,7 @@ class RouterCore:
     """Parts of a router process, `slot` of several. `prefixes` is empty without --prefix-fetch."""
 
     def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
-        """Build the parts. Raises ConfigError."""
+        """Raises ConfigError."""
         self.config, self.slot = config, slot
         cluster_secret, self.gate = check_exposure(config)
         self.secret = router_secret(cluster_secret)

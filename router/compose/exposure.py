@@ -39,7 +39,7 @@ def make_credentials(config: RouterConfig, gate: KeyGate) -> Credentials:
 
 
 def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
-    """Return the cluster secret and the key gate. ConfigError for a public router without keys."""
+    """ConfigError for a public router without keys."""
     gate = open_gate(
         api_key=config.api_key,
         api_key_file=config.api_key_file,
@@ -98,7 +98,6 @@ def named_workers(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable
 
 
 def ways_of(config: RouterConfig) -> tuple[Way, ...]:
-    """Return the routes that requests may take."""
     if config.mixed:
         return PAIR, UNIFIED
     return (PAIR,) if config.pd_disaggregation else (UNIFIED,)

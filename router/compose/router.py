@@ -39,7 +39,7 @@ class Router(RouterCore):
         self._stack = stack
 
     async def connect(self, stack: AsyncExitStack) -> None:
-        """Build workers' clients; requests start with `monitor.watch` or `discovery.start`."""
+        """Requests start with `monitor.watch` or `discovery.start`."""
         config, table, credentials = self.config, self.table, self.credentials
         client = {
             "connect_timeout_s": CONNECT_TIMEOUT_S,

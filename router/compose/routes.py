@@ -63,7 +63,7 @@ class RouterApis(NamedTuple):
 
 
 def make_app(router: Router, limits: RequestLimits) -> Application:
-    """Return the application; rate limits are divided among processes."""
+    """Rate limits are divided among processes."""
     config, share = router.config, 1 if router.slot is None else router.config.workers
     limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
     apis = make_apis(router)

@@ -128,7 +128,7 @@ class Forecast:
             self._learn_answer(stream.answering, stream.num_events, lasted_s, requests, now_s)
 
     def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
-        """Record a request's uncached tokens, after its charge."""
+        """After the request's charge; `tokens` are uncached."""
         known = self._of(worker)
         own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load includes them already
         prompt = SentPrompt(known, tokens, self.waiting_tokens(worker) + own, now_s)
@@ -140,7 +140,7 @@ class Forecast:
         self.computed(prompt)
 
     def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
-        """Record a finished stream; `requests` is the mean number at the worker."""
+        """`requests`: the mean number at the worker."""
         self._learn_answer(self._of(worker), num_events, lasted_s, requests, now_s)
 
     def _learn_answer(self, known: _Known, num_events: int, lasted_s: float, requests: float, now_s: float) -> None:
@@ -150,7 +150,7 @@ class Forecast:
             known.itl.add(requests, lasted_s / num_events, now_s)
 
     def computed(self, prompt: SentPrompt) -> None:
-        """Count the prompt as computed. Idempotent."""
+        """Idempotent."""
         if prompt.waiting:
             prompt.waiting = False
             prompt.known.pending_tokens -= prompt.tokens

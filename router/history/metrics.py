@@ -92,7 +92,6 @@ class RouterMetrics(Collector):
         self.retries.labels(failure.reason).inc()
 
     def on_pressure(self, model: str, role: Role, pressure: float) -> None:
-        """Set a pool's pressure (--auto-roles)."""
         self.role_pressure.labels(model, role.value).set(pressure)
         for result in _MOVES:
             self.role_moves.labels(model, role.value, result)
@@ -144,7 +143,6 @@ class RouterMetrics(Collector):
         yield from self._sglang_names(workers)
 
     def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
-        """Yield metrics of SGLang's router 0.3.2."""
         paths, statuses = Counts[str](), Counts[str]()
         for (path, status), count in self._answered.items():
             paths[path] += count
@@ -165,7 +163,6 @@ class RouterMetrics(Collector):
 
 
 def _what_may_be_missing(ways: Sequence[Way]) -> Iterator[tuple[Role, ...]]:
-    """Yield combinations of roles that may lack workers."""
     lacks = [[lack for size in range(1, len(way) + 1) for lack in combinations(way, size)] for way in ways]
     for of_each in product(*lacks) if ways else ():
         yield tuple(chain.from_iterable(of_each))

@@ -41,7 +41,7 @@ class Second(msgspec.Struct):
 
 
 class DashboardAttempt(msgspec.Struct):
-    """One attempt. `answering`: decode, unified, or a prefill worker without decode."""
+    """`answering`: decode, unified, or a prefill worker without decode."""
 
     started_s: float
     answering: str
@@ -52,7 +52,7 @@ class DashboardAttempt(msgspec.Struct):
 
 
 class DashboardRequest(msgspec.Struct):
-    """One request. `status`: 0 while running, 499 if its client left."""
+    """`status`: 0 while running, 499 if its client left."""
 
     key: str  # unique among all processes
     request_id: str
@@ -106,7 +106,7 @@ class Recorder:
         self._seconds: deque[Second] = deque([Second(int(now_s()))], maxlen=KEPT_SECONDS)
 
     def begin(self, request: Watched, now_s: float) -> str:
-        """Record a request; return its key, unique among processes."""
+        """Return its key, unique among processes."""
         self._serial += 1
         key = f"{self._place}-{self._serial}"
         self.second(now_s).arrived += 1
@@ -250,8 +250,6 @@ class RequestTraces:
 
 
 class _PastCall(msgspec.Struct, frozen=True):
-    """A finished call; `error` is empty on success."""
-
     worker: Worker
     sent_s: float
     over_s: float

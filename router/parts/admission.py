@@ -61,7 +61,7 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """The tickets of one process. Calls return other tickets that changed."""
+    """Calls return other tickets that changed."""
 
     def __init__(self, limits: AdmissionFlags, peers: SharedLoad | None = None) -> None:
         self.limits = limits
@@ -91,7 +91,6 @@ class AdmissionQueue:
         return self._of_client[client] + others >= limit
 
     def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
-        """Return the new ticket, and others that changed."""
         self._num_arrived += 1
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
         if not self._waiting and not self.full and not self.client_full(client):  # shortcut with the same result
@@ -176,7 +175,6 @@ class RateLimiter:
         assert self.per_s > 0 and self.burst >= 1, (self.per_s, self.burst)
 
     def wait_s(self, client: str, now_s: float) -> float:
-        """Take a token, or return the seconds until the next."""
         tokens, at_s = self._buckets.pop(client, (float(self.burst), now_s))
         tokens = min(float(self.burst), tokens + max(0.0, now_s - at_s) * self.per_s)
         missing = max(0.0, 1.0 - tokens)
@@ -187,12 +185,12 @@ class RateLimiter:
 
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
-    """Return a limiter, None without limit. The default burst is two seconds of requests."""
+    """None without limit. The default burst is two seconds of requests."""
     return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
 
 
 def client_of(remote: str | None) -> str:
-    """Return the client at an address: IPv4 address or IPv6 site."""
+    """An IPv4 address, or an IPv6 site."""
     try:
         address = ipaddress.ip_address(remote or "")
     except ValueError:
@@ -203,14 +201,14 @@ def client_of(remote: str | None) -> str:
 
 
 def client_name(http: HttpRequest) -> str:
-    """Return the client for limits: its API key's name, else its address."""
+    """The name of the API key, else the address."""
     return http[CALLER].name or client_of(http.remote)
 
 
 def limit_rate(
     limiter: RateLimiter, on_refused: Callable[[str], None]
 ) -> Callable[[HttpRequest, Access], ApiError | None]:
-    """Return a check that refuses a client above its rate, except on open routes."""
+    """A client above its rate is refused, except on open routes."""
 
     def admit(request: HttpRequest, need: Access) -> ApiError | None:
         if need is Access.NONE:
@@ -277,7 +275,7 @@ def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast)
 def look_in_time(
     policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequence[Objective], *, now_s: float
 ) -> Placement:
-    """Return the policy's choice within all SLOs. Raises RequestRefused."""
+    """Raises RequestRefused."""
     choice = policy.look(pool, hints)
     if all([objective.keeps(choice) for objective in objectives]):
         return choice
@@ -314,7 +312,7 @@ MAX_PRIORITY = 1 << 31
 
 
 class Admission:
-    """Limits of concurrency, priorities and SLOs of one process. A `ServePart`."""
+    """A `ServePart`."""
 
     def __init__(self, config: AdmissionFlags, *, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
@@ -326,7 +324,7 @@ class Admission:
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
     def refuse_early(self, http: HttpRequest) -> None:
-        """Raise RequestRefused before the body is read, if there is neither room nor queue."""
+        """Raises RequestRefused, before the body is read."""
         client = self._client(http)
         if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
@@ -340,7 +338,7 @@ class Admission:
             self.leave(ticket)
 
     async def enter(self, request: RequestContext) -> Ticket:
-        """Wait until the request may run. `leave` must follow. Raises RequestRefused, BadBody."""
+        """`leave` must follow. Raises RequestRefused, BadBody."""
         priority = _priority(request.http, request.parsed)
         client = self._client(request.http)
         ticket, changed = self.queue.arrive(client, priority=priority, now_s=loop_time_s())

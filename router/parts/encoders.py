@@ -29,7 +29,7 @@ class EncoderChoice(NamedTuple):
 
 
 def choose_encoders(digests: Iterable[str], pool: Pool) -> dict[str, EncoderChoice]:
-    """Choose a worker per distinct image, counting those just assigned."""
+    """Loads count those just assigned."""
     planned: Counter[int] = Counter()  # tokens, by id of the worker
     found: dict[str, EncoderChoice] = {}
     for digest in dict.fromkeys(digests):
@@ -51,9 +51,7 @@ def _load(worker: Worker, planned: Counter[int]) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class Encoders:
-    """Names encoder workers, if there is a `secret` to sign. `num_images` counts images by
-    choice.
-    """
+    """Names encoder workers, if there is a `secret` to sign."""
 
     table: WorkerTable
     secret: bytes | None
@@ -76,7 +74,7 @@ class Encoders:
         return partial(self.name, images=images)
 
     def name(self, call: PromptCall, *, images: Sequence[str]) -> None:
-        """Name an encoder worker per image, none if all are down or the worker fetches no features.
+        """Name a worker per image, none if all are down or the worker fetches no features.
 
         Leases charge the encoders until the prompt is computed.
         """

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class Failover:
-    """Failover, with `retry_max` retries; needs the launcher's `secret`."""
+    """Needs the launcher's `secret`."""
 
     most: int
     retry_max: int
@@ -72,7 +72,7 @@ class ResumableAnswer(ClientAnswer):
     _all_rooms: list[int] = field(default_factory=list)
 
     async def whole(self) -> Response:
-        """Return a whole answer. If it cannot continue elsewhere it restarts (CallFailed)."""
+        """If it cannot continue elsewhere it restarts (CallFailed)."""
         if not self.attempt.answering.framed:
             return await super().whole()
         try:
@@ -104,7 +104,7 @@ class ResumableAnswer(ClientAnswer):
             answering.names_owner = owner_said(self.request.headers)
 
     def _rooms_to_leave(self) -> Mapping[str, int]:
-        """Mint a room per sample; return those of live samples by rid."""
+        """Rooms of live samples by rid."""
         left, count = self.record.samples_left(), self.request.parsed.num_samples
         rooms = self.launcher.rooms
         if not left or max(left) >= count or not rooms.has_room_for(count):
@@ -124,7 +124,6 @@ class ResumableAnswer(ClientAnswer):
         return CallFailed(worker, reason="status", status=self.record.failed, body=body)
 
     async def _goes_on(self, failure: CallFailed) -> bool:
-        """Continue at other workers, if possible, and notify observers."""
         launcher, lost = self.launcher, self.attempt
         if lost.refused is not None:  # reported before; decode's stream was cut for it
             failure = lost.refused
@@ -245,7 +244,7 @@ def _has_moved(worker: Worker) -> CallFailed:
 
 
 async def _read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:
-    """Read a whole answer; `record` takes frames before it."""
+    """`record` takes frames before it."""
     if not call.framed:
         return call.reply.take()
     data = b""
@@ -278,7 +277,7 @@ class _Answer(msgspec.Struct):
 
 @dataclass(eq=False)
 class MoveOrders:
-    r"""Orders to decode workers to let streams go to others, with their KV.
+    r"""Orders to decode workers to let streams go, with their KV.
 
     call.leave() --rooms--> POST /move_out --> the stream ends with the KV's address --> failover
         \___ other engine, no answer, no end in time ___/--> give_up: prefill recomputes it
@@ -290,7 +289,6 @@ class MoveOrders:
     _orders: set[asyncio.Task[None]] = field(default_factory=set)
 
     def let_go(self, worker: Worker, calls: Sequence[ActiveCall], why: str) -> None:
-        """Request that `worker` ends `calls`, for others to continue."""
         leaving = defaultdict[str, dict[ActiveCall, Mapping[str, int]]](dict)  # by the owner of their names
         for call in calls:
             if worker.role is Role.DECODE and (rooms := call.leave()):

@@ -46,9 +46,7 @@ class WithImages:
 
 
 class BodyImages:
-    """Extracts images. A `BodyPart`. `part_of` makes the part of a request with these digests.
-    `most_bytes` bounds the result.
-    """
+    """A `BodyPart`. `most_bytes` bounds the result."""
 
     apis = tuple(_FIELDS)
     needles = (b'"image', b'"video')  # prefixes of their field names
@@ -69,7 +67,7 @@ class BodyImages:
         return taken.shown
 
     async def take(self, parsed: ParsedBody) -> WithImages:
-        """Extract images. ApiError(400) names the field."""
+        """ApiError(400) names the field."""
         names = [name for name in _FIELDS.get(parsed.api, ()) if name in parsed.fields]
         size = sum(len(parsed.fields[name]) for name in names)
         values, images = await BODIES.run(partial(_found, parsed, names), size=size)

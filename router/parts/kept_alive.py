@@ -17,8 +17,6 @@ from service.http.routes import errors_of
 
 
 class KeptStream(ClientStream):
-    """A stream that comments may have opened."""
-
     def __init__(self, alive: KeepAlive) -> None:
         self._alive = alive
 
@@ -30,7 +28,7 @@ class KeptStream(ClientStream):
 
 
 async def serve_kept_alive(request: RequestContext, serve: Serve, *, interval_s: float) -> Response:
-    """Write comments into a stream that is silent for `interval_s`. A `ServePart`."""
+    """A `ServePart`."""
     if not request.parsed.streams:
         return await serve(request)
     with KeepAlive(request.http, interval_s=interval_s) as alive:

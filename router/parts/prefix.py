@@ -41,8 +41,6 @@ class Holder(NamedTuple):
 
 
 class PrefixSources:
-    """Prefill workers that exchange prefixes, by `index`."""
-
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._workers: dict[int, tuple[Worker, PrefixHolder]] = {}
@@ -70,7 +68,7 @@ class PrefixSources:
         return best if more else None
 
     def holders(self, hints: RoutingHints, *, like: Worker) -> Iterator[Holder]:
-        """Yield other workers of the same models with part of the prompt."""
+        """Other workers of the same models."""
         for num_blocks, bits in (matched := self._index.match(hints.keys)).groups:
             for worker_id in matched.ids(bits):
                 worker, at = self._workers.get(worker_id, (None, None))
@@ -129,9 +127,7 @@ MAX_KEPT = 4096  # prefixes whose hits are counted
 
 
 class Replication:
-    """Choice of hot prefixes to copy to a second worker, within a budget.
-
-    Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it. A copy may overdraw
+    """Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it. A copy may overdraw
     the budget; the next waits until it is paid back.
     """
 
@@ -145,7 +141,7 @@ class Replication:
         self.num_copied = self.num_failed = 0
 
     def note(self, key: Hashable, now_s: float) -> bool:
-        """Count a request; return whether its prefix is hot."""
+        """Return whether it is hot."""
         hits, at_s = self._hits.pop(key, (0.0, now_s))
         hits = hits * 0.5 ** ((now_s - at_s) / HALF_LIFE_S) + 1.0
         self._hits[key] = hits, now_s
@@ -154,7 +150,7 @@ class Replication:
         return bool(hits >= HOT_HITS)
 
     def begin(self, key: Hashable, size_bytes: int, now_s: float) -> bool:
-        """Charge a copy, if allowed now; then `end` must follow."""
+        """If True, `end` must follow."""
         self._account = min(0.0, self._account + (now_s - self._paid_s) * self._bytes_a_s)
         self._paid_s = now_s
         self._last_s = {other: at_s for other, at_s in self._last_s.items() if now_s - at_s < PAUSE_S}
@@ -174,7 +170,7 @@ class Replication:
 
 @dataclass(eq=False, kw_only=True)
 class PrefixCopies:
-    """Copies hot prefixes: repeats the hot request at a second worker, which only fetches the KV.
+    """Repeats the hot request at a second worker, which only fetches the KV.
 
     So no router needs a tokenizer.
     """
@@ -185,7 +181,7 @@ class PrefixCopies:
     _running: set[HttpReply] = field(default_factory=set)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        """Count the prompt's longest known prefix, and copy it if hot and at one worker only."""
+        """Copy it if hot and at one worker only."""
         chosen, hints, sources = attempt.placements[0], request.hints, self.prefixes.sources
         if chosen.worker.role is not Role.PREFILL or not sources.exchanges(chosen.worker):
             return

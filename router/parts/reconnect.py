@@ -35,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False, kw_only=True)
 class Reconnect:
-    """Reconnection within `window_s` (--resume-window). A `ServePart`."""
+    """A `ServePart`. `window_s`: --resume-window."""
 
     window_s: float
     table: WorkerTable
@@ -59,7 +59,6 @@ class Reconnect:
         return await serve(request)
 
     async def _digest(self, request: RequestContext) -> str:
-        """Hash the client's body, of before any change."""
         body = await request.http.read()
         return await BODIES.run(partial(digest_of, request.path, body), size=len(body))
 
@@ -98,7 +97,6 @@ class Reconnect:
 
 
 def _knows(answer: WorkerAnswer) -> bool:
-    """Return whether a worker without the stream has answered, or is gone."""
     return answer.refused or 0 < answer.status < 500
 
 

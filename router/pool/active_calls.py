@@ -44,12 +44,12 @@ LetGo = Callable[[Worker, Sequence[ActiveCall], str], None]  # takes calls from 
 
 
 def last_sign_s(worker: Worker) -> float:
-    """Return the time of the last byte of a check, heartbeat or call."""
+    """The last byte of a check, heartbeat or call."""
     return max((worker.checks.heard_s, *(call.last_byte_s for call in worker.calls)))
 
 
 def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int:
-    """End vain calls and count them; `timeout_s` 0 disables this."""
+    """`timeout_s` 0 disables this."""
     if not timeout_s:
         return 0
     vain = [(call, why) for call in worker.calls if (why := _why_vain(worker, call, now_s, timeout_s=timeout_s))]
@@ -60,7 +60,7 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
 
 
 def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[ActiveCall]:
-    """Return calls at a worker silent beyond a pause, if no other can continue them."""
+    """Calls at a worker silent beyond a pause, which no other can continue."""
     if now_s - last_sign_s(worker) < PAUSES * silence_s:
         return []
     waits = [(call, call.waits_since_s) for call in worker.calls]
@@ -68,7 +68,7 @@ def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[A
 
 
 def calls_for_others(worker: Worker, *, answers: bool) -> list[ActiveCall]:
-    """Return calls that others can continue. `answers`: the worker still responds."""
+    """`answers`: the worker still responds."""
     return [call for call in worker.calls if (call.continuable if answers else call.movable)]
 
 
@@ -79,10 +79,8 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
 
 
 def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
-    """Count the requests to migrate from a worker with KV usage beyond `above`.
-
-    One worker must have room below it, at a request's mean size. As in Llumnix (OSDI 2024), but
-    only to avoid retraction.
+    """One worker must have room below `above`, at a request's mean size. As in Llumnix (OSDI 2024),
+    but only to avoid retraction.
     """
     report = worker.report
     if report is None or not report.running_reqs or not report.capacity_tokens:

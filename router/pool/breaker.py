@@ -48,9 +48,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 
 @dataclass(slots=True)
 class Circuit:
-    """A worker's circuit. After `send` returns True `end_trial` must follow. `quiet`: closed
-    without faults, as usual.
-    """
+    """After `send` returns True `end_trial` must follow. `quiet`: closed without faults, as usual."""
 
     flags: BreakerFlags = field(default_factory=BreakerFlags)
     state: State = State.CLOSED
@@ -68,7 +66,7 @@ class Circuit:
         return may_be_tried and self._num_trials < self.flags.cb_success_threshold
 
     def send(self, now_s: float) -> bool:
-        """Record a request; return whether it is a trial."""
+        """Return whether it is a trial."""
         if self._has_waited(now_s):
             self.record(Event.WAITED, now_s)
         trial = self.state is State.HALF_OPEN

@@ -102,7 +102,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Joined:
-    """A joined worker, None if already named by hand."""
+    """`worker`: None if already named by hand."""
 
     wanted: Wanted
     worker: Worker | None
@@ -114,7 +114,7 @@ class _Joined:
 
 @dataclass(slots=True)
 class PodWorkers:
-    """Workers from pods. Decisions depend on pods and table only.
+    """Decisions depend on pods and table only.
 
         pod   absent --ready--> joined --deleted, ended, deselected--> leaving --idle--> absent
 
@@ -137,7 +137,6 @@ class PodWorkers:
             self._enter(want, now_s)
 
     def reap(self) -> None:
-        """Remove idle leaving workers, except last resorts."""
         for joined in [joined for joined in self._joined.values() if joined.leaving]:
             worker = joined.worker
             if worker is not None and not worker.inflight_requests and not self.table.is_alive(worker):
@@ -165,8 +164,8 @@ class PodWorkers:
         self._joined[want.url] = _Joined(want, worker)
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
-        """Send no new requests. A pod being deleted (`ending`) still serves for seconds, as a last
-        resort while its successor is unchecked.
+        """Retire it. A pod being deleted (`ending`) still serves for seconds, as a last resort while
+        its successor is unchecked.
         """
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:
@@ -225,7 +224,7 @@ def _shared(want: Wanted, other: Wanted) -> str:
 
 
 async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
-    """Open it with --service-discovery. ConfigError without API server."""
+    """ConfigError without API server."""
     if not flags.service_discovery:
         return None
     api = await connect(namespace=flags.service_discovery_namespace)

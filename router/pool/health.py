@@ -1,6 +1,4 @@
-"""Health monitor: checks of workers, one task each, for health, role, models, load and
-bootstrap.
-"""
+"""Health monitor: checks of workers, one task each."""
 
 import asyncio
 import logging
@@ -81,9 +79,7 @@ NO_ENCODER = (
 
 @dataclass(eq=False, kw_only=True)
 class HealthMonitor:
-    """Checks workers; the table interprets the results.
-
-    `on_report` gets a load before the table, `on_info` a `/server_info`. `let_go` migrates calls
+    """`on_report` gets a load before the table, `on_info` a `/server_info`. `let_go` migrates calls
     from a live worker. Without `upstream` there are no heartbeats.
     """
 
@@ -109,7 +105,7 @@ class HealthMonitor:
         )
 
     def watch(self, worker: Worker) -> None:
-        """Check `worker` at intervals; first checks are staggered."""
+        """First checks are staggered."""
         self._begin_s = max(loop_time_s(), self._begin_s + BETWEEN_S)
         watch = _Watch(worker, begin_s=self._begin_s)
         watch.heartbeats = self._heartbeats(watch)
@@ -117,7 +113,7 @@ class HealthMonitor:
         self._watches[worker.worker_id] = watch
 
     def retire(self, worker: Worker) -> None:
-        """Watch a removed worker while our requests run there."""
+        """Watch it while our requests run there."""
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.retired = True
@@ -132,7 +128,6 @@ class HealthMonitor:
         await end_tasks(tasks)
 
     def on_unreachable(self, worker: Worker, *, refused: str = "", draining: bool = False) -> None:
-        """Mark a worker down if refused, or draining; check it."""
         if refused:
             self._note(worker, Check.REFUSED, refused)
         elif draining:
@@ -140,7 +135,7 @@ class HealthMonitor:
         self.look(worker)  # it may have restarted with another bootstrap port
 
     def look(self, worker: Worker) -> None:
-        """Check a worker now, with `/server_info`."""
+        """Check it now, with `/server_info`."""
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.info_due_s = 0.0
@@ -182,9 +177,6 @@ class HealthMonitor:
         )
 
     async def _wait(self, watch: "_Watch", due_s: float) -> None:
-        """Wait for the next check, the worker's end, or its silence with requests or late
-        heartbeats.
-        """
         while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
             beat_s = self._beat_s(watch)
             if beat_s and now_s - max(watch.checked_s, last_sign_s(watch.worker)) >= beat_s:
@@ -196,7 +188,7 @@ class HealthMonitor:
                 continue
 
     def _beat_s(self, watch: "_Watch") -> float:
-        """Return the silence before a probe, 0 without probes."""
+        """Seconds before a probe; 0: no probes."""
         if not (watch.worker.calls or watch.is_late) or watch.is_fine:
             return 0.0
         beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MAX_CHECKS_PER_S)
@@ -208,8 +200,8 @@ class HealthMonitor:
             log.debug("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
-        """Run one round: health, then whatever is due, so that a worker comes up with a bootstrap
-        address. With good heartbeats health comes with `/server_info`, and load only with requests.
+        """Health first, then whatever is due. With good heartbeats health comes with
+        `/server_info`, and load only with requests.
         """
         worker, heartbeats, asked_s = watch.worker, watch.heartbeats, loop_time_s()
         known, result, error = worker.process.incarnation, Check.OK, ""
@@ -246,9 +238,7 @@ class HealthMonitor:
             self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
-        """Migrate (the latest `most`) calls to others and count them. While the worker `answers`,
-        calls with unsent tokens stay.
-        """
+        """While the worker `answers`, calls with unsent tokens stay."""
         if self.config.disable_moves or not self.table.has_others(worker):
             return 0
         calls = calls_for_others(worker, answers=answers)
@@ -265,9 +255,7 @@ class HealthMonitor:
             self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
-        """Handle repeated reports of silence. Immovable calls get more time, as it may be a
-        pause.
-        """
+        """Immovable calls get more time, as it may be a pause."""
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
@@ -277,7 +265,6 @@ class HealthMonitor:
             self._end_vain_calls(worker)
 
     def _end_vain_calls(self, worker: Worker) -> None:
-        """End calls at a silent worker without alternative."""
         if self.config.disable_moves or self.table.has_others(worker):
             return
         silence_s = self.config.health_silence_s
@@ -307,7 +294,7 @@ class HealthMonitor:
         return Check.FAILED, ": ".join(filter(None, (f"/health answers {status}", parse_error(body))))
 
     async def _read_info(self, watch: "_Watch") -> str:
-        """Read role, models and bootstrap; return an error, which changes nothing."""
+        """Return an error, which changes nothing."""
         worker = watch.worker
         info, error = await self._prober.first_json(worker, _INFO_PATHS)
         error = error or await self._read_models(worker, info) or self._read_role(worker, info)
@@ -326,7 +313,7 @@ class HealthMonitor:
         return ""
 
     async def _read_bootstrap(self, watch: "_Watch", info: object) -> str:
-        """Read the bootstrap address; return an error.
+        """Return an error.
 
         A given port (perhaps mapped) wins if a server answers there. Checked once per process, as a
         hanging server would delay the worker's checks.
@@ -353,8 +340,8 @@ class HealthMonitor:
         )
 
     def _read_role(self, worker: Worker, info: object) -> str:
-        """Read the role, which may switch; return an error. A server without a role in a pair would
-        ignore its peer, and compute whole requests.
+        """Return an error. A server without a role in a pair would ignore its peer, and compute
+        whole requests.
         """
         mode = parse_mode(info)
         if worker.role in PAIR and worker.runtime_type == VLLM:
@@ -373,7 +360,7 @@ class HealthMonitor:
         return ""
 
     async def _read_models(self, worker: Worker, info: object) -> str:
-        """Read the models; return an error. A server without report is no worker."""
+        """Return an error. A server without report is no worker."""
         listed = None
         if not isinstance(info, dict) or has_adapters(info) or runtime_of(info, None) == VLLM:
             listed, error = await self._prober.first_json(worker, _MODEL_PATHS)
@@ -413,12 +400,12 @@ class _Watch:
         return self.heartbeats is not None and self.heartbeats.is_late
 
     def next_s(self, interval_s: float) -> float:
-        """Return when the next check is due, for an idle worker its `/server_info`."""
+        """Loop time, for an idle worker of its `/server_info`."""
         due_s = loop_time_s() + self.next_wait_s(interval_s)
         return max(due_s, self.info_due_s) if self.heartbeats is not None and self.heartbeats.rests else due_s
 
     def next_wait_s(self, interval_s: float) -> float:
-        """Return the time to the next check; first ones are spread over the interval."""
+        """First checks are spread over the interval."""
         if self._is_placed:
             return interval_s
         self._is_placed = True

@@ -35,9 +35,7 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 @dataclass(slots=True, kw_only=True)
 class Prober:
-    """Probes. `on_silence(worker, silent)` is called repeatedly.
-
-    HTTP probes of one worker, and detection of its silence. A frozen process refuses no connection.
+    """`on_silence(worker, silent)` is called repeatedly. A frozen process refuses no connection.
     Silence before a failed check only makes requests prefer other workers. Streaming workers are
     never silent. Without heartbeats busy, silent workers are probed every quarter of the limit.
 
@@ -55,12 +53,12 @@ class Prober:
         return self.silence_s / BEATS
 
     def why(self, path: str, error: Exception) -> str:
-        """Return the text of one of `FAILURES`."""
+        """`error`: one of `FAILURES`."""
         late = f"no answer in {self.timeout_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
         return f"{path}: {str(error) or late}"
 
     async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
-        """Return status and body. Raises one of `FAILURES`."""
+        """Raises one of `FAILURES`."""
         silence, timeout = None, aiohttp.ClientTimeout(total=self.timeout_s)
         if self.silence_s:
             report = partial(self.on_silence, worker)
@@ -80,7 +78,7 @@ class Prober:
                 silence.close()
 
     async def first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
-        """Return the first JSON answer, or an error of a failed path."""
+        """The first JSON answer, else an error."""
         error = ""
         for path in paths:
             try:
@@ -148,9 +146,7 @@ OPEN_S = 86400.0  # lifetime of a stream
 
 @dataclass(eq=False, kw_only=True)
 class Heartbeats:
-    """Heartbeats of one worker.
-
-    `silence_s` is the limit, unless beats are too rare; `every_s()` the requested interval.
+    """`silence_s` is the limit, unless beats are too rare; `every_s()` the requested interval.
     `on_silence` is called repeatedly. `ask` requests a check: a late beat, the begin or end of a
     problem, or the end of silence, rest or stream.
     """
@@ -177,7 +173,7 @@ class Heartbeats:
 
     @property
     def trusted(self) -> bool:
-        """True if missing beats mean a silent worker."""
+        """Missing beats mean a silent worker."""
         return self._late is not None
 
     @property
@@ -185,13 +181,12 @@ class Heartbeats:
         return self.trusted and not self.is_late and self._beat is not None and self._beat.fine
 
     def took_rest(self) -> bool:
-        """Return whether it was idle since the last call."""
         ran, self._ran = self._ran, False
         self.rests = self.fine and not ran
         return self.rests
 
     def open(self, *, is_new: bool) -> None:
-        """Open the stream. `is_new`: perhaps another process."""
+        """`is_new`: perhaps another process."""
         self._unknown = self._unknown and not is_new
         if self._reply is not None or self._unknown:
             return
@@ -243,7 +238,7 @@ class Heartbeats:
         return None
 
     def _on_beats(self, beats: Sequence[Beat]) -> None:
-        """Count beats that arrive together, perhaps delayed, as one."""
+        """Beats that arrive together, perhaps delayed, count as one."""
         beat, now_s, before, was_late = beats[-1], loop_time_s(), self._beat, self.is_late
         in_time = now_s - self._beat_s <= self._limit_s
         self._in_a_row = self._in_a_row + 1 if in_time else 1

@@ -20,7 +20,7 @@ def fits(one: Worker, other: Worker) -> bool:
 
 
 def groups_of(pools: Sequence[Pool]) -> list[Group]:
-    """Return the groups that have a worker for each role."""
+    """Each group has a worker for each role."""
     known = [w.process.layout for pool in pools for w in pool if w.process.layout is not None]
     found: list[Group] = [tuple(pools)]
     if len(pools) > 1 and any(one is not known[0] for one in known):  # equal ones are mostly one object (read_layout)
@@ -40,12 +40,12 @@ def misfits_of(prefill: Pool, decode: Pool) -> dict[int, str]:
 
 
 def _unlike(pool: Pool) -> list[Worker]:
-    """Return one worker of each model and layout."""
+    """One of each model and layout."""
     return list({(w.models[:1], w.process.layout): w for w in reversed(pool)}.values())
 
 
 def _reason(pairs: Iterable[tuple[Worker, Worker]]) -> str:
-    """Return why no pair of prefill and decode fits, "" if one does."""
+    """Return "" if one fits."""
     reason = ""
     for prefill, decode in pairs:
         conflict = _conflict(prefill, decode)

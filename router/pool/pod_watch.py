@@ -71,7 +71,7 @@ class Pod:
 
 
 def read_pod(raw: object) -> Pod:
-    """Return a pod. Raises PodError."""
+    """Raises PodError."""
     try:
         pod = msgspec.convert(raw, _PodObject)
     except msgspec.ValidationError as err:
@@ -114,7 +114,7 @@ class PodSet:
             self._pods[pod.name] = pod
 
     def remove(self, pod: Pod) -> None:
-        """Remove this pod, but no later namesake."""
+        """Keep a later namesake."""
         known = self._pods.get(pod.name)
         if known is not None and (not pod.uid or known.uid == pod.uid):
             del self._pods[pod.name]
@@ -141,7 +141,7 @@ GONE = 410
 
 
 class KubernetesError(Exception):
-    """An error or unreadable answer (status 0). `relist`: the version is unusable."""
+    """`relist`: the version is unusable."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -177,7 +177,7 @@ class KubeApi:
         self._namespace = namespace
 
     async def pods(self, *, timeout_s: float, **parameters: Any) -> aiohttp.ClientResponse:
-        """Return the response, to be closed by the caller."""
+        """The caller closes the response."""
         parameters |= {"_request_timeout": timeout_s}
         if self._namespace is None:
             call = self._core.list_pod_for_all_namespaces_without_preload_content(**parameters)
@@ -244,7 +244,7 @@ class PodWatch:
                 num_failed += 1
 
     async def _once(self) -> str:
-        """List if needed, watch to the end; return an error."""
+        """Return an error."""
         try:
             if not self._version:
                 await self._list()
@@ -324,9 +324,7 @@ class PodWatch:
 
 
 def backoff_s(num_failed: int, draw: float) -> float:
-    """Return the pause after earlier failures: none, then exponential with jitter (`draw` in [0,
-    1)).
-    """
+    """None at first, then exponential with jitter (`draw` in [0, 1))."""
     if num_failed == 0:
         return 0.0
     return min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2.0 ** min(num_failed - 1, 30)) * (0.5 + draw / 2)

@@ -61,7 +61,7 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _pending(row: dict[str, Any]) -> int:
-    """Return pending tokens, a share of capacity in SGLang's reports."""
+    """A share of capacity in SGLang's reports."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
     return int(share * count_of(row.get("max_total_num_tokens")))
 
@@ -89,14 +89,12 @@ def _total(rows: list[dict[str, Any]], *names: str) -> int:
 
 
 def count_of(value: object) -> int:
-    """Return a count, else 0."""
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
 
 
 def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
-    """Return host and port (None for the default) of a bootstrap server.
-
-    Inside the worker, unless `disaggregation_bootstrap_server` names another.
+    """Inside the worker (port None: the default), unless `disaggregation_bootstrap_server` names
+    another.
     """
     if not isinstance(info, dict):
         return url_host, None
@@ -109,18 +107,18 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 
 def is_bootstrap_server(status: int, body: bytes) -> bool:
-    """Return whether /health is a bootstrap server's, ours or SGLang's."""
+    """Ours or SGLang's, by its /health."""
     return status == 200 and (body == b"OK" or "rooms" in object_of(body))
 
 
 def reports_draining(body: bytes) -> bool:
-    """Return whether a 503 is a draining worker's, by /health or error code."""
+    """A draining worker's 503, by /health or error code."""
     answer = object_of(body)
     return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
 
 
 def reports_request_failed(body: bytes) -> bool:
-    """Return whether a 500 is of a worker that serves others, by our codes."""
+    """A 500 of a worker that serves others, by our codes."""
     answer = object_of(body)
     return _error(answer).get("code", answer.get("code")) in REQUEST_ERRORS
 
@@ -136,7 +134,7 @@ def why_draining(body: bytes) -> str:
 
 
 def parse_error(body: bytes) -> str | None:
-    """Return an error's message (service/http/routes.py)."""
+    """An error's message (service/http/routes.py)."""
     answer = object_of(body)
     message = _error(answer).get("message", answer.get("error"))
     return message if isinstance(message, str) else None
@@ -148,7 +146,7 @@ def _error(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class HealthReport(NamedTuple):
-    """Facts of a worker's /health: `busy_s` of its present step, mode of a pause."""
+    """`busy_s`: of the present step. `paused`: mode of a pause."""
 
     incarnation: str = ""
     busy_s: float | None = None
@@ -181,7 +179,7 @@ def parse_ranks(info: object) -> RankSizes:
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """ZMQ addresses of KV events. `named`: hashes are our keys."""
+    """`named`: hashes are our keys."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -191,9 +189,7 @@ class EventSource:
 
 
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
-    """Read `kv_events_config` (JSON, or text as in SGLang). Only its port is used: the router
-    connects to no other host.
-    """
+    """JSON, or text as in SGLang. Only its port is used: the router connects to no other host."""
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):
         config = decode_or_none(config.encode(errors="replace"))
@@ -277,7 +273,6 @@ _INSTEAD = {
 
 
 def runtime_of(info: object, listed: object) -> str | None:
-    """Return VLLM or None, by `/server_info` and `/v1/models`."""
     if isinstance(info, dict) and "vllm_config" in info:  # only with VLLM_SERVER_DEV_MODE
         return VLLM
     rows: Any = listed.get("data") if isinstance(listed, dict) else None
@@ -286,7 +281,7 @@ def runtime_of(info: object, listed: object) -> str | None:
 
 
 def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
-    """Return vLLM's equivalent call, which names sequences by answer id and index."""
+    """vLLM's call, which names sequences by answer id and index."""
     if path == "/health_generate":
         return "GET", "/health", b""
     fields = object_of(body) if path == ABORT else {}
@@ -296,7 +291,7 @@ def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
 
 
 def lacks_route(status: int, body: bytes) -> bool:
-    """Return whether an answer is FastAPI's for an unknown path."""
+    """FastAPI's answer for an unknown path."""
     return status == 404 and object_of(body).get("detail") == "Not Found"
 
 

@@ -30,7 +30,7 @@ _ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH
 
 
 class SharedLoad:
-    """Row `row` of `num_rows` in the file `path`, initially empty."""
+    """Row `row` of `num_rows` of an initially empty file."""
 
     def __init__(self, path: Path, *, row: int, num_rows: int) -> None:
         assert 0 <= row < num_rows, (row, num_rows)
@@ -44,7 +44,7 @@ class SharedLoad:
         self._words[self._begin : self._begin + _ROW_WORDS] = memoryview(bytes(_WORD * _ROW_WORDS)).cast("q")
 
     def take(self, url: str) -> int:
-        """Return the slot of `url`, the same in all processes. RuntimeError if full."""
+        """The slot of `url`, the same in all processes. RuntimeError if full."""
         name = _name(url)
         with self._locked():
             slot = self._find(name)
@@ -74,12 +74,12 @@ class SharedLoad:
         return sum([words[begin + at] for begin in self._others])
 
     def publish_open(self, slot: int, until_s: float) -> None:
-        """Publish the end of an open circuit (machine's monotonic clock), 0 for closed."""
+        """`until_s`: by the machine's monotonic clock, 0 for closed."""
         self._words[self._at(self._begin, slot, _OPEN)] = int(until_s * 1000)
         self._words[self._begin + _TURNS] += 1
 
     def others_open(self, now_s: float) -> Sequence[int]:
-        """Return slots with open circuits elsewhere, re-read only on changes and at intervals."""
+        """Slots with open circuits elsewhere, re-read only on changes and at intervals."""
         turns = [self._words[begin + _TURNS] for begin in self._others]
         if turns != self._turns or now_s >= self._reread_s:
             self._read_open()

@@ -66,7 +66,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """Ranks of a worker. `joint`: with DP attention `tp` counts those of all DP ranks."""
+    """`joint`: with DP attention `tp` counts those of all DP ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -84,7 +84,7 @@ ONE_RANK = RankSizes()
 
 @dataclass(slots=True)
 class BootstrapAddress:
-    """A prefill worker's bootstrap server, on a port that was given or that it reports."""
+    """`port`: given, or as the worker reports."""
 
     host: str
     port: int | None
@@ -93,7 +93,7 @@ class BootstrapAddress:
 
 @dataclass(slots=True, kw_only=True)
 class CheckResults:
-    """Results of health checks. `streak`: equal ones in a row. `changed_s`: last change."""
+    """`streak`: equal ones in a row. `changed_s`: last change."""
 
     changed_s: float
     good_s: float  # last good check
@@ -105,7 +105,7 @@ class CheckResults:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """The process that answers at a worker's address, by its /health."""
+    """The process at a worker's address, by its /health."""
 
     incarnation: str = ""  # empty if unknown
     seen_s: float = 0.0
@@ -118,7 +118,7 @@ class WorkerProcess:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """One worker. `WorkerTable` and `Loads` change it; `HealthMonitor` sets values of reports."""
+    """`WorkerTable` and `Loads` change it; `HealthMonitor` sets values of reports."""
 
     worker_id: int
     url: str
@@ -185,7 +185,7 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(slots=True)
 class Loads:
-    """All leases of one router process."""
+    """Leases of one router process."""
 
     _leases: dict[int, Lease] = field(default_factory=dict)
 
@@ -210,7 +210,7 @@ class Loads:
             self._on_load(lease.worker)
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
-        """Set a report, without counting this router's load twice."""
+        """Count this router's load once."""
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)

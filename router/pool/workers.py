@@ -70,7 +70,7 @@ class Catalogue:
         return len(self.bases) > 1
 
     def meant(self, model: str, ready: "Iterable[str] | None" = None) -> str:
-        """Return the name that workers must serve, empty for any. Raises UnknownModel.
+        """The name that workers must serve, empty for any. Raises UnknownModel.
 
         The default among several models is the first of `ready`.
         """
@@ -83,9 +83,9 @@ class Catalogue:
         return next(iter(ready or ()), self.bases[0])
 
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
-        """Return the base model whose workers load or unload an adapter, empty for all.
+        """The base model of an adapter's workers, empty for all, as one may not have reported it.
 
-        All of them, as one may not have reported the adapter. Raises UnknownModel, ValueError.
+        Raises UnknownModel, ValueError.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -116,7 +116,7 @@ def parse_models(info: object, listed: object) -> Names:
 
 
 def has_adapters(info: object) -> bool:
-    """Return whether it may serve more names than in `/server_info`."""
+    """It may serve more names than in `/server_info`."""
     return isinstance(info, dict) and bool(info.get("enable_lora") or info.get("lora_paths"))
 
 
@@ -125,7 +125,7 @@ def reports_models(listed: object) -> bool:
 
 
 def join_models(answers: Iterable[object], *, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
-    """Join lists of models, each name once."""
+    """Each name once."""
     rows: dict[str, dict[str, Any]] = {}
     for row in chain.from_iterable(_rows(answer, field, key) for answer in answers):
         rows.setdefault(row[key], row)
@@ -154,9 +154,7 @@ class WorkerTableError(ApiError):
 
 @dataclass(slots=True)
 class WorkerTable:
-    """All workers of one router, in order.
-
-    `on_gone` gets workers whose cache is lost: removed, down, restarted, switched. `on_change`
+    """`on_gone` gets workers whose cache is lost: removed, down, restarted, switched. `on_change`
     follows changes of pools.
     """
 
@@ -179,7 +177,7 @@ class WorkerTable:
     def add(
         self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0, discovered: bool = False
     ) -> Worker:
-        """Add a worker, to serve after a good check. Raises WorkerTableError."""
+        """The worker serves after a good check. Raises WorkerTableError."""
         url = url.rstrip("/")
         if same_url(url) in self._by_name:
             raise WorkerTableError(f"url: {url} is already in the table")
@@ -204,7 +202,7 @@ class WorkerTable:
         return worker
 
     def remove(self, url: str) -> Worker:
-        """Remove a worker; running requests continue. Raises WorkerTableError."""
+        """Running requests continue. Raises WorkerTableError."""
         worker = self.find(url)
         del self._workers[worker.worker_id]
         del self._by_name[same_url(url)]
@@ -228,7 +226,7 @@ class WorkerTable:
         return worker
 
     def find(self, url: str) -> Worker:
-        """Return the worker of a URL in any spelling. Raises WorkerTableError."""
+        """Find a URL in any spelling. Raises WorkerTableError."""
         worker = self._by_name.get(same_url(url))
         if worker is None:
             raise WorkerTableError(f"url: {url} is not in the table")
@@ -241,7 +239,7 @@ class WorkerTable:
         return self._workers.get(worker.worker_id) is worker
 
     def alive(self, role: Role) -> list[Worker]:
-        """Return workers that are up; leaving last resorts if no other is."""
+        """Workers that are up; leaving last resorts if no other is."""
         here = [w for w in self._workers.values() if w.role is role and is_up(w)]
         return [w for w in here if not w.leaving] or here
 
@@ -249,7 +247,7 @@ class WorkerTable:
         return worker in self.alive(worker.role)
 
     def pool(self, role: Role, model: str) -> Pool:
-        """Return alive workers of `model` (empty: any), silent ones if all are. Cached."""
+        """Alive workers of `model` (empty: any), silent ones if all are. Cached."""
         found = self._pools.get((role, model))
         if found is None:
             if len(self._pools) >= MAX_POOLS:
@@ -264,7 +262,7 @@ class WorkerTable:
         return [w for w in self.alive(role) if not model or serves(w.models, model)]
 
     def routes(self, way: Way, model: str) -> Sequence[Group]:
-        """Return the groups that serve `model` (empty: any). Cached."""
+        """Groups that serve `model` (empty: any). Cached."""
         found = self._routes.get((way, model))
         if found is None:
             if len(self._routes) >= MAX_POOLS:
@@ -274,13 +272,12 @@ class WorkerTable:
 
     @property
     def misfits(self) -> Mapping[int, str]:
-        """Return why workers have no fitting peer, by id. Cached."""
+        """Why workers have no fitting peer, by id. Cached."""
         if self._misfits is None:
             self._misfits = misfits_of(self.alive(Role.PREFILL), self.alive(Role.DECODE))
         return self._misfits
 
     def has_peer(self, worker: Worker) -> bool:
-        """Return whether it fits a peer."""
         model = worker.models[0] if worker.models else ""
         return any(worker in pool for group in self.routes(PAIR, model) for pool in group)
 
@@ -290,7 +287,7 @@ class WorkerTable:
         return tuple([tuple([_heard(pool) for pool in group]) for group in groups])
 
     def ready(self, pool: Pool, *, now_s: float) -> Pool:
-        """Return the pool's workers with closed circuits, else all."""
+        """Workers with closed circuits, else all."""
         faulty: set[int] = set()
         if self._unsettled:
             faulty = {worker_id for worker_id, worker in self._unsettled.items() if not worker.circuit.takes(now_s)}
@@ -299,12 +296,12 @@ class WorkerTable:
         return [w for w in pool if w.worker_id not in faulty] or pool if faulty else pool
 
     def trusts(self, worker: Worker, *, now_s: float) -> bool:
-        """Return whether its circuit admits requests in all processes."""
+        """The circuit admits requests in all processes."""
         others = () if self.peers is None else self.peers.others_open(now_s)
         return worker.circuit.takes(now_s) and worker.slot not in others
 
     def has_others(self, worker: Worker) -> bool:
-        """Return whether other workers can replace it: its role, or another whole route."""
+        """Others can replace it: its role, or another whole route."""
         if any(other is not worker and not other.silent and fits(other, worker) for other in self.pool_of(worker)):
             return True
         model = worker.models[0] if worker.models else ""
@@ -315,7 +312,7 @@ class WorkerTable:
         return self.pool(worker.role, worker.models[0] if worker.models else "")
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
-        """Apply a check's result; return whether the state changed."""
+        """Return whether the state changed."""
         checks = worker.checks
         same = checks.last is not None and _kind(checks.last) is _kind(result)
         checks.streak = checks.streak + 1 if same else 1
@@ -340,9 +337,8 @@ class WorkerTable:
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
-        """Record the process that answered a check started at `checked_s`.
-
-        One that returns after another is one of several behind the URL, and changes nothing.
+        """A process that returns after another is one of several behind the URL, and changes
+        nothing.
         """
         process = worker.process
         if process.incarnation not in ("", incarnation) and incarnation:
@@ -355,13 +351,12 @@ class WorkerTable:
             process.incarnation, process.seen_s = incarnation, checked_s
 
     def set_switching(self, worker: Worker, role: Role | None) -> None:
-        """Send no new requests during a switch; None ends it."""
+        """No new requests during a switch; None ends it."""
         assert role is None or (worker.switching_to is None and worker.role is not role), (worker.url, worker.role)
         worker.switching_to = role
         self._on_change()
 
     def on_role(self, worker: Worker, role: Role) -> None:
-        """Set a new role, and forget the old one's state."""
         worker.role = role
         self._on_change()
         worker.bootstrap.given_port = None
@@ -423,7 +418,7 @@ class WorkerTable:
 
 @lru_cache(maxsize=2 * MAX_WORKERS)
 def same_url(url: str) -> str:
-    """Normalize an address: lower case, port, no slash."""
+    """Lower case, port, no slash."""
     parts = urlsplit(url)
     if not parts.hostname:
         return url
@@ -447,19 +442,19 @@ def _kind(check: Check) -> Check:
 
 
 def missing_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
-    """Return roles without live worker, none if a route is complete."""
+    """Roles without live worker, none if a route is complete."""
     return _lacking(_missing(table, way, model) for way in ways)
 
 
 def _missing(table: WorkerTable, way: Way, model: str) -> list[Role]:
-    """Return roles without live worker, all if no pair fits."""
+    """Roles without live worker, all if no pair fits."""
     if table.routes(way, model):
         return []
     return [role for role in way if not table.pool(role, model)] or list(way)
 
 
 def silent_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
-    """Return roles with silent workers only, none if a complete route answers."""
+    """Roles with silent workers only, none if a complete route answers."""
     whole = [pools for way in ways for pools in table.routes(way, model)]
     return _lacking([pool[0].role for pool in pools if pool[0].silent] for pools in whole)
 

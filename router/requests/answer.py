@@ -48,10 +48,6 @@ class StreamSplitter:
         filters: Sequence[Callable[[bytes], bytes]] = (),
         record: FrameRecord | None = None,
     ) -> None:
-        """Split a stream; `record` takes its frames (service/http/resume.py).
-
-        `filters` change events.
-        """
         self._ends = next(ends for kind, ends in _ENDS.items() if content_type.startswith(kind))
         self._tail = b""
         self._filters = filters
@@ -92,10 +88,7 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(eq=False)
 class ClientAnswer:
-    """The answer of `attempt`, with prefill's part by `mergers`.
-
-    It ends with its worker; a subclass may continue it elsewhere, and then changes `attempt`.
-    """
+    """It ends with its worker; a subclass may continue it elsewhere, and then changes `attempt`."""
 
     launcher: AttemptLauncher
     request: RequestContext
@@ -103,7 +96,6 @@ class ClientAnswer:
     mergers: Sequence[Merger] = ()
 
     async def whole(self) -> Response:
-        """Return an answer that does not stream."""
         return self._respond(self.attempt.answering.reply.take())
 
     async def stream(self) -> Response:
@@ -127,7 +119,6 @@ class ClientAnswer:
             self._close()
 
     def _follow(self) -> None:
-        """Watch the calls of a new attempt."""
         self.attempt.watch_prefill(self.launcher.on_call_failed)
 
     def _incomplete(self) -> CallFailed | None:
@@ -135,13 +126,12 @@ class ClientAnswer:
         return None
 
     async def _goes_on(self, failure: CallFailed) -> bool:
-        """Report the failure; return whether a new attempt continues the answer."""
+        """Return whether a new attempt continues the answer."""
         if not self.attempt.refused:  # reported before
             self.launcher.on_call_failed(failure)
         return False
 
-    def _close(self) -> None:
-        """Release what the answer holds, in the end."""
+    def _close(self) -> None: ...
 
     def _splitter(self, record: FrameRecord | None = None) -> StreamSplitter:
         kind = self.attempt.answering.reply.headers["content-type"]
@@ -150,10 +140,7 @@ class ClientAnswer:
         return StreamSplitter(kind, filters=filters, record=record)
 
     async def _relay(self, out: StreamedResponse, splitter: StreamSplitter) -> CallFailed | None:
-        """Relay until the end or failure of the attempt's answer, which is returned.
-
-        Connection errors of the client propagate.
-        """
+        """Connection errors of the client propagate."""
         request, attempt, call = self.request, self.attempt, self.attempt.answering
         reply, on_chunk, clock = call.reply, self.launcher.events.on_chunk, self.launcher.clock
         request.cut = reply.close
@@ -186,7 +173,7 @@ class ClientAnswer:
         return None
 
     async def _end(self, out: StreamedResponse, failure: CallFailed | None, last_event: bytes = b"") -> Response:
-        """End the client's stream, perhaps with an error: `last_event` of the worker, else ours."""
+        """`last_event`: an error of the worker, else ours."""
         request, attempt = self.request, self.attempt
         await request.client.end()
         failure = attempt.refused or failure
@@ -220,7 +207,7 @@ class ClientAnswer:
 
 
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
-    """Change the request into one for the rest of its answer (service/http/resume.py)."""
+    """See service/http/resume.py."""
     fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
     request.body = write_body(request.parsed)
@@ -239,7 +226,6 @@ def draining(message: str) -> ApiError:
 def no_worker(
     table: WorkerTable, missing: list[Role], model: str = "", *, retry_after_s: int | None = None
 ) -> ApiError:
-    """Return an error with the missing roles and workers' states."""
     misfits = table.misfits
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
     why = "; ".join(f"{w.url}: {misfits.get(w.worker_id) or _state(w)}" for w in known[:4]) or "none was given"
@@ -255,7 +241,7 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed, path: str) -> Response:
-    """Return a worker's error unchanged. ApiError if there is none, or no such route."""
+    """ApiError if there is none, or no such route."""
     if lacks_route(failure.status, failure.body):
         raise no_route(failure.worker, path) from None
     if failure.reason == "status":
@@ -269,7 +255,7 @@ def no_route(worker: Worker, path: str) -> ApiError:
 
 
 def failure_error(failure: CallFailed) -> ApiError:
-    """Return a started stream's last error: the worker's message, else ours."""
+    """The worker's message, else ours."""
     return error_of(failure.status or 502, failure.body or str(failure).encode())
 
 

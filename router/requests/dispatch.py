@@ -74,7 +74,6 @@ class LiveRequests:
             raise draining("the router is draining: it takes no new requests")
 
     async def block(self) -> None:
-        """Hold new requests until `unblock`, and wait for live ones."""
         if not self.blocked:
             log.warning("the router is blocked: new requests wait for POST /continue_generation")
         self._open.clear()
@@ -86,7 +85,7 @@ class LiveRequests:
         self._open.set()
 
     async def wait_unblocked(self, *, timeout_s: float) -> None:
-        """Wait for the block's end. ApiError after the deadline, or for too many requests."""
+        """ApiError after the deadline, or for too many requests."""
         if self.num_blocked >= MAX_BLOCKED:
             message = f"{self.num_blocked} requests wait until the router is unblocked; try again later"
             raise ApiError(503, message, code="queue_full", retry_after_s=1)
@@ -133,9 +132,7 @@ class RequestParts:
 
 @dataclass(eq=False, kw_only=True)
 class Dispatcher:
-    """Serves POST of `Api`'s paths.
-
-    Up to `retry_max` retries with exponential pauses from `retry_backoff_s`, and none after
+    """Up to `retry_max` retries with exponential pauses from `retry_backoff_s`, and none after
     `max_deaths` workers died with the request.
     """
 
@@ -210,7 +207,7 @@ class Dispatcher:
                 notify(request, status, now_s)
 
     async def _read(self, request: RequestContext) -> None:
-        """Fill in `request`. Raises ApiError."""
+        """Raises ApiError."""
         http = request.http
         request.body = await http.read()
         size = len(request.body)
@@ -294,7 +291,7 @@ class Dispatcher:
 
 
 def concerns(part: BodyPart, body: bytes) -> bool:
-    """Return whether the part prepares a request with this body. False positives are possible."""
+    """False positives are possible."""
     return not part.needles or any([needle in body for needle in part.needles])
 
 
@@ -303,5 +300,5 @@ def _around(part: ServePart, serve: Serve) -> Serve:
 
 
 def pause_s(number: int, backoff_s: float) -> float:
-    """Return the pause after a failed attempt: none, base, 2 * base..., up to `MAX_BACKOFF_S`."""
+    """None, base, 2 * base..., up to `MAX_BACKOFF_S`."""
     return 0.0 if number == 0 else min(MAX_BACKOFF_S, backoff_s * 2 ** (number - 1))

@@ -26,7 +26,7 @@ LookInTime = Callable[[Policy, Pool, RoutingHints, Slo, float], Placement]
 
 @dataclass(eq=False, kw_only=True)
 class Picker:
-    """Picks workers. `wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout, 0 for no limit."""
+    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout, 0 for no limit."""
 
     table: WorkerTable
     policies: Mapping[Role, Policy]
@@ -50,7 +50,7 @@ class Picker:
         return catalogue.meant(named_model(parsed), ready)
 
     async def pick_later(self, request: RequestContext) -> Placements | None:
-        """Wait for a worker after `pick` found none.
+        """Wait for a worker.
 
         - if all are silent but have not failed it: up to `silence_s`, and its deadline
         - if silent or gone, and it has failed before: up to `wait_s`
@@ -65,7 +65,7 @@ class Picker:
         return None
 
     def pick(self, request: RequestContext) -> Placements | None:
-        """Pick a worker of each role, None if one is missing. Raises RequestRefused."""
+        """None if a role has no worker. Raises RequestRefused."""
         ways: Sequence[Pools] = [
             pools for pools in self.pools(request) if all([pool and not pool[0].silent for pool in pools])
         ]
@@ -76,7 +76,7 @@ class Picker:
         return self.choose(request, ways)
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
-        """Pick the least loaded responsive worker that fits `but`, other than it."""
+        """The least loaded responsive worker that fits `but`."""
         alike = self._narrow(request, self.table.pool(but.role, request.model), self.clock())
         others = [worker for worker in alike if worker is not but and fits(worker, but)]
         if not others or others[0].silent:
@@ -85,7 +85,6 @@ class Picker:
         return self.choose(request, [[[best]]])[0]
 
     def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
-        """Choose a worker of each pool of a route, and record it."""
         if len(ways) > 1:
             now_s = self.clock()
             ways = self._sound(request, ways, now_s)
@@ -95,7 +94,7 @@ class Picker:
         return tuple([policies[pool[0].role].choose(pool, hints) for pool in _least_loaded(ways)])
 
     def pools(self, request: RequestContext) -> list[list[Pool]]:
-        """Return each complete route's pools, whose workers are silent only if all are.
+        """Workers of a pool are silent only if all are.
 
         Pairs have a route for each KV layout.
         """
@@ -112,7 +111,7 @@ class Picker:
         return missing_roles(table, ways, model) or silent_roles(table, ways, model)
 
     def _pick_in_time(self, request: RequestContext, slo: Slo, ways: Iterable[Pools]) -> Placements:
-        """Pick workers within the SLO. Raises RequestRefused."""
+        """Raises RequestRefused."""
         found: list[tuple[Pools, Placements]] = []
         refused: RequestRefused | None = None
         for pools in ways:
@@ -138,7 +137,7 @@ class Picker:
         return tuple([look(self.policies[pool[0].role], pool, hints, slo, now_s) for pool in pools])
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
-        """Return routes without failed workers or open circuits, else all.
+        """Routes without failed workers or open circuits, else all.
 
         The first of a pool represents it, as others are preferred.
         """
@@ -150,7 +149,6 @@ class Picker:
         return [pools for pools in ways if all(is_sound(pool[0]) for pool in pools)] or ways
 
     def _patience_s(self, request: RequestContext) -> float:
-        """Return how long the request may wait in all."""
         table, ways, model = self.table, request.ways, request.model
         if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0
@@ -160,7 +158,7 @@ class Picker:
         return 0.0
 
     def _may_wait(self, request: RequestContext, pools: Pools) -> bool:
-        """Return whether a complete route has no silent worker that failed the request."""
+        """A complete route has no silent worker that failed the request."""
         failed = request.failed
         return all(pool and (failed is None or not (pool[0].silent and failed.has_failed(pool[0]))) for pool in pools)
 
@@ -181,7 +179,6 @@ class Picker:
 
 
 def _least_loaded(ways: Sequence[Pools]) -> Pools:
-    """Return the route with the least loaded workers."""
     return ways[0] if len(ways) == 1 else min(ways, key=_load_of)
 
 

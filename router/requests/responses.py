@@ -40,7 +40,7 @@ Abort = Callable[[Mapping[str, str], str], Awaitable[object]]
 
 
 class PeerQuestion(msgspec.Struct, kw_only=True):
-    """A peer's request. `act`: find, remove or cancel."""
+    """`act`: find, remove or cancel."""
 
     act: str
     id: str
@@ -49,9 +49,7 @@ class PeerQuestion(msgspec.Struct, kw_only=True):
 
 @dataclass(eq=False)
 class SharedBook:
-    """The `ResponseBook` of all processes. `abort(headers, id)` aborts a request sent with these
-    headers.
-    """
+    """A `ResponseBook`. `abort(headers, id)` aborts a request sent with these headers."""
 
     local: LocalBook
     peers: PeerProcesses
@@ -87,14 +85,14 @@ class SharedBook:
 
 @dataclass(eq=False, kw_only=True)
 class Responses:
-    """Stored responses; without `book` none. A `BodyPart`."""
+    """A `BodyPart`. Without `book` none is stored."""
 
     book: SharedBook | None
     apis: ClassVar = (Generation.RESPONSES,)
     needles: ClassVar = ()
 
     async def prepare(self, request: RequestContext) -> ParsedBody:
-        """Add the conversation to the body, and record its answer. Raises ApiError(400)."""
+        """Raises ApiError(400)."""
         await self._open(request)
         return request.parsed
 
@@ -149,7 +147,7 @@ class _Begun(msgspec.Struct):
 
 
 class ResponseKeeper:
-    """Stores an answer before its client has all of it, for the next request. An `AnswerPart`."""
+    """An `AnswerPart`, which stores an answer before its client has all of it."""
 
     def __init__(self, book: SharedBook, conversation: Conversation, *, owner: str, request: RequestContext) -> None:
         self._book, self._owner, self._request = book, owner, request
@@ -185,7 +183,6 @@ class ResponseKeeper:
 
 
 def response_in(events: bytes, at: int) -> bytes:
-    """Return the JSON of `response` in the event at `at`."""
     start = events.find(_DATA, max(0, at)) + len(_DATA)
     event: _Response | None = decode_or_none(events[start : events.find(b"\n", start)], _Response)
     return b"" if event is None else bytes(event.response)

@@ -67,20 +67,18 @@ class AutoRoles:
             self._spawn(self._run(), "auto roles")
 
     async def close(self) -> None:
-        """End auto roles; workers complete running switches."""
+        """Workers complete running switches."""
         await end_tasks(self._tasks)
 
     def api(self) -> ApiRouter:
         return ApiRouter(ROLES, [get(PATH, self.handle)])
 
     async def handle(self, request: HttpRequest) -> Response:
-        """Report the state and the plan of auto roles."""
         is_peer = self.peers.is_peer(request)
         body = msgspec.json.encode(self.status()) if is_peer else await self.leading_status()
         return Response(content=body, media_type="application/json")
 
     async def leading_status(self) -> bytes:
-        """Return the leader's `status` as JSON, else this process's."""
         if self.config.auto_roles and not self._runs:
             answers = await self.peers.request("GET", PATH)
             leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
@@ -89,7 +87,7 @@ class AutoRoles:
         return msgspec.json.encode(self.status())
 
     def status(self) -> dict[str, Any]:
-        """Return pressures (1: at capacity) by model, and switches."""
+        """Pressures (1: at capacity) by model, and switches."""
         now_s = loop_time_s()
         return {
             "enabled": self.config.auto_roles,

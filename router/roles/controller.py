@@ -1,6 +1,6 @@
 """Decides when a worker switches pools (docs/design/routing.md). Pure.
 
-Work is counted in workers (controller.py). Pressure is demand over workers: 1 is at capacity.
+Pressure is demand over workers: 1 is at capacity.
 """
 
 import math
@@ -94,7 +94,7 @@ class Controller:
         return [move for move in moves if move is not None]
 
     def ended(self, move: Move, *, ok: bool, now_s: float) -> None:
-        """Record a switch's end. After a failure the model cools down."""
+        """After a failure the model cools down."""
         standing = self.standings[move.model]
         assert standing.moving == move, (standing.moving, move)
         standing.moving, standing.ended_s = None, now_s

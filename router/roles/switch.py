@@ -45,7 +45,7 @@ class SwitchRefused(ApiError):
 
 
 class SwitchFailed(ApiError):
-    """The switch was accepted, but the worker did not return in the new role."""
+    """The worker did not return in the new role."""
 
     def __init__(self, message: str) -> None:
         super().__init__(502, message, code="switch_failed")
@@ -150,7 +150,7 @@ class _Info(msgspec.Struct):
 
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
-    """Return why `worker` may not switch, if so. `force` may empty a model's pool."""
+    """`force` may empty a model's pool."""
     if worker.role not in PAIR or role not in PAIR:
         return "only prefill and decode workers change their role"
     if worker not in table:
@@ -167,7 +167,7 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
 
 
 def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
-    """Return a switch's progress from incarnation `was`."""
+    """`was`: the former incarnation."""
     if worker not in table:
         return SwitchProgress.REMOVED
     if worker.health is Health.DOWN and worker.checks.last is Check.REFUSED:
