@@ -91,7 +91,7 @@ class BootstrapMetrics:
         )
 
     def expect(self, call: str) -> None:
-        """Start a call's series at 0, as `rate()` misses the first event."""
+        """`rate()` misses the first event, so a series starts at 0."""
         for status in STATUSES:
             self._calls.labels(call, str(status))
 
@@ -130,7 +130,7 @@ def make_app(
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Application:
-    """Return the application, which verifies and signs with a `secret`."""
+    """`secret`: verify and sign."""
     check = SignatureCheck(None if secret is None else Verifier(secret), clock)
     browser = BrowserRule(
         host=config.host,
@@ -267,7 +267,7 @@ class BootstrapServer:
         self._held = ExitStack()
 
     def start(self) -> None:
-        """Return once it listens. Raises ConfigError."""
+        """It listens on return. Raises ConfigError."""
         port = self._held.enter_context(open_port(self._config.host, self._config.port, flag=self._port_flag))
         self.port = port.port
         self._thread = threading.Thread(
@@ -291,7 +291,7 @@ class BootstrapServer:
 
 
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
-    """Run a shared server until a signal. Raises ConfigError."""
+    """Raises ConfigError."""
     allow_many_files()
     app = make_app(Registry(config, shared=True), config=config, secret=secret)
     with open_port(config.host, config.port) as port:

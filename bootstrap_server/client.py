@@ -77,7 +77,7 @@ def look_up(
     timeout_s: float = 3.0,
     send: Send = over_http,
 ) -> RouteReply:
-    """Return the worker of `room`, or any outside `any_but`. Raises BootstrapError."""
+    """`any_but`: any worker but these. Raises BootstrapError."""
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
     signer = None if secret is None else Signer(secret)
     call = Call("GET", f"/route?room={room}{others}", b"")
@@ -150,7 +150,7 @@ class Registrar:
             self._wake.wait(self.turn())
 
     def turn(self) -> float:
-        """Register, renew and send rooms as due; return the pause."""
+        """Return the pause."""
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
@@ -225,7 +225,7 @@ def _oldest(times_s: OrderedDict[int, float]) -> float:
 
 
 def _checked(server: str, status: int, body: bytes) -> bytes:
-    """Return the body of a good answer. Raises BootstrapError."""
+    """Raises BootstrapError."""
     if status == UNPROVEN:
         message = f"bootstrap server {server} did not show that it knows the secret of --cluster-secret-file"
         raise BootstrapError(message, permanent=True)
@@ -245,7 +245,7 @@ def _headers(call: Call) -> dict[str, str]:
 
 
 def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
-    """Return status and body, `UNPROVEN` without signature; once more after a 401."""
+    """`UNPROVEN` without signature; once more after a 401."""
     for _ in range(2):
         header, nonce = signer.sign(call)
         connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header, **_headers(call)})

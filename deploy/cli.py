@@ -36,7 +36,7 @@ OPERATING_ERRNOS = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return the exit status."""
+    """Return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -70,7 +70,7 @@ def usage() -> str:
 
 
 def operating_error(error: BaseException) -> str | None:
-    """Return a line for an error the operator can fix, None for a bug."""
+    """None for a bug, which the operator cannot fix."""
     if any(cls.__name__ in OPERATING_ERRORS for cls in type(error).__mro__):
         return " ".join(str(error).split())
     if isinstance(error, ImportError):

@@ -19,7 +19,7 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag; `value_type` bool is a switch, `topic` its group of help."""
+    """`value_type` bool is a switch, `topic` its group of help."""
 
     name: str
     option: str
@@ -35,7 +35,7 @@ class Flag:
 
 
 def flags_of(config_class: type[FlagSet], *, skip: Collection[str] = ()) -> Iterator[Flag]:
-    """Yield a config's flags, without `skip` and those parsed by hand."""
+    """Without `skip` and those parsed by hand."""
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         spec = spec_of(field)
@@ -58,14 +58,14 @@ def add_flags(
 
 
 def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand: Any) -> Config:
-    """Build the config from a namespace. Raises ConfigError."""
+    """Raises ConfigError."""
     values = {flag.name: getattr(args, flag.name) for flag in flags_of(config_class, skip=by_hand)}
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return config_class(**frozen, **by_hand)
 
 
 def given_argv(args: argparse.Namespace, config_class: type[FlagSet], *, skip: Collection[str] = ()) -> list[str]:
-    """Return the argv that passes typed flags on."""
+    """Pass typed flags on."""
     argv: list[str] = []
     for flag in flags_of(config_class, skip=skip):
         if hasattr(args, flag.name):
@@ -110,15 +110,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add(self, topic: str, *names: str, **keywords: Any) -> None:
-        """Add an argument to a group of help."""
         self._groups.setdefault(topic, []).append(self.add_argument(*names, **keywords))
 
     def groups(self) -> dict[str, list[argparse.Action]]:
-        """Return the arguments by group of help."""
+        """Groups that are not empty."""
         return {topic: actions for topic, actions in self._groups.items() if actions}
 
     def format_help(self, page: str = "") -> str:
-        """Return a page of help: "" (common flags), "all" or a group."""
+        """`page`: "" (common flags), "all" or a group."""
         groups = self.groups()
         if page not in ("", "all", *groups):
             self.error(f"--help: there is no group {page!r}; one of: all, {', '.join(groups)}")
@@ -146,11 +145,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Collection[str]:
-        """The names of all options, with their dashes."""
+        """Names with their dashes."""
         return self._option_string_actions.keys()
 
     def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse, suggesting the nearest flag for an unknown one."""
+        """The nearest flag is suggested for an unknown one."""
         args, unknown = self.parse_known_args(self._ours(argv))
         flags = [word for word in unknown if word.startswith("-")]
         if unknown and (flags or self._model is None):
@@ -188,8 +187,6 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Prints a page of help, and exits."""
-
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, page: Any, option: str | None = None
     ) -> NoReturn:
@@ -209,7 +206,7 @@ def _unknown_flag_message(text: str, known: list[str]) -> str:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """Return a value's type, and whether there are several."""
+    """The second value: whether there are several."""
     if isinstance(hint, types.UnionType):
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     if typing.get_origin(hint) is tuple:
@@ -233,7 +230,7 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
 
 
 def _parser_of(flag: Flag) -> Parse:
-    """Return a parser that refuses other servers' values with a remedy."""
+    """Values of other servers are refused with a remedy."""
 
     def parsed(text: str) -> Any:
         if (refusal := flag.spec.refusal(text)) is not None:

@@ -35,8 +35,6 @@ class StreamChoice(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """Measured fields of a chunk or answer."""
-
     choices: list[StreamChoice] = []
     usage: StreamUsage | None = None
     error: msgspec.Raw = msgspec.Raw()
@@ -46,7 +44,7 @@ _DECODER = msgspec.json.Decoder(StreamChunk)
 
 
 class StreamFailed(Exception):
-    """The answer failed. `kind`: for counts."""
+    """`kind`: for counts."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(detail)
@@ -54,8 +52,6 @@ class StreamFailed(Exception):
 
 
 class SseParser:
-    """Parser of OpenAI's server-sent events."""
-
     def __init__(self) -> None:
         self._rest = b""
 
@@ -80,7 +76,7 @@ def text_of(choice: StreamChoice) -> str:
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the first of /v1/models. Raises ConfigError."""
+    """The first of /v1/models. Raises ConfigError."""
     try:
         async with session.get(url.rstrip("/") + "/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
             body = await reply.read()
@@ -100,7 +96,7 @@ def check_url(option: str, url: str) -> None:
 
 
 def message_of(body: bytes) -> str:
-    """Return an error's message, else the body's start."""
+    """An error's message, else the body's start."""
     try:
         said = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, LookupError, TypeError):

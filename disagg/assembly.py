@@ -59,7 +59,6 @@ class RoleAssembly:
         layerwise: bool = False,
         min_bytes: int = 0,
     ) -> PrefillRole:
-        """Return a role with `parts`, and the recomputation of prompts for decode workers."""
         prompts = PromptHandovers(self.scheduler, self._pages(layerwise=layerwise, min_bytes=min_bytes))
         recomputes = Recomputes(scheduler=self.scheduler, manager=sends, prompts=prompts, bounds=bounds)
         return PrefillRole(
@@ -74,7 +73,7 @@ class RoleAssembly:
     def prefixes(
         self, sends: Senders, receives: Receivers, source: KVSource, *, token_bytes: int
     ) -> tuple[PrefixFetches, PrefixServer]:
-        """Return the parts for prefixes of other workers, which know this one as `source`."""
+        """`source`: this worker's address."""
         scheduler, policy = self.scheduler, FetchPolicy(token_bytes=self.page_bytes / self.page_size)
         return (
             PrefixFetches(scheduler=scheduler, manager=receives, metadata=self.metadata, policy=policy),
@@ -86,7 +85,6 @@ class RoleAssembly:
     def decode(
         self, receives: Receivers, parts: Sequence[PeerPart] = (), *, prealloc_timeout_s: float = PREALLOC_TIMEOUT_S
     ) -> DecodeRole:
-        """Return a role with `parts`, and retracted requests that prefill computes again."""
         resumption = Resumption(
             scheduler=self.scheduler, manager=receives, metadata=self.metadata, moves_bytes=self.moves_bytes
         )
@@ -101,7 +99,7 @@ class RoleAssembly:
         )
 
     def moves(self, sends: Senders, source: KVSource) -> Moves:
-        """Return the moves of running requests to workers that know this one as `source`."""
+        """`source`: this worker's address."""
         return Moves(
             scheduler=self.scheduler,
             manager=sends,
@@ -111,7 +109,7 @@ class RoleAssembly:
         )
 
     def encode(self, sends: Senders, source: KVSource, bounds: Bounds) -> EncodeRole:
-        """Return the role of an encoder worker, which peers know as `source`."""
+        """`source`: this worker's address."""
         server = FeatureServer(
             scheduler=self.scheduler, manager=sends, pages=self._pages(), bounds=bounds, source=source
         )
@@ -128,7 +126,7 @@ class RoleAssembly:
 
 
 def source_of(manager: PrefillManager) -> KVSource:
-    """Return the address of `manager` for peers."""
+    """Its address for peers."""
     return KVSource(manager.control_address, manager.incarnation)
 
 
@@ -170,7 +168,7 @@ class Transfers:
     def sends(
         self, groups: Sequence[LayerGroup] = (), *, layers: LayerClock | None = None, computes: bool = True
     ) -> PrefillManager:
-        """Return a started manager of what leaves, by `groups` of layers or whole."""
+        """A started manager; without `groups` pages leave whole."""
         manager = PrefillManager(
             replace(self.args, groups=tuple(groups)),
             self.engine,
@@ -189,7 +187,7 @@ class Transfers:
         return self.role.prefixes(sends, receives, source_of(sends), token_bytes=token_bytes)
 
     def features(self, allocator: PageAllocator, *, timeout_s: float) -> FeatureFetches:
-        """Return the part for features of images, into pages of `allocator`."""
+        """`allocator`: of the feature pages."""
         manager = self._receives(no_lookup)
         return FeatureFetches(
             memory=self.role.scheduler.memory,
@@ -211,7 +209,7 @@ class Transfers:
         move_timeout_s: float = MOVE_TIMEOUT_S,
         prealloc_timeout_s: float = PREALLOC_TIMEOUT_S,
     ) -> DecodeRole:
-        """Return a role whose sender of moved requests has a control plane of its own."""
+        """The sender of moved requests has a control plane of its own."""
         receives = self.wire.watched(self._receives(lookup))
         timeout_s = min(self.config.bootstrap_timeout_s, move_timeout_s)
         moving = replace(self, config=replace(self.config, bootstrap_timeout_s=timeout_s))

@@ -94,14 +94,14 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         return []
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """End a request that another worker continues; its KV may wait in `room`."""
+        """Another worker continues it; its KV may wait in `room`."""
         for part in self.parts:
             if (outputs := part.move_out(rid, room)) is not None:
                 return outputs
         return self.abort(rid, now_s, HAS_MOVED)
 
     def close_to_peers(self, why: str | None) -> None:
-        """Stop preemption; peers send no work here, and what leaves still leaves."""
+        """Peers send no work here, and what leaves still leaves."""
         self._closed = why is not None
         super().close_to_peers(why)
 
@@ -115,7 +115,7 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
-        """Reserve memory by urgency; none passes one without room, or an equal retracted one."""
+        """By urgency; none passes one without room, or an equal retracted one."""
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         before = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
         for transfer in sorted(ready, key=lambda t: -urgency(t.request, now_s)):
@@ -126,7 +126,7 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
                 return
 
     def _preallocate(self, transfer: RequestTransfer) -> bool:
-        """Offer prefill pages and a metadata row; False without room."""
+        """False without room."""
         request, held = transfer.request, self._scheduler.held
         if not self.incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=not self._closed)):
             return False
@@ -155,7 +155,6 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         self._scheduler.held.release(transfer.request)
 
     def _finish_of(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> FinishReason:
-        """Count and log a failure."""
         if failure is TransferFailure.LATE:
             self._counters["prealloc_timeouts"] += 1
             return FinishReason(kind="abort", message=reason, status=503)
@@ -204,7 +203,7 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
 
 
 def _route_of(request: Request) -> Route | None:
-    """Return where a moved request's KV waits; otherwise the bootstrap server knows."""
+    """The source of a moved request's KV; otherwise the bootstrap server knows."""
     if request.message.source is None:
         return None
     return Route(control=request.message.source.control, incarnation=request.message.source.incarnation, shared=True)

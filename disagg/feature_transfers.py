@@ -32,7 +32,6 @@ def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[]
 
 
 def bounds_of(parts: WorkerParts) -> Bounds:
-    """Return the limits of requests from peers."""
     assert parts.config.context_length is not None, "resolved"
     model = parts.model
     return Bounds(vocab_size=model.vocab_size, context_length=parts.config.context_length, vision=model.vision)
@@ -75,6 +74,6 @@ def _transfers(
 
 
 def feature_signature(model: ModelConfig) -> str:
-    """Return the name of a feature computation; weights are compared separately."""
+    """Weights are compared separately."""
     digest = hashlib.sha256(repr(model.vision).encode()).hexdigest()[:16]
     return f"features of images for {model.architecture}, {model.hidden_size} a level, tower {digest}"

@@ -98,7 +98,7 @@ class TransferTarget(Protocol[AnyTransfer]):
     def free_detached(self, detached: Detached) -> None: ...
 
     def failed(self, transfer: AnyTransfer, failure: TransferFailure, reason: str) -> None:
-        """Free the transfer's remaining memory; the peer was sent the reason."""
+        """Free its remaining memory; the peer was sent the reason."""
 
 
 class Receivers(Protocol):
@@ -166,7 +166,7 @@ class Incoming(Generic[Transfer]):
             self.cancel(transfer, why)
 
     def poll(self, now_s: float) -> None:
-        """Advance all; ready ones get memory before expiry."""
+        """Ready ones get memory before expiry."""
         self.now_s = now_s
         self.end_quarantine()
         ready: list[Transfer] = []
@@ -188,7 +188,6 @@ class Incoming(Generic[Transfer]):
                 self._expire(transfer)
 
     def end_quarantine(self) -> None:
-        """Free memory that no peer can write any longer."""
         for transfer in [t for t in self._quarantined if t.receiver.drained()]:
             self._quarantined.remove(transfer)
             self._target.free_detached(transfer.detached)
@@ -231,7 +230,7 @@ class Incoming(Generic[Transfer]):
             self._fail(transfer, TransferFailure.LATE, self._late)
 
     def _fail(self, transfer: Transfer, failure: TransferFailure, reason: str) -> None:
-        """Memory is freed at once, or after the peer's last write."""
+        """Memory is free at once, or after the peer's last write."""
         transfer.move(TransferStage.FAILED)
         transfer.receiver.abort(reason)
         del self._transfers[transfer.key]
@@ -279,8 +278,6 @@ class Incoming(Generic[Transfer]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestTransfer(IncomingTransfer):
-    """A transfer keyed by rid."""
-
     request: Request
 
     @property

@@ -12,7 +12,7 @@ MIN_PIECE_BYTES = 32 << 10  # per group in a page: engines pay per piece (docs/r
 
 
 def groups_of(layer_ends: Sequence[int], *, mode: str) -> tuple[LayerGroup, ...]:
-    """Return groups of about equal bytes, for --disaggregation-layerwise-transfer.
+    """Groups have about equal bytes.
 
     () sends pages whole.
     """
@@ -31,7 +31,7 @@ class StepClock:
         self._ends = [layer + 1 for layer in layers]
 
     def watch(self, counts: Collection[int], wake: Callable[[], None]) -> None:
-        """Call `wake` in the stream's thread after each of `counts` layers."""
+        """`wake` is called in the stream's thread."""
         self._marks.watch([self._ends[count - 1] for count in counts], wake)
 
     def progress(self) -> Progress:

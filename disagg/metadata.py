@@ -74,7 +74,7 @@ class KVCorrupt(Exception):
 
 
 def verified(first: "FirstToken", pending: PendingChecksum, *, num_pages: int) -> "FirstToken | None":
-    """Return `first` after verification, None while pending. Raises KVCorrupt."""
+    """None while pending. Raises KVCorrupt."""
     found = pending()
     if found is None:
         return None
@@ -173,5 +173,5 @@ def _pairs(entry: np.void, name: str) -> list[tuple[float, int]]:
 
 
 def _duration(value: float) -> float:
-    """Peer's value for display; invalid ones count as 0."""
+    """For display; invalid ones count as 0."""
     return float(value) if 0.0 <= value < MAX_DURATION_S else 0.0

@@ -88,7 +88,6 @@ class PrefillHandover:
         return self.purpose is Purpose.PROMPT
 
     def fills(self, given: int | None, need: int) -> bool:
-        """Return True if `need` pages fit those `given` by the peer."""
         return given is None or (need <= given if self.purpose is Purpose.PREFIX else need == given)
 
     def for_client(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
@@ -128,7 +127,7 @@ class TransferGauges:
         self._bootstraps: deque[float] = deque(maxlen=KEPT)
 
     def bootstrapped(self, taken_s: float) -> None:
-        """Record that decode's pages were known `taken_s` after arrival."""
+        """`taken_s`: after arrival."""
         self._bootstraps.append(taken_s)
 
     def landed(self, *, size_bytes: int, taken_s: float) -> None:
@@ -259,7 +258,6 @@ class PageSender:
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s
 
     def on_landed(self, handover: PrefillHandover, now_s: float) -> None:
-        """Count work for decode, and moves."""
         if handover.purpose is Purpose.RECOMPUTE:
             self.counters["recomputed"] += 1
             self.counters["recomputed_tokens"] += handover.request.handed_tokens - handover.request.stats.cached_tokens
@@ -314,7 +312,6 @@ class Outgoing:
         return outputs
 
     def abort(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
-        """End a hand-over here and at the peer."""
         if handover.stage is HandoverStage.ENDING:
             return []
         handover.sender.abort(reason.message)
@@ -375,7 +372,7 @@ class Outgoing:
         return self._end(handover, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
 
     def _end(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
-        """Answer with `reason` now; free memory once no peer reads it."""
+        """Memory is free once no peer reads it."""
         request, stage = handover.request, handover.stage
         handover.stage = HandoverStage.ENDING
         if stage is HandoverStage.WAITING:

@@ -21,7 +21,7 @@ class Directory(Protocol):
 
     @property
     def on_room(self) -> Sequence[Callable[[int], None]]:
-        """Take each room of a prompt; none for a server of one worker, which needs no rooms."""
+        """None for a server of one worker, which needs no rooms."""
 
     def close(self) -> None: ...
 
@@ -126,7 +126,6 @@ class PrefillRole(PeerRole):
         return {"transfer_paths": self._transfer_paths(), **super().state()}
 
     def _transfer_paths(self) -> list[TransferPath]:
-        """Return paths to the newest decode workers, bounded."""
         return [
             TransferPath(
                 peer=path.peer,

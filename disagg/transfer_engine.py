@@ -34,7 +34,7 @@ def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
 
 
 def memory_of(pools: RankPools) -> RankMemory:
-    """Return KV memory, one item per unit of a page."""
+    """One item per unit of a page."""
     pool, held = pools.kv, pools.held
     region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(pool))
     beside = list[SideMemory]()
@@ -57,7 +57,7 @@ def _units_of_pages(windows: KVPool, units: range) -> SideMemory:
 
 
 def side_pools(pools: RankPools) -> tuple[SidePool, ...]:
-    """Return extra-state pools in the order of `Memory.tail`."""
+    """Extra states, in the order of `Memory.tail`."""
     found = list[SidePool]()
     if pools.states is not None:
         spec, num_layers = pools.states.specs[0], pools.held.num_state_layers
@@ -109,7 +109,7 @@ def engine_use(disagg: DisaggConfig, *, pp_size: int = 1, name: str = "worker") 
 
 
 def _why_kv_stays(disagg: DisaggConfig) -> str:
-    """Return why KV memory cannot move, or ""."""
+    """Empty if it can move."""
     if not disagg.has_peers or not devices_here():
         return ""
     return "the KV memory of this worker is registered with RDMA devices, which keep its pages"

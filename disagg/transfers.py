@@ -82,10 +82,8 @@ def _remotes(group: Group | None) -> list[RemoteEngine]:
 
 
 def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
-    """Return the bytes of each model layer in a unit; all keep the same.
-
-    Excludes recurrent layers and window layers with another pool; with windows only, a unit is one
-    piece. A drafter adds one layer.
+    """Bytes by layer, without recurrent layers and window layers with another pool; with windows
+    only, a unit is one piece. A drafter adds one layer.
     """
     pool = parts.pool
     if not pool.specs:

@@ -30,9 +30,7 @@ MOST_WORKERS, MAX_GPUS = 999, 32  # per pool; per worker
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """Numbers of workers with `tp` GPUs. `mixed`: unified workers mix decodes into prefill
-    steps.
-    """
+    """`mixed`: unified workers mix decodes into prefill steps."""
 
     prefill: int = 0
     decode: int = 0
@@ -90,7 +88,7 @@ def _unknown(text: str) -> ConfigError:
 
 
 def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLayout]:
-    """Return all layouts with equally many GPUs, as larger pools queue better."""
+    """All have equally many GPUs, as larger pools queue better."""
     gpus = num_workers * max(tps)
     return [layout for tp in tps if gpus % tp == 0 for layout in _of_size(gpus // tp, tp)]
 
@@ -107,9 +105,7 @@ LATE = "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCosts:
-    """Costs outside of steps.
-
-    `outside_s`: HTTP and tokenizer before the scheduler. `control_s`: a message between workers.
+    """`outside_s`: HTTP and tokenizer before the scheduler. `control_s`: a message between workers.
     `latency_s`: of a transfer. `cores`: of a shared host, `worker_cores` bound to each worker.
     `host_*_s`: CPU seconds of that host.
     """
@@ -160,7 +156,7 @@ class PlannedCluster:
         self.on_end: Callable[[PlanWorker], None] = lambda worker: None  # a request there has ended
 
     def run(self, requests: Sequence[PlannedRequest], *, rate: float, until_s: float) -> list[RequestRecord]:
-        """Send `requests` at `rate` per second. Unanswered at `until_s` they fail as "late"."""
+        """`rate`: per second. Unanswered at `until_s` they fail as "late"."""
         records = [
             RequestRecord(idx=i, sent_s=request.at / rate, prompt_tokens=request.input_len, error=LATE)
             for i, request in enumerate(requests)
@@ -190,7 +186,7 @@ class PlannedCluster:
         return 1 + self._accepted / self._decode_steps if self._decode_steps else None
 
     def workers(self) -> list[PlanWorker]:
-        """Return all workers so far; a switched one is new."""
+        """All so far; a switched one is new."""
         return list(self._all)
 
     def pools(self) -> dict[str, list[PlanWorker]]:
@@ -209,7 +205,6 @@ class PlannedCluster:
         return worker
 
     def retire(self, worker: PlanWorker) -> None:
-        """Send it no new requests."""
         self._pools[worker.spec.role].remove(worker)
 
     def is_idle(self, worker: PlanWorker) -> bool:

@@ -19,7 +19,7 @@ COMMON = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Plan; return 0 if a layout meets the SLO (or with --rates)."""
+    """0 if a layout meets the SLO (or with --rates)."""
     config = config_from(build_parser().parse_strict(argv), PlanConfig)
     check_plan(config)
     require("plan")

@@ -227,7 +227,7 @@ class PlanConfig(WorkerFlags, LayoutFlags, LimitFlags, LoadFlags, HardwareFlags)
 
 
 def check_plan(config: PlanConfig) -> None:
-    """Raise ConfigError for the first invalid combination of flags."""
+    """Raises ConfigError."""
     if not config.model_path:
         raise ConfigError("--model-path: say which model; a directory with its config.json is enough")
     if config.fit and config.gpu_profile is not None:

@@ -27,8 +27,8 @@ KEPT_S = 60.0  # older work overlaps no new work, as clocks differ by less than 
 
 
 class Threads(NamedTuple):
-    """Threads of one owner, perhaps bound to the cores of worker `home`. `beside`: slowdown while
-    all other cores compute, by shared memory and caches.
+    """`home`: the worker to whose cores they are bound. `beside`: slowdown while all other cores
+    compute, by shared memory and caches.
     """
 
     num: int = 1
@@ -48,13 +48,10 @@ class _Occupancy:
 
 
 class Host:
-    """Cores of one machine; `cores` is None if workers have own machines. `home_cores`: bound to
-    each.
-
-    A machine whose cores steps, transfers (copies) and HTTP share. Max-min fair, with workers
-    perhaps bound to own cores. The end of work is fixed at its start: later work cannot delay it,
-    but the owner's next work pays the lost time. So no core is used twice, and events keep their
-    order.
+    """A machine whose cores steps, transfers (copies) and HTTP share. `cores`: None if workers have
+    own machines. `home_cores`: bound to each. Max-min fair, with workers perhaps bound to own
+    cores. The end of work is fixed at its start: later work cannot delay it, but the owner's
+    next work pays the lost time. So no core is used twice, and events keep their order.
     """
 
     def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:
@@ -78,7 +75,7 @@ class Host:
         return end_s
 
     def _share(self, others: list[_Occupancy], now_s: float, left_s: float, threads: Threads) -> float:
-        """Return the end of work, in spans between changes of other work."""
+        """End of work, in spans between changes of other work."""
         for change_s in [*sorted({t for s in others for t in (s.begin_s, s.end_s) if t > now_s}), float("inf")]:
             there = [one for one in others if one.begin_s <= now_s < one.end_s]
             before = self._speeds([one.threads for one in there])
@@ -92,7 +89,7 @@ class Host:
         return now_s
 
     def _speeds(self, running: list[Threads]) -> list[float]:
-        """Return thread speeds relative to an idle machine."""
+        """Relative to an idle machine."""
         assert self._cores is not None
         shares = core_shares(self._cores, self._home_cores, running)
         used = sum(one.num * share for one, share in zip(running, shares, strict=True))
@@ -108,7 +105,7 @@ class Host:
 
 
 def core_shares(cores: float, home_cores: float | None, running: Iterable[Threads]) -> list[float]:
-    """Return cores per thread, max-min fair."""
+    """Max-min fair, per thread."""
     running = list(running)
     bound = Counter[Hashable]()
     for one in running:
@@ -170,7 +167,6 @@ class TimedExecutor:
         drafter: DrafterTime | None,
         is_right: Callable[[], bool],
     ) -> None:
-        """`is_right` decides whether TOKEN is sampled."""
         self._step_time = step_time
         self._drafter = drafter
         self._is_right = is_right
@@ -195,7 +191,7 @@ class TimedExecutor:
         return self.launch(plan)
 
     def launch_sampling(self, launched: TimedLaunch) -> None:
-        """Do nothing: it is part of a step's time."""
+        """It is part of a step's time."""
 
     def collect(self, launched: TimedLaunch) -> StepResult:
         self._clock.now_s = max(self._clock.now_s, launched.end_s)
@@ -229,7 +225,6 @@ class Speculation:
     match_rate: float = 1.0
 
     def decode(self) -> MakeDecodeStrategy:
-        """Return the strategy of its decode steps."""
         return partial(SpeculativeDecode, drafting=self._drafting())
 
     def _drafting(self) -> Drafting:
@@ -243,7 +238,7 @@ class Speculation:
 
 
 class Guesses:
-    """Simulated n-grams: a random match now and then, with `most` tokens."""
+    """A random match now and then, with `most` tokens."""
 
     def __init__(self, most: int, match_rate: float) -> None:
         self._draft = Draft([TOKEN] * most, MATCH)

@@ -73,7 +73,7 @@ class StepTimeFit:
 
 
 def read_records(path: str) -> list[RequestRecord]:
-    """Read a report's first target. Raises ConfigError."""
+    """The first target. Raises ConfigError."""
     return _read(path, flag="--fit", targets=1)[0]
 
 
@@ -82,7 +82,7 @@ def read_pair(path: str) -> list[list[RequestRecord]]:
 
 
 def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
-    """Fit step times. ConfigError for too few records."""
+    """ConfigError for too few records."""
     alone = [pair for records in reports for pair in _prefills(records)]
     stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
     num_gaps = sum(stretch.gaps for stretch in stretches)
@@ -128,9 +128,8 @@ def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
 
 
 def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]) -> HandoverTime:
-    """Fit the hand-over to equal single requests, unified and through a pair, in turns.
-
-    Prompts must fit into one chunk. Raises ConfigError.
+    """Equal single requests, unified and through a pair, in turns. Prompts must fit into one chunk.
+    Raises ConfigError.
     """
     before = {record.idx: _ttft(record) for record in _alone(unified)}
     more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
@@ -144,10 +143,8 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
 
 
 def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Shape) -> Efficiency:
-    """Fit the reached shares of a data sheet, and the overhead, to (load, seconds) of steps.
-
-    `Roofline` is linear in overhead and inverse shares once each step's slower side is known: least
-    squares, then the sides again.
+    """`steps`: (load, seconds). `Roofline` is linear in overhead and inverse shares once each
+    step's slower side is known: least squares, then the sides again.
     """
     found = Efficiency(compute=1.0, memory=1.0, step_s=0.0)
     for _ in range(SIDES):
@@ -158,7 +155,7 @@ def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Sha
 
 
 def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
-    """Return 1, and the seconds at the data sheet's FLOP/s and bandwidth."""
+    """Return 1, and seconds by the data sheet."""
     parts = model.parts(load)
     shares = model.efficiency.compute, model.efficiency.memory
     compute = sum(part.compute_s for part in parts if part.is_compute_bound)
@@ -172,7 +169,7 @@ def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
 
 
 def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
-    """Return (a sample of) stretches without a request waiting for its first token."""
+    """A sample of stretches without a request waiting for its first token."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
     tokens = [_token_times(r) for r in records]
@@ -225,7 +222,7 @@ def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
 
 
 def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:
-    """Yield token times with quiet gaps, `STRETCH` at most."""
+    """With quiet gaps, `STRETCH` at most."""
     begin = 0
     for end in range(1, len(times)):
         if not is_quiet(times[end - 1], times[end]):
@@ -251,7 +248,7 @@ def _measured(records: Sequence[RequestRecord], tokens: Sequence[Sequence[float]
 
 
 def least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return non-negative coefficients, by relative errors."""
+    """Non-negative, by relative errors."""
     target = np.asarray(seconds, np.float64)
     matrix = np.asarray(rows, np.float64)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
@@ -297,7 +294,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
-    """Fit step times, and the hand-over to `pair`. Raises ConfigError."""
+    """Raises ConfigError."""
     found = fit([read_records(path) for path in reports])
     handover = fit_handover(*read_pair(pair)) if pair else None
     return Profile(

@@ -37,7 +37,7 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One run, with rates per second and GPU, latencies at the SLO's percentile, `busy` by role."""
+    """Rates are per second and GPU, latencies at the SLO's percentile, `busy` by role."""
 
     rate: float
     good_share: float
@@ -64,7 +64,6 @@ def first_verified(count: int) -> int:
 
 
 def max_misses(count: int, share: float) -> int:
-    """Return how many requests may miss the SLO before a run stops."""
     return int((count - first_verified(count)) * (1 - share) + 1e-9)
 
 
@@ -146,7 +145,7 @@ class Search:
         return (good * bad) ** 0.5 if good is not None and bad is not None else good or 0.0
 
     def _good(self) -> list[Point]:
-        """Return good points below every bad one; higher ones are chance."""
+        """Points below every bad one; higher ones are chance."""
         bad = self._worst_rate()
         return [p for p in self.points if p.good_share >= self.share and (bad is None or p.rate < bad)]
 

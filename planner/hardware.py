@@ -24,7 +24,7 @@ PROFILES = Path(__file__).parent / "profiles"  # written by `make gpu-profile`
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """Values per GPU; step times by GPUs per worker.
+    """Values are per GPU. `step_times`: by GPUs per worker.
 
     `memory_bytes`: None with --max-total-tokens. `gpu_flag`: chose the GPU. `assumed`: a text for
     the user. `accept_rate`: None without drafts.
@@ -45,7 +45,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], profile: Profile | None) -> Hardware:
-    """Return the hardware for `tps` GPUs per worker. Raises ConfigError."""
+    """`tps`: GPUs per worker. Raises ConfigError."""
     shape = shape_of(model)
     profile = profile or Profile()
     gpu = GPUS[config.gpu] if config.gpu else profile.gpu
@@ -116,7 +116,6 @@ def profile_of(config: PlanConfig) -> Profile | None:
 
 
 def shipped_profile(gpu: str | None) -> Profile | None:
-    """Read what was measured of a GPU of the table, if it was."""
     path = PROFILES / f"{(gpu or '').lower()}.json"
     return read_profile(str(path)) if path.is_file() else None
 
@@ -126,7 +125,7 @@ class _Assumed:
         self.notes: list[str] = []
 
     def first(self, given: float | None, measured: float | None, default: float, note: str = "") -> float:
-        """Return a known value, else `default`, noted for the user."""
+        """`default` is noted for the user."""
         for value in (given, measured):
             if value is not None:
                 return value
@@ -193,7 +192,7 @@ def _link_bytes_per_s(given_gb_s: float | None, gpu: Gpu | None, handover: Hando
 
 
 def _latency_s(given_s: float | None, control_s: float, handover: HandoverTime | None) -> float:
-    """Return the latency: a hand-over's time without bytes and messages."""
+    """A hand-over's time without bytes and messages."""
     if given_s is not None:
         return given_s
     if handover is None:

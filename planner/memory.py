@@ -29,7 +29,7 @@ class DrafterTime:
 
 
 def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> float:
-    """Return a step's time; a drafter also processes the model's tokens."""
+    """A drafter also processes the model's tokens."""
     if plan.skips_model:
         assert drafter is not None, "a plan asks a drafter, and there is none"
         return drafter.step_s + sum(drafter.a_pass.seconds(load) for load in pass_loads(plan))
@@ -38,7 +38,7 @@ def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> fl
 
 
 def pass_loads(plan: Plan) -> list[StepLoad]:
-    """Return a draft step's passes: one row per unfinished request."""
+    """One row per unfinished request."""
     loads = []
     for number in range(max(item.to_draft for item in plan.items)):
         left = [item for item in plan.items if item.to_draft > number]
@@ -48,7 +48,7 @@ def pass_loads(plan: Plan) -> list[StepLoad]:
 
 
 def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
-    """Return the time; a pass has its layers' share of the overhead."""
+    """A pass has its layers' share of the overhead."""
     layers_s = model.efficiency.step_s * shape.layers / model.shape.layers
     return DrafterTime(
         beside=replace(model, shape=_without_head(shape), efficiency=replace(model.efficiency, step_s=0.0)),
@@ -58,12 +58,12 @@ def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
 
 
 def by_weights(model: Fitted, of: Shape, shape: Shape) -> DrafterTime:
-    """Scale times measured for shape `of`."""
+    """`of`: the measured shape."""
     return DrafterTime(beside=_scaled(model, of, _without_head(shape)), a_pass=_scaled(model, of, shape), step_s=0.0)
 
 
 def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """Return the shape on the fullest GPU, with its own or the model's head."""
+    """On the fullest GPU, with its own or the model's head."""
     drafter, lent = model.drafter, shape_of(model, tp, on_cpu=on_cpu).head_params
     assert drafter is not None
     if drafter.kind == STANDALONE:
@@ -95,7 +95,7 @@ def _wider_attention(drafter: DrafterConfig, tp: int) -> int:
 
 
 def _without_head(shape: Shape) -> Shape:
-    """Drop the head: no logits are read."""
+    """No logits are read."""
     head_bytes = shape.head_params * shape.element_bytes
     return replace(shape, head_params=0, vocab=0, read_bytes=shape.read_bytes - head_bytes)
 
@@ -122,7 +122,7 @@ DEGREES = (1, 2, 4, 8, 16, 32)  # of TP
 
 
 def page_bytes(model: ModelConfig, tp: int = 1, *, page_size: int) -> int:
-    """Return a page's bytes on the fullest GPU, with the drafter's."""
+    """On the fullest GPU, with the drafter's."""
     place = fullest(tp)
     specs = [layer_spec(model, share_of(model, place), dtype=model.dtype)] * model.num_layers
     if model.drafter is not None:
@@ -145,7 +145,7 @@ def kv_pages(
     longest: int,
     on_cpu: bool = False,
 ) -> int:
-    """Return a worker's KV pages on `tp` GPUs. Raises ConfigError.
+    """Raises ConfigError.
 
     `memory_bytes` is None with --max-total-tokens. `gpu`: the flag. `longest`: request tokens.
     """
@@ -179,7 +179,7 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 
 
 def _left_for_kv(engine: EngineConfig, weights: int, *, memory_bytes: int) -> int:
-    """Return bytes for KV per GPU, as in a worker."""
+    """Per GPU, as in a worker."""
     found = MeasuredMemory(
         memory=memory_bytes,
         free=memory_bytes,

@@ -20,7 +20,7 @@ HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
 def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
-    """Write best rates, or all --rates, and the recommendation."""
+    """Best rates, or all --rates, and the recommendation."""
     lines = [_about(study, outcomes), ""]
     shown: list[tuple[Outcome, Any]]
     if study.config.rates:
@@ -38,7 +38,7 @@ def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
 
 
 def sizes_text(found: Sequence[SizeResult], study: Study, rate: float) -> str:
-    """Write the smallest cluster for `rate` per second, then the other sizes."""
+    """The smallest cluster, then the other sizes."""
     percent = f"p{100 * study.slo.share:g}"
     header = ["layout", "GPUs", "good", f"TTFT {percent}, ms", f"TPOT {percent}, ms", "holds up to, req/s", "busy"]
     best = smallest(found, study)
@@ -201,14 +201,14 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: str) -> None:
-    """Check early that a plot is possible. Raises ConfigError."""
+    """Raises ConfigError."""
     if Path(path).suffix not in FORMATS:
         raise ConfigError(f"--plot {path}: must end in {', '.join(FORMATS)}")
     _figure_class()
 
 
 def draw(outcomes: Sequence[Outcome], *, share: float, title: str, path: str) -> None:
-    """Plot a line per layout; unified ones are dashed, perfect service is grey."""
+    """Unified layouts are dashed, perfect service is grey."""
     figure = _figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     highest = max((p.rate for o in outcomes for p in o.points if p.goodput > 0), default=1.0)

@@ -39,9 +39,7 @@ class Routed(Generic[T]):
 
 @dataclass(slots=True)
 class Routing(Generic[T]):
-    """Routing as in the router. `policy` is for prompts; decode uses least_load. `mixed`: both
-    routes (--mixed).
-    """
+    """`policy` is for prompts; decode uses least_load. `mixed`: both routes (--mixed)."""
 
     policy: str = "least_load"
     mixed: bool = False
@@ -57,7 +55,6 @@ class Routing(Generic[T]):
         self._ways = RouteChooser(policies=policies, forecast=self._forecast, wanted=self.wanted)
 
     def choose(self, pools: Mapping[str, Sequence[T]], request: PlannedRequest, *, now_s: float) -> Routed[T]:
-        """Choose a route and its workers."""
         hints = RoutingHints(
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
         )
@@ -78,7 +75,7 @@ class Routing(Generic[T]):
             routed.first_s, routed.requests = now_s, routed.leases[-1].worker.requests_everywhere
 
     def on_end(self, routed: Routed[T], num_tokens: int, now_s: float) -> None:
-        """Record an answer's end (`num_tokens` 0: failed)."""
+        """`num_tokens` 0: failed."""
         if routed.prompt is None:
             return
         self._forecast.computed(routed.prompt)
@@ -112,7 +109,7 @@ class Routing(Generic[T]):
         return self.workers[one]
 
     def _keys(self, request: PlannedRequest) -> Sequence[Hashable]:
-        """Return prefix keys; a block number also identifies earlier blocks."""
+        """A block number also identifies earlier blocks."""
         if self.policy != "cache_aware":
             return ()
         return [b"%d.%d" % (token, part) for token, count in request.blocks for part in range(count // BLOCK_TOKENS)]

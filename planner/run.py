@@ -23,7 +23,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class RunPool:
-    """Context manager; the processes also end with this one."""
+    """The processes end with this one."""
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -80,14 +80,14 @@ def _compute(config: PlanConfig, orders: Connection) -> None:
 
 
 class SimulationLog:
-    """The log of a process's simulated workers: lines of a file with the run's name, or nothing."""
+    """Lines of a file with the run's name, or nothing."""
 
     def __init__(self, path: str | None, *, level: str) -> None:
         self._handler: logging.Handler = logging.NullHandler() if path is None else logging.FileHandler(path, mode="a")
         logging.basicConfig(level=level.upper(), handlers=[self._handler], force=True)
 
     def begin(self, layout: ClusterLayout, rate: float) -> None:
-        """Name the run that the next lines come from. `rate`: per second and GPU."""
+        """`rate`: per second and GPU."""
         run = f"{layout.name} at {rate * layout.num_gpus:.3g} requests a second"
         self._handler.setFormatter(logging.Formatter(f"{run}: %(levelname)s %(name)s: %(message)s"))
 
@@ -109,7 +109,6 @@ class Outcome:
 
 
 def run_plan(study: Study) -> list[Outcome]:
-    """Search each layout's best rate per GPU, or try --rates."""
     searches = {layout: _search(study, layout) for layout in study.layouts}
     with runs(study, jobs=len(searches)) as pool:
         search_all(pool, searches)
@@ -118,15 +117,13 @@ def run_plan(study: Study) -> list[Outcome]:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Processes, and the progress bar that counts their runs."""
-
     pool: RunPool
     bar: tqdm
 
 
 @contextmanager
 def runs(study: Study, *, jobs: int) -> Iterator[Runs]:
-    """Start at most --jobs processes, and end them."""
+    """At most --jobs, which end with the context."""
     config = study.config
     with (
         RunPool(config, jobs=min(config.jobs, jobs)) as pool,
@@ -136,7 +133,7 @@ def runs(study: Study, *, jobs: int) -> Iterator[Runs]:
 
 
 def search_all(runs: Runs, searches: Mapping[ClusterLayout, Search | Grid]) -> None:
-    """Run each search to its end, in parallel."""
+    """Run all searches, in parallel."""
     running: dict[Future[Point], ClusterLayout] = {}
 
     def submit_next(layout: ClusterLayout) -> None:

@@ -24,7 +24,7 @@ class SizeResult:
 
     @property
     def max_per_s(self) -> float:
-        """Return the highest good rate of the whole, 0 if there is none."""
+        """0 if there is none."""
         return self.outcome.rate * self.layout.num_gpus
 
 
@@ -42,9 +42,8 @@ class VerifiedSearch(Search):
 
 
 def find_smallest(study: Study, rate: float) -> list[SizeResult]:
-    """Try all layouts of one size after the other, from the smallest, at `rate` per second.
-
-    The first size that keeps the limits is followed by `MORE_SIZES` more. Returns all tried sizes.
+    """`rate`: per second. The first size that keeps the limits is followed by `MORE_SIZES` more.
+    Returns all tried sizes.
     """
     found: list[SizeResult] = []
     with runs(study, jobs=study.config.jobs) as pool:
@@ -56,7 +55,7 @@ def find_smallest(study: Study, rate: float) -> list[SizeResult]:
 
 
 def sizes(layouts: Sequence[ClusterLayout]) -> list[list[ClusterLayout]]:
-    """Group layouts by GPUs, fewest first."""
+    """Fewest GPUs first."""
     groups = defaultdict[int, list[ClusterLayout]](list)
     for layout in layouts:
         groups[layout.num_gpus].append(layout)
@@ -68,7 +67,7 @@ def smallest(found: Sequence[SizeResult], study: Study) -> SizeResult | None:
 
 
 def better(points: Mapping[ClusterLayout, Point]) -> ClusterLayout:
-    """Return the layout with the most good requests, then the shortest TTFT, then TPOT."""
+    """The most good requests, then the shortest TTFT, then TPOT."""
 
     def key(layout: ClusterLayout) -> tuple[float, float, float]:
         point = points[layout]

@@ -32,12 +32,12 @@ class Shape:
 
 
 def fullest(tp: int) -> Place:
-    """Return the fullest rank: the last, if the vocabulary does not divide."""
+    """The last rank, if the vocabulary does not divide."""
     return Place(tp_rank=tp - 1, tp_size=tp)
 
 
 def shape_of(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """Return the fullest GPU's part, or CPU rank's, with packed integers except in fp32.
+    """On CPUs with packed integers, except in fp32.
 
     2 FLOPs per weight and token; 4 x head_dim FLOPs per head and (query, key) pair.
     """
@@ -111,9 +111,7 @@ PARTIAL_BYTES = 4  # ranks add in float32
 
 @dataclass(slots=True)
 class StepLoad:
-    """The load of a step. `*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens
-    read.
-    """
+    """`*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens read."""
 
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0
@@ -124,8 +122,7 @@ class StepLoad:
 
 
 class StepTime(Protocol):
-    def seconds(self, load: StepLoad) -> float:
-        """Return the seconds until its tokens."""
+    def seconds(self, load: StepLoad) -> float: ...
 
 
 def load_of(plan: Plan) -> StepLoad:
@@ -154,8 +151,6 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Reached shares of a data sheet, and overheads."""
-
     compute: float
     memory: float
     step_s: float
@@ -164,8 +159,6 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class BoundPart:
-    """A part of a step that takes the longer of two times."""
-
     compute_s: float
     memory_s: float
 
@@ -196,7 +189,7 @@ class Roofline:
         return self.efficiency.step_s + parts_s + ranks_s
 
     def parts(self, load: StepLoad) -> tuple[BoundPart, BoundPart, BoundPart]:
-        """Return linear layers, attention of prompts, attention of decodes."""
+        """Linear layers, attention of prompts, attention of decodes."""
         flops_s = self.gpu.tflops * 1e12 * self.efficiency.compute
         bytes_s = self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
         shape, tokens = self.shape, load.prefill_tokens + load.decodes

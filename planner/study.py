@@ -39,8 +39,8 @@ DEFAULT_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A plan. `page_bytes`: of the whole model. `history`: warms caches. `num_pages`,
-    `speculation`: by GPUs per worker.
+    """`page_bytes`: of the whole model. `history`: warms caches. `num_pages`, `speculation`: by
+    GPUs per worker.
     """
 
     config: PlanConfig
@@ -58,7 +58,7 @@ class Study:
 
     @property
     def max_verified_per_s(self) -> float:
-        """Return the highest rate of the whole at which a run is long enough."""
+        """The highest rate at which a run is long enough."""
         return len(self.requests) / (LONG * self.slo.ttft_s)
 
     def kv_tokens(self, layout: ClusterLayout) -> int:
@@ -66,7 +66,7 @@ class Study:
 
 
 def study_of(config: PlanConfig) -> Study:
-    """Build the study of local files. Raises ConfigError."""
+    """Raises ConfigError."""
     model = _model(config)
     profile = profile_of(config)
     layouts = _layouts(
@@ -127,7 +127,7 @@ def study_of(config: PlanConfig) -> Study:
 
 
 def with_local_models(config: PlanConfig) -> PlanConfig:
-    """Replace model and drafter by local files; the hub gives a config.json. Raises ConfigError."""
+    """The hub gives a config.json. Raises ConfigError."""
     drafter = config.speculative_draft_model_path
     if drafter is not None:
         drafter = _local(drafter, option=DRAFT_PATH)
@@ -140,7 +140,7 @@ def with_local_models(config: PlanConfig) -> PlanConfig:
 
 
 def _model(config: HardwareFlags) -> ModelConfig:
-    """Load what the cost model knows. Raises ConfigError."""
+    """Raises ConfigError."""
     model = load_model_config(config.model_path)
     if model.experts is not None:
         raise ConfigError(
@@ -169,7 +169,7 @@ def _costs(config: PlanConfig, hardware: Hardware) -> ClusterCosts:
 
 
 def _num_requests(config: PlanConfig) -> int:
-    """Return --num-requests, else enough that twice the wanted rate is no single burst."""
+    """So many that twice the wanted rate is no single burst."""
     if config.num_requests is not None:
         return config.num_requests
     wanted = math.ceil(2 * LONG * config.slo_ttft_s * (config.request_rate or 0.0))
@@ -177,14 +177,13 @@ def _num_requests(config: PlanConfig) -> int:
 
 
 def _sizes(config: PlanConfig) -> Sequence[int]:
-    """Return the numbers of workers of the default layouts."""
     if config.request_rate is None:
         return (config.num_workers or NUM_WORKERS,)
     return range(1, (config.num_workers or MAX_WORKERS) + 1)
 
 
 def _layouts(texts: Sequence[str], *, sizes: Sequence[int], tps: Sequence[int]) -> list[ClusterLayout]:
-    """Parse layouts, or propose some of each size, with each of `tps` unless given."""
+    """Without `texts` some of each size."""
     if not texts:
         return list(dict.fromkeys(layout for size in sizes for layout in candidates(size, tps=tps)))
     named = [parse_layout(text) for text in texts]
@@ -192,14 +191,14 @@ def _layouts(texts: Sequence[str], *, sizes: Sequence[int], tps: Sequence[int]) 
 
 
 def run_study(study: Study, cluster: PlannedCluster, rate: float) -> list[RequestRecord]:
-    """Run at `rate` per second, until no request can be good."""
+    """Stop when no request can be good."""
     cluster.warm(study.history)
     until_s = max(study.slo.latest_s(sent_s=a.at / rate, output_len=a.output_len) for a in study.requests)
     return cluster.run(study.requests, rate=rate, until_s=until_s)
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
-    """Run at `rate` per second and GPU."""
+    """`rate`: per second and GPU."""
     cluster = planned_cluster(study, layout)
     records = run_study(study, cluster, rate * layout.num_gpus)
     busy = defaultdict[str, list[float]](list)
@@ -210,7 +209,7 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
 
 
 def guess_rate(study: Study, layout: ClusterLayout) -> float:
-    """Return a first rate per second and GPU, below capacity."""
+    """Per second and GPU, below capacity."""
     size = len(study.requests)
     tokens = sum(request.input_len for request in study.requests) / size
     outputs = sum(request.output_len for request in study.requests) / size
@@ -271,7 +270,7 @@ def _engine(config: PlanConfig) -> EngineConfig:
 
 
 def _local(given: str, *, option: str) -> str:
-    """Return a directory or a file. Raises ConfigError."""
+    """A directory or a file. Raises ConfigError."""
     path = Path(given)
     if path.exists():
         return str(path.parent if path.name == CONFIG else path)
@@ -291,7 +290,7 @@ def _local(given: str, *, option: str) -> str:
 
 
 def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:
-    """Add the drafter, with `longest` tokens of context."""
+    """`longest`: tokens of context."""
     found = model
     for tp in tps:  # each checks a rank's part
         found = with_drafter(replace(engine, tp_size=tp, kv_units=None, context_length=longest), model)

@@ -66,7 +66,6 @@ class Network:
         self._rooms.pop(number, None)
 
     def shake_hands(self, room: PlannedRoom) -> None:
-        """Exchange decode's request and the reply, once both are there."""
         if room.prefill is not None and room.decode is not None:
             self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
 
@@ -76,7 +75,7 @@ class Network:
         self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages))
 
     def send(self, room: PlannedRoom, *, num_pages: int, row: int | None) -> None:
-        """Move pages, with the last ones the metadata `row`."""
+        """`row`: the metadata, with the last pages."""
         room.prefill_state = KVPoll.Transferring
         assert room.prefill is not None
         begin_s = max(room.prefill.now(), self._timeline.now_s)
@@ -153,7 +152,7 @@ class PlannedSender:
         return self.room.prefill_state
 
     def send(self, source: SourcePages) -> None:
-        """Send pages from `start` on, except those cached by decode."""
+        """Send pages, except those cached by decode."""
         if self.room.prefill_state is KVPoll.Failed:
             return
         end, skip = source.start + len(source.pages), self.room.skip_pages
@@ -170,7 +169,7 @@ class PlannedSender:
         return self.room.prefill_state in (KVPoll.Success, KVPoll.Failed)
 
     def close(self) -> None:
-        """Do nothing: decode drops the room."""
+        """Decode drops the room."""
 
 
 @dataclass(slots=True, eq=False)

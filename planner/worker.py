@@ -84,7 +84,7 @@ class PlanWorker(VirtualWorker):
         self.ports.deliver(message)
 
     def remember(self, tokens: list[int]) -> None:
-        """Cache the prefix `tokens`, before the first iteration only."""
+        """Before the first iteration only."""
         memory = self.scheduler.memory
         request = Request(
             message=GenerateRequest("history", tokens, SamplingParams(max_new_tokens=0)),

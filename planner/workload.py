@@ -17,7 +17,7 @@ FIRST_OWN = 1 << 40  # blocks of single requests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """A request. `at`: arrival in mean gaps. `blocks`: (token id, count)."""
+    """`at`: arrival in mean gaps. `blocks`: (token id, count)."""
 
     at: float
     blocks: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths uniform in [ratio x longest, longest], with common prefixes."""
+    """Uniform in [ratio x longest, longest], with common prefixes."""
 
     input_len: int
     output_len: int
@@ -53,7 +53,7 @@ class Lengths:
 
 
 def workload_of(config: LoadFlags, *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return history and `count` requests. Raises ConfigError."""
+    """History and `count` requests. Raises ConfigError."""
     if config.trace is not None:
         return from_trace(read_trace(config.trace), count=count)
     lengths = Lengths(
@@ -67,9 +67,7 @@ def workload_of(config: LoadFlags, *, count: int) -> tuple[list[PlannedRequest],
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return requests before (history) and after a trace's middle. Arrivals of one tick are
-    spread.
-    """
+    """History ends at a trace's middle. Arrivals of one tick are spread."""
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
     begin = max(0, len(ordered) - count) // 2
     first = max(0, begin - count)
@@ -96,7 +94,7 @@ def _draw(rng: random.Random, longest: int, ratio: float) -> int:
 
 
 def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]:
-    """Return blocks; uncovered tokens (rare) are the request's own."""
+    """Uncovered tokens (rare) are the request's own."""
     left, blocks = max(1, entry.input_length), list[tuple[int, int]]()
     for block in entry.hash_ids:
         if left <= 0:

@@ -48,7 +48,7 @@ class Timeline:
         event.act()
 
     def run_until(self, time_s: float, done: Callable[[], bool] = lambda: False) -> bool:
-        """Run events until `done` (True), or up to `time_s` (False)."""
+        """True if `done`, False at `time_s`."""
         while not done():
             while self._queue and self._queue[0][2].cancelled:
                 heapq.heappop(self._queue)
@@ -114,5 +114,4 @@ class VirtualWorker(ABC):
         )
 
     @abstractmethod
-    def on_message(self, message: ToFrontend) -> None:
-        """Take a message of the scheduler to its frontend."""
+    def on_message(self, message: ToFrontend) -> None: ...

@@ -1,6 +1,4 @@
-"""The conditions of a measurement: server, model, load, client. Checks server and model before the
-load.
-"""
+"""The conditions of a measurement: server, model, load, client."""
 
 import asyncio
 import math
@@ -30,7 +28,7 @@ class ServerFacts:
 
 
 async def find_server(session: aiohttp.ClientSession, url: str, config: BenchConfig) -> ServerFacts:
-    """Find the model's name and check that the server has it. Raises ConfigError."""
+    """Raises ConfigError."""
     names = await _models(session, url, config)
     wanted = config.served_model_name or config.model
     if wanted is None and not names:
@@ -42,7 +40,7 @@ async def find_server(session: aiohttp.ClientSession, url: str, config: BenchCon
 
 
 def describe_load(config: BenchConfig, requests: list[BenchRequest]) -> list[tuple[str, str]]:
-    """Return names and values of what is sent. `requests`: with their lengths."""
+    """`requests`: with their lengths."""
     sampling = {"temperature": config.temperature, **config.sampling()}
     values = ", ".join(f"{name} {value:g}" for name, value in sampling.items() if name in ("temperature", *SAMPLING))
     lengths = "ignore_eos" if config.ignore_eos else "answers end at eos"
@@ -55,7 +53,6 @@ def describe_load(config: BenchConfig, requests: list[BenchRequest]) -> list[tup
 
 
 def describe_client(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values of the machine and the software that measure."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     gpu = f", {environment['gpu'].replace(chr(10), ', ')}" if environment["gpu"] else ""
     commit = f"; commit {environment['commit']}" if environment["commit"] else ""
@@ -74,7 +71,7 @@ def text_of(rows: list[tuple[str, str]]) -> str:
 
 
 async def _models(session: aiohttp.ClientSession, url: str, config: BenchConfig) -> list[str]:
-    """Return the model names, none from a server without the route. Raises ConfigError."""
+    """None from a server without the route. Raises ConfigError."""
     path = "/v1/models"
     try:
         async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=REPLY_S)) as reply:
@@ -120,7 +117,7 @@ async def _check_model(
 
 
 async def _version(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the version of the server, "" if it has no such route."""
+    """Empty without such a route."""
     for path in ("/version", "/server_info", "/get_server_info"):
         try:
             async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=REPLY_S)) as reply:

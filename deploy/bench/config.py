@@ -139,7 +139,7 @@ class SamplingFlags(FlagSet):
     extra_request_body: str | None = flag(None, "JSON object with further fields of each request")
 
     def sampling(self) -> dict[str, float]:
-        """Return the sampling parameters that were given, by their names in a request."""
+        """Given parameters by their names in a request."""
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
 
     def extra_fields(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class ReportFlags(FlagSet):
     output_details: bool = flag(False, "with --output-file: also each request's lengths, latencies, text and error")
 
     def goodput_limits(self) -> dict[str, float]:
-        """Parse --goodput into seconds by metric. Raises ConfigError."""
+        """Seconds by metric. Raises ConfigError."""
         found = {}
         for text in self.goodput:
             name, _, limit = text.partition(":")
@@ -226,17 +226,16 @@ class BenchConfig(ReportFlags, SamplingFlags, WorkloadFlags, TargetFlags):
 
     @property
     def in_flight(self) -> int:
-        """Return the requests in flight of a closed loop."""
         return self.concurrency or CONCURRENCY
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of each request. Raises ConfigError."""
+        """Raises ConfigError."""
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return key | pairs_of("--header", self.header)
 
 
 def check_bench(config: BenchConfig) -> None:
-    """Raise ConfigError for the first invalid combination of flags."""
+    """Raises ConfigError."""
     for name, url in zip(("--url", "--compare"), config.urls, strict=False):
         check_url(name, url)
     if config.trace is not None and config.request_rate is not None:

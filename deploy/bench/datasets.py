@@ -37,7 +37,7 @@ class _Unusable(ValueError):
 
 
 def read_requests(config: BenchConfig, tokens: TokenCounter) -> list[BenchRequest]:
-    """Return at most --num-requests requests, each row once. Raises ConfigError."""
+    """At most --num-requests, each row once. Raises ConfigError."""
     assert config.dataset_path is not None, "checked"
     option = f"--dataset-path {config.dataset_path}"
     rows = _read(option, Path(config.dataset_path))
@@ -63,7 +63,7 @@ def read_requests(config: BenchConfig, tokens: TokenCounter) -> list[BenchReques
 
 
 def _read(option: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return rows with their places in the file: a JSON array, or JSON lines."""
+    """Rows with their places in the file: a JSON array, or JSON lines."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -92,7 +92,7 @@ def _lines(option: str, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _sharegpt(fields: Mapping[str, Any]) -> DatasetRow | None:
-    """Return the first turn and its answer; conversations of one turn have none."""
+    """The first turn and its answer; conversations of one turn have none."""
     turns = next((fields[name] for name in DIALOGUES if name in fields), None)
     if turns is None:
         raise _Unusable(_no_column(("conversations",), fields))
@@ -125,7 +125,7 @@ def _custom(fields: Mapping[str, Any]) -> DatasetRow | None:
 
 
 def _messages(column: str, turns: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return chat messages of {role, content}, or of ShareGPT's {from, value}."""
+    """Form: {role, content}, or ShareGPT's {from, value}."""
     if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         raise _Unusable(f"{column} must be a list of objects with role and content, or from and value")
     found = []
@@ -148,7 +148,7 @@ def _no_column(wanted: Sequence[str], fields: Mapping[str, Any]) -> str:
 
 
 def _request(row: DatasetRow, config: BenchConfig, tokens: TokenCounter, *, idx: int) -> BenchRequest | None:
-    """Return the request, None if it is too short or too long. Raises _Unusable."""
+    """None if it is too short or too long. Raises _Unusable."""
     if row.messages and config.api != CHAT:
         raise _Unusable("messages are a chat; give --api chat (--backend openai-chat)")
     if isinstance(row.prompt, tuple) and config.api == CHAT:
@@ -167,7 +167,7 @@ def _request(row: DatasetRow, config: BenchConfig, tokens: TokenCounter, *, idx:
 
 
 def _prompt_len(row: DatasetRow, tokens: TokenCounter) -> int:
-    """Return the tokens of a prompt without a chat's markers, 0 if they cannot be counted."""
+    """Without a chat's markers; 0 if they cannot be counted."""
     if isinstance(row.prompt, tuple):
         return len(row.prompt)
     if not tokens:

@@ -43,7 +43,7 @@ def describe() -> dict[str, object]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return a source tree's commit ("+changes" if modified)."""
+    """Ends with "+changes" if modified."""
     git = ("git", "-C", str(root))
     found = _said(*git, "rev-parse", "--short=12", "HEAD")
     return found + ("+changes" if _said(*git, "status", "--porcelain", "--untracked-files=no") else "") or None

@@ -29,7 +29,7 @@ class Measured:
 async def run_load(
     send: Send, requests: Sequence[BenchRequest], *, concurrency: int | None, on_done: OnDone = lambda record: None
 ) -> Measured:
-    """Send requests at their times, else `concurrency` at once; with times it is a limit."""
+    """Without times `concurrency` are sent at once; with times it is a limit."""
     started_at = time.perf_counter()
     measured = Measured()
 

@@ -22,7 +22,7 @@ SGLANG_PERCENTS = {"ttft": (99,), "tpot": (99,), "itl": (95, 99), "e2el": (90, 9
 def save_results(
     config: BenchConfig, model: str, summary: Summary, records: Sequence[RequestRecord], *, now: datetime
 ) -> list[str]:
-    """Write the files that flags name; return their paths. Raises ConfigError."""
+    """Return the paths. Raises ConfigError."""
     written = []
     if config.save_result or config.append_result:
         path = Path(config.result_dir or ".") / (config.result_filename or result_filename(config, model, now=now))
@@ -36,7 +36,6 @@ def save_results(
 
 
 def result_filename(config: BenchConfig, model: str, *, now: datetime) -> str:
-    """Return vLLM's name of a result: what ran, and when."""
     limit = "" if config.concurrency is None else f"-concurrency{config.concurrency}"
     name = model.rstrip("/").rpartition("/")[2]
     return f"{config.label or VLLM_BACKENDS[config.api]}-{_rate(config)}qps{limit}-{name}-{now:%Y%m%d-%H%M%S}.json"
@@ -45,7 +44,6 @@ def result_filename(config: BenchConfig, model: str, *, now: datetime) -> str:
 def vllm_result(
     config: BenchConfig, model: str, summary: Summary, records: Sequence[RequestRecord], *, now: datetime
 ) -> dict[str, Any]:
-    """Return the keys of vLLM's result file. `now`: its date."""
     limits = config.goodput_limits()
     good = sum(is_good(record, limits) for record in records)
     result: dict[str, Any] = {
@@ -72,7 +70,6 @@ def vllm_result(
 
 
 def sglang_result(config: BenchConfig, summary: Summary, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the keys of a line of SGLang's result file."""
     result: dict[str, Any] = {
         "tag": config.label,
         "backend": SGLANG_BACKENDS[config.api],
@@ -107,14 +104,14 @@ def _rates(summary: Summary) -> dict[str, float]:
 
 
 def _spread(name: str, values: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
-    """Return statistics in milliseconds; of no value they are 0, as in both tools."""
+    """Milliseconds; of no value they are 0, as in both tools."""
     ms = [1000 * value for value in values] or [0.0]
     found = {f"mean_{name}_ms": fmean(ms), f"median_{name}_ms": percentile(ms, 50), f"std_{name}_ms": pstdev(ms)}
     return found | {f"p{percent:g}_{name}_ms": percentile(ms, percent) for percent in percents}
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """Return lists with an entry a request, in the order of the requests."""
+    """An entry a request, in the order of the requests."""
     ordered = sorted(records, key=lambda record: record.idx)
     return {
         "input_lens": [record.prompt_tokens for record in ordered],
@@ -129,7 +126,7 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def _rate(config: BenchConfig) -> float | str:
-    """Return the rate; "inf" also for a closed loop, which both tools call so."""
+    """Also a closed loop is "inf", as in both tools."""
     rate = config.request_rate
     return "inf" if rate is None or rate == math.inf else rate
 

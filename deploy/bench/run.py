@@ -43,12 +43,12 @@ class Prepared:
 
 
 async def measure(config: BenchConfig) -> list[Measured]:
-    """Prepare, warm up and load. Raises ConfigError."""
+    """Raises ConfigError."""
     return await run(config, await prepare(config))
 
 
 async def prepare(config: BenchConfig) -> Prepared:
-    """Read the requests, and find each server's model. Raises ConfigError."""
+    """Raises ConfigError."""
     tokens = token_counter(config)
     requests = requests_of(config, tokens)
     async with open_session(config.headers()) as session:
@@ -57,14 +57,14 @@ async def prepare(config: BenchConfig) -> Prepared:
 
 
 def requests_of(config: BenchConfig, tokens: TokenCounter) -> list[BenchRequest]:
-    """Return the requests of a file, a trace, or at random. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.dataset_path is not None:
         return with_arrivals(read_requests(config, tokens), config, random.Random(config.seed))
     return make_requests(config, read_trace(config.trace) if config.trace else ())
 
 
 async def run(config: BenchConfig, prepared: Prepared) -> list[Measured]:
-    """Warm up, then load one target, or two in turns."""
+    """Load one target, or two in turns."""
     requests = prepared.requests
     async with open_session(config.headers()) as session:
         targets = [
@@ -94,7 +94,6 @@ def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 def conditions_text(config: BenchConfig, prepared: Prepared) -> str:
-    """Return what is measured, on what, and by what."""
     servers = [
         (name, f"{one.url}{f' (version {one.version})' if one.version else ''}, {PATHS[config.api]}")
         for name, one in zip(("server", "second"), prepared.servers, strict=False)
@@ -122,7 +121,7 @@ def print_report(config: BenchConfig, measured: Sequence[Measured]) -> list[Summ
 def save(
     config: BenchConfig, prepared: Prepared, measured: Sequence[Measured], summaries: Sequence[Summary]
 ) -> list[str]:
-    """Write the files that flags name, but --output; return their paths. Raises ConfigError."""
+    """All files but --output; return their paths. Raises ConfigError."""
     (server, *_), (one, *_), (summary, *_) = prepared.servers, measured, summaries
     return save_results(config, server.model, summary, one.records, now=datetime.now())
 
@@ -130,7 +129,7 @@ def save(
 def result_json(
     config: BenchConfig, prepared: Prepared, measured: Sequence[Measured], summaries: Sequence[Summary]
 ) -> bytes:
-    """Return the result with all records, without API key and headers."""
+    """Without API key and headers."""
     limits = config.goodput_limits()
     targets = [
         {
@@ -166,7 +165,7 @@ class _Progress:
 
 
 def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
-    """Return requests with other prompts, to cache nothing measured."""
+    """Other prompts, to cache nothing measured."""
     return [_reversed(request) for request in requests[:count]]
 
 

@@ -105,17 +105,14 @@ def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Return seconds per later output token, if any."""
+    """Per later output token, if any."""
     if record.ttft_s is None or record.output_tokens < 2:
         return None
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1)
 
 
 def is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
-    """Return whether an answer keeps all limits (seconds by metric).
-
-    As in vLLM, an answer of one token has a tpot of 0.
-    """
+    """`limits`: seconds by metric. As in vLLM, an answer of one token has a tpot of 0."""
     if record.error is not None or ("ttft" in limits and record.ttft_s is None):
         return False
     found = {"ttft": record.ttft_s or 0.0, "tpot": tpot_s(record) or 0.0, "e2el": record.e2e_s}
@@ -123,7 +120,7 @@ def is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
 
 
 def latencies(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Return the seconds of full answers by metric."""
+    """Seconds of full answers by metric."""
     good = [record for record in records if record.error is None]
     return {
         "ttft": [record.ttft_s for record in good if record.ttft_s is not None],
@@ -134,7 +131,7 @@ def latencies(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def ratios(first: Summary, second: Summary) -> dict[str, float]:
-    """Return second / first of median latencies and rates."""
+    """Second / first of median latencies and rates."""
     found = {}
     for name in ("requests_per_s", "output_tokens_per_s"):
         found[name] = _ratio(getattr(first, name), getattr(second, name))
@@ -160,7 +157,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summary_lines(summary: Summary, *, is_limited: bool = False) -> list[str]:
-    """Return counts and rates. `is_limited`: requests of an open loop may wait for a place."""
+    """`is_limited`: requests of an open loop may wait for a place."""
     errors = ", ".join(f"{kind}: {count}" for kind, count in summary.errors.items()) or "none"
     facts = [
         f"requests     {summary.completed} of {summary.requests} in {summary.duration_s:.2f} s; errors: {errors}",
@@ -180,7 +177,6 @@ def summary_lines(summary: Summary, *, is_limited: bool = False) -> list[str]:
 
 
 def token_line(records: Sequence[RequestRecord]) -> str:
-    """Return the numbers of tokens, and what counted them."""
     good = [record for record in records if record.error is None]
     found = []
     for name in ("prompt", "output"):
@@ -201,7 +197,7 @@ def goodput_line(records: Sequence[RequestRecord], limits: Mapping[str, float], 
 def latency_table(
     records: Sequence[RequestRecord], *, metrics: Sequence[str] | None = None, percents: Sequence[float] = PERCENTS
 ) -> str:
-    """Return a table in milliseconds; metrics without a value have no row. Default: all metrics."""
+    """Milliseconds; metrics without a value have no row."""
     found = latencies(records)
     rows = []
     for name in found if metrics is None else metrics:

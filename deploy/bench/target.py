@@ -20,9 +20,7 @@ PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions", GENERATE:
 
 
 class Target:
-    """A server under test; requests share `session`.
-
-    Errors are counted, not raised. Tokens are counted by the server, else by token ids, else by
+    """Errors are counted, not raised. Tokens are counted by the server, else by token ids, else by
     `tokens`, else by words and text events; the record names the source.
     """
 
@@ -44,7 +42,7 @@ class Target:
         self._extra = config.extra_fields()
 
     async def send(self, request: BenchRequest, *, started_at: float) -> RequestRecord:
-        """Send a request and read its answer. `started_at`: the run's start."""
+        """`started_at`: the run's start."""
         sent_at = time.perf_counter()
         record = RequestRecord(idx=request.idx, sent_s=sent_at - started_at)
         if request.at_s is not None:
@@ -94,7 +92,6 @@ class Target:
         return body | {"prompt": request.prompt, **self._extra}
 
     def _count(self, request: BenchRequest, answer: "_Answer") -> None:
-        """Count the tokens that the server did not report."""
         record = answer.record
         if not record.prompt_source:
             record.prompt_tokens = request.prompt_len
@@ -147,7 +144,7 @@ class _Answer:
         return "".join(self.texts)
 
     def take(self, piece: _Piece, now: float | None) -> None:
-        """Add a piece; `now` is None without a stream."""
+        """`now` is None without a stream."""
         record = self.record
         grew = bool(piece.text) or piece.num_ids > 0
         if piece.source:
@@ -218,7 +215,7 @@ class GenerateMetaInfo(msgspec.Struct):
 
 
 class GenerateEvent(msgspec.Struct):
-    """An event: the whole text so far, or what is new (a server with incremental output)."""
+    """The whole text so far, or what is new (a server with incremental output)."""
 
     text: str = ""
     meta_info: GenerateMetaInfo | None = None

@@ -34,7 +34,7 @@ class TokenCounter:
         return self._tokenizer is not None
 
     def count(self, text: str, *, special: bool = False) -> int:
-        """Return the tokens of a text; `special`: with those that begin and end a prompt."""
+        """`special`: with those that begin and end a prompt."""
         assert self._tokenizer is not None, "there is no tokenizer"
         return len(self._tokenizer.encode(text, add_special_tokens=special))
 

@@ -32,11 +32,9 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: str) -> list[TraceEntry]:
-    """Return all entries. Raises ConfigError.
-
-    Reader of traces in Mooncake's format (FAST'25): JSON lines, perhaps gzipped. `timestamp` (ms),
-    `input_length`, `output_length` (tokens), `hash_ids` (prefix-chained blocks of 512 tokens: equal
-    ids at equal positions are a shared prefix).
+    """Mooncake's format (FAST'25): JSON lines, perhaps gzipped. `timestamp` (ms), `input_length`,
+    `output_length` (tokens), `hash_ids` (prefix-chained blocks of 512 tokens: equal ids at equal
+    positions are a shared prefix).
     """
     try:
         data = Path(path).read_bytes()
@@ -98,7 +96,7 @@ class PromptTokens:
 
 
 def make_requests(config: WorkloadFlags, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
-    """Return the requests, equal for equal flags."""
+    """Equal for equal flags."""
     rng = random.Random(config.seed)
     tokens = PromptTokens(config.min_token_id, config.max_token_id, as_words=config.prompt == "words")
     if config.trace:
@@ -114,7 +112,7 @@ def make_requests(config: WorkloadFlags, trace: Sequence[TraceEntry] = ()) -> li
 
 
 def with_arrivals(requests: list[BenchRequest], config: WorkloadFlags, rng: random.Random) -> list[BenchRequest]:
-    """Give requests of an open loop their times; gaps have a gamma distribution."""
+    """Gaps have a gamma distribution."""
     rate, shape = config.request_rate, config.burstiness
     if rate is None:
         return requests
@@ -134,7 +132,7 @@ def _gap_s(rate: float, shape: float, rng: random.Random) -> float:
 def _replay(
     config: WorkloadFlags, entries: Sequence[TraceEntry], tokens: PromptTokens, rng: random.Random
 ) -> list[BenchRequest]:
-    """Return a trace's scaled requests in order of arrival."""
+    """In order of arrival."""
     requests = []
     for idx, entry in enumerate(entries):
         ids = block_tokens(entry, tokens, length_scale=config.length_scale, seed=config.seed)
@@ -147,7 +145,7 @@ def _replay(
 
 
 def block_tokens(entry: TraceEntry, tokens: PromptTokens, *, length_scale: float, seed: int) -> list[int]:
-    """Return a traced prompt. Block h is PRNG(h), so equal blocks share a prefix."""
+    """Block h is PRNG(h), so equal blocks share a prefix."""
     size = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
     length = max(1, round(entry.input_length * length_scale))
     ids: list[int] = []

@@ -52,7 +52,7 @@ class ChatHistory:
         return [*head, *self.messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Append a question with its (partial) answer, if any."""
+        """The answer may be partial."""
         if answer:
             self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -61,7 +61,7 @@ class ChatHistory:
 
 
 def command_of(line: str) -> ChatCommand | str | None:
-    """Return a line's command, an error, or None for a message."""
+    """An error as text; None for a message."""
     words = line.split()
     if not words or not _COMMAND.fullmatch(words[0]):
         return None
@@ -107,7 +107,7 @@ class ChatFailed(Exception):
 
 @dataclass
 class Answer:
-    """A growing answer; `tokens` by usage, else events."""
+    """`tokens`: by usage, else events."""
 
     request_id: str
     sent_s: float
@@ -145,7 +145,7 @@ class ChatClient:
         return Answer(secrets.token_hex(16), time.perf_counter())
 
     async def pieces(self, messages: Sequence[Message], answer: Answer) -> AsyncGenerator[Piece, None]:
-        """Yield the parts, and add them to `answer`. Raises ChatFailed.
+        """Raises ChatFailed.
 
         Closing the generator aborts the request.
         """
@@ -192,7 +192,7 @@ class ChatClient:
 
 
 def answering_of(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the attempt that answers, or may."""
+    """The attempt that answers, or may."""
     going = [attempt for attempt in attempts if attempt["failure"] == ""]
     return (going or attempts)[-1]
 
@@ -241,7 +241,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 async def answer_once(client: ChatClient, conversation: ChatHistory) -> int:
-    """Return the exit status, 1 without a whole answer."""
+    """1 without a whole answer."""
     question = sys.stdin.buffer.read().decode(errors="replace").strip()
     if not question:
         print("tandem chat: error: standard input holds no message", file=sys.stderr)

@@ -29,7 +29,7 @@ class NotStarted(Exception):
 def local_cluster(
     flags: Sequence[str], *, output: IO[str] | None = None, is_wanted: Callable[[], bool] = lambda: True
 ) -> Iterator[str]:
-    """Start a cluster, at a free port by default; yield its address.
+    """Yield its address, by default with a free port.
 
     Its lines go to `output`, by default to stderr; a session of its own keeps Ctrl-C away.
     `is_wanted`: false gives up while it starts. Raises NotStarted.

@@ -101,7 +101,7 @@ class Terminal:
 
 
 async def _end_of(show: "asyncio.Task[None]") -> str:
-    """Return why an answer broke off, if so."""
+    """Return why it broke off, if so."""
     try:
         await show
     except ChatFailed as error:

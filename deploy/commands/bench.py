@@ -17,7 +17,7 @@ COMMON = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure; return 0 if every request was answered."""
+    """0 if every request was answered."""
     config = config_from(build_parser().parse_strict(argv), BenchConfig)
     check_bench(config)
     import uvloop

@@ -50,7 +50,7 @@ def build_parser() -> Parser:
 
 
 def _cluster_flags(args: argparse.Namespace, config: ChatConfig) -> list[str] | None:
-    """Return the flags of the cluster to start, None without one. Raises ConfigError."""
+    """The cluster's flags, None without one. Raises ConfigError."""
     model = getattr(args, "start", None)
     if model is None:
         return None if args.up is None else list(args.up)

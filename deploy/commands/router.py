@@ -66,7 +66,7 @@ def build_parser() -> Parser:
 
 
 def config_of(args: argparse.Namespace) -> RouterConfig:
-    """Build the config. Prefill or decode workers or selectors imply --pd-disaggregation."""
+    """Prefill or decode workers or selectors imply --pd-disaggregation."""
     pairs = (args.prefill, args.decode, args.prefill_selector, args.decode_selector)
     args.pd_disaggregation = args.pd_disaggregation or any(pairs)
     return config_from(

@@ -61,7 +61,6 @@ def flags_in(args: argparse.Namespace) -> ServeFlags:
 
 
 def build_parser(parser_class: type[Parser] = Parser, *, prog: str = "tandem serve") -> Parser:
-    """Return the parser of a worker's flags."""
     parser = parser_class(
         prog=prog,
         foreign=WORKER,

@@ -29,7 +29,7 @@ class TraceConfig(FlagSet):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the file. Raises ConfigError."""
+    """Raises ConfigError."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, TraceConfig)
     query = query_of(args.ids, config.last)
@@ -51,7 +51,7 @@ def build_parser() -> Parser:
 
 
 def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
-    """Return the query. Raises ConfigError."""
+    """Raises ConfigError."""
     if ids and last is not None:
         raise ConfigError("--last: give either request ids or --last")
     query = TracesQuery(ids=list(ids)) if ids else TracesQuery(last=10 if last is None else last)

@@ -39,7 +39,7 @@ INFO_TIMEOUT_S = 5.0
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run until Ctrl-C; return the exit status."""
+    """Run until Ctrl-C."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, ClusterConfig)
     require_extras(config)
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def own_secret(config: ClusterConfig, args: argparse.Namespace) -> dict[str, str]:
-    """Return the router's secret as environment, unless in a file or without router."""
+    """The environment, empty if the secret is in a file or there is no router."""
     if config.unified or getattr(args, "cluster_secret_file", None) is not None or os.environ.get(ROUTER_SECRET):
         return {}
     return {ROUTER_SECRET: secrets.token_hex(32)}
@@ -102,7 +102,7 @@ async def _supervise(
     log_dir: Path,
     notes: Sequence[str],
 ) -> int:
-    """Run `specs`. `given`: typed flags by field."""
+    """`given`: typed flags by field."""
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
     for note in notes:

@@ -62,7 +62,7 @@ Entry = Ignored | Renamed | Fixed | RenamedValue | Missing
 
 
 def each(entry: Entry, names: str) -> dict[str, Entry]:
-    """Return the same entry for each of `names`, which stand apart by white space."""
+    """`names` stand apart by white space."""
     return dict.fromkeys(names.split(), entry)
 
 
@@ -87,7 +87,7 @@ class Translated:
 
 
 class CannotFollow(ValueError):
-    """A refused flag, with the reason."""
+    pass
 
 
 def translate(argv: Sequence[str], *, known: Collection[str], foreign: ForeignFlags) -> Translated:

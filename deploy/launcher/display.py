@@ -24,7 +24,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """A process while it starts: its last log line, and seconds to healthy."""
+    """`text`: the last line of its log. `healthy_s`: seconds to healthy."""
 
     name: str
     text: str
@@ -149,8 +149,6 @@ OTHER_PROMPT = "What is the capital of France? Answer in one sentence."
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A process with its /get_server_info."""
-
     name: str
     role: str
     url: str
@@ -161,7 +159,6 @@ class Member:
 def summary_text(
     members: Sequence[Member], *, front: str, backend: str | None, log_dir: Path, model: str, shipped: bool, auth: bool
 ) -> str:
-    """Return addresses, capacities, missing features, a command to paste."""
     width = max(len(member.name) for member in members)
     lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
     how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"

@@ -26,7 +26,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts threads at import, whic
 def fork_server(
     modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO | None = None, variable: str = SERVER_VARIABLE
 ) -> Iterator[dict[str, str]]:
-    """Start a server; yield its clients' environment.
+    """Yield its clients' environment.
 
     Server and children end with the context. `variable` names its kind.
     """

@@ -17,7 +17,7 @@ from typing import IO
 
 
 def watch(lines: IO[str]) -> set[int]:
-    """Read `lines` to the end; return the groups still watched."""
+    """Return the groups still watched."""
     groups: set[int] = set()
     for line in lines:
         sign, number = line[:1], line[1:].strip()

@@ -27,7 +27,7 @@ POLL_S = 0.05
 
 
 class MpsFailed(Exception):
-    """The daemon did not start."""
+    pass
 
 
 class MpsDaemon:
@@ -55,7 +55,7 @@ class MpsDaemon:
             )
 
     def wait_ready(self) -> None:
-        """Wait for an answer. Raises MpsFailed."""
+        """Raises MpsFailed."""
         deadline_s = time.monotonic() + READY_WITHIN_S
         while not self._ask("get_server_list"):
             if self._process.poll() is not None:
@@ -65,7 +65,7 @@ class MpsDaemon:
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """Quit the daemon and its servers, or kill it."""
+        """Kill it if it does not quit."""
         if self._process.poll() is None:
             self._ask("quit")
         try:
@@ -95,7 +95,7 @@ class MpsDaemon:
 
 @contextlib.contextmanager
 def mps_for(shared: Mapping[str, Sequence[str]], *, run_dir: Path) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield the environment of engines on `shared` GPUs, and notes for the user."""
+    """Yield the engines' environment, and notes for the user."""
     if not shared:
         yield {}, []
         return

@@ -41,7 +41,7 @@ def seats_of(ranks: Mapping[str, int], gpus: Sequence[str], *, share: bool) -> d
 
 
 def chosen_gpus(visible: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return the GPUs of --gpu-ids (index or UUID prefix), by default all. Raises ConfigError."""
+    """`wanted`: indices or UUID prefixes; empty: all. Raises ConfigError."""
     found = [_chosen(visible, name) for name in wanted] if wanted else list(visible)
     if len(set(found)) < len(found):
         raise ConfigError(f"--gpu-ids {' '.join(wanted)}: names a GPU twice")
@@ -90,12 +90,12 @@ class ProcessSpec:
 
 
 def num_ports(config: ClusterConfig) -> int:
-    """Count ports: HTTP, and a bootstrap server per worker whose role may switch."""
+    """HTTP, and a bootstrap server per worker whose role may switch."""
     return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed + config.encode
 
 
 class Gpus(NamedTuple):
-    """GPUs of a machine. `mem_fraction`: --mem-fraction-static of an unshared one."""
+    """`mem_fraction`: --mem-fraction-static of an unshared one."""
 
     names: Sequence[str] = ()
     mem_fraction: float = 0.0
@@ -114,7 +114,7 @@ def plan_cluster(
     flags: Mapping[str, RoleFlags] = NO_FLAGS,
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
-    """Return the processes in start order. ConfigError for too few GPUs.
+    """The processes in start order. ConfigError for too few GPUs.
 
     `front`: the clients' port. `cores`, `gpus`: for all ranks.
     """
@@ -156,7 +156,7 @@ def plan_cluster(
 
 @dataclass(frozen=True, kw_only=True)
 class _Ports:
-    """Ports of all workers; `pairs` have one for HTTP and one for the bootstrap server."""
+    """`pairs`: ports of HTTP and of the bootstrap server."""
 
     pairs: Mapping[str, Sequence[tuple[int, int]]]
     unified: Sequence[int]
@@ -174,10 +174,8 @@ def _ports_of(config: ClusterConfig, free: Sequence[int]) -> _Ports:
 
 
 def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
-    """Divide `cores` among workers.
-
-    C kernels may use all cores, as their threads do not wait for descheduled ones. Torch's threads
-    and ranks meet at barriers, so get a share; their OpenMP threads sleep at once
+    """C kernels may use all cores, as their threads do not wait for descheduled ones. Torch's
+    threads and ranks meet at barriers, so get a share; their OpenMP threads sleep at once
     (disagg/processes/children.py).
     """
     total = sum(worker.ranks for worker in workers)
@@ -185,14 +183,14 @@ def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
 
 
 def _share(ranks: int, cores: int, total: int) -> dict[str, str]:
-    """Return a worker's threads, with one limit for all, as one server may fork them."""
+    """One limit for all, as one server may fork them."""
     threads = cores if ranks == 1 else max(1, cores * ranks // total)
     limit = max(1, cores // total)
     return {"OMP_NUM_THREADS": str(threads), "OMP_THREAD_LIMIT": str(limit), "GOMP_SPINCOUNT": "0"}
 
 
 def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
-    """Return GPU -> engines, if several."""
+    """Engines by GPU, if several."""
     engines: dict[str, list[str]] = {}
     for spec in specs:
         for gpu in spec.env[VISIBLE].split(",") if VISIBLE in spec.env else ():

@@ -26,7 +26,7 @@ def is_healthy(url: str, *, timeout_s: float) -> bool:
 
 
 def get_json(url: str, *, timeout_s: float, api_key: str | None = None) -> dict[str, Any]:
-    """Return the object at `url`, {} on failure."""
+    """{} on failure."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         reply = _session.get(url, headers=headers, timeout=timeout_s)
@@ -46,7 +46,7 @@ _reserved = deque[int]()  # descriptors
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
-    """Return distinct free ports below the kernel's range for outgoing connections.
+    """Distinct ports below the kernel's range for outgoing connections.
 
     A port of that range could become a connection's source port before the server listens. On Linux
     no other process gets one of them here meanwhile.

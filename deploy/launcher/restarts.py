@@ -32,7 +32,7 @@ class Restarts:
         self._healthy_at_s = now_s
 
     def pause_s(self, status: int | None, now_s: float) -> float | None:
-        """Return the pause after an end with exit `status`; None: it stays dead."""
+        """None: it stays dead."""
         policy = self._policy
         if status == 0 or not policy.always:  # 0: it drained after a signal
             return None

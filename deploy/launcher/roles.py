@@ -119,14 +119,13 @@ class RoleFlags:
 
 
 def roles_of(config: ClusterConfig) -> tuple[str, ...]:
-    """Return the roles that serve requests."""
     if config.unified:
         return ("unified",)
     return ("prefill", "decode", "unified") if config.mixed else ("prefill", "decode")
 
 
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return role -> flags by field. Raises ConfigError.
+    """Raises ConfigError.
 
     Encoder workers get no flags of ranks or text model. A role without stages gets no
     --pp-layer-partition, one DP rank no DP attention, if the other role has them.
@@ -188,7 +187,7 @@ def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) 
 
 
 def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if sizes do not fit the model."""
+    """Raises ConfigError."""
     try:
         check_layout(
             model,

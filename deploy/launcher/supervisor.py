@@ -30,7 +30,7 @@ OnReady = Callable[[Sequence[Child]], Awaitable[None]]
 
 
 class StartFailed(Exception):
-    """A process ended, or was not healthy in time."""
+    pass
 
 
 class Supervisor:
@@ -133,7 +133,7 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Keep all processes until a signal (0), or until the front or all others stay dead (1)."""
+        """Return the exit status of `run`."""
         keepers = {asyncio.create_task(self._keep(i)) for i in range(len(self._specs))}
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -158,7 +158,7 @@ class Supervisor:
         return is_front(child.spec, self._specs)
 
     async def _keep(self, i: int) -> Child:
-        """Start process `i` again each time it dies; return it when it stays dead."""
+        """Return process `i` when it stays dead."""
         child, restarts = self._children[i], self._restarts[i]
         if child.spec.name in self._healthy_s:
             restarts.became_healthy(self._started_at + self._healthy_s[child.spec.name])
@@ -180,7 +180,7 @@ class Supervisor:
                 self._display.message(f"tandem up: {child.spec.name} is healthy again {took} (pid {child.pid})")
 
     async def _becomes_healthy(self, child: Child) -> bool:
-        """Wait until a process that started again answers; False if it died before."""
+        """False if it died before."""
         url = child.spec.url + child.spec.alive_path
         while child.alive:
             if await asyncio.to_thread(is_healthy, url, timeout_s=PROBE_TIMEOUT_S):
@@ -224,7 +224,7 @@ class Supervisor:
 
 
 def is_front(spec: ProcessSpec, specs: Sequence[ProcessSpec]) -> bool:
-    """Return whether clients reach this process: the router, or one worker without a router."""
+    """Clients reach it: the router, or one worker without a router."""
     return spec.role == "router" or len(specs) == 1
 
 

@@ -99,12 +99,12 @@ def build_parser() -> Parser:
 
 
 def require_extras(config: ClusterConfig) -> None:
-    """Raise ConfigError if modules of the engine or the transfer engine are missing."""
+    """Raises ConfigError."""
     require("engine", *(() if config.unified else extras_of(config.transfer_backend)))
 
 
 def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, RoleFlags]:
-    """Return workers' flags, checked against the model. Raises ConfigError."""
+    """Checked against the model. Raises ConfigError."""
     by_role = values_by_role(config, vars(args))
     if config.encode and _model_of(args).vision is None:
         raise ConfigError(f"--encode {config.encode}: the model sees no images; leave it out, or give --model-path")
@@ -145,7 +145,7 @@ def router_args(args: argparse.Namespace) -> list[str]:
 
 
 def set_local_model(args: argparse.Namespace) -> None:
-    """Set local model files, downloading once. Raises ConfigError."""
+    """Set local files, downloading once. Raises ConfigError."""
     given = {name: value for name, value in vars(args).items() if name in _MODEL_FLAGS}
     if not given:
         return  # the shipped model
@@ -163,7 +163,7 @@ def set_local_model(args: argparse.Namespace) -> None:
 
 
 def gpus_for(config: ClusterConfig, args: argparse.Namespace, *, torch: str | None) -> list[str]:
-    """Return the engines' GPUs, none on CPUs. Raises ConfigError."""
+    """None on CPUs. Raises ConfigError."""
     device = getattr(args, "device", EngineConfig.device)
     if device == "cpu" or (device == "auto" and torch_cuda_major(torch) is None):
         if config.gpu_ids:

@@ -83,7 +83,6 @@ class FeatureFetches(PeerPart):
         self._counters |= dict.fromkeys(COUNTED, 0)
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Make `request` wait for its images' features from encoders."""
         if not request.message.encoders:
             return
         cached = len(self._memory.match_prefix(request).pages) * self._memory.allocator.page_size
@@ -92,7 +91,7 @@ class FeatureFetches(PeerPart):
                 self._wait(request, image, source, now_s)
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """Remove a request, which the role ends; unneeded fetches end."""
+        """The role ends the request; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             request = fetch.waiting.pop(rid, None)
             if request is not None:
@@ -145,7 +144,7 @@ class FeatureFetches(PeerPart):
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[FeatureFetch]) -> None:
-        """Send pages, a row and pixels to encoders, or later if none is free."""
+        """Pages, a row and pixels go to encoders, or later if none is free."""
         for fetch in ready:
             if self.incoming.now_s < fetch.deadline_s and self.incoming.reserve(fetch, partial(self._allocate, fetch)):
                 alone = _alone(fetch.image)
@@ -182,7 +181,7 @@ class FeatureFetches(PeerPart):
         self._allocator.end_quarantine(detached.pages)
 
     def failed(self, fetch: FeatureFetch, failure: TransferFailure, reason: str) -> None:
-        """Let waiting prompts encode the image; avoid its encoder for a while."""
+        """Waiting prompts encode the image; its encoder is avoided for a while."""
         lacked_pages = fetch.reached and fetch.metadata_row is None
         if failure is not TransferFailure.ABORTED and not (failure is TransferFailure.LATE and lacked_pages):
             self._avoided[fetch.control] = self.incoming.now_s + AVOIDED_S
@@ -205,7 +204,6 @@ class FeatureFetches(PeerPart):
     # ---- reports
 
     def state(self) -> dict[str, Any]:
-        """Report avoided encoders, so that routers choose others."""
         return {"avoided_encoders": list(self._avoided)}
 
     def waits_for_outside(self) -> bool:
@@ -245,7 +243,7 @@ def _alone(image: ImageInput) -> ImageInput:
 
 
 def rooms_of(incarnation: str) -> Iterator[int]:
-    """Yield room numbers, 1..2**63 - 1, unique to this incarnation."""
+    """Numbers 1..2**63 - 1, unique to this incarnation."""
     number = 0
     while True:
         digest = hashlib.sha256(f"{incarnation}/{number}".encode()).digest()

@@ -32,7 +32,7 @@ class FeatureServer(SendingPart):
     def __init__(
         self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, bounds: Bounds, source: KVSource
     ) -> None:
-        """Give peers the address `source`."""
+        """`source`: our address."""
         super().__init__(
             Outgoing(scheduler=scheduler, pages=pages, begin=self._begin, name="features", may_begin=self._may_begin)
         )
@@ -46,7 +46,7 @@ class FeatureServer(SendingPart):
         self._num_queries = self._num_hits = 0
 
     def take(self, wanted: RecomputeRequest, now_s: float) -> bool:
-        """Open a peer's request; refuse it unless it is one valid image."""
+        """Refuse it unless it is one valid image."""
         image, wrong = self._image_of(wanted.work)
         request = self._request_of(image, wanted, now_s)
         sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)

@@ -59,7 +59,7 @@ class FetchPolicy:
         self._prompts: dict[int, _Rate] = {}  # by bits of the number of tokens
 
     def note_fetch(self, num_tokens: int, taken_s: float, now_s: float) -> None:
-        """Record the time of a fetch, a minimum if it timed out."""
+        """`taken_s`: a minimum if it timed out."""
         size_bytes = num_tokens * self._token_bytes
         if size_bytes < LARGE_BYTES:
             self._small_fetches.note(1, taken_s, now_s)
@@ -72,7 +72,7 @@ class FetchPolicy:
             rate.note(num_tokens, taken_s, now_s)
 
     def wait_s(self, num_tokens: int, now_s: float) -> float | None:
-        """Return the maximum wait, or None to compute the tokens here.
+        """None to compute the tokens here.
 
         At worst, wait and computation take twice the time.
         """
@@ -168,7 +168,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         self._page_size = scheduler.memory.allocator.page_size
 
     def answer(self, request: Request, now_s: float) -> list[TokenOutput]:
-        """Fetch a prefix that no request needs yet, and answer at the end."""
+        """No request needs the prefix yet. The answer follows at the end."""
         if request.rid in self._copies:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
         self._fetch(request, now_s)
@@ -178,7 +178,6 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         return []
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Let a request for a decode worker wait for its prefix if fetching it pays."""
         at = request.message.bootstrap
         if not request.message.alone and at is not None and at.host != FAKE_BOOTSTRAP_HOST:
             self._fetch(request, now_s)
@@ -212,7 +211,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             self._open(request, request.message.bootstrap.room, source, now_s)
 
     def leave(self, rid: str) -> None:
-        """Remove a request without client; unneeded fetches end."""
+        """Unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             if fetch.waiting.pop(rid, None) is not None and not fetch.waiting:
                 self.incoming.cancel(fetch, "the client has gone")
@@ -220,7 +219,6 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
     # ---- the beginning
 
     def _same(self, request: Request) -> PrefixFetch | None:
-        """Find a fetch in progress for the prefix of `request`."""
         for fetch in self.incoming.transfers.values():
             carrier = fetch.request
             known = carrier.input_ids[: fetch.num_known]
@@ -307,7 +305,6 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             self._policy.note_fetch(num_tokens, self.incoming.now_s - fetch.given_s, self.incoming.now_s)
 
     def failed(self, fetch: PrefixFetch, failure: TransferFailure, reason: str) -> None:
-        """Let waiting requests compute the prefix."""
         if failure is TransferFailure.LATE:
             self._note_fetch(fetch, fetch.num_known)
         elif failure is TransferFailure.CORRUPT:
@@ -352,7 +349,7 @@ def _text_before_images(request: Request) -> int:
 
 
 def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s: float) -> Request:
-    """Return a request without client for KV of `tokens` from or to another worker."""
+    """A request without client for KV of `tokens`."""
     return Request(
         message=GenerateRequest(rid, tokens, NOTHING, namespace=namespace),
         arrived_s=now_s,
@@ -362,5 +359,5 @@ def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s
 
 
 def fits_weights(first: FirstToken) -> bool:
-    """Check for equal weights at the source, and no NaN."""
+    """Weights are equal, and there is no NaN."""
     return not first.other_weights and not first.result.bad and first.result.token is None

@@ -27,7 +27,7 @@ class PrefixServer(SendingPart):
     def __init__(
         self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, source: KVSource, token_bytes: int
     ) -> None:
-        """Give peers the address `source`; `token_bytes` are of KV."""
+        """`source`: our address. `token_bytes`: of KV."""
         super().__init__(Outgoing(scheduler=scheduler, pages=pages, begin=self._begin, name="prefix"))
         self._scheduler = scheduler
         self._manager = manager
@@ -37,7 +37,7 @@ class PrefixServer(SendingPart):
         self._named = msgspec.json.encode(named).decode()
 
     def take(self, wanted: RecomputeRequest, now_s: float) -> bool:
-        """Open a requested prefix; refuse it if nothing new is cached."""
+        """Refuse it if nothing new is cached."""
         if not wanted.work.cached:
             return False
         sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)

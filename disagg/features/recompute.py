@@ -85,7 +85,6 @@ def _is_whole(image: ImageInput, vision: VisionConfig) -> bool:
 
 
 def why_not(work: Work, bounds: Bounds) -> str | None:
-    """Return an error if this engine cannot compute the work."""
     if len(work.tokens) > bounds.context_length:
         return f"{len(work.tokens)} tokens exceed the context of {bounds.context_length}"
     if not (work.tokens and min(work.tokens) >= 0 and max(work.tokens) < bounds.vocab_size):
@@ -94,7 +93,7 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
 
 
 def request_for(wanted: RecomputeRequest, now_s: float, images: tuple[ImageInput, ...] = ()) -> Request:
-    """Return a request that ends with its KV computed; its sample is dropped."""
+    """It ends with its KV computed; its sample is dropped."""
     return Request(
         message=GenerateRequest(
             rid=f"recompute-{wanted.room}-{wanted.room_attempt}",
@@ -145,7 +144,6 @@ class Recomputes(PeerPart):
         return True
 
     def _images_of(self, work: Work) -> tuple[tuple[ImageInput, ...], str]:
-        """Return its images, and any error."""
         try:
             return images_of(work, self._bounds), ""
         except ValueError as error:

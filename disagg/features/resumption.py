@@ -71,7 +71,6 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
         return self._end(rid, reason)
 
     def close_to_peers(self, why: str | None) -> None:
-        """Stop preemption; peers send no work here."""
         self._may_preempt = why is None
 
     def poll(self, now_s: float) -> list[TokenOutput]:
@@ -82,7 +81,7 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
-        """Reserve memory by urgency, after equally urgent requests computed here."""
+        """By urgency, after equally urgent requests computed here."""
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         others = [r for r in self._scheduler.stages.retracted() if r.rid not in self.incoming.transfers]
         computed = max((urgency(r, now_s) for r in others), default=-math.inf)
@@ -117,7 +116,7 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
         return ""
 
     def failed(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> None:
-        """Compute the KV here, unnoticed by the client."""
+        """This engine computes the KV."""
         request = transfer.request
         if request.finish is not None:
             return self._scheduler.held.release(request)

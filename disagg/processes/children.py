@@ -117,7 +117,7 @@ class Children:
 
 
 def openmp_env(num_threads: int, given: Mapping[str, str], *, shares_cores: bool) -> dict[str, str]:
-    """Return OpenMP settings; a user's GOMP_SPINCOUNT wins.
+    """A user's GOMP_SPINCOUNT wins.
 
     A single thread waits for no other, so one setting, and fork server, serves all such processes.
     """

@@ -17,7 +17,7 @@ from engine.model_files.model_config import ModelConfig
 
 
 def serve_encoder(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig) -> None:
-    """Load the tower, send `SchedulerReady`, serve. Raises ConfigError and BackendUnavailable."""
+    """Raises ConfigError and BackendUnavailable."""
     started_s = time.monotonic()
     ports = SocketPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends)
     use = engine_use(spec.disagg, name=spec.trace_name(0))

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def serve_engine(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig, group: Group | None) -> None:
-    """Load the model, send `SchedulerReady`, serve. Raises ConfigError and BackendUnavailable."""
+    """Raises ConfigError and BackendUnavailable."""
     started_s, name = time.monotonic(), spec.trace_name(leader_of(spec.engine))
     tokenizer = None if spec.engine.skip_tokenizer_init else load_tokenizer(spec.engine.model_path)
     attention = None if spec.joint is None else spec.joint.wakes[spec.dp_rank]

@@ -91,7 +91,7 @@ def _engine_warning(disagg: DisaggConfig) -> str | None:
 
 
 def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> BootstrapAllowlist:
-    """Return the bootstrap servers and workers that a request may name. Raises `ConfigError`.
+    """Raises `ConfigError`.
 
     Local ones are excluded if other machines can send requests: a client could point us at a local
     service.

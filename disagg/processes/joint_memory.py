@@ -26,7 +26,7 @@ class JointMemory:
         return (self.spec.memory, *self.spec.wakes)
 
     def abort(self) -> None:
-        """End all waits between ranks, now and later."""
+        """All waits between ranks end, now and later."""
         os.pwrite(self.spec.memory, (1).to_bytes(8, "little"), self.plan.abort)
 
     def close(self) -> None:

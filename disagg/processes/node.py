@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def run_node(plan: SessionPlan) -> int:
-    """Join, compute until node 0 or a rank ends; return the exit status. Raises ConfigError.
+    """Return the exit status. Raises ConfigError.
 
     SIGTERM leaves node 0 the time of a drain; a second one ends the process.
     """
@@ -52,7 +52,6 @@ def run_node(plan: SessionPlan) -> int:
 
 @contextmanager
 def leaving_node_0_time(drain_timeout_s: float) -> Iterator[Callable[[], bool]]:
-    """Yield a check for the end of node 0's drain time."""
     at_once = signal.getsignal(signal.SIGTERM)
     ends_s = math.inf
 
@@ -101,7 +100,7 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
 
 
 def own_host(plan: SessionPlan, met: Met) -> str:
-    """Return our address for peers' transfer engines. Raises ConfigError."""
+    """Raises ConfigError."""
     assert met.host is not None, "not node 0"
     host = plan.disagg.disaggregation_control_host or met.host
     if host in ANY_ADDRESS:  # a peer would connect to its own machine
@@ -119,7 +118,7 @@ def own_host(plan: SessionPlan, met: Met) -> str:
 
 
 def watch_node_0(plan: SessionPlan, control: Control, children: Children, is_over: Callable[[], bool]) -> int:
-    """Return the exit status after node 0, a rank, or the time ends."""
+    """Return the exit status."""
     while (dead := children.first_dead()) is None:
         if is_over():
             log.warning("node 0 (%s) has not ended within --drain-timeout; it loses its ranks here", control.peer)

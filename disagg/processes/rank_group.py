@@ -34,7 +34,7 @@ SILENT_S = 1.0  # a host that only enqueues steps answers much faster
 
 @contextmanager
 def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | None]:
-    """Start followers for the block; None for one rank. Raises ConfigError.
+    """None for one rank. Raises ConfigError.
 
     With DP attention even a single-rank scheduler has a group, which shares the MLPs.
     """
@@ -128,7 +128,6 @@ class _Start:
         return self.spec.disagg.disaggregation_mode != "null"
 
     def _start(self, rank: int) -> None:
-        """Start a follower on this machine."""
         assert self.region.descriptor is not None
         own, theirs = socket_pair()
         with ExitStack() as passed:
@@ -151,7 +150,6 @@ class _Start:
         self.pids[self.first + rank] = process.pid
 
     def _take(self, rank: int, met: Met) -> None:
-        """Take a follower on another machine."""
         node = node_of(rank, self.config)
         member = RemoteRank(rank, self.config.num_ranks, node, met.controls[node].peer)
         self.members[rank] = (leader_end(met.plan_of(rank), sees=self.sees), member)
@@ -164,13 +162,13 @@ def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
 
 
 def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
-    """Return the late ranks, or all if another machine may be the cause."""
+    """The late ranks; all if another machine may be the cause."""
     late = late_ranks(region)
     return list(range(config.num_ranks)) if config.sums_span_nodes and len(late) == config.ranks_here else late
 
 
 def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
-    """Return late ranks over all DP ranks: in a joint sum, without a step's row, or ours."""
+    """Late ranks: in a joint sum, without a step's row, or ours."""
     late = late_ranks(joint.region)
     if len(late) < joint.region.plan.ranks:
         return late
@@ -179,7 +177,7 @@ def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
 
 
 def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
-    """Return ranks with hanging hosts; all if a GPU hangs, as waiting sums look alike."""
+    """Ranks with hanging hosts; all if a GPU hangs, as waiting sums look alike."""
     return followers.silent(within_s=SILENT_S) or list(range(config.num_ranks))
 
 
@@ -190,6 +188,6 @@ def _send_bye(met: Met) -> None:
 
 
 def _end_worker(text: str, refused: bool) -> None:
-    """End the process: no rank can continue. The kernel ends other followers."""
+    """No rank can continue. The kernel ends other followers."""
     print(f"tandem serve: error: {text}", file=sys.stderr, flush=True)
     os._exit(OPERATING_ERROR)

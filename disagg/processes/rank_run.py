@@ -82,7 +82,7 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
 
 
 def _serve_transfers(spec: RankSpec, engine: Engine, memory: RankMemory) -> None:
-    """Serve in a thread; end the process unless the leader closed the engine."""
+    """The process ends unless the leader closed the engine."""
 
     def serve() -> None:
         disagg = spec.scheduler.disagg

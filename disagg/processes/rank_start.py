@@ -64,7 +64,7 @@ class RankProcess:
 
 
 def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) -> list[tuple[str, ...]]:
-    """Assign a GPU to each rank; () leaves all visible ones. Raises ConfigError.
+    """() leaves all visible ones. Raises ConfigError.
 
     Ranks over several machines are CPU only.
     """
@@ -82,7 +82,7 @@ def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) ->
 
 
 def visible_here() -> list[str]:
-    """Return visible GPUs, none if torch lacks CUDA."""
+    """None if torch lacks CUDA."""
     if torch_cuda_major(installed_torch()) is None:
         return []
     return visible_gpus(os.environ.get(VISIBLE), installed_gpus)

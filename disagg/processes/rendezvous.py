@@ -57,13 +57,11 @@ class NodeWelcome(_Frame, frozen=True):
 
 
 class NodeRefused(_Frame, frozen=True):
-    """Refusal; `text` is for the operator."""
-
     text: str
 
 
 class NodeBye(_Frame, frozen=True):
-    """Node 0 has ended in order."""
+    pass
 
 
 _ToRead = NodeHello | NodeWelcome | NodeRefused | NodeBye
@@ -115,7 +113,7 @@ def flags_of(engine: EngineConfig, disagg: DisaggConfig) -> dict[str, Any]:
 
 
 def check_same(engine: EngineConfig, disagg: DisaggConfig, theirs: Mapping[str, Any], *, node: int) -> None:
-    """Raises ConfigError with the first different flag and both values."""
+    """Raises ConfigError."""
     mine = flags_of(engine, disagg)
     for flag in (*dataclasses.fields(EngineConfig), *dataclasses.fields(DisaggConfig)):
         here, there = mine[flag.name], theirs.get(flag.name)
@@ -234,7 +232,7 @@ class _Meeting:
 
 @contextmanager
 def gathered(engine: EngineConfig, disagg: DisaggConfig, region: RegionPlan, *, secret: bytes) -> Iterator[Met]:
-    """Gather all nodes, as node 0, for the block. Raises ConfigError.
+    """Node 0's part. Raises ConfigError.
 
     `engine` is unresolved, since resolution may depend on the machine.
     """
@@ -297,7 +295,7 @@ def _missing(engine: EngineConfig, there: set[int], error: Exception) -> str:
 
 @contextmanager
 def joined(engine: EngineConfig, disagg: DisaggConfig, *, secret: bytes) -> Iterator[Met]:
-    """Join as another node, for the block. Raises ConfigError."""
+    """Another node's part. Raises ConfigError."""
     with ExitStack() as stack:
         meeting = _Meeting(engine=engine, disagg=disagg, secret=secret, stack=stack)
         try:

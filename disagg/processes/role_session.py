@@ -35,7 +35,7 @@ class RoleSession:
 
 @contextmanager
 def started(plan: SessionPlan, other_ports: Sequence[ListeningPort] = ()) -> Iterator[RoleSession]:
-    """Start processes for the block. Raises ConfigError."""
+    """Raises ConfigError."""
     bootstrap = _embedded_bootstrap_server(plan)
     session = RoleSession(plan=plan, ipc=IpcPaths.create())
     try:
@@ -113,7 +113,7 @@ def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
 
 
 def _registers_rooms(plan: SessionPlan) -> bool:
-    """Return True if rooms may be at any DP rank, not the one of their number."""
+    """Rooms may be at any DP rank, not the one of their number."""
     rule = rule_of(plan.server.load_balance_method, mode=plan.role)
     return plan.engine.dp_size > 1 and rule is not Rule.ROOM
 

@@ -30,7 +30,7 @@ from transfer_backends.engines.mooncake import protocol_here
 
 
 def run(spec: SchedulerSpec) -> None:
-    """Load, send `SchedulerReady`, serve. Raises ConfigError and BackendUnavailable."""
+    """Raises ConfigError and BackendUnavailable."""
     turns = IterationClock(limit_s=spec.engine.watchdog_timeout_s, now_s=time.monotonic())
     heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir, spec.dp_rank), turns, name=spec.process)
     heartbeat.start()

@@ -32,7 +32,7 @@ def serve(
     facts: Mapping[str, Any],
     closes: Sequence[Callable[[], None]],
 ) -> None:
-    """Send `facts`, run the loop, and close what it used in the order of `closes`.
+    """What the loop used is closed in the order of `closes`.
 
     Raises RanksEnded, unless the parent names the first rank. A watchdog names late ranks, too.
     """
@@ -68,7 +68,6 @@ def publisher_of(spec: SchedulerSpec, events: PrefixEvents | None) -> ZmqPublish
 
 
 def common_facts(parts: WorkerParts, publisher: ZmqPublisher | None = None, *, started_s: float) -> dict[str, Any]:
-    """Return the facts of a worker that has loaded since `started_s`."""
     allocator, config = parts.scheduler.memory.allocator, parts.config
     return {
         "max_total_num_tokens": allocator.num_pages * allocator.page_size,

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 async def run_sessions(plan: SessionPlan, gate: KeyGate, ports: tuple[ListeningPort, ...]) -> int:
-    """Run sessions from `plan` on; return the exit status. Raises a first session's error."""
+    """Return the exit status. Raises a first session's error."""
     worker = _Worker(gate, ports, StopSignals())
     with worker.signals.caught(on_hangup=worker.on_hangup):
         return await worker.live(plan)
@@ -59,7 +59,7 @@ class _Worker:
             self.session.children.hang_up()
 
     async def live(self, plan: SessionPlan) -> int:
-        """Run sessions; return the exit status. Raises a first session's error."""
+        """Return the exit status. Raises a first session's error."""
         back: SessionPlan | None = None  # previous session, to return to if this one cannot start
         last: Mapping[str, Any] | None = None
         while True:

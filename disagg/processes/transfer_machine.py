@@ -18,7 +18,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def check_transfer_machine(disagg: DisaggConfig, env: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Check allocator, devices and pinning. Raises ConfigError, BackendUnavailable."""
+    """Raises ConfigError, BackendUnavailable."""
     devices = named_devices(disagg.disaggregation_ib_device, here=devices_here())
     if disagg.disaggregation_transfer_backend == "nixl":
         ucx_settings(devices, env)
@@ -65,13 +65,13 @@ def check_allocator(env: Mapping[str, str]) -> None:
 
 
 def expandable_segments(text: str) -> bool:
-    """Parse torch's allocator settings; the last value counts."""
+    """The last value counts."""
     words = re.findall(r"(?:^|,)\s*expandable_segments\s*:\s*(\w+)", text)
     return bool(words) and words[-1] == "True"
 
 
 def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: bool) -> str | None:
-    """Return the obstacle to pinned memory; `limit_bytes` is the soft RLIMIT_MEMLOCK."""
+    """`limit_bytes`: the soft RLIMIT_MEMLOCK."""
     if not has_rdma or limit_bytes == resource.RLIM_INFINITY or effective_capabilities >> CAP_IPC_LOCK & 1:
         return None
     return (

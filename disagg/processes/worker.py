@@ -26,7 +26,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, DRAIN, END)
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
-    """Serve until SIGTERM (after a drain) or SIGINT; return the exit status. Raises ConfigError."""
+    """Return the exit status. Raises ConfigError."""
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
     seeded = with_random_seed(engine)
     plan = plan_on_machine(engine=seeded, server=server, disagg=disagg)
@@ -45,13 +45,13 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
 
 
 def plan_on_machine(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
-    """Plan a session; this machine decides seed, model files, threads. Raises ConfigError."""
+    """This machine decides seed, model files, threads. Raises ConfigError."""
     local = with_threads(with_local_model(with_random_seed(engine)))
     return plan_session(engine=local, server=server, disagg=disagg)
 
 
 def undone_in_order(run: Callable[[], int]) -> int:
-    """Turn signals into an exception, so that `run` undoes its start."""
+    """Signals become an exception, so that `run` undoes its start."""
     for number in _ENDING:
         signal.signal(number, _leave)
     try:
@@ -62,7 +62,7 @@ def undone_in_order(run: Callable[[], int]) -> int:
 
 @contextmanager
 def _open_ports(server: ServerConfig) -> Iterator[tuple[ListeningPort, ...]]:
-    """Hold ports here: waiting connections survive a role switch."""
+    """Waiting connections survive a role switch."""
     if server.tokenizer_worker_num == 1:
         with open_port(server.host, server.port) as port:
             yield (port,)

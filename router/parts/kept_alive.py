@@ -17,6 +17,8 @@ from service.http.routes import errors_of
 
 
 class KeptStream(ClientStream):
+    """A stream that comments may have opened."""
+
     def __init__(self, alive: KeepAlive) -> None:
         self._alive = alive
 

@@ -127,8 +127,9 @@ MAX_KEPT = 4096  # prefixes whose hits are counted
 
 
 class Replication:
-    """Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it. A copy may overdraw
-    the budget; the next waits until it is paid back.
+    """Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it.
+
+    A copy may overdraw the budget; the next waits until it is paid back.
     """
 
     def __init__(self, *, bytes_a_s: float) -> None:

@@ -48,7 +48,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 
 @dataclass(slots=True)
 class Circuit:
-    """After `send` returns True `end_trial` must follow. `quiet`: closed without faults, as usual."""
+    """After `send` returns True `end_trial` must follow. `quiet`: closed, without faults."""
 
     flags: BreakerFlags = field(default_factory=BreakerFlags)
     state: State = State.CLOSED

@@ -164,8 +164,8 @@ class PodWorkers:
         self._joined[want.url] = _Joined(want, worker)
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
-        """Retire it. A pod being deleted (`ending`) still serves for seconds, as a last resort while
-        its successor is unchecked.
+        """Retire it. A pod being deleted (`ending`) still serves for seconds, as a last resort
+        while its successor is unchecked.
         """
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:

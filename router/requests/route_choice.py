@@ -120,6 +120,7 @@ class RouteChooser:
     def take(
         self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, now_s: float, slo: Slo | None
     ) -> Placements:
+        """Choose among the policies' choices `found`."""
         way = found[0]
         if len(found) > 1:
             wanted = self.wanted if slo is None else _objectives(slo, self.wanted)
