@@ -14,23 +14,18 @@ if TYPE_CHECKING:
     from tandem.errors import EngineDeadError, RequestError, TandemError
     from tandem.llm import LLM
     from tandem.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, ScoringOutput
-    from tandem.params import Sampling as SamplingParams
+    from tandem.params import SamplingParams
 
-_MODULES = {
-    "AsyncLLM": ("tandem.async_llm", "AsyncLLM"),
-    "Cluster": ("tandem.cluster", "Cluster"),
-    "CompletionOutput": ("tandem.outputs", "CompletionOutput"),
-    "ConfigError": ("service.flags", "ConfigError"),
-    "EmbeddingOutput": ("tandem.outputs", "EmbeddingOutput"),
-    "EngineDeadError": ("tandem.errors", "EngineDeadError"),
-    "LLM": ("tandem.llm", "LLM"),
-    "Logprob": ("tandem.outputs", "Logprob"),
-    "RequestError": ("tandem.errors", "RequestError"),
-    "RequestOutput": ("tandem.outputs", "RequestOutput"),
-    "SamplingParams": ("tandem.params", "Sampling"),
-    "ScoringOutput": ("tandem.outputs", "ScoringOutput"),
-    "TandemError": ("tandem.errors", "TandemError"),
+_NAMES = {
+    "service.flags": ("ConfigError",),
+    "tandem.async_llm": ("AsyncLLM",),
+    "tandem.cluster": ("Cluster",),
+    "tandem.errors": ("EngineDeadError", "RequestError", "TandemError"),
+    "tandem.llm": ("LLM",),
+    "tandem.outputs": ("CompletionOutput", "EmbeddingOutput", "Logprob", "RequestOutput", "ScoringOutput"),
+    "tandem.params": ("SamplingParams",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "LLM",
@@ -54,9 +49,7 @@ def __getattr__(name: str) -> Any:
         return _imported("tandem.asgi")
     if name not in _MODULES:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module, attribute = _MODULES[name]
-    found = getattr(_imported(module), attribute)
-    globals()[name] = found
+    globals()[name] = found = getattr(_imported(_MODULES[name]), name)
     return found
 
 

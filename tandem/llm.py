@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from disagg.processes.session_plan import SessionPlan
 from disagg.processes.worker import plan_on_machine
 from engine.frontend.services import Services
 from service.http.errors import ApiError
@@ -41,22 +42,17 @@ Conversation = Sequence[Mapping[str, Any]]  # messages with role and content, as
 MakePlan = Callable[[Services, Any, Mapping[str, Any]], Awaitable[PreparedRequest]]
 
 
-def start_worker(model: str, flags: Mapping[str, Any]) -> LocalWorker:
-    """Start a worker by the flags of `tandem serve`. Raises ConfigError for a wrong one."""
-    engine, server, disagg = parse_flags(model, flags)
-
-    def make_plan() -> Any:
-        with python_names():
-            return plan_on_machine(engine=engine, server=server, disagg=disagg)
-
-    return LocalWorker(make_plan)
-
-
 class LocalEngine:
     """Base of `LLM` and `AsyncLLM`: a worker that ends with its object, or with the program."""
 
     def __init__(self, model: str, flags: Mapping[str, Any]) -> None:
-        self._worker = start_worker(model, flags)
+        engine, server, disagg = parse_flags(model, flags)
+
+        def make_plan() -> SessionPlan:
+            with python_names():
+                return plan_on_machine(engine=engine, server=server, disagg=disagg)
+
+        self._worker = LocalWorker(make_plan)
         self._end = weakref.finalize(self, self._worker.close)
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ def plan_cluster(
     """
     if config.unified:
         alone = flags.get("unified", RoleFlags())
-        unified = [_worker("unified-0", "unified", config.host, front, alone.args, WORKER_ENV, alone.ranks)]
+        unified = [_worker("unified-0", "unified", config.host, front, (), alone)]
         return _seated(unified, gpus, share=False) if gpus.names else unified
     ports = _ports_of(config, free)
     workers = [
@@ -218,21 +218,18 @@ def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec
 def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: RoleFlags) -> ProcessSpec:
     http, bootstrap = ports
     own = (f"--disaggregation-bootstrap-port={bootstrap}", f"{BACKEND}={backend}")
-    return _worker(name, role, LOOPBACK, http, (*own, *flags.args), WORKER_ENV, flags.ranks)
+    return _worker(name, role, LOOPBACK, http, own, flags)
 
 
 def _alone(role: str, ports: Sequence[int], own: Sequence[str], flags: Mapping[str, RoleFlags]) -> list[ProcessSpec]:
     given = flags.get(role, RoleFlags())
-    args = (*own, *given.args)
-    return [_worker(f"{role}-{i}", role, LOOPBACK, http, args, WORKER_ENV, given.ranks) for i, http in enumerate(ports)]
+    return [_worker(f"{role}-{i}", role, LOOPBACK, http, own, given) for i, http in enumerate(ports)]
 
 
-def _worker(
-    name: str, role: str, host: str, port: int, args: Sequence[str], env: dict[str, str], ranks: int
-) -> ProcessSpec:
+def _worker(name: str, role: str, host: str, port: int, own: Sequence[str], flags: RoleFlags) -> ProcessSpec:
     mode = "null" if role == "unified" else role
-    argv = _tandem("serve", f"--disaggregation-mode={mode}", f"--host={host}", f"--port={port}", *args)
-    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(host, port), env=env, ranks=ranks)
+    argv = _tandem("serve", f"--disaggregation-mode={mode}", f"--host={host}", f"--port={port}", *own, *flags.args)
+    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(host, port), env=WORKER_ENV, ranks=flags.ranks)
 
 
 def _tandem(*args: str) -> tuple[str, ...]:

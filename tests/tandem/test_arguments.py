@@ -15,7 +15,7 @@ from service.http.errors import ApiError
 from tandem.errors import RequestError
 from tandem.flags import argv_of, parse_flags
 from tandem.llm import conversations, each_fields, listed, pairs_of
-from tandem.params import Sampling, WantedLogprobs, encoded, fields_of, take_logprobs
+from tandem.params import SamplingParams, WantedLogprobs, encoded, fields_of, take_logprobs
 
 # ---- the package
 
@@ -108,7 +108,7 @@ class Constraint:
 def test_parameters_come_in_many_forms() -> None:
     whole = {"temperature": 0.5, "max_tokens": 4}
     assert fields_of(None, whole) == whole
-    assert fields_of(whole, {}) == fields_of(Sampling(**whole), {}) == whole
+    assert fields_of(whole, {}) == fields_of(SamplingParams(**whole), {}) == whole
     assert fields_of({"temperature": 0.5, "max_new_tokens": 4}, {}) == whole
     assert fields_of(Theirs(), {"max_tokens": 2}) == {"temperature": 1.0, "max_tokens": 2, "stop": []}
     assert encoded(fields_of(None, {"structured_outputs": Constraint(choice=["a"])})) == (
@@ -118,7 +118,7 @@ def test_parameters_come_in_many_forms() -> None:
 
 def test_a_constructor_names_an_unknown_field() -> None:
     with pytest.raises(ValueError, match="temprature"):
-        Sampling(temprature=1)  # type: ignore[call-arg]
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
