@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from deploy.bench.config import CONCURRENCY
-from deploy.bench.stats import RequestRecord
+from deploy.bench.stats import RequestRecord, Summary, summarize
 from deploy.bench.workload import BenchRequest
 
 Send = Callable[..., Awaitable[RequestRecord]]  # (request, *, started_at) -> Record
@@ -24,6 +24,10 @@ class Measured:
 
     records: list[RequestRecord] = field(default_factory=list)
     duration_s: float = 0.0
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.records, duration_s=self.duration_s)
 
 
 async def run_load(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from deploy.bench.config import CHAT, COMPLETIONS, GENERATE, BenchConfig, pairs_of
+from deploy.bench.load import Measured
 from deploy.bench.stats import RequestRecord, Summary, is_good, latencies, percentile
 from service.flags import ConfigError
 
@@ -19,18 +20,16 @@ SGLANG_NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2e_laten
 SGLANG_PERCENTS = {"ttft": (99,), "tpot": (99,), "itl": (95, 99), "e2el": (90, 99)}
 
 
-def save_results(
-    config: BenchConfig, model: str, summary: Summary, records: Sequence[RequestRecord], *, now: datetime
-) -> list[str]:
+def save_results(config: BenchConfig, model: str, measured: Measured, *, now: datetime) -> list[str]:
     """Return the paths. Raises ConfigError."""
     written = []
     if config.save_result or config.append_result:
         path = Path(config.result_dir or ".") / (config.result_filename or result_filename(config, model, now=now))
-        result = vllm_result(config, model, summary, records, now=now)
+        result = vllm_result(config, model, measured, now=now)
         _write("--result-dir" if config.result_dir else "--result-filename", path, result, adds=config.append_result)
         written.append(str(path))
     if config.output_file:
-        _write("--output-file", Path(config.output_file), sglang_result(config, summary, records), adds=True)
+        _write("--output-file", Path(config.output_file), sglang_result(config, measured), adds=True)
         written.append(config.output_file)
     return written
 
@@ -41,10 +40,8 @@ def result_filename(config: BenchConfig, model: str, *, now: datetime) -> str:
     return f"{config.label or VLLM_BACKENDS[config.api]}-{_rate(config)}qps{limit}-{name}-{now:%Y%m%d-%H%M%S}.json"
 
 
-def vllm_result(
-    config: BenchConfig, model: str, summary: Summary, records: Sequence[RequestRecord], *, now: datetime
-) -> dict[str, Any]:
-    limits = config.goodput_limits()
+def vllm_result(config: BenchConfig, model: str, measured: Measured, *, now: datetime) -> dict[str, Any]:
+    limits, records, summary = config.goodput_limits(), measured.records, measured.summary
     good = sum(is_good(record, limits) for record in records)
     result: dict[str, Any] = {
         "date": f"{now:%Y%m%d-%H%M%S}",
@@ -69,7 +66,8 @@ def vllm_result(
     return result | (_details(records) if config.save_detailed else {})
 
 
-def sglang_result(config: BenchConfig, summary: Summary, records: Sequence[RequestRecord]) -> dict[str, Any]:
+def sglang_result(config: BenchConfig, measured: Measured) -> dict[str, Any]:
+    records, summary = measured.records, measured.summary
     result: dict[str, Any] = {
         "tag": config.label,
         "backend": SGLANG_BACKENDS[config.api],

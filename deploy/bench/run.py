@@ -3,7 +3,6 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from typing import Any
 
 import aiohttp
@@ -14,16 +13,13 @@ from deploy.bench.conditions import ServerFacts, describe_client, describe_load,
 from deploy.bench.config import BenchConfig
 from deploy.bench.datasets import read_requests
 from deploy.bench.environment import describe
-from deploy.bench.load import Measured, run_in_turns, run_load
-from deploy.bench.results import save_results
+from deploy.bench.load import Measured, OnDone, run_in_turns, run_load
 from deploy.bench.stats import (
     RequestRecord,
-    Summary,
     goodput_line,
     latency_table,
     ratio_table,
     ratios,
-    summarize,
     summary_lines,
     token_line,
 )
@@ -79,7 +75,7 @@ async def run(config: BenchConfig, prepared: Prepared) -> list[Measured]:
                 requests,
                 rounds=config.rounds if len(targets) > 1 else 1,
                 concurrency=config.concurrency,
-                on_done=_Progress(bar),
+                on_done=_noting(bar),
             )
 
 
@@ -103,65 +99,58 @@ def conditions_text(config: BenchConfig, prepared: Prepared) -> str:
     return text_of([*servers, ("model", models), *load, *describe_client(prepared.environment)])
 
 
-def print_report(config: BenchConfig, measured: Sequence[Measured]) -> list[Summary]:
-    summaries = [summarize(one.records, duration_s=one.duration_s) for one in measured]
+def print_report(config: BenchConfig, measured: Sequence[Measured]) -> None:
     limits, is_limited = config.goodput_limits(), config.concurrency is not None
-    for url, one, summary in zip(config.urls, measured, summaries, strict=True):
-        lines = [*summary_lines(summary, is_limited=is_limited), token_line(one.records)]
+    for url, one in zip(config.urls, measured, strict=True):
+        lines = [*summary_lines(one.summary, is_limited=is_limited), token_line(one.records)]
         if limits:
             lines.append(goodput_line(one.records, limits, duration_s=one.duration_s))
         table = latency_table(one.records, metrics=config.metrics(), percents=config.percents())
         print("\n".join(["", url, "", *lines, "", table, *_error_examples(one.records)]))
-    if len(summaries) == 2:
+    if len(measured) == 2:
         first, second = config.urls
-        print("\n" + ratio_table(ratios(*summaries), first=first, second=second))
-    return summaries
+        print("\n" + ratio_table(_ratios(measured), first=first, second=second))
 
 
-def save(
-    config: BenchConfig, prepared: Prepared, measured: Sequence[Measured], summaries: Sequence[Summary]
-) -> list[str]:
-    """All files but --output; return their paths. Raises ConfigError."""
-    (server, *_), (one, *_), (summary, *_) = prepared.servers, measured, summaries
-    return save_results(config, server.model, summary, one.records, now=datetime.now())
-
-
-def result_json(
-    config: BenchConfig, prepared: Prepared, measured: Sequence[Measured], summaries: Sequence[Summary]
-) -> bytes:
+def result_json(config: BenchConfig, prepared: Prepared, measured: Sequence[Measured]) -> bytes:
     """Without API key and headers."""
-    limits = config.goodput_limits()
     targets = [
         {
             "url": server.url,
             "model": server.model,
             "version": server.version,
-            "summary": summary,
+            "summary": one.summary,
             "records": one.records,
         }
-        for server, summary, one in zip(prepared.servers, summaries, measured, strict=True)
+        for server, one in zip(prepared.servers, measured, strict=True)
     ]
     is_secret = config.api_key or config.header
     result = {
         "environment": prepared.environment | ({"command": "tandem bench (with an API key)"} if is_secret else {}),
         "config": asdict(config) | {"api_key": None, "header": len(config.header)},
-        "limits_s": limits,
+        "limits_s": config.goodput_limits(),
         "targets": targets,
-        "ratios": ratios(*summaries) if len(summaries) == 2 else None,
+        "ratios": _ratios(measured) if len(measured) == 2 else None,
     }
     return msgspec.json.format(msgspec.json.encode(result), indent=1)
 
 
-class _Progress:
-    def __init__(self, bar: tqdm) -> None:
-        self._bar = bar
-        self._errors = 0
+def _ratios(measured: Sequence[Measured]) -> dict[str, float]:
+    first, second = measured
+    return ratios(first.summary, second.summary)
 
-    def __call__(self, record: RequestRecord) -> None:
+
+def _noting(bar: tqdm) -> OnDone:
+    errors = 0
+
+    def note(record: RequestRecord) -> None:
+        nonlocal errors
         if record.error:
-            self._errors += 1
-            self._bar.set_postfix(errors=self._errors, refresh=False)
-        self._bar.update()
+            errors += 1
+            bar.set_postfix(errors=errors, refresh=False)
+        bar.update()
+
+    return note
 
 
 def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:

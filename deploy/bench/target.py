@@ -99,7 +99,8 @@ class Target:
                 record.prompt_source = TOKEN_IDS
             elif self._tokens:
                 record.prompt_source = TOKENIZER
-                record.prompt_tokens = request.prompt_len if request.messages else self._prompt_len(request.prompt)
+                if not request.messages:
+                    record.prompt_tokens = self._tokens.count(request.prompt, special=True)
             else:
                 record.prompt_source = WORDS if request.prompt_len else UNKNOWN
         if not record.output_source:
@@ -109,9 +110,6 @@ class Target:
                 record.output_tokens, record.output_source = self._tokens.count(answer.text), TOKENIZER
             else:
                 record.output_tokens, record.output_source = answer.num_events, EVENTS
-
-    def _prompt_len(self, prompt: str) -> int:
-        return self._tokens.count(prompt, special=True)
 
 
 @dataclass(slots=True, kw_only=True)

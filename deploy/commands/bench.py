@@ -1,6 +1,7 @@
 """`tandem bench`: load on a server, with conditions, table and files."""
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from deploy.bench.config import BenchConfig, ReportFlags, SamplingFlags, TargetFlags, WorkloadFlags, check_bench
@@ -49,14 +50,15 @@ def build_parser() -> Parser:
 
 
 async def _bench(config: BenchConfig) -> int:
-    from deploy.bench.run import conditions_text, prepare, print_report, result_json, run, save
+    from deploy.bench.results import save_results
+    from deploy.bench.run import conditions_text, prepare, print_report, result_json, run
 
     prepared = await prepare(config)
     print(conditions_text(config, prepared), flush=True)
     measured = await run(config, prepared)
-    summaries = print_report(config, measured)
+    print_report(config, measured)
     if config.output:
-        Path(config.output).write_bytes(result_json(config, prepared, measured, summaries))
-    for path in save(config, prepared, measured, summaries):
+        Path(config.output).write_bytes(result_json(config, prepared, measured))
+    for path in save_results(config, prepared.servers[0].model, measured[0], now=datetime.now()):
         print(f"\nwritten to {path}")
-    return 0 if all(summary.completed == summary.requests for summary in summaries) else 1
+    return 0 if all(record.error is None for one in measured for record in one.records) else 1
