@@ -142,7 +142,7 @@ class KVArgs:
         return min(rank.pools[pool].region.num_items for rank in self.ranks)
 
     def written(self, layers: int) -> int:
-        """Return how many model layers all ranks have written after `layers` own ones.
+        """Model layers that all ranks have written after `layers` own ones.
 
         A layer's output is a sum over the ranks: a rank that writes layer l + 1 proves layer l on
         all, and its first layer the earlier stages. The end of the step proves the last one.
@@ -162,7 +162,7 @@ class KVArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """Timeouts (seconds) and limits of a manager; addresses and secret are from flags."""
+    """Timeouts are seconds; addresses and secret are from flags."""
 
     bootstrap_timeout_s: float = 300.0  # prefill: sender opened -> decode's page indices
     waiting_timeout_s: float = 300.0  # decode: indices sent -> first KV

@@ -34,7 +34,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkClosed:
-    """End of a link, `refused` if the handshake failed: secrets differ or are missing."""
+    """`refused`: the handshake failed: secrets differ or are missing."""
 
     link: Any
     refused: bool = False
@@ -42,7 +42,7 @@ class LinkClosed:
 
 @dataclass(frozen=True)
 class SomeLinkClosed:
-    """An unidentified link closed; `send` returns False for it."""
+    """`send` returns False for the unidentified link."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ Event = Frame | LinkClosed | SomeLinkClosed | PeersRefused
 
 
 class Port(Protocol):
-    """Interface of `ListenPort` and `ConnectPort`."""
-
     @property
     def wake(self) -> Callable[[], None]: ...
     def poll(self, timeout_s: float) -> list[Event]: ...
@@ -64,7 +62,7 @@ class Port(Protocol):
 
 
 def advertised_host(host: str) -> str:
-    """Return the address that peers use for a socket bound to `host`."""
+    """Peers use it for a socket bound to `host`."""
     if host not in ("0.0.0.0", "::", "*", ""):
         return host
     family, far = (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")

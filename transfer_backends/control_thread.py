@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 
 class Core(Protocol):
-    """One side of all transfers."""
-
     @property
     def rooms(self) -> RoomTable[Any]: ...
     @property
@@ -58,7 +56,7 @@ class ControlThread:
         on_turn: Callable[[], None] = lambda: None,
         pause_s: Callable[[], float] = lambda: TICK_S,
     ) -> None:
-        """`execute` runs a core's command and returns its link if lost. `pause_s`: maximum wait."""
+        """`execute` returns a command's link if lost. `pause_s`: maximum wait."""
         self.port = port
         self.wakeup: Callable[[], None] = lambda: None  # called when a state has changed; from any thread
         self.faults = dict.fromkeys(FAULTS, 0)
@@ -82,7 +80,7 @@ class ControlThread:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[float]:
-        """Lock the core and yield the time; then wake this thread and the role if needed."""
+        """Yield the time; then wake this thread and the role if needed."""
         rooms = self._core.rooms
         with self.lock:
             before = rooms.num_moves
@@ -140,14 +138,14 @@ class ControlThread:
             return self._core.is_quiet
 
     def drain(self) -> bool:
-        """Return True if writes end within `CLOSE_S`."""
+        """True if writes end within `CLOSE_S`."""
         deadline_s = time.monotonic() + CLOSE_S
         while not self.is_quiet and time.monotonic() < deadline_s:
             time.sleep(0.001)
         return self.is_quiet
 
     def send_bye(self) -> None:
-        """Send `Bye`: no write is in flight. Without it peers need proof of death."""
+        """No write is in flight. Without it peers need proof of death."""
         with self.locked():
             self._core.send_bye()
 

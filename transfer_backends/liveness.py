@@ -42,7 +42,7 @@ GONE = ProcessMark(host="", pid=-1, start_ticks=0)  # proved dead
 
 
 def bound(host: str) -> socket.socket:
-    """Return a socket that keeps a free port bound. Raises OSError."""
+    """A free port stays bound. Raises OSError."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 

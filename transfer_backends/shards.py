@@ -63,13 +63,13 @@ def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_pie
 def plan_strips(
     src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: tuple[int, int], size_bytes: int
 ) -> Pieces:
-    """Plan `size_bytes` from byte `begin` (src, dst) of each item: never contiguous."""
+    """From byte `begin` (src, dst) of each item: never contiguous."""
     lengths = np.full(len(src_ids), size_bytes, np.uint64)
     return _pieces(src_ids, dst_ids, lengths, src=src, dst=dst, begin=begin)
 
 
 def plan_items(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
-    """Plan whole items, which may exceed a piece."""
+    """Items may exceed a piece."""
     if src.item_bytes <= max_piece_bytes:
         return plan_pieces(src_ids, dst_ids, src=src, dst=dst, max_piece_bytes=max_piece_bytes)
     strips = [Strip(0, 0, src.item_bytes)]
@@ -79,7 +79,6 @@ def plan_items(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piec
 def plan_all_strips(
     src_ids: I64, dst_ids: I64, strips: Iterable[Strip], *, src: Region, dst: Region, max_piece_bytes: int
 ) -> Pieces:
-    """Plan `strips` of each item, in pieces of at most `max_piece_bytes`."""
     parts = []
     for strip in strips:
         for at in range(0, strip.size, max_piece_bytes):
@@ -104,7 +103,7 @@ def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: tu
 
 
 def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Pieces]:
-    """Cut pieces into posts within both limits, one piece at least."""
+    """Within both limits, one piece at least."""
     total = np.cumsum(pieces.lengths.astype(np.int64))
     begin = 0
     while begin < len(pieces):
@@ -151,7 +150,7 @@ class Shard:
         return self.end - self.begin == self.src.kv.item_bytes == self.dst.kv.item_bytes
 
     def plan(self, src: I64, dst: I64, *, begin: int, end: int, max_piece_bytes: int) -> Pieces | None:
-        """Plan bytes `begin`..`end` of pages i64[n] to pages i64[n], if the pair has any."""
+        """`src`, `dst`: page ids i64[n]. None if the pair has none of the bytes."""
         begin, end = max(begin, self.begin), min(end, self.end)
         if begin >= end:
             return None
@@ -171,7 +170,7 @@ class Shard:
 
 
 def plan_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) -> tuple[Shard, ...]:
-    """Return the shards by decode rank, each with every byte of its pages once."""
+    """By decode rank, each with every byte of its pages once."""
     ends = [0, *accumulate(mine.layer_bytes)]
     shards, num_served = [], dict.fromkeys(map(_part, mine.ranks), turn)
     for number, theirs_one in enumerate(theirs):
@@ -213,7 +212,6 @@ def unpack_descriptors(descriptor: bytes) -> tuple[Connection, ...]:
 
 
 def misfit(mine: KVArgs, theirs: Sequence[RankMemory]) -> str | None:
-    """Return an error in the ranks of a decode worker, if any."""
     num_units, num_layers = mine.kv_units, len(mine.layer_bytes)
     ends = [0, *accumulate(mine.layer_bytes)]
     held = np.zeros((num_units, num_layers), bool)
@@ -301,7 +299,7 @@ class SideShard:
 
 
 def plan_side_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) -> tuple[SideShard, ...]:
-    """Return the shards of each pool, each decode rank with every byte once."""
+    """Each decode rank gets every byte once."""
     shards = []
     for pool in range(len(mine.pools)):
         sources = [rank.pools[pool] for rank in mine.ranks]
@@ -311,7 +309,6 @@ def plan_side_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 
 
 
 def side_misfit(mine: KVArgs, theirs: Sequence[RankMemory]) -> str | None:
-    """Return an error in the pools of a decode worker, if any."""
     for number, rank in enumerate(theirs):
         if len(rank.pools) != len(mine.pools):
             return (

@@ -145,10 +145,7 @@ class RetryTimer:
 
 
 class Heartbeat:
-    """Heartbeat of a peer.
-
-    Misses are counted per ping, not by the clock: a stall of our own process costs one.
-    """
+    """Misses are counted per ping, not by the clock: a stall of our own process costs one."""
 
     def __init__(self, *, interval_s: float, max_failures: int, now_s: float) -> None:
         self._interval_s = interval_s

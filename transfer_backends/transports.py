@@ -30,7 +30,6 @@ class RdmaFacts:
 
     @property
     def shortfall(self) -> str | None:
-        """Return a warning if RDMA devices cannot reach GPU memory."""
         if not self.has_rdma or self.reaches_gpu:
             return None
         return (
@@ -72,7 +71,7 @@ AT = 120  # of tcpi_bytes_acked in struct tcp_info (linux/tcp.h, since Linux 4.1
 
 
 def tcp_bytes_acked() -> dict[int, int] | None:
-    """Return acknowledged bytes per socket inode, or None if unknown."""
+    """By socket inode; None if unknown."""
     try:
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -104,7 +103,7 @@ SLOW_GPU_BYTES_A_S = 5e9  # RDMA has 10 GB/s and more, CUDA IPC 50 and more, TCP
 
 @dataclass(frozen=True)
 class Evidence:
-    """Trial write, with TCP bytes meanwhile on new sockets and on all, if known."""
+    """TCP bytes of the trial's time: on new sockets, and on all."""
 
     size_bytes: int
     seconds: float
@@ -143,7 +142,7 @@ def surroundings_of(
 
 
 def name_transport(seen: Evidence, around: Surroundings) -> str:
-    """Return the transport if only one can have carried the bytes."""
+    """Only this transport can have carried the bytes."""
     half = seen.size_bytes / 2
     if seen.new_tcp_bytes is None or seen.all_tcp_bytes is None:
         return UNKNOWN
@@ -157,7 +156,7 @@ def name_transport(seen: Evidence, around: Surroundings) -> str:
 
 
 def explain_slow_gpu(transport: str, seen: Evidence, around: Surroundings) -> str | None:
-    """Return cause and remedy for GPU pages over TCP or below 5 GB/s."""
+    """Cause and remedy for GPU pages over TCP or below 5 GB/s."""
     if transport != TCP and seen.bytes_a_s >= SLOW_GPU_BYTES_A_S:
         return None
     if around.inside == NVLINK:

@@ -47,7 +47,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Location of a worker, only for reports."""
+    """For reports only."""
 
     machine: Name = ""
     address: Name = ""
@@ -57,7 +57,7 @@ NOWHERE = Origin()
 
 
 class Register(_Message, frozen=True):
-    """Registration; the first of `ranks` has `aux` and this connection."""
+    """The first of `ranks` has `aux` and this connection."""
 
     layout: Layout
     ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
@@ -73,20 +73,20 @@ class Register(_Message, frozen=True):
 
 
 class Registered(_Message, frozen=True):
-    """Acceptance; `marks` of all writing processes let decode prove their death."""
+    """`marks` of all writing processes let decode prove their death."""
 
     marks: Annotated[tuple[ProcessMark, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Refused(_Message, frozen=True):
-    """Refusal; if `stale`, decode may register again."""
+    """`stale`: decode may register again."""
 
     reason: Text
     stale: bool
 
 
 class TransferInfo(_Message, frozen=True):
-    """Destination: int32 little-endian ids of pages and pool items (`tail`), and a row."""
+    """Int32 little-endian ids of pages and pool items (`tail`), and a row."""
 
     room: Room
     attempt: Attempt

@@ -63,7 +63,7 @@ class Connections:
         self._peers.send(peer, self._register(peer.incarnation))
 
     def on_registered(self, peer: PrefillPeer, marks: tuple[ProcessMark, ...]) -> list[RoomKey]:
-        """Return the rooms whose abort waited for it."""
+        """Rooms whose abort waited for it."""
         peer.registered = True
         peer.marks = marks
         peer.proof.reset()
@@ -103,9 +103,9 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class LookUp:
-    """Command to query a bootstrap server off-thread.
+    """A command to query a bootstrap server off-thread.
 
-    `any_but` allows any prefill worker except these incarnations.
+    `any_but`: any prefill worker but these incarnations.
     """
 
     bootstrap: str
@@ -133,7 +133,6 @@ class PrefillFinder:
         self._shared: dict[str, None] = {}  # bootstrap servers with several workers
 
     def seek(self, room: DecodeRoom, now_s: float) -> None:
-        """Find the worker by a known route or a look-up."""
         room.retry.at_s = None
         route = self._known(room)
         if route is not None:

@@ -68,7 +68,7 @@ class DecodeCore:
         origin: Origin = NOWHERE,
         is_apart: bool = False,
     ) -> None:
-        """`land_row(row, data)` stores a received metadata row."""
+        """`land_row(row, data)` stores a metadata row."""
         layout = layout_of(kv_args, backend=caps.name)
         ranks = (msgspec.structs.replace(kv_args.ranks[0], descriptor=descriptor), *kv_args.ranks[1:])
         line = LookUpLine()
@@ -117,7 +117,7 @@ class DecodeCore:
     def open(
         self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
     ) -> DecodeRoom:
-        """Open a room and find its prefill worker, unless `route` names it."""
+        """`route`: names the prefill worker."""
         opened = self.rooms.open(room, room_attempt, bootstrap, now_s, route=route)
         self.finder.seek(opened, now_s)
         return opened
@@ -312,13 +312,13 @@ class DecodeManager:
         self.control.start()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the callback for changed states, called in any thread; it must not block."""
+        """`wakeup` is called in any thread, and must not block."""
         self.control.wakeup = wakeup
 
     def receiver(
         self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
     ) -> KVReceiver:
-        """Open a transfer. Raises `RoomInUse`, and ValueError for a bad room."""
+        """Raises `RoomInUse`, and ValueError for a bad room."""
         if fake:
             return FakeTransfer()
         with self.control.locked() as now_s:
@@ -333,9 +333,8 @@ class DecodeManager:
         return self.control.counters
 
     def close(self) -> bool:
-        """Abort open transfers, wait some seconds for writes to end, stop the threads.
-
-        Returns False if a peer may still write: keep the memory mapped.
+        """Wait some seconds for writes to end. Returns False if a peer may still write: keep the
+        memory mapped.
         """
         if not self.control.first_close():
             return self.control.is_quiet

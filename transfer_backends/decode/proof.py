@@ -20,7 +20,7 @@ DEAD_S = 60.0  # longer than a worker's lease at the bootstrap server
 
 @dataclass(frozen=True)
 class Prove:
-    """Command to check off-thread if any of the processes lives."""
+    """A command to check off-thread if any of the processes lives."""
 
     incarnation: str
     marks: tuple[ProcessMark, ...]
@@ -94,7 +94,7 @@ class Proofs:
             self.on_proof(peer.incarnation, Liveness.DEAD, now_s)
 
     def tick(self, now_s: float) -> list[PrefillPeer]:
-        """Request due proofs; drop and return dead peers whose bytes have settled."""
+        """Return dropped peers, whose bytes have settled."""
         self._ran.tick(now_s)
         dead = [peer for peer in self._peers if peer.lost and self._is_settled(peer, now_s)]
         for peer in dead:

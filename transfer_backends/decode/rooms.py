@@ -113,7 +113,7 @@ class LookUpLine:
         self._waiting: dict[str, dict[RoomKey, None]] = {}
 
     def begin(self, server: str, key: RoomKey) -> bool:
-        """Return True if the look-up may start; else queue the room."""
+        """Return False and queue the room if the look-up may not start."""
         if self._under_way[server] >= MAX_LOOKUPS_A_SERVER:
             self._waiting.setdefault(server, {})[key] = None
             return False
@@ -231,7 +231,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             self.fail(room, reason, now_s)
 
     def close(self, room: DecodeRoom) -> None:
-        """Forget the room, or keep its abort pending while prefill is searched."""
+        """Its abort stays pending while prefill is searched."""
         if not room.drained:
             raise RuntimeError(f"room {room.key}: closed in {room.state.name} before its pages were drained")
         room.closed = True
@@ -252,7 +252,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         self._peers.effects.counters["succeeded"] += 1
 
     def misfit(self, room: DecodeRoom, *, num_pages: int, row: bytes) -> str | None:
-        """Return an error if prefill's reported pages or row do not fit."""
+        """An error if they do not fit."""
         assert room.num_pages is not None
         if num_pages != room.num_pages and not (room.partial and num_pages < room.num_pages):
             return f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"

@@ -35,7 +35,7 @@ class CudaContext:
             self._here.entered = True
 
     def allocate(self, size_bytes: int) -> int:
-        """Return memory that other processes can map. Raises BackendUnavailable."""
+        """Other processes can map it. Raises BackendUnavailable."""
         self.enter()
         at = ctypes.c_void_p()
         self._call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size_bytes))

@@ -13,7 +13,7 @@ def set_defaults(settings: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def defaults_inside(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set them inside the block, for a library that reads them once."""
+    """For a library that reads them once."""
     added = [name for name in settings if name not in os.environ]
     set_defaults(settings)
     try:
@@ -25,7 +25,7 @@ def defaults_inside(settings: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(*fds: int) -> Iterator[None]:
-    """Redirect C output on `fds` to /dev/null inside the block, also in several threads."""
+    """C output goes to /dev/null, also in several threads."""
     with _lock:
         for fd in fds:
             _silence(fd)

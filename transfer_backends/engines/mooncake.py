@@ -145,7 +145,7 @@ class MooncakeEngine:
         return peer
 
     def disconnect(self, peer: MooncakePeer) -> None:
-        """Do nothing: broken connections are dropped, NVLink mappings never."""
+        """Broken connections are dropped, NVLink mappings never."""
 
     def post(self, peer: MooncakePeer, pieces: Pieces) -> MooncakeOp:
         self._enter()
@@ -167,7 +167,7 @@ class MooncakeEngine:
         return self.post(peer, pieces), pieces.size_bytes
 
     def fence(self, peer: MooncakePeer) -> MooncakeOp:
-        """Fail: no later write follows a piece stuck in a socket (there are four)."""
+        """It fails: no later write follows a piece stuck in a socket (there are four)."""
         return MooncakeOp([], failed=True)
 
     def poll(self, op: MooncakeOp) -> OpState:
@@ -188,7 +188,7 @@ class MooncakeEngine:
         return OpState.FAILED if op.failed else OpState.DONE
 
     def progress(self, *, eager: bool = False) -> None:
-        """Do nothing: the engine has threads of its own."""
+        """The engine has threads of its own."""
 
     def close(self) -> None:
         self._enter()

@@ -37,7 +37,7 @@ class Machine:
 
 
 def choose(asked: str, env: Mapping[str, str], machine: Machine) -> str:
-    """Raises BackendUnavailable if missing here or in conflict with `env`."""
+    """Raises BackendUnavailable."""
     protocol, because = _wish(asked, env, has_hca=machine.has_hca)
     if (lack := _lack(protocol, machine)) is not None:
         raise BackendUnavailable(f"transfer backend mooncake: {because}, but {lack}")

@@ -15,7 +15,7 @@ def devices_here() -> list[str]:
 
 
 def named_devices(text: str | None, *, here: Collection[str]) -> tuple[str, ...]:
-    """Return the listed devices; () lets the engine choose. Raises BackendUnavailable."""
+    """() lets the engine choose. Raises BackendUnavailable."""
     if text is None:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -28,7 +28,7 @@ def named_devices(text: str | None, *, here: Collection[str]) -> tuple[str, ...]
 
 
 def ucx_settings(devices: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return UCX's settings. Raises BackendUnavailable if `env` names other devices."""
+    """Raises BackendUnavailable if `env` names other devices."""
     if not devices:
         return {}
     wanted = ",".join(f"{name}:{PORT}" for name in devices)

@@ -89,7 +89,7 @@ class PollOften(_Frame, frozen=True):
 
 
 class Close(_Frame, frozen=True):
-    """Close the engine; no operation is pending."""
+    """No operation is pending."""
 
 
 ToFollower = ReachPeer | LeavePeer | PostPieces | Probe | Fence | PollOften | Close
@@ -182,7 +182,7 @@ class RemoteEngine:
         return op.state
 
     def progress(self, *, eager: bool = False) -> None:
-        """Let the follower poll more often for a while."""
+        """`eager`: the follower polls more often for a while."""
         self._exchange()
         now_s = self._clock()
         if eager and now_s - self._poll_often_at_s >= POLL_OFTEN_EVERY_S:
@@ -264,7 +264,7 @@ TICK_S = 0.02  # for an engine that peers write to and that must be polled
 
 
 def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, receives: bool, host: str) -> bool:
-    """Serve until the leader closes the engine (True), or is gone (False: end this process soon).
+    """True if the leader closed the engine, False if it is gone: end this process soon.
 
     A port at `host` stays bound until this process ends: its refusal proves to remote decode
     workers that the process is dead.
@@ -320,7 +320,7 @@ class EngineServer:
 
     @property
     def nap_s(self) -> float | None:
-        """Seconds, or None to wait for a frame."""
+        """None to wait for a frame."""
         waits: list[float] = []
         if self._running:
             nap_s = min(FIRST_BACKOFF_S * 2 ** min(self._naps, 10), self._engine.caps.longest_nap_s)

@@ -15,14 +15,12 @@ GPU_BYTES = 64 << 20  # 0.2 ms over NVLink
 
 
 class GpuAllocator(Protocol):
-    """Interface of `CudaContext` and `FabricMemory`."""
-
     def allocate(self, size_bytes: int) -> int: ...
     def free(self, address: int) -> None: ...
 
 
 class TrialMemory:
-    """Scratch memory, touched once to keep page faults out of measurements."""
+    """Touched once to keep page faults out of measurements."""
 
     def __init__(self, device: int | None, memory: GpuAllocator | None) -> None:
         """Raises `BackendUnavailable`."""
@@ -34,7 +32,7 @@ class TrialMemory:
             self.region = Region(self._bytes.ctypes.data, 1, HOST_BYTES, None)
 
     def close(self) -> None:
-        """Free a GPU's memory; the host's ends with this object."""
+        """The host's ends with this object."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.free(self.region.base_ptr)
@@ -62,10 +60,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class FabricMemory:
-    """Raises BackendUnavailable without Mooncake's allocator.
-
-    GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU. Machines of
-    one NVLink fabric can map it, unlike memory of cudaMalloc.
+    """GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU. Machines
+    of one NVLink fabric can map it, unlike memory of cudaMalloc.
     """
 
     def __init__(self, context: CudaContext, *, library: str | None = None) -> None:
@@ -86,7 +82,7 @@ class FabricMemory:
         return bool(self._library.mc_allocator_probe(self._ordinal) == WITH_FABRIC)
 
     def allocate(self, size_bytes: int) -> int:
-        """Return new memory, not zeroed. Raises BackendUnavailable."""
+        """Not zeroed. Raises BackendUnavailable."""
         self._context.enter()
         at = self._library.mc_allocator_malloc(size_bytes, self._ordinal, None)
         if not at:

@@ -18,7 +18,7 @@ MOONCAKE = {
 
 
 def torch_cuda_major(version: str | None) -> int | None:
-    """Return 13 for "2.13.0+cu130" and "2.13.0"; None without torch or CUDA."""
+    """13 for "2.13.0+cu130" and "2.13.0"; None without torch or CUDA."""
     if version is None:
         return None
     public, _, local = version.partition("+")
@@ -36,13 +36,13 @@ def installed_torch() -> str | None:
 
 
 def wheel_of(wheels: dict[int | None, str], torch: str | None) -> str:
-    """Return the wheel for torch's CUDA, or the newest."""
+    """For torch's CUDA, or the newest."""
     major = torch_cuda_major(torch)
     return wheels.get(major, wheels[13])
 
 
 def extras_of(backend: str) -> Sequence[str]:
-    """Return the extra of a transfer engine; `fake` has none."""
+    """`fake` has none."""
     if backend == "fake":
         return ()
     torch = installed_torch()

@@ -85,7 +85,7 @@ class Inbox:
         return len(self._requests)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        """Take all by arrival; rooms aborted since fail when opened."""
+        """Rooms aborted since fail when opened."""
         taken, self._requests, self._num_tokens, self._num_image_bytes = self._requests, [], 0, 0
         return taken
 
@@ -185,7 +185,7 @@ def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
 def plan_ops(
     chunk: Chunk, offer: Offer, *, groups: tuple[int, int], args: KVArgs, caps: Caps
 ) -> list[tuple[Pieces, int]]:
-    """Return (pieces, page bytes) of each operation for layer groups from..until of a chunk.
+    """(pieces, page bytes) of each operation; `groups`: of layers, from..until.
 
     Skips pages that decode has. Tail and metadata row follow, counting 0 page bytes.
     """

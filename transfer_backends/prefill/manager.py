@@ -84,7 +84,7 @@ class EngineDriver:
         self._event.set()
 
     def close(self, timeout_s: float) -> bool:
-        """Return True if no operation is pending."""
+        """True if no operation is pending."""
         self._stop = True
         self._event.set()
         if self._thread.ident is not None:
@@ -124,7 +124,7 @@ class EngineDriver:
         return bool(self._running)
 
     def step(self) -> bool:
-        """Return True if something moved."""
+        """True if something moved."""
         with self._locked() as now_s:
             if self._layers is not None:
                 self._core.outbox.on_progress(self._layers.progress(), now_s)
@@ -145,7 +145,7 @@ class EngineDriver:
                 self._core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
-        """Start posts; a refusal ends later ones of its try."""
+        """A refusal ends later ones of its try."""
         refused: set[tuple[RoomKey, int]] = set()
         for post in posts:
             if (post.key, post.write_try) in refused:
@@ -317,11 +317,11 @@ class PrefillManager:
         self.control.start()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the callback for changed states, called in any thread; it must not block."""
+        """`wakeup` is called in any thread, and must not block."""
         self.control.wakeup = wakeup
 
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender:
-        """Open a transfer. Raises `RoomInUse`, and ValueError outside 1..2**63-1."""
+        """Raises `RoomInUse`, and ValueError outside 1..2**63-1."""
         if fake:
             return FakeTransfer()
         with self.control.locked() as now_s:
@@ -329,15 +329,15 @@ class PrefillManager:
         return Sender(self, opened)
 
     def wake_sender(self) -> None:
-        """Look for posts; any thread."""
+        """Any thread may call it."""
         self.driver.wake()
 
     def row_to_send(self, row: int) -> bytes | None:
-        """Return a metadata row, unless the engine carries it."""
+        """None if the engine carries it."""
         return None if self._engine.caps.carries_host_memory else self._read_row(row)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        """Take requests; each needs a `sender`."""
+        """Each needs a `sender`."""
         if not self.core.inbox.num_recompute_requests:  # common case, without the lock
             return []
         with self.control.lock:
@@ -357,7 +357,7 @@ class PrefillManager:
         return self.control.counters
 
     def close(self) -> None:
-        """Abort open transfers, wait some seconds for operations, send `Bye`, stop the threads."""
+        """Wait some seconds for operations."""
         if not self.control.first_close():
             return
         self.control.abort_all()

@@ -154,8 +154,6 @@ class DecodePeer(Peer):
 
 @dataclass(frozen=True)
 class ConnectPeer:
-    """Connect the engine and probe the path."""
-
     incarnation: str
     descriptor: bytes
     origin: Origin
@@ -180,7 +178,7 @@ Command = ConnectPeer | FencePeer | DropPeer
 
 
 class Paths:
-    """All paths, with `commands` for the driver."""
+    """`commands` are for the driver."""
 
     def __init__(self, peers: PeerTable[DecodePeer], *, settle_s: float, resend_s: float) -> None:
         self.commands: deque[Command] = deque()
@@ -213,7 +211,7 @@ class Paths:
             self.commands.append(FencePeer(peer.incarnation))
 
     def on_fenced(self, peer: DecodePeer, dirty: list[RoomKey], *, ok: bool, now_s: float) -> bool:
-        """Return True if no earlier operation can write; else `dirty` rooms are landing."""
+        """True if no earlier operation can write; else `dirty` rooms are landing."""
         path = peer.path
         if ok:
             if path.state is PathState.FENCING:
@@ -231,7 +229,7 @@ class Paths:
         return False
 
     def on_pending(self, incarnation: str, now_s: float) -> None:
-        """Request that decode polls its engine."""
+        """Decode shall poll its engine."""
         peer = self._peers.get(incarnation)
         if peer is not None and now_s >= peer.path.next_poll_request_s:
             peer.path.next_poll_request_s = now_s + POLL_REQUEST_EVERY_S
@@ -311,7 +309,7 @@ class PeerAdmission:
         self._handshake_timeout_s = handshake_timeout_s
 
     def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
-        """Return a peer known from an earlier link, whose transfers are lost."""
+        """A peer known from an earlier link, whose transfers are lost."""
         if message.dst not in ("", self._peers.incarnation):
             self.refuse(link, message.src, "the prefill worker was restarted", stale=True)
             return None

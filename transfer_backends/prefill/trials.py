@@ -45,7 +45,7 @@ class Trial:
 
 
 class Trials:
-    """Trials of the sender thread; any thread reads `paths`."""
+    """Any thread reads `paths`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Trials:
         self._known[incarnation] = self._sockets()
 
     def start(self, command: ConnectPeer, engine: Engine, peer: Any) -> tuple[Trial, Any] | None:
-        """Return trial and operation, or None if the engine moves no bytes."""
+        """None if the engine moves no bytes."""
         before, started_s = self._sockets(), self._clock()
         started = engine.trial(peer)
         if started is None:
