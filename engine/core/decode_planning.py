@@ -1,7 +1,4 @@
-"""Rows of requests in a plan, and decode steps: one token per running request.
-
-A decode step is limited by rows, pages and, with pipeline stages, an even share.
-"""
+"""Rows of requests in a plan, and decode steps."""
 
 from collections.abc import Callable
 
@@ -61,8 +58,6 @@ def open_slot(request: Request, table: RequestTable) -> SlotOpen:
 
 
 class GrammarMasks:
-    """Allowed tokens of a step's rows, from the grammars of requests."""
-
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
 
@@ -77,7 +72,7 @@ class GrammarMasks:
         return False
 
     def fill(self, plan: Plan) -> None:
-        """Set the allowed tokens of `plan`, just before its sampling is launched."""
+        """Set the masks just before sampling is launched."""
         live = self._stages.live
         grammar: Grammar | None = None
         for i, item in enumerate(plan.items):
@@ -100,10 +95,7 @@ Items = tuple[list[PlanItem], list[SlotOpen]]  # of a step, and the rows that th
 
 
 class DecodePlanner:
-    """Strategy of decode steps: what they hold, and which of their rows count.
-
-    This one decodes a token per request; engine/speculative/decode_planning.py more.
-    """
+    """Strategy of decode steps, here a token per request; speculative/decode_planning.py: more."""
 
     verifies = False  # True: rows may follow samples of their own step
 
@@ -126,7 +118,6 @@ class DecodePlanner:
         return [], []
 
     def plan(self, planned: set[str], now_s: float) -> Items:
-        """Plan a token per running request, without `planned`."""
         ready = self._with_memory(self._ready(planned), now_s)
         opens = self._opens(ready)
         for request in ready:
@@ -142,7 +133,7 @@ class DecodePlanner:
         return ready
 
     def _with_memory(self, ready: list[Request], now_s: float) -> list[Request]:
-        """Choose those of `ready` with a row and a page, in the order of the step."""
+        """Choose `ready` requests with a row and a page, in the order of the step."""
         ready = self._with_rows(ready, now_s)
         del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
         self._grow(ready)
@@ -158,12 +149,11 @@ class DecodePlanner:
     # ---- results
 
     def note(self, plan: Plan, taken_s: float) -> None:
-        """Pass on the seconds of a collected step."""
         for learn in self.learners:
             learn(plan, taken_s)
 
     def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
-        """Note a collected row of a request with parts, before the row is applied."""
+        """Note a collected row of a request with parts, before it is applied."""
 
     def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
         """Return whether row `number` of a collected step counts; else it has no effect."""
@@ -172,7 +162,6 @@ class DecodePlanner:
     # ---- rows and pages
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
-        """Drop the least urgent rowless requests, if rows are short."""
         rowless = [r for r in ready if r.slot is None]
         if len(rowless) <= self._table.num_free:
             return ready

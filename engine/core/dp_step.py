@@ -19,10 +19,7 @@ class Padding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A rank's part of a step; an `idle` one joins for others.
-
-    `extend`: with prompts; `can_graph`: may replay a graph; `prefillable`: prompts wait.
-    """
+    """A rank's part of a step; an `idle` one joins for others. `prefillable`: prompts wait."""
 
     step: int
     idle: bool
@@ -45,7 +42,7 @@ class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 def agree(rows: Sequence[Row]) -> AgreedStep:
-    """Return the step of all ranks' rows, without SGLang's rounding for a reduce-scatter."""
+    """Return the step of all ranks, without SGLang's rounding for a reduce-scatter."""
     step = rows[0].step
     assert all(row.step == step for row in rows) and not all(row.idle for row in rows)
     extend = any(row.extend for row in rows)
@@ -112,7 +109,6 @@ class UpdateAgreement:
 
     @property
     def holds(self) -> bool:
-        """This rank plans no items until all have taken the weights."""
         if self._own is Vote.TAKEN and self._all_are(Vote.TAKEN):
             self._own = None
         return self._own in (Vote.READY, Vote.TAKEN)

@@ -12,10 +12,9 @@ from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOu
 
 @dataclass(slots=True)
 class StepEffects:
-    """Effects of a step: outputs, requests with a finished chunk, and with complete prefill.
+    """Outputs, requests with a finished chunk, and those with complete prefill (deferred outputs).
 
-    `prefilled` has samples and deferred outputs. The caller aborts the `lost` requests of a failed
-    step.
+    The caller aborts the `lost` requests of a failed step.
     """
 
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -130,7 +129,6 @@ def _at_limit(request: Request) -> FinishReason:
 
 
 def _grammar_end(request: Request) -> FinishReason:
-    """Report a sampled end token; most grammars just end."""
     last = request.output_ids[-1] if request.output_ids else None
     return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
 

@@ -27,7 +27,7 @@ Uniform = Callable[[], float]  # random numbers in [0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priorities:
-    """Priority options; `aging_s` of waiting raise priority by 1, against starvation.
+    """`aging_s` of waiting raise priority by 1, against starvation.
 
     A waiting request preempts one of lower priority by more than `preempt_threshold` and age.
     """
@@ -71,10 +71,7 @@ def order(
     priorities: Priorities = NO_PRIORITIES,
     now_s: float = 0.0,
 ) -> list[Request]:
-    """Sort `waiting`, given by arrival, into admission order.
-
-    A request with `shared_tokens` of an earlier one's uncached prefix goes after it.
-    """
+    """Sort `waiting`, given by arrival, into admission order."""
     requests = list(waiting)
     if name == "lpm" and len(requests) > LPM_MAX_QUEUE:
         name = "fcfs"
@@ -152,7 +149,7 @@ ALL_IDS = 1 << 32  # of a vocabulary that has every id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits from flags and role.
+    """From flags and role.
 
     - chunked_prefill_size: prompt tokens per step, a multiple of page_size, exceeded by last chunks
       up to `tail_tokens`; None for whole prompts, bounded by `max_prefill_tokens`

@@ -23,17 +23,13 @@ class Preemption:
         self._priorities = state.limits.priorities
 
     def make_room(self, request: Request, reserve: Reserve, *, row: bool) -> list[Request]:
-        """Retract and return victims; memory is free after their steps.
-
-        Returns nothing if victims do not suffice or are not needed.
-        """
+        """Retract and return victims, whose steps free memory; none if they do not suffice."""
         victims = self._victims(request, lambda gone: self._suffice(request, gone, reserve, row=row))
         for victim in victims:
             self._retract(victim)
         return victims
 
     def make_rows(self, late: Sequence[Request]) -> None:
-        """Free a lower-priority victim's row for each of `late`."""
         coming = sum(r.slot is not None for r in self._stages.draining)
         for request in late[coming:]:
             victims = [r for r in self._candidates(request) if r.slot is not None]

@@ -39,8 +39,6 @@ class AddResult(Enum):
 
 
 class PrefillAdder:
-    """Fills one step with `decode_tokens` of mixed decodes."""
-
     def __init__(
         self,
         state: SchedulerState,
@@ -271,7 +269,6 @@ class PrefillPlanner:
         return items, opens
 
     def in_order(self, now_s: float) -> list[Request]:
-        """Waiting requests in the order of the next step."""
         return list(self._in_order(now_s))
 
     def _adder(self, now_s: float) -> PrefillAdder:
@@ -288,7 +285,6 @@ class PrefillPlanner:
         return batches.share(len(batches.ready(running)), num_running=len(running))
 
     def _waiting(self) -> Iterable[Request]:
-        """Waiting requests by arrival."""
         return self._stages.waiting.values()
 
     def _waits(self, request: Request, now_s: float) -> bool:
@@ -331,7 +327,6 @@ class PrefillPlanner:
         return sum(r.slot is None and self._priorities.urgency(r, now_s) > own for r in self._stages.running)
 
     def _note_full(self) -> None:
-        """Mark the batch full, unless memory is being freed."""
         stages = self._stages
         if not stages.retraction_pending:
             stages.batch_is_full = bool(stages.running or stages.draining or stages.held)

@@ -139,16 +139,14 @@ class Grammar(Protocol):
     def problem(self) -> str: ...
 
     def accept(self, token: int) -> bool:
-        """Return False for an invalid token; then the state is unusable."""
+        """False for an invalid token; then the state is unusable."""
 
     def bitmask(self) -> bytes:
-        """Return allowed tokens: bit t % 8 of byte t // 8; 4 * ceil(vocab_size / 32) bytes."""
+        """Allowed tokens: bit t % 8 of byte t // 8; 4 * ceil(vocab_size / 32) bytes."""
 
-    def forced(self) -> Sequence[int]:
-        """Return tokens that must come next, if known."""
+    def forced(self) -> Sequence[int]: ...
 
-    def fork(self) -> "Grammar":
-        """Return an independent copy."""
+    def fork(self) -> "Grammar": ...
 
 
 # Compiled grammar shared by requests: makes an initial state. Cheap.
@@ -179,7 +177,7 @@ class Unsent:
 
 @dataclass(slots=True, eq=False)
 class Stats:
-    """Statistics of a request's outputs. `cached_by_tier`: device, host, disk; empty: one tier."""
+    """`cached_by_tier`: device, host, disk; empty: one tier."""
 
     cached_tokens: int = 0
     cached_by_tier: list[int] = field(default_factory=list)
@@ -239,11 +237,7 @@ class LoadedAhead:
 
 @dataclass(slots=True, eq=False)
 class LowerTiers:
-    """Host cache state of a request.
-
-    `keys`: first whole pages' chain. `prefetching`: keys being read from disk, until
-    `prefetch_until_s`.
-    """
+    """`keys`: first whole pages' chain. `prefetching`: keys in reading, with a time limit."""
 
     keys: list[bytes] = field(default_factory=list)
     seed: bytes = b""
@@ -354,12 +348,10 @@ class Request:
 
     @property
     def tokens_left(self) -> int:
-        """Remaining tokens, with those in flight."""
         return max(0, self.max_new_tokens - len(self.output_ids))
 
     @property
     def samples_left(self) -> int:
-        """Remaining samples, without those in flight."""
         return self.max_new_tokens - len(self.output_ids) - self.pending
 
     @property
@@ -367,7 +359,6 @@ class Request:
         return self.logprobs is not None and self.logprobs.start_len >= 0 and not self.output_ids
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Return tokens start..end-1, across prompt and output."""
         prompt = len(self.input_ids)
         if end <= prompt:
             return self.input_ids[start:end]

@@ -61,10 +61,7 @@ class Departures:
         return len(victims)
 
     def settle(self, *, copy: bool = True) -> None:
-        """Free finished and retracted requests after their last step.
-
-        Without `copy` this engine recomputes retracted ones.
-        """
+        """Free ended and retracted requests; without `copy` this engine recomputes the latter."""
         backups = self._state.backups
         for request in self._stages.take_departed():
             self._close_row(request)  # its pages are still read, its row is not
@@ -106,13 +103,9 @@ NO_TOKEN = -1  # a peer's missing first token
 
 
 class RowRule(Protocol):
-    """Rule for collected rows of requests with parts: the strategy of decode steps."""
+    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None: ...
 
-    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
-        """Note a collected row before it is applied."""
-
-    def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
-        """Return whether row `number` of a collected step counts; else it has no effect."""
+    def accepts(self, request: Request, item: PlanItem, number: int) -> bool: ...
 
 
 class Results:
@@ -125,7 +118,6 @@ class Results:
         self._share = 1 / state.limits.micro_batches
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
-        """Process results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects, live = StepEffects(failure=result.failure, phase=plan.phase), self._state.stages.live
         memory, step_ends = self._state.memory, self._step_ends

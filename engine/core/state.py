@@ -73,13 +73,11 @@ class Stages:
         return taken
 
     def take_settled(self) -> list[Request]:
-        """Remove finished and retracted requests after their last step."""
         settled = [r for r in self.draining if r.inflight == 0]
         self.draining = [r for r in self.draining if r.inflight > 0]
         return settled
 
     def take_departed(self) -> list[Request]:
-        """Remove moved requests after their last step."""
         departed = [r for r in self.leaving if r.inflight == 0]
         self.leaving = [r for r in self.leaving if r.inflight > 0]
         return departed
@@ -94,7 +92,7 @@ class Stages:
         return any(not r.ended for r in self.draining)
 
     def retracted(self) -> list[Request]:
-        """Retracted requests that wait for memory or for KV from elsewhere."""
+        """Requests that wait for memory or for KV from elsewhere."""
         waiting = [r for r in self.waiting.values() if r.stats.retractions > 0]
         elsewhere = [r for r in self.held if r.stats.retractions > 0 and not r.pages and not r.ended]
         return [*waiting, *(r for r in self.draining if not r.ended), *elsewhere]
@@ -213,10 +211,7 @@ class MicroBatches:
         return [r for r in running if r.pending == 0 and r.samples_left > 0]
 
     def share(self, num_ready: int, *, num_running: int) -> int:
-        """Number of decodes for the next plan: an even part over plans to come.
-
-        Never more than an even part of all running ones, so uneven groups even out.
-        """
+        """Number of decodes for the next plan: at most an even part, so groups even out."""
         if self._num == 1:
             return num_ready
         left = self._num - self._in_flight
@@ -246,7 +241,7 @@ def _decodes(items: Iterable[PlanItem]) -> bool:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start, never decreasing."""
+    """Totals since start."""
 
     requests: int = 0
     aborted: int = 0
@@ -276,8 +271,6 @@ class Counters:
 
 
 class SchedulerState:
-    """What the parts of the scheduler share."""
-
     def __init__(self, *, limits: Limits, memory: Memory, ratio: NewTokenRatio | None = None) -> None:
         self.limits = limits
         self.memory = memory
@@ -325,7 +318,6 @@ class SchedulerState:
         return None
 
     def check(self) -> None:
-        """Check that held pages have one owner each, and the adapter limit."""
         allocator, requests = self.memory.allocator, self.stages.all()
         held = [p for r in requests for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"

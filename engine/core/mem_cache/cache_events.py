@@ -58,7 +58,6 @@ class CacheEvents(TreePart):
     # ---- names and events
 
     def enter(self, node: Node) -> None:
-        """Name the pages of a new leaf."""
         link, before = self._before(node)
         names = page_names(link, _shown(before), _shown(node.key), self._page_size)
         for page, (name, link) in zip(node.pages, names, strict=True):
@@ -67,7 +66,6 @@ class CacheEvents(TreePart):
                 self._links[page] = link
 
     def leave(self, node: Node) -> None:
-        """Forget the names of a removed leaf."""
         for page in node.pages:
             del self._names[page]
             self._links.pop(page, None)
@@ -88,7 +86,6 @@ class CacheEvents(TreePart):
         )
 
     def retract(self, node: Node, start: int, end: int) -> None:
-        """Announce that pages `start`..`end` - 1 of `node` are unusable."""
         if end > start:
             self._events.append(BlockRemoved(self._hashes(node, start, end), MEDIUM))
 
@@ -117,7 +114,6 @@ class CacheEvents(TreePart):
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
-        """Take changes since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 
@@ -255,7 +251,7 @@ class UsablePrefixes(TreePart):
             self._events.announce(changed, old, new)
 
     def _count(self, node: Node, by: int) -> Node | None:
-        """Count `node` in its parent, and return that, if any."""
+        """Count `node` in its parent; return that, if any."""
         parent = node.parent
         assert parent is not None
         if not parent.pages:

@@ -77,10 +77,7 @@ Files = tuple[tuple[bytes, int], ...]  # (key, bytes)
 
 @dataclass(slots=True, frozen=True)
 class DiskDone:
-    """Finished work; a failed read deleted its file, `bad` if corrupt.
-
-    A write with `undeleted` victims was not tried.
-    """
+    """Not tried with `undeleted` victims; a failed read deleted its file, `bad` if corrupt."""
 
     work: DiskWork
     ok: bool
@@ -110,7 +107,6 @@ class DiskIndex:
         return len(self._sizes)
 
     def has(self, key: bytes) -> bool:
-        """The file can be read."""
         return key in self._sizes and key not in self._writing
 
     def holds(self, key: bytes) -> bool:
@@ -269,7 +265,7 @@ class HostPages:
             self._idle[key] = None
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark pages used; pass a chain from its end, to evict that first."""
+        """Mark used; pass a chain from its end, to evict that first."""
         for key in keys:
             if key in self._idle:
                 self._idle.move_to_end(key)
@@ -343,7 +339,7 @@ class DiskTier:
     # ---- reads
 
     def prefetch(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Read pages for `request`, up to the first without a file."""
+        """Read pages up to the first without a file."""
         wanted = []
         for key in keys:
             if self._pages.get(key) is not None:

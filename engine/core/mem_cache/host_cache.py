@@ -32,10 +32,7 @@ COUNTED += ("loaded_ahead_pages", "unwritten_pages", "written_pages", "read_page
 
 
 class HostCache(MemoryPart, TreePart, LowerTier):
-    """Policies have their flags' names.
-
-    `run_id`: for RequestKeys. `ahead_pages`: early loads per step.
-    """
+    """Policies have their flags' names. `ahead_pages`: early loads per step."""
 
     name = "host cache"
 
@@ -89,7 +86,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self._write_when_used(node)
 
     def on_read(self, node: Node) -> None:
-        """Note an admitted reader of the path to `node`."""
         path: list[Node] = []
         at: Node | None = node
         while at is not None and at.parent is not None:
@@ -138,7 +134,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
     # ---- admission
 
     def prefetch(self, request: Request, memory: Memory) -> None:
-        """Read files up to the first gap."""
         if self.disk is not None:
             start = len(memory.match_prefix(request).pages)
             keys = self.keys.of(request, self._end_of(request))
@@ -164,10 +159,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         request.computed_len = request.launched_len
 
     def find(self, request: Request, *, start: int, end: int) -> list[int]:
-        """Find and pin host pages from page `start`, up to the first gap.
-
-        Pins last until the step of their `load` is collected.
-        """
+        """Pin host pages from page `start` up to a gap, until the step of `load` is collected."""
         found = list[int]()
         for key in self.keys.of(request, end)[start:]:
             page = self.pages.get(key)
@@ -178,7 +170,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         return found
 
     def load(self, request: Request, host_pages: list[int], *, start: int) -> None:
-        """Copy found pages into the request's pages from `start`; count tier hits at admission."""
+        """Copy found pages to the request's from `start`; count tier hits at admission."""
         num_read = self._load(request, request.pages[start : start + len(host_pages)], host_pages, start=start)
         ahead, request.lower_tiers.ahead = request.lower_tiers.ahead, LoadedAhead()
         if not request.admitted:

@@ -33,8 +33,6 @@ Use = tuple[int, int]  # request serial, image number
 
 @dataclass(slots=True, eq=False)
 class _Features:
-    """Features of one image, in `uses` by uncomputed tokens."""
-
     size_bytes: int
     uses: set[Use] = field(default_factory=set)
 
@@ -178,10 +176,7 @@ class ImageCache(MemoryPart, Features):
         return key in self._features
 
     def land(self, image: ImageInput, pages: list[int]) -> bool:
-        """Copy features from `pages` in the next step; `take_copied` returns the pages later.
-
-        False: already present, or no room.
-        """
+        """Copy features from `pages` in the next step; False: already present, or no room."""
         size = image.num_tokens * self.token_bytes
         if image.key in self._features or size > self._room:
             return False
@@ -209,7 +204,6 @@ class ImageCache(MemoryPart, Features):
         return phase is not Phase.DECODE and bool(self._forgets or self._lands)
 
     def attach(self, plan: Plan) -> None:
-        """Add requested work to this plan, unless it only decodes."""
         if plan.phase is Phase.DECODE:
             return
         plan.encodes, self._encodes = self._encodes, []

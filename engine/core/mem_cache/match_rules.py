@@ -1,7 +1,4 @@
-"""Usable lengths of cached prefixes: rules of models with more than pages.
-
-Each tree has one rule (radix_cache.MatchRule).
-"""
+"""Usable lengths of cached prefixes for models with more than pages; each tree has one rule."""
 
 from collections.abc import Callable, Sequence
 

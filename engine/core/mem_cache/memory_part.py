@@ -25,7 +25,7 @@ P = TypeVar("P")
 
 
 class MemoryPart:
-    """Base with empty hooks; `name` labels its check."""
+    """Empty hooks; `name` labels the check."""
 
     name = ""
 
@@ -40,7 +40,6 @@ class MemoryPart:
         return None
 
     def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
-        """Check for room, after `without` have left."""
         return True
 
     def open(self, request: Request, match: Match, *, lands: bool) -> None:
@@ -55,10 +54,7 @@ class MemoryPart:
     # ---- steps of a request
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
-        """Allocate for tokens before `end` of the planned step; there is room.
-
-        `answer`: it decodes.
-        """
+        """Allocate for tokens before `end`; there is room. `answer`: the request decodes."""
 
     def retire(self, request: Request) -> None:
         """Free memory behind computed tokens that nothing reads."""
@@ -88,11 +84,10 @@ class MemoryPart:
         """Check for a required step without request tokens."""
         return False
 
-    def attach(self, plan: Plan) -> None:
-        """Add requested work to this plan."""
+    def attach(self, plan: Plan) -> None: ...
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
-        """Note a collected step. `failed`: out of device memory."""
+        """Note a collected step; `failed`: out of device memory."""
 
     # ---- reports
 
@@ -103,7 +98,7 @@ class MemoryPart:
         return {}
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise AssertionError unless all is accounted for, given all live requests."""
+        """Raise AssertionError unless all memory is accounted for."""
 
 
 def part_of(kind: type[P], parts: Sequence[MemoryPart]) -> P | None:
@@ -142,8 +137,6 @@ class StepEnds:
 
 
 class Windows:
-    """Window pages of requests; none by default."""
-
     def window_of(self, request: Request, num_tokens: int) -> list[int]:
         """Return pages read by the query after `num_tokens` tokens."""
         return []
@@ -160,7 +153,6 @@ class RetractedKV:
 
     @property
     def num_pages(self) -> int:
-        """Pages in copies."""
         return 0
 
     def begin(self, request: Request) -> bool:
@@ -198,28 +190,22 @@ class Features:
 
 
 class LowerTier:
-    """A tier below the device's prefix cache; none by default.
-
-    `pages_ahead_left`: early loads that fit into the next step.
-    """
+    """A tier below the device's prefix cache. `pages_ahead_left`: for the next step."""
 
     pages_ahead_left = 0
 
     @property
     def files_come(self) -> bool:
-        """Check for file reads in progress."""
         return False
 
     def prefetch(self, request: Request, memory: "Memory") -> None:
         """Start reading the part of its prefix that is only on disk."""
 
     def awaits(self, request: Request, now_s: float) -> bool:
-        """Check for disk reads that `request` waits for."""
         return False
 
     def load_ahead(self, request: Request, memory: "Memory", *, earlier: Sequence[Request], most: int) -> None:
         """Load up to `most` pages after a waiting request's cached prefix, as evictable pages."""
 
     def is_settled(self, pages: Sequence[int]) -> bool:
-        """Check that no planned step still copies `pages` to or from the tier."""
         return True

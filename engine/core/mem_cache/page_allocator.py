@@ -1,7 +1,5 @@
 """Ownership of KV pages: free, held by a request, cached in the radix tree, or quarantined.
 
-Every page is in one state, and other transitions assert.
-
         allocate            to_cache
     FREE ------> HELD ------------> CACHED
      ^  <------   |                    |
@@ -11,7 +9,7 @@ Every page is in one state, and other transitions assert.
      |  end_quarantine                 |
      +---------------------------------+
 
-A transfer peer may still write a quarantined page.
+Other transitions assert. A transfer peer may still write a quarantined page.
 """
 
 import hashlib
@@ -148,7 +146,6 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Keys of whole pages after key `before` or the seed."""
     assert len(tokens) % page_size == 0
     keys = []
     for at in range(0, len(tokens), page_size):
@@ -158,7 +155,7 @@ def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[byte
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    """Return unique bytes; pages with image ids use more bytes."""
+    """Return unique bytes; pages with image ids use more."""
     try:
         return array("q", tokens).tobytes()
     except OverflowError:

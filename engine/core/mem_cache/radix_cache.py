@@ -81,10 +81,7 @@ class Node:
 
 
 class TreePart:
-    """Base of tree followers, with empty hooks."""
-
-    def on_stored(self, node: Node) -> None:
-        """Note a new leaf."""
+    def on_stored(self, node: Node) -> None: ...
 
     def on_split(self, upper: Node, lower: Node) -> None:
         """Move the first pages' data from `lower` to `upper`."""
@@ -193,15 +190,11 @@ MatchRule = Callable[["RadixCache", Sequence[int], Branch], Match]
 
 
 def by_pages(cache: "RadixCache", tokens: Sequence[int], branch: Branch) -> Match:
-    """Rule of models with pages only."""
     return cache.match(tokens, branch=branch)
 
 
 class RadixCache:
-    """Prefix tree, empty unless `enabled`.
-
-    `parts` are called in order; `rule` is for `match_usable`.
-    """
+    """Empty unless `enabled`. `parts` are called in order; `rule` is for `match_usable`."""
 
     def __init__(
         self,
@@ -328,7 +321,6 @@ class RadixCache:
                 self._remove(node)
 
     def flush(self) -> None:
-        """Drop everything; nothing is locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
         while (leaf := self._eviction_order.pop()) is not None:
             self._remove(leaf, evicted=False)
@@ -389,7 +381,7 @@ class RadixCache:
         return node
 
     def _remove(self, node: Node, *, evicted: bool = True) -> int:
-        """Remove a leaf; return pages freed. `evicted`: False if all nodes are dropped."""
+        """Remove a leaf; return the number of pages freed."""
         assert node.parent is not None
         if node.branch is None:
             del node.parent.children[node.key[: self.page_size]]
@@ -415,7 +407,6 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Check counters, locks, keys, page states, and evictable leaves."""
         noted = self._eviction_order.serials()
         pages: list[int] = []
         evictable = 0

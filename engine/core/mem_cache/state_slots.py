@@ -33,9 +33,7 @@ EVERY = 256  # answer tokens between snapshots
 
 
 class StateSlots(MemoryPart, TreePart, StepEnds):
-    """State slots by `grid` tokens, a multiple of the page.
-
-    Without `keeps_snapshots` nothing is reused.
+    """`grid`: tokens, a multiple of the page. Without `keeps_snapshots` nothing is reused.
 
     `num_shadows`: requests that may verify drafts in a step; the executor keeps their old states.
     """
@@ -112,7 +110,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return [(self.allocator, self.quarantine(request))]
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach a slot that a transfer peer may still write."""
         slots = [request.recurrent.slot] if request.recurrent.slot else []
         self.allocator.quarantine(slots)
         request.recurrent.slot = 0

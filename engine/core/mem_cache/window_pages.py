@@ -25,10 +25,9 @@ from engine.messages import FinishReason
 
 
 class WindowPages(MemoryPart, TreePart, Windows):
-    """Pages of layers with a sliding window.
+    """`window`: tokens per query, including its own. `steps`: maximum in flight.
 
-    `window`: tokens per query, including its own. `steps`: maximum in flight. `step_tokens`: prompt
-    tokens per step, None for whole prompts. `rows`: answer tokens per step.
+    `step_tokens`: prompt tokens per step, None for whole prompts. `rows`: answer tokens per step.
     """
 
     name = "window pages"
@@ -64,7 +63,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return self.allocator.num_free + len(self._idle)
 
     def first_page(self, num_tokens: int) -> int:
-        """First page that a query after `num_tokens` reads."""
         return max(0, num_tokens - self.window + 1) // self.allocator.page_size
 
     # ---- admission
@@ -131,7 +129,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return [(self.allocator, self.quarantine(request))] if request.pages else []
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach pages of an adopted request that a peer may still write."""
         pages = request.windows.pages[request.windows.first :]
         self.allocator.quarantine(pages)
         request.windows.pages, request.windows.first = [], 0
