@@ -26,8 +26,6 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TowerModel:
-    """The model as the image pass needs it."""
-
     vision: VisionTower
 
 
@@ -41,10 +39,7 @@ def load_tower_alone(
     dummies: Collection[str] = (),
     changed: Sequence[str] = (),
 ) -> TowerModel:
-    """Raises ConfigError for files that do not fit. `dummies`: models with dummy weights.
-
-    `changed`: as of `Checkpoint`.
-    """
+    """Raises ConfigError for files that do not fit."""
     given: dict[str, Any] = {"dtype": dtype, "device": device, "stored": config.stored, "dummy": model_path in dummies}
     given["changed"] = changed
     with (
@@ -120,15 +115,13 @@ def _places(items: list[PlanItem]) -> tuple[list[int], list[int]]:
 
 
 class EncodeLaunch:
-    """A step on the stream."""
-
     def __init__(self, plan: Plan, task: StreamTask[None]) -> None:
         self.plan = plan
         self.task = task
 
 
 class EncodeExecutor:
-    """The executor of an encoder worker, as the loop's pipeline calls one. Nothing is sampled."""
+    """Executor without sampling."""
 
     def __init__(self, runner: EncodeRunner, stream: Stream) -> None:
         self.runner = runner
@@ -146,7 +139,7 @@ class EncodeExecutor:
         raise AssertionError(f"step {launched.plan.seq} samples nothing")
 
     def collect(self, launched: EncodeLaunch) -> StepResult:
-        """Wait for a step. Raises its error, except that a want of memory is its result."""
+        """See Executor.collect."""
         failure = ""
         try:
             launched.task.result()
@@ -156,7 +149,7 @@ class EncodeExecutor:
         return StepResult(seq=launched.plan.seq, items=items, failure=failure)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` after every launched step, wait for it, and return or raise its outcome."""
+        """See Executor.call."""
         return self._stream.submit(work).result()
 
     def close(self) -> None:

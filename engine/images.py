@@ -51,7 +51,6 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
         return time, rows // self.merge, columns // self.merge
 
     def rope_positions(self, base: int) -> Iterator[tuple[int, int, int]]:
-        """RoPE positions of its tokens, from `base` on."""
         time, rows, columns = self._merged
         for t in range(time):
             for row in range(rows):
@@ -83,7 +82,7 @@ def positions_taken(num_tokens: int, images: Sequence[ImageInput]) -> int:
 
 
 def rope_positions(images: Sequence[ImageInput], start: int, end: int) -> RopePositions:
-    """RoPE positions of tokens `start`..`end` - 1; `images`: of the whole prompt."""
+    """`images`: of the whole prompt."""
     found: list[tuple[int, int, int]] = []
     at = delta = 0
     for image in images:

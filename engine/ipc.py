@@ -1,7 +1,4 @@
-"""Unix sockets between processes of a worker, and requests' wire names.
-
-Each socket has one receiver (engine/ipc.py), any senders (engine/ipc.py).
-"""
+"""Unix sockets between processes of a worker, with one receiver each, and requests' wire names."""
 
 import asyncio
 import logging
@@ -115,8 +112,7 @@ BACKLOG = 128
 class PullSocket(Generic[M]):
     """Receives `union` from all senders. Undecodable messages are logged and counted.
 
-    Message receiver on a Unix socket within a worker; one msgspec struct per message. Without a
-    thread: a message wakes its handler's thread and takes one system call.
+    Without a thread: a message wakes its handler's thread and takes one system call.
     """
 
     def __init__(self, endpoint: str, union: Any) -> None:
@@ -217,8 +213,6 @@ class PullSocket(Generic[M]):
 
 
 class _Sender:
-    """A sender's connection: MessageStream frames, read ahead."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._begun = bytearray()  # an incomplete message
@@ -261,15 +255,11 @@ LINGER_S = 0.5  # for the receiver, on close
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.01, 0.2  # without receiver
 
 
-class PeerStalled(RuntimeError):
-    """The receiver is dead or stuck."""
+class PeerStalled(RuntimeError): ...
 
 
 class PushSocket:
-    """Sends to `endpoint`, connecting with the first message. Single-threaded.
-
-    A temporary thread sends what must wait.
-    """
+    """Connects with the first message. A temporary thread sends what must wait. Single-threaded."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -303,7 +293,6 @@ class PushSocket:
             self._stream.close()
 
     def _put(self, data: bytes) -> bool:
-        """Return whether there is a receiver."""
         try:
             if self._stream is None:
                 self._stream = _connected(self._endpoint)

@@ -109,8 +109,6 @@ class GenerateRequest(_Message, frozen=True):
 
 
 class GenerateBatch(_Message, frozen=True):
-    """Samples of one HTTP request, to enter the same step (engine/messages.py)."""
-
     requests: list[GenerateRequest]
 
 
@@ -257,7 +255,7 @@ class RecordExperts(_Message, frozen=True):
 
 
 class LoadAdapter(_Message, frozen=True):
-    """Load a LoRA adapter; answered by a `ControlReply` with `adapters`."""
+    """Answered by a `ControlReply` with `adapters`."""
 
     call_id: str
     name: str
@@ -306,8 +304,6 @@ ToScheduler = (
 
 
 class GetStep(_Message, frozen=True):
-    """Request a `StepReply`."""
-
     call_id: str
 
 

@@ -25,14 +25,11 @@ class InvalidParam(ValueError):
 
 
 class GrammarInvalid(ValueError):
-    """The grammar does not compile; one-line message."""
+    """One-line message."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """A constraint to compile.
-
-    `kind`: one of GRAMMAR_KINDS; `source`: schema, pattern or grammar.
-    """
+    """`kind`: one of GRAMMAR_KINDS; `source`: schema, pattern or grammar."""
 
     kind: str
     source: str

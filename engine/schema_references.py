@@ -56,7 +56,6 @@ def moved(schema: Any, *, namespace: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _may_refer(schema: Any) -> bool:
-    """A fast check: most schemas have no references."""
     return _MARKS.search(msgspec.json.encode(schema)) is not None
 
 

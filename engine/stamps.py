@@ -21,7 +21,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """A process's latest stamp, in `time.monotonic` seconds; `busy_since_s` is None if idle."""
+    """In `time.monotonic` seconds; `busy_since_s` is None if idle."""
 
     name: str
     at_s: float
@@ -30,8 +30,6 @@ class Stamped:
 
 
 class Stamp:
-    """The writer. `name`: of the process."""
-
     def __init__(self, folder: str, name: str) -> None:
         self._words = mapped(Path(folder, _PREFIX + name), 8 * _WORDS)
         self.write(time.monotonic())
@@ -42,7 +40,7 @@ class Stamp:
 
 
 class Stamps:
-    """The reader. Files created after the first read are ignored."""
+    """Files created after the first read are ignored."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -26,10 +26,9 @@ from engine.pdmux.phases import TwoStreams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
-    """Sizes and rules of an engine's bookkeeping. `radix`, `eviction_policy`: as in RadixCache.
+    """`radix`, `eviction_policy`: as in RadixCache. `uniform`: as in Scheduler.
 
-    `publishes`: events of the prefix cache. `backup_room`: for copies of retracted requests.
-    `decode`: strategy of decode steps. `uniform`: as in Scheduler.
+    `backup_room`: for copies of retracted requests. `decode`: strategy of decode steps.
     """
 
     limits: Limits
@@ -55,12 +54,10 @@ class MemoryParts:
 
     @property
     def present(self) -> Sequence[MemoryPart]:
-        """Return those there are, in the order of their hooks."""
         return [part for part in (self.host, self.states, self.windows, self.images) if part is not None]
 
 
 def build_core(core: CoreConfig, parts: MemoryParts = MemoryParts()) -> tuple[Scheduler, PrefixEvents | None]:
-    """Return the scheduler with its memory, and the prefix cache's events if it publishes them."""
     present = list(parts.present)
     if core.backup_room != NOTHING:
         copied = parts.windows or Windows()
@@ -95,7 +92,6 @@ def build_core(core: CoreConfig, parts: MemoryParts = MemoryParts()) -> tuple[Sc
 
 
 def _match_rule(parts: MemoryParts) -> MatchRule:
-    """Return the rule for prefixes that a request can start from."""
     states, windows = parts.states, parts.windows
     if states is not None:
         return ByState(states) if windows is None else ByState(states, whole=windows.is_whole)

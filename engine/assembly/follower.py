@@ -100,7 +100,6 @@ def build_follower(
 
 
 def _build(rank: LoadedRank, sizes: MemorySizes, agreed: PoolSize, links: RankLinks, use: EngineUse) -> BuiltRank:
-    """Allocate what the leader has agreed, and record steps. Raises ConfigError."""
     pools, host_pool, files = sizes.pools(use, apart=agreed.apart), None, None
     if agreed.host_pages:
         flag = "--enable-hierarchical-cache"
@@ -133,7 +132,6 @@ def _build(rank: LoadedRank, sizes: MemorySizes, agreed: PoolSize, links: RankLi
 
 
 def _actions(built: BuiltRank, profiler: TorchProfiler) -> dict[str, Action]:
-    """Return work for the leader between steps, by name."""
     running, kv, files = built.runner.running, built.kv, built.files
     return {
         "use_weights": running.use,
@@ -165,5 +163,5 @@ def _checksum(pools: RankPools) -> Action:
 
 
 def _now(work: Callable[[], object]) -> object:
-    """A follower runs each message when it comes, behind all steps before it."""
+    """Run each message when it comes, behind all steps before it."""
     return work()

@@ -89,7 +89,6 @@ def core_config(
     recurrent: bool = False,
     backup_room: CopySize = NOTHING,
 ) -> CoreConfig:
-    """`config` is resolved. `recurrent`: the engine keeps recurrent states."""
     own_limits = cut_on_grid(limits(config), grid_of(config.page_size)) if recurrent else limits(config)
     enabled = not config.disable_radix_cache
     return CoreConfig(

@@ -29,7 +29,6 @@ from service.flags import ConfigError
 
 
 def agreed_sizes(rank: LoadedRank, given: EngineConfig, use: EngineUse, group: Group | None) -> MemorySizes:
-    """Measure together with all ranks, and return the sizes that each has room for."""
     config, model = rank.config, rank.model_config
     if group is not None and config.max_total_tokens is None:
         group.followers.await_loaded(timeout_s=group.timeout_s)
@@ -77,7 +76,6 @@ def adapter_store(device: Device, group: Group | None) -> LoraStore | GroupAdapt
 
 
 def _seat(config: EngineConfig, model: ModelConfig, group: Group | None) -> RankSeat:
-    """Return what a leader's steps have of other ranks."""
     if group is None:
         return RankSeat(place=ALONE)
     assert config.max_running_requests is not None, "resolved"

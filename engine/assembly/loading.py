@@ -32,10 +32,7 @@ M = TypeVar("M")  # model type
 def resolved(
     given: EngineConfig, stored: ModelConfig, check: Callable[[EngineConfig], None]
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Return flags and model as this rank computes, and set its threads.
-
-    Raises ConfigError, as `check` does.
-    """
+    """Return flags and model as this rank computes, and set its threads. Raises ConfigError."""
     config = resolve(given, stored, cuda=torch.cuda.is_available())
     check(config)
     assert config.num_threads is not None, "resolved"
@@ -65,8 +62,6 @@ def load_rank(
 
 
 def share_loader(config: ModelFlags, read: Load) -> Load:
-    """Return `read` of a follower, in stream order. It raises ConfigError."""
-
     def load(path: str, found: ModelConfig, *, progress: bool, **more: Any) -> DenseDecoder:
         try:
             share = read(path, found, progress=progress, **more)
@@ -101,10 +96,7 @@ def weight_updater(
     load: Load,
     rename_pages: Callable[[str, str], None],
 ) -> tuple[WeightUpdater[DenseDecoder], Trainers]:
-    """Return all ranks' weight updater and trainers. `stored`: the checkpoint's config.
-
-    `rename_pages` gets the new version and fingerprint.
-    """
+    """`stored`: the checkpoint's config. `rename_pages` gets the new version and fingerprint."""
 
     runners = [stream.runner for stream in device.executor.streams]
     load = over_running(load, runners[0].running)
@@ -139,7 +131,6 @@ def weight_updater(
 def updater_of(
     config: EngineConfig, stored: ModelConfig, actions: WeightActions[M], group: Group | None = None
 ) -> tuple[WeightUpdater[M], Trainers]:
-    """Return an updater by `actions`, and the trainers that send it tensors."""
     own = trainer_groups(config, rank=0 if group is None else group.links.place.rank)
     trainers = own if group is None else GroupTrainers(own, group.followers)
     updater = WeightUpdater(

@@ -79,7 +79,6 @@ class MemorySizes:
         )
 
     def placed(self, agreed: PoolSize) -> "MemorySizes":
-        """Return a follower's sizes as its leader has agreed them with all ranks."""
         config = replace(
             self.config,
             chunked_prefill_size=agreed.chunked_prefill_size,
@@ -95,7 +94,6 @@ class MemorySizes:
         )
 
     def identity(self, pool: KVPool, model: ModelConfig, *, version: str = "", files: str = "") -> KVIdentity:
-        """Return the name of this rank's part of pages by weights of `version` and `files`."""
         config = self.config
         ranks = f"{config.tp_size} ranks{'/whole experts' if config.ep_size > 1 else ''}"
         sums = f"{config.reduce_units} units" if config.reduce_units else ranks
@@ -106,10 +104,7 @@ class MemorySizes:
 def fitting_sizes(
     rank: LoadedRank, given: EngineConfig, use: EngineUse, place: Place, steps_over: StepsOver
 ) -> MemorySizes:
-    """Measure the largest steps, and divide the rest of the memory. `given`: flags.
-
-    Raises ConfigError.
-    """
+    """Measure the largest steps, and divide the rest of the memory. Raises ConfigError."""
     config, model = rank.config, rank.model_config
     found = measured(LargestSteps(rank, use, place, steps_over))
     if found is not None:
@@ -146,7 +141,6 @@ class EngineMemory:
     arrivals: KVPool | None
 
     def pool_size(self) -> PoolSize:
-        """Return what every follower allocates."""
         sizes, tier, room = self.sizes, self.tier, self.room
         assert sizes.config.chunked_prefill_size is not None, "resolved"
         return PoolSize(
@@ -173,7 +167,6 @@ class EngineMemory:
         )
 
     def parts(self, config: EngineConfig) -> MemoryParts:
-        """Return request memory's parts. `config`: with the requests that fit."""
         states = None
         if self.sizes.slot_bytes:
             peers_write = self.use.peers_write_pages or self.room != NOTHING
@@ -199,7 +192,6 @@ class EngineMemory:
         )
 
     def rename_pages(self, version: str, files: str) -> None:
-        """Name pages by new weights from now on."""
         if self.tier is not None:
             identity = self.sizes.identity(self.pools.kv, self.model, version=version, files=files)
             self.tier.cache.use_identity(identity)
@@ -212,10 +204,7 @@ def has_host_tier(config: CacheFlags, use: EngineUse) -> bool:
 def build_engine_memory(
     rank: LoadedRank, sizes: MemorySizes, use: EngineUse, group: Group | None, wakeup: Callable[[], None]
 ) -> EngineMemory:
-    """Allocate pools and host memory. Raises ConfigError.
-
-    `wakeup`: called when files were read or written.
-    """
+    """Raises ConfigError. `wakeup`: called when files were read or written."""
     config, model, host = sizes.config, rank.model_config, rank.machine.host
     kept = why_kept(config, sizes.specs, use, recurrent=rank.recurrent)
     pools = sizes.pools(use, apart=not kept)

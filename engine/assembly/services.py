@@ -67,7 +67,6 @@ def _adapters(parts: EngineParts, ports: Ports) -> AdapterControl:
 def grammar_queue(
     config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None, *, wakeup: Callable[[], None]
 ) -> GrammarQueue:
-    """`config` is resolved."""
     assert config.max_running_requests is not None and config.grammar_backend is not None, "resolved"
     compiler = None
     if config.grammar_backend != "none":

@@ -20,8 +20,6 @@ from engine.ranks.shared_board import SharedBoard
 
 @dataclass(frozen=True, slots=True)
 class LoopSteps:
-    """Pipeline, strategy listeners, and gauges of device and strategy."""
-
     pipeline: MakePipeline
     gauges: Callable[[], Mapping[str, float]]
     listeners: Sequence[LoopListener] = ()
@@ -29,7 +27,6 @@ class LoopSteps:
 
 
 def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth: int | None = None) -> LoopSteps:
-    """Build the steps of `parts`. `agreement`: with DP attention. `depth` overrides the flags."""
     executor, scheduler = parts.executor, parts.scheduler
     alone = agreement is None and scheduler.limits.pp_size == 1
     assert alone or executor.ended is not None, "a loop that waits for a step does nothing for other ranks"
@@ -56,7 +53,6 @@ def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth:
 def joint_steps(
     parts: EngineParts, dp_rank: int, wakes: Mapping[int, Callable[[], None]], *, decodes_only: bool
 ) -> LoopSteps:
-    """Build the steps of one of several DP ranks with DP attention. `wakes`: of their loops."""
     assert parts.group is not None and parts.group.joint is not None
     board = SharedBoard(parts.group.joint.region, rank=dp_rank, wakes=wakes)
     steps = loop_steps(parts, agreement=agreement_of(parts.config, board, dp_rank, decodes_only=decodes_only))

@@ -58,8 +58,6 @@ class VirtualPorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """`now_s`: seconds of any origin. `turns`: by default without a limit."""
-
     now_s: Callable[[], float] = time.monotonic
     turns: IterationClock = field(default_factory=lambda: IterationClock(limit_s=0))
 
@@ -81,10 +79,6 @@ def computing(
     ended: Callable[[L], bool] | None = None,
     streams: int = 1,
 ) -> Computing:
-    """Let `executor` run the steps of `scheduler`, up to `depth` at once in each of its `streams`.
-
-    `strategy`: if not one step after the other. `ended`: of an executor whose ends are watched.
-    """
     pipeline = partial(
         Pipeline[L],
         strategy=strategy or StepStrategy(scheduler),

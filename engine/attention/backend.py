@@ -43,10 +43,7 @@ class CapturableBackend(AttentionBackend, Protocol):
 
 
 def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Sequence[str] = ()) -> AttentionBackend:
-    """Make backend auto, cpu, torch, triton or flashinfer, with the model's `needs`.
-
-    Raises ConfigError.
-    """
+    """Names: auto, cpu, torch, triton, flashinfer. `needs`: the model's. Raises ConfigError."""
     for layer, spec in enumerate(pool.specs):
         if num_heads % spec.num_kv_heads:
             raise ConfigError(

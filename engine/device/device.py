@@ -57,10 +57,7 @@ def build_device(
     seat: RankSeat,
     stream: Stream | None = None,
 ) -> Device:
-    """Assemble the executor and record its steps. Raises ConfigError.
-
-    `config` is resolved. `stream` overrides its stream.
-    """
+    """Assemble the executor and record its steps. Raises ConfigError."""
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = memory.pool.device, config.max_running_requests
     parts = build_forward(config, model, memory, records, exchange=seat.exchange)

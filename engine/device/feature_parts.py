@@ -36,7 +36,7 @@ def make_parts(
 ) -> list[StepPart]:
     """Return the parts of steps in their order; the drafter's follows.
 
-    Windows use the places that trees of drafts fill in. `config` is resolved.
+    Windows use the places that trees of drafts fill in.
     """
     parts = list[StepPart]()
     if topk_of(config) > 1:
@@ -66,7 +66,7 @@ def make_parts(
 
 
 def make_adapters(config: EngineConfig, model: DenseDecoder, *, grouped: bool) -> AdapterBank | None:
-    """Return the adapters of --enable-lora. `grouped`: by kernels for all of a step."""
+    """`grouped`: by kernels for all of a step."""
     if not config.enable_lora:
         return None
     return make_bank(
@@ -80,7 +80,7 @@ def make_adapters(config: EngineConfig, model: DenseDecoder, *, grouped: bool) -
 
 
 def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device, *, shadows: int) -> States | None:
-    """Return the states of a model with recurrent layers. Raises ConfigError."""
+    """Raises ConfigError."""
     assert config.max_running_requests is not None, "resolved"
     specs, num_slots = model.state_specs(), state_slots(config)
     if not specs:
@@ -100,10 +100,7 @@ def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device,
 def make_draft_pass(
     config: ModelFlags, model: DenseDecoder, pools: Sequence[PagedPool], *, sampler: TokenSampler | None
 ) -> DraftPass | None:
-    """Return the drafter's part of a rank's steps; None: the model has no drafter.
-
-    `pools`: of all layers. `sampler`: of the rank that samples. Raises ConfigError.
-    """
+    """Raises ConfigError. `pools`: of all layers. `sampler`: of the rank that samples."""
     drafter, pool = model.drafter, pools[0].pool
     if drafter is None:
         return None

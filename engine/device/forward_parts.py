@@ -31,11 +31,7 @@ from engine.parallel.row_exchange import RowExchange
 
 @dataclass(frozen=True, slots=True)
 class ForwardParts:
-    """All that computes the first half of steps.
-
-    `adapters`, `states`: of those parts, for what else they do. `pools`: of all layers. `tapes`:
-    recorded decode steps on a CPU, if there are any.
-    """
+    """All that computes the first half of steps. `pools`: of all layers."""
 
     backend: AttentionBackend
     page_table: PageTable
@@ -67,10 +63,7 @@ def build_forward(
     *,
     exchange: RowExchange | None,
 ) -> ForwardParts:
-    """Put together what computes the first half of steps. `config` is resolved. Raises ConfigError.
-
-    `exchange`: with DP attention.
-    """
+    """`exchange`: with DP attention. Raises ConfigError."""
     backend, pools = _attention(config, model, memory)
     tapes = records.decodes and records.capture is None
     page_table, shared_by = pools[0].page_table, config.dp_size if exchange is not None else 1
@@ -87,7 +80,7 @@ def build_forward(
 def _attention(
     config: EngineConfig, model: DenseDecoder, memory: StepMemory
 ) -> tuple[AttentionBackend, list[PagedPool]]:
-    """Return the attention of all layers, and the pools of their KV, the drafter's in the first."""
+    """The pools are of all layers, the drafter's in the first."""
     assert config.max_running_requests is not None, "resolved"
     pool, windows = memory.pool, memory.windows
     own = partial(make_attention_backend, config.attention_backend, num_heads=model.num_heads)
@@ -104,7 +97,6 @@ def _attention(
 
 
 def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Return whether decode steps are calls of C kernels alone."""
     by_c_kernels = (
         config.dtype == "bfloat16" and isinstance(backend, CpuBackend | WindowedBackend) and backend.has_kernel
     )
@@ -113,6 +105,5 @@ def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
 
 
 def context_pages(config: MemoryFlags) -> int:
-    """Return the pages that the longest request needs."""
     assert config.context_length is not None, "resolved"
     return -(-(config.context_length + 1) // config.page_size)

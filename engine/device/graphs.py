@@ -40,10 +40,7 @@ def make_graphs(
     inputs: StepInputs,
     end: RecordedEnd | None,
 ) -> list[RecordedSteps]:
-    """Return the graphs of decode steps and of short prompts, still to be recorded.
-
-    `config` is resolved. `end`: of decode steps; None: they cannot be recorded.
-    """
+    """`end`: of decode steps; None: they cannot be recorded."""
     capture, page_table, backend = records.capture, parts.page_table, parts.backend
     if capture is None and page_table.device.type == "cuda":
         capture = partial(CudaCapture, page_table.device)
@@ -73,7 +70,6 @@ def make_graphs(
 
 
 def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
-    """Return how many graphs `make_graphs` returns on a GPU."""
     if config.disable_cuda_graph:
         return 0
     kinds = 2 if config.enable_lora else 1  # decode steps without and with adapters
@@ -81,12 +77,10 @@ def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
 
 
 def max_recorded_rows(config: EngineConfig) -> int:
-    """Return the most rows of a recorded step."""
     return max(_decode_sizes(config)[-1], PREFILL_SIZES[-1])
 
 
 def logits_bytes(config: EngineConfig, *, vocab_size: int, decodes: bool) -> int:
-    """Return the bytes of the logits that all decode graphs share."""
     return 0 if config.disable_cuda_graph or not decodes else 4 * _decode_sizes(config)[-1] * vocab_size
 
 

@@ -19,10 +19,7 @@ FLAG = "--disaggregation-decode-retraction-backup host"
 
 
 def backup_room(config: ModelFlags, pools: Pools, *, slots: int, slot_bytes: int, free_bytes: int) -> CopySize:
-    """Divide host memory for copies of retracted requests among the pools.
-
-    NOTHING if a page or a state does not fit. `slots`: of recurrent states, 0 without any.
-    """
+    """Divide host memory among the pools; NOTHING if a page or a state does not fit."""
     found = [(pools.kv.num_pages, pools.kv.page_bytes), (0, 0), (slots, slot_bytes)]
     if pools.windows is not None:
         found[1] = pools.windows.num_pages, pools.windows.page_bytes
@@ -45,7 +42,7 @@ def backup_bytes(room: CopySize, pools: Pools, *, slot_bytes: int) -> int:
 
 
 def make_copies(memory: StepMemory, states: States | None) -> Copies:
-    """Return the copies of this rank's part. Raises ConfigError."""
+    """Raises ConfigError."""
     room, windows = memory.backup_room, memory.windows
     if room == NOTHING:
         return Copies(backup=None, host_pool=memory.host_pool)

@@ -51,7 +51,6 @@ class LargestSteps:
 def own_steps(
     config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, seat: RankSeat, pool: KVPool
 ) -> Iterator[RunStep]:
-    """The steps of a rank that samples, none of them recorded."""
     device = build_device(
         replace(config, enable_lora=False, max_mamba_cache_size=2),
         model_config,
@@ -75,7 +74,6 @@ def warm(rank: LoadedRank, run: RunStep, *, positions: int, decodes: bool) -> No
 
 
 def steps_of(config: EngineConfig, model_config: ModelConfig, *, positions: int, decodes: bool) -> WarmUp:
-    """The steps that an engine may be given."""
     assert config.max_running_requests is not None, "resolved"
     vision = model_config.vision
     return WarmUp(

@@ -24,10 +24,7 @@ GRAPH_BYTES = 32 << 20  # per graph, an estimate: they share one memory pool
 
 
 def measured(trial: LargestSteps) -> MeasuredMemory | None:
-    """Return the memory, and what weights and steps of a rank take of it. Raises ConfigError.
-
-    None: --max-total-tokens is set on a GPU.
-    """
+    """Raises ConfigError. None: --max-total-tokens is set on a GPU."""
     rank = trial.rank
     if rank.config.max_total_tokens is not None:
         return unmeasured(rank.free, rank.weights) if rank.machine.gauge is None else None
@@ -113,7 +110,6 @@ def measure_on_cpu(trial: LargestSteps) -> MeasuredMemory:
 
 
 def _profiled_image(config: EngineConfig, model: ModelConfig) -> ImageInput | None:
-    """One that a slow machine, too, encodes soon."""
     if model.vision is None:
         return None
     assert config.num_threads is not None, "resolved"

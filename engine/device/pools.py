@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """Pool `kv` of all layers, or with `windows` of the others; `group` divides memory."""
+    """`kv` of all layers, or with `windows` of the others; `group` divides memory."""
 
     kv: KVPool
     windows: KVPool | None = None

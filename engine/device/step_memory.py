@@ -65,11 +65,9 @@ def gib(size_bytes: int) -> str:
 class MemoryGauge(Protocol):
     def total(self) -> int: ...
 
-    def free(self) -> int:
-        """Bytes free for any process."""
+    def free(self) -> int: ...
 
-    def own(self) -> int:
-        """Bytes of this process."""
+    def own(self) -> int: ...
 
     def begin_peak(self) -> None: ...
 
@@ -89,8 +87,7 @@ def await_share(
 ) -> None:
     """Wait up to WAIT_S for this process's share. Raises ConfigError with others' usage.
 
-    GPU memory readings, and the wait for this process's share (engine/device/memory_plan.py).
-    Workers on one GPU never race: each stays in its share of the total.
+    Workers on one GPU never race: each stays in its share (engine/device/memory_plan.py).
     """
     total, until_s = gauge.total(), clock() + WAIT_S
     asked = False
@@ -119,10 +116,9 @@ def _short(total: int, ours: int, share: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalMachine:
-    """The hardware of a rank, and the reader of its weights.
+    """The hardware of a rank, and the reader of its weights. CPU ranks share `host`.
 
-    `capture` records graphs and `gauge` measures memory in place of CUDA. CPU ranks share `host`.
-    `progress`: bars show how far loading and recording have come.
+    `capture` records graphs and `gauge` measures memory in place of CUDA. `progress`: show bars.
     """
 
     capture: MakeCapture | None = None
@@ -137,9 +133,9 @@ THIS_MACHINE = LocalMachine()
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A rank with its weights, whose fingerprint is `files` if taken.
+    """`files`: fingerprint of the weights, if taken. `config`: resolved.
 
-    `config`: resolved. On a CPU `free` bytes were there before the weights, which take `weights`.
+    On a CPU `free` bytes were there before the weights, which take `weights`.
     """
 
     config: EngineConfig
@@ -152,7 +148,7 @@ class LoadedRank:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of a recurrent state, 0 without recurrent layers."""
+        """0 without recurrent layers."""
         specs = self.model.state_specs()
         return StatePool.slot_bytes_of(specs) if specs else 0
 
@@ -163,7 +159,7 @@ class LoadedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """The memory that steps read and write: KV in `pool`, of layers with a pool apart in `windows`.
+    """KV in `pool`, of layers with a pool apart in `windows`.
 
     `max_pages`: of a request, if not as many as the pool has and the context needs. `shadows`: of
     how many requests with recurrent states a step may verify drafts. `arrivals`: as of ImagePass.
@@ -181,10 +177,9 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The steps that are recorded: `decodes`, `prefills`.
+    """Steps to record as CUDA graphs or (decode steps) tapes of C kernels.
 
-    They are CUDA graphs or (decode steps) tapes of C kernels. `capture`: records graphs in place of
-    CUDA. `progress`: bars show how far recording has come.
+    `capture`: records graphs in place of CUDA. `progress`: show bars.
     """
 
     decodes: bool = False
@@ -195,11 +190,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeat:
-    """The place of this rank in the model, and what it shares with others.
-
-    `exchange`: with DP attention. `future_map`: if not one of its own. `inputs`: of steps, if not
-    the tokens of the future map.
-    """
+    """`exchange`: with DP attention. `future_map`, `inputs` of steps: if not this rank's own."""
 
     place: Place = ALONE
     exchange: RowExchange | None = None

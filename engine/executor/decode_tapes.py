@@ -60,7 +60,6 @@ class DecodeTapes:
         self._seen: Counter[int] = Counter()  # steps with drafts, by size
 
     def forget(self) -> None:
-        """The next step may be another model's."""
         self._tapes = {}
 
     def record(self, model: DenseDecoder) -> None:
@@ -76,7 +75,6 @@ class DecodeTapes:
         return Forward(self.forward(batch.model, inputs, rows.positions, attend, drafts=rows.step.drafts))
 
     def takes(self, num_rows: int) -> bool:
-        """Return True if a decode step of `num_rows` requests can be recorded."""
         return num_rows <= MAX_ROWS
 
     def forward(
@@ -127,5 +125,4 @@ class DecodeTapes:
 
 
 def _kept(model: DenseDecoder) -> dict[int, Tensor]:
-    """The products that the step which has just run keeps."""
     return {layer: kept for states in model.states if states.keeps for layer, kept in states.products.items()}

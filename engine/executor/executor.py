@@ -47,16 +47,12 @@ class Ranks(Protocol):
 
 
 class NoRanks:
-    """No other ranks."""
-
     def step(self, plan: Plan) -> StepAnswer | None:
         return None
 
-    def on_collected(self, result: StepResult) -> None:
-        """Do nothing."""
+    def on_collected(self, result: StepResult) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 class Executor:
@@ -79,7 +75,6 @@ class Executor:
 
     @property
     def runner(self) -> "ModelRunner":
-        """The first stream's runner."""
         return self.streams[0].runner
 
     def launch(self, plan: Plan) -> "Launch":
@@ -98,13 +93,12 @@ class Executor:
         return launch
 
     def launch_sampling(self, launch: "Launch") -> None:
-        """Enqueue sampling once `plan.masks` are set."""
         self.streams[launch.plan.stream].launch_sampling(launch)
         self._watch(launch)
 
     @property
     def ended(self) -> "Callable[[Launch], bool] | None":
-        """Return a check that `collect` returns at once, if ends are watched."""
+        """A check that `collect` returns at once, if ends are watched."""
         return None if self._attention is None else self._has_ended
 
     def _has_ended(self, launch: "Launch") -> bool:
@@ -181,8 +175,7 @@ class InlineStream:
             run_into(future, work)
         return future
 
-    def close(self) -> None:
-        """Do nothing: work ran in submit."""
+    def close(self) -> None: ...
 
 
 class ThreadStream:
@@ -262,10 +255,7 @@ class CudaStream:
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A launched step. `forward`: its first half if sampling is separate, which leaves `left`.
-
-    `answer`: of other ranks.
-    """
+    """`forward`: the step's first half if sampling is separate. `answer`: of other ranks."""
 
     plan: Plan
     sampling: StreamTask[StepOutput] | None = None
@@ -282,11 +272,9 @@ class DeviceStream:
         self._stream = stream
 
     def launch(self, plan: Plan) -> Launch:
-        """Enqueue a step (an inline stream runs it)."""
         return Launch(plan, self._stream.submit(lambda: self.runner.run(plan)))
 
     def launch_forward(self, plan: Plan) -> Launch:
-        """Enqueue a step without sampling; `launch_sampling` must be the next launch."""
         launch = Launch(plan)
 
         def forward() -> None:
@@ -296,12 +284,10 @@ class DeviceStream:
         return launch
 
     def launch_sampling(self, launch: Launch) -> None:
-        """Enqueue sampling once `plan.masks` are set."""
         assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
         launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.left))
 
     def collect(self, launch: Launch) -> StepResult:
-        """Wait for a step's results. Raises its error; lack of device memory is a result."""
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         try:
             if launch.forward is not None:
@@ -316,7 +302,6 @@ class DeviceStream:
         return _step_result(launch.plan, output)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` after all launched steps; wait, and return or raise its outcome."""
         return self._stream.submit(work).result()
 
     def close(self) -> None:

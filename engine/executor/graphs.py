@@ -58,8 +58,7 @@ class FollowedEnd:
     def __init__(self, *, is_last: bool) -> None:
         self._is_last = is_last
 
-    def begin(self, model: DenseDecoder, *, rows: int) -> None:
-        """Keep nothing."""
+    def begin(self, model: DenseDecoder, *, rows: int) -> None: ...
 
     def run(self, model: DenseDecoder, hidden: Tensor, slots: Tensor, output_lens: Tensor) -> Forward:
         if self._is_last:
@@ -149,7 +148,6 @@ class GraphRecorder:
     progress: bool = False
 
     def bar(self, sizes: Sequence[int], what: str) -> "tqdm[int]":
-        """Return `sizes`, the largest first."""
         return tqdm(sizes[::-1], desc=what, disable=None if self.progress else True, leave=False)
 
     def hidden(self, model: DenseDecoder, ids: Tensor, positions: Tensor, step: DeviceStep | DeviceExtend) -> Tensor:
@@ -193,11 +191,10 @@ class DecodeGraphs:
         self._adapted: dict[int, Callable[[], Forward]] = {}
 
     def forget(self) -> None:
-        """Drop all graphs until `record`."""
         self._graphs, self._adapted = {}, {}
 
     def record(self, model: DenseDecoder) -> None:
-        """Record every size for `model`, in stream order with nothing in flight.
+        """Record every size in stream order with nothing in flight.
 
         Raises torch.OutOfMemoryError and leaves no graphs.
         """
@@ -217,7 +214,6 @@ class DecodeGraphs:
         return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
 
     def size_of(self, items: list[PlanItem]) -> int:
-        """Return the graph's rows for `items`."""
         return self.sizes[bisect_left(self.sizes, len(items))]
 
     def run(self, batch: Batch) -> Forward | None:
@@ -236,10 +232,7 @@ class DecodeGraphs:
         return (self._adapted if batch.adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
-        """Host int64[4, size]: token ids or placeholders, positions, slots, output lengths.
-
-        With images also RoPE positions.
-        """
+        """Host int64[4, size]: ids or placeholders, positions (or RoPE's), slots, lengths."""
         assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
@@ -299,11 +292,10 @@ MAX_REQUESTS = 16  # of a recorded step: attention starts programs for each, als
 class PrefillGraphs:
     """`sizes`: numbers of new tokens to record, ascending.
 
-    Launching the kernels of a forward one by one takes the host longer than a GPU takes to compute
-    a few hundred tokens. A step takes the graph of the next size: its padded tokens belong to no
-    request and write to page 0, its padded requests have no tokens. Long prefixes are left to
-    kernels that the host cuts by their length, and so are prompts with images from the first one
-    on.
+    The host launches the kernels of some hundred tokens slower than a GPU computes them. A step
+    takes the graph of the next size: its padded tokens belong to no request and write to page 0,
+    its padded requests have no tokens. Long prefixes, and prompts from their first image on, are
+    left to kernels that the host cuts.
     """
 
     def __init__(self, sizes: Sequence[int], recorder: GraphRecorder) -> None:
@@ -312,14 +304,10 @@ class PrefillGraphs:
         self._graphs: dict[int, Work] = {}
 
     def forget(self) -> None:
-        """Drop all graphs until `record`."""
         self._graphs = {}
 
     def record(self, model: DenseDecoder) -> None:
-        """Record every size for `model`, in stream order with nothing in flight.
-
-        Raises torch.OutOfMemoryError, and then there are no graphs.
-        """
+        """See DecodeGraphs.record."""
         self.forget()
         capture = self._recorder.capture()
         bar = self._recorder.bar(self.sizes, "prefill graphs")

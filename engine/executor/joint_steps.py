@@ -44,5 +44,4 @@ class JointSteps(StepPart):
         batch.items = batch.items + [self._padding] * (most - len(batch.items))
 
     def _replays(self, agreed: AgreedStep) -> bool:
-        """Return whether all ranks play a tape of this step, or record it."""
         return agreed.graph and any(tapes.takes(max(agreed.tokens)) for tapes in self._tapes)

@@ -1,7 +1,4 @@
-"""Layerwise progress of KV: waits before layers, marks after them.
-
-Marking never waits: a CUDA event, or a tuple on CPU.
-"""
+"""Layerwise progress of KV: waits before layers, and marks after them, which never wait."""
 
 from collections import deque
 from collections.abc import Callable, Collection
@@ -55,7 +52,6 @@ class LayerMarks:
         return out
 
     def all_written(self, step: int) -> None:
-        """Mark a step's KV complete, with the drafter's."""
         if self._ends:
             self._mark((step, max(self._ends)))
 

@@ -128,15 +128,14 @@ class ModelRunner:
 
     @property
     def balance(self) -> ExpertBalance | None:
-        """Return the expert balance of the running model."""
         return self.running.model.balance
 
     def expert_gauges(self) -> dict[str, float]:
-        """Return the expert gauges of the model, {} while its weights are released. Any thread."""
+        """{} while the weights are released. Any thread."""
         return {} if self.running.released else expert_gauges(self._loads(), self.balance)
 
     def expert_loads(self) -> list[list[int]]:
-        """The same, of each layer and expert."""
+        """By layer and expert."""
         return [] if self.running.released else expert_loads(self._loads(), self.running.model.num_layers)
 
     def _loads(self) -> dict[int, torch.Tensor]:
@@ -172,7 +171,6 @@ class ModelRunner:
         return compute(lambda: self._forward_pass.run(self.running.model, plan, arrivals))
 
     def wait_for_copies(self, seq: int) -> None:
-        """Block until the host pages of every step up to `seq` hold what left the device."""
         self._copies.wait(seq)
 
     def close(self) -> None:
@@ -180,10 +178,7 @@ class ModelRunner:
         self._copies.close()
 
     def sample(self, plan: Plan, forward: Forward | None) -> StepOutput:
-        """Sample tokens; compute logprobs and hidden states. Raises DeviceOutOfMemory.
-
-        `forward`: result of `forward` for the same plan.
-        """
+        """Sample tokens; `forward`: of the same plan. Raises DeviceOutOfMemory."""
         if not plan.items:
             return nothing_sampled({})
         if plan.skips_model:

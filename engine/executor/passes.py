@@ -37,11 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ForwardPass:
-    """The first half of steps.
-
-    `parts`: in the order in which they add to steps. `recorded`: the first that takes a step
-    computes it; else its layers run.
-    """
+    """`parts` add to steps in order. `recorded`: the first that takes a step computes it."""
 
     def __init__(
         self,
@@ -67,19 +63,17 @@ class ForwardPass:
             part.attach(model)
 
     def detach(self) -> None:
-        """Forget the model and its recorded steps."""
         for part in self._parts:
             part.forget()
         for recorded in self._recorded:
             recorded.forget()
 
     def record(self, model: DenseDecoder) -> None:
-        """Record the graphs, if any. Raises torch.OutOfMemoryError."""
         for recorded in self._recorded:
             recorded.record(model)
 
     def record_if_possible(self, model: DenseDecoder) -> None:
-        """Record the graphs; where there is no memory for them, go on without."""
+        """Record the graphs, or go on without if there is no memory for them."""
         try:
             self.record(model)
         except torch.OutOfMemoryError as error:
@@ -90,18 +84,14 @@ class ForwardPass:
             part.open(opened)
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
-        """Do what else `plan` holds than its items, of which it may have none.
-
-        Raises torch.OutOfMemoryError.
-        """
+        """Do what else `plan` holds than items. Raises torch.OutOfMemoryError."""
         for part in self._parts:
             part.prepare(model, plan)
 
     def run(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> Forward:
         """Compute the hidden states [T, hidden] of all new tokens, item after item.
 
-        A graph of a decode step samples, too. What is recorded waits for all of `arrivals`, anything
-        else for a layer of it just before that layer's attention.
+        Recorded steps wait for all of `arrivals`, others for a layer's before its attention.
         """
         self.place(plan)
         batch = self._expected(model, plan, arrivals)
@@ -109,7 +99,6 @@ class ForwardPass:
         return forward if len(batch.items) == len(plan.items) else Forward(forward.hidden[: len(plan.items)])
 
     def join(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> None:
-        """Take part in a step that at most other DP ranks have tokens in: a plan without items."""
         if plan.agreed is None or not any(plan.agreed.tokens):
             return
         batch = self._expected(model, plan, arrivals)
@@ -119,7 +108,6 @@ class ForwardPass:
             model.join()
 
     def place(self, plan: Plan) -> None:
-        """Note the new pages of items."""
         self._page_table.update(plan.items)
 
     def _expected(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> Batch:
@@ -188,7 +176,6 @@ class SamplePass:
         self._device = device
 
     def run(self, model: DenseDecoder, plan: Plan, forward: Forward) -> StepOutput:
-        """Sample what is not sampled yet, and compute logprobs and hidden states."""
         hidden = forward.hidden
         items, starts = plan.items, first_rows(plan.items)
         output = self._tokens(model, plan, starts, forward)
@@ -223,7 +210,6 @@ class SamplePass:
         )
 
     def _sample(self, plan: Plan, sampled: list[int], logits: Tensor) -> Sampled:
-        """Tokens and bad rows of the items `sampled`."""
         items = [plan.items[i] for i in sampled]
         masks = {row: plan.masks[i] for row, i in enumerate(sampled) if i in plan.masks}
         slots = [item.slot for item in items]
@@ -234,7 +220,6 @@ class SamplePass:
         return tokens, bad
 
     def _input_logprobs(self, model: DenseDecoder, item: PlanItem, hidden: Tensor, first_row: int) -> list[Logprobs]:
-        """Compute logprobs of prompt positions from `logprob_from` on."""
         assert item.logprobs is not None
         parts = []
         for rows, ids in prompt_parts(item, first_row):
@@ -257,7 +242,6 @@ class SamplePass:
         return {item: _rows(packed, n, n + 1, options) for n, (_, item, options) in enumerate(wanted)}
 
     def _packed(self, logits: Tensor, tokens: Tensor, options: Sequence[LogprobOptions]) -> Packed:
-        """`options` of each row."""
         most, max_ids = max(o.top_num for o in options), max(len(o.token_ids) for o in options)
         ids = [[*o.token_ids, *[0] * (max_ids - len(o.token_ids))] for o in options]
         asked = upload(torch.tensor(ids, dtype=torch.int64).view(len(ids), max_ids), self._device)

@@ -4,8 +4,7 @@
                        their products
     a later one        rolls back rejected drafts: restores the checkpoint, passes accepted rows
 
-Steps without drafts cost nothing more, and accepted drafts cost only the copy. Only states are
-computed again: a row's output does not depend on later rows.
+Accepted drafts cost only the copy. A row's output does not depend on later rows.
 """
 
 from collections.abc import Sequence
@@ -72,7 +71,6 @@ class States(StepPart):
         self.pool.run(batch.plan.snapshots)
 
     def rewind(self, model: DenseDecoder, rewinds: Sequence[StateRollback]) -> None:
-        """Let states be behind the rows that count of the last step with drafts."""
         runs = [self._verified[rewind.slot] for rewind in rewinds]
         self.pool.run([StateCopy(run.shadow, run.slot) for run in runs])
         counts = [rewind.length - run.start for rewind, run in zip(rewinds, runs, strict=True)]

@@ -1,4 +1,4 @@
-"""A step of one rank, the parts that add to it, each of a feature, and what computes it."""
+"""A step of one rank, its parts, each of a feature, and what computes it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,11 +39,10 @@ class StepInputs(Protocol):
 
 
 class FutureMap:
-    """Future map in `last` int64[slots + 1]; padding stores in the extra cell.
+    """Last token of each slot on the device, unknown to the host: `last` int64[slots + 1].
 
-    Last token of each slot on the device, unknown to the host. Inputs may contain placeholders
-    -(slot + 1), resolved before the forward; sampled tokens are stored. FIFO order is the only
-    synchronization. After SGLang's FutureMap.
+    Padding stores in the extra cell. Inputs may contain placeholders -(slot + 1), resolved before
+    the forward. FIFO order is the only synchronization. After SGLang's FutureMap.
     """
 
     def __init__(self, last: Tensor) -> None:
@@ -56,14 +55,13 @@ class FutureMap:
     def resolve(self, token_ids: Tensor) -> Tensor:
         return torch.where(token_ids < 0, self._last[(-token_ids - 1).clamp_min(0)], token_ids)
 
-    def fill(self, rows: int) -> None:
-        """Do nothing: recorded ids are inputs."""
+    def fill(self, rows: int) -> None: ...
 
     def recorded(self, token_ids: Tensor) -> Tensor:
         return self.resolve(token_ids)
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
-        """Store sampled tokens; both int64[n]."""
+        """Both int64[n]."""
         self._last[slots] = tokens
 
     def on_sampled(self) -> None:
@@ -78,7 +76,6 @@ PROMPT_LOGPROB_ROWS = 256  # prompt positions with logits at once: [rows, vocab]
 
 
 def first_rows(items: Sequence[PlanItem]) -> list[int]:
-    """Return each item's first row, and the end."""
     return list(accumulate((item.q_len for item in items), initial=0))
 
 
@@ -125,7 +122,7 @@ Sampled = tuple[Tensor, Tensor]  # tokens [n] int64, and whether the logits were
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The hidden states [T, hidden] of a step's new tokens, left for the second half of the step.
+    """The hidden states [T, hidden] of a step's new tokens.
 
     `gave_logits`: of a recorded step on a rank that samples nothing: the leader has its columns.
     """
@@ -134,17 +131,14 @@ class Forward:
     gave_logits: bool = False
 
     def rows(self, n: int, *, sampled: bool) -> "Forward":
-        """Return the first `n` rows of a recorded step; its tokens only if they are `sampled`."""
         return replace(self, hidden=self.hidden[:n])
 
     def logits(self, model: DenseDecoder, rows: Sequence[int]) -> Tensor:
-        """Return the logits [len(rows), V] float32 of `rows`, ascending."""
         if len(rows) == len(self.hidden):
             return model.logits(self.hidden)
         return model.logits(self.hidden[upload(torch.tensor(rows), self.hidden.device)])
 
     def sampled(self, sample: Callable[[], Sampled]) -> Sampled:
-        """Return what `sample` gives, unless the step is sampled already."""
         return sample()
 
 
@@ -194,9 +188,8 @@ class StepRows:
 class Batch:
     """A step of one rank. Its rows are uploaded when something reads them first.
 
-    Most recorded steps have rows of their own. `items`: of `plan`, and with DP attention padding.
-    `tapes`: whether a tape may play it. `adapted`: some row computes with an adapter. `images`:
-    what stands in for embeddings. Parts fill in the last four.
+    `items`: of `plan`, and with DP attention padding. `tapes`: whether a tape may play it.
+    `adapted`: some row has an adapter. `images`: what stands in for embeddings.
     """
 
     def __init__(
@@ -231,7 +224,7 @@ class Batch:
             arrival.hold_all()
 
     def begin(self) -> Attend:
-        """Prepare parts and attention for layers that are computed now; return the attention."""
+        """Prepare parts and attention for layers that are computed now."""
         for part in self._parts:
             part.begin(self)
         self._backend.begin(self.rows.step)
@@ -274,24 +267,17 @@ class Batch:
 class StepPart:
     """A feature in the steps of a rank, by the hooks that it overrides; all run in stream order.
 
-    One part follows another as `make_parts` has them (engine/device/feature_parts.py). No hook has
-    fewer than two users.
+    Their order: `make_parts` (engine/device/feature_parts.py). No hook has fewer than two users.
     """
 
-    def forget(self) -> None:
-        """Drop what was kept of a model."""
+    def forget(self) -> None: ...
 
-    def attach(self, model: DenseDecoder) -> None:
-        """Work with `model` from the next step on."""
+    def attach(self, model: DenseDecoder) -> None: ...
 
-    def open(self, opened: SlotOpen) -> None:
-        """Note a request that gets a row of the request table."""
+    def open(self, opened: SlotOpen) -> None: ...
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
-        """Do what else `plan` holds than its items, of which it may have none.
-
-        Raises torch.OutOfMemoryError.
-        """
+        """Do what else `plan` holds than items. Raises torch.OutOfMemoryError."""
 
     def expect(self, batch: Batch) -> None:
         """Note the step's items, before anything computes them, be it recorded or not."""
@@ -318,8 +304,7 @@ class TokenDrafter(Protocol):
         `tokens`: sampled, in item order; None on a rank that samples nothing.
         """
 
-    def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> ReadDrafts:
-        """Draft after each of `items`."""
+    def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> ReadDrafts: ...
 
 
 class PagedPool(NamedTuple):
@@ -332,8 +317,7 @@ class PagedPool(NamedTuple):
 class RecordedSteps(Protocol):
     """Steps recorded for some sizes: they compute a step, or leave it to the next that may."""
 
-    def forget(self) -> None:
-        """Drop what was recorded of a model."""
+    def forget(self) -> None: ...
 
     def record(self, model: DenseDecoder) -> None:
         """Record all sizes before the first step. Raises torch.OutOfMemoryError."""

@@ -58,7 +58,7 @@ class WarmUp:
     encoders: int = 1
 
     def plans(self) -> list[Plan]:
-        """Return all steps; each closes the slots of the one before."""
+        """Each closes the slots of the one before."""
         decodes = self._decodes() if self.decodes else ()
         return _closing([*self._prompts(), *self._samples(), *decodes, *self._images()])
 
@@ -173,15 +173,13 @@ def _closing(plans: list[Plan]) -> list[Plan]:
 
 
 class StepExecutor(Protocol):
-    """An `Executor`, or one of its streams."""
-
     def launch(self, plan: Plan) -> Any: ...
 
     def collect(self, launch: Any) -> StepResult: ...
 
 
 def by_executor(executor: StepExecutor) -> Callable[[Plan], None]:
-    """Return a runner of whole steps. Raises DeviceOutOfMemory."""
+    """Raises DeviceOutOfMemory."""
 
     def run(plan: Plan) -> None:
         if failure := executor.collect(executor.launch(plan)).failure:
@@ -191,7 +189,7 @@ def by_executor(executor: StepExecutor) -> Callable[[Plan], None]:
 
 
 def warm_up(run: Callable[[Plan], None], steps: WarmUp, *, progress: bool) -> None:
-    """Run the steps in stream order, before any other. Raises errors of `run`."""
+    """Run the steps in stream order, before any other."""
     for plan in tqdm(steps.plans(), desc="warm-up", disable=None if progress else True, leave=False):
         run(plan)
 

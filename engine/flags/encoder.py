@@ -32,7 +32,7 @@ def check_one_process(config: EngineConfig) -> None:
 
 
 def encoder_config(config: EngineConfig, model: ModelConfig, *, page_size: int, cuda: bool) -> EngineConfig:
-    """Return the resolved `config`, text model's flags at defaults. Raises ConfigError."""
+    """The text model's flags keep defaults. Raises ConfigError."""
     check_one_process(config)
     plain = EngineConfig()
     resolved = resolve(
@@ -63,6 +63,6 @@ def encoder_config(config: EngineConfig, model: ModelConfig, *, page_size: int, 
 
 
 def step_images_tokens(config: SchedulingFlags, vision: VisionConfig) -> int:
-    """Max image tokens of a step: half of its budget, or the largest image."""
+    """Half of the budget of a step, or the largest image."""
     assert config.max_prefill_tokens is not None, "resolved"
     return max(config.max_prefill_tokens // 2, max_image_tokens(vision))

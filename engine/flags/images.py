@@ -15,10 +15,7 @@ DEFAULT_MB = 100  # SGLang's SGLANG_VLM_CACHE_SIZE_MB
 
 
 def vlm_cache_size_mb(config: MemoryFlags, model: ModelConfig, *, dtype: str, context: int) -> int | None:
-    """By default SGLang's, or more if an image needs it; None for a text model.
-
-    Raises ConfigError.
-    """
+    """SGLang's default, or more if an image needs it; None without. Raises ConfigError."""
     given = config.vlm_cache_size_mb
     if model.vision is None:
         if given is not None:

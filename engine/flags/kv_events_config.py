@@ -27,7 +27,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_kv_cache_events: bool = True
 
     def of_rank(self, dp_rank: int) -> "KVEventsConfig":
-        """Ports of a DP rank, counted from the given ones, as in vLLM and SGLang."""
+        """Ports are counted from the given ones, as in vLLM and SGLang."""
         replay = None if self.replay_endpoint is None else _shifted(self.replay_endpoint, dp_rank)
         return msgspec.structs.replace(self, endpoint=_shifted(self.endpoint, dp_rank), replay_endpoint=replay)
 

@@ -58,8 +58,5 @@ def _described_bytes(model: Path) -> int:
 
 
 def with_random_seed(config: EngineConfig, bits: Callable[[int], int] = secrets.randbits) -> EngineConfig:
-    """Fill in `random_seed`; `bits(k)` returns k random bits.
-
-    A constant would repeat "random" answers over replicas and restarts.
-    """
+    """Fill in `random_seed` by `bits(k)`; a constant would repeat answers over replicas."""
     return config if config.random_seed is not None else replace(config, random_seed=bits(SEED_BITS))

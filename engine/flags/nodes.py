@@ -32,7 +32,7 @@ class Wire(NamedTuple):
         return self.kind in (PLAN, ENGINE)
 
     def end_of(self, rank: int) -> str:
-        """The name of `rank`'s end: states go "after" and come from "before"."""
+        """States go "after" and come from "before"."""
         if self.kind != STATES:
             return self.kind
         return "after" if rank == self.first else "before"

@@ -127,7 +127,7 @@ def limits(config: EngineConfig) -> Limits:
 
 
 def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_only: bool) -> Agreement:
-    """A DP rank's side of DP attention. `decodes_only`: no prompts to delay."""
+    """`decodes_only`: no prompts to delay."""
     delays = config.enable_prefill_delayer and not decodes_only and dp_rank == DECIDES
     return Agreement(board, rank=dp_rank, delayer=PrefillDelayer() if delays else None)
 
@@ -137,7 +137,7 @@ def ratio_rule(config: SchedulingFlags) -> RatioRule:
 
 
 def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -> StepBudget | None:
-    """The time limit of steps, if any. `part_tokens`: as in Limits."""
+    """`part_tokens`: as in Limits."""
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
@@ -228,7 +228,6 @@ def host_pages(config: CacheFlags, *, num_pages: int, page_bytes: int, free_byte
 
 
 def ahead_pages(config: ModelFlags, *, page_bytes: int) -> int:
-    """Host pages that a step loads for waiting requests. `config` is resolved."""
     size_bytes = LOAD_AHEAD_MB[config.device] * 10**6
     return max(1, size_bytes // page_bytes) if size_bytes else 0
 

@@ -152,7 +152,7 @@ def passes_of(config: SpeculativeFlags) -> int:
 
 
 def may_draft(config: EngineConfig, *, decodes: bool) -> bool:
-    """True if steps may have drafts: by the flag, or forced by grammars."""
+    """By the flag, or forced by grammars."""
     by_grammar = config.grammar_backend == "llguidance" and not _why_not(config)
     return decodes and (config.speculative_algorithm is not None or by_grammar)
 

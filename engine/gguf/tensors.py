@@ -31,7 +31,7 @@ _WHOLE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.n
 
 
 class GGUFTensors:
-    """The tensors of `file`. Loading reports unknown names."""
+    """Loading reports unknown names."""
 
     described_by = "the metadata"
 

@@ -29,12 +29,11 @@ _COMPOSED_BY = (*PARTS, *CONDITIONS, *NAMED_CONDITIONS, "$ref")
 
 
 def closed(schema: Any) -> Any:
-    """A copy with closed objects. Raises BadReference; RecursionError if too deep.
+    """Copy with closed objects, as in OpenAI's strict mode.
 
-    Closes objects of JSON schemas, as in OpenAI's strict mode. By default JSON Schema allows
-    additional properties, with which a model then fills its answer. Objects without listed
-    properties stay open, and so do parts of one object in `allOf`, `if` or a `$ref` with
-    `properties`.
+    By default JSON Schema allows additional properties, with which a model then fills its answer.
+    Objects without listed properties stay open, and so do parts of one object in `allOf`, `if` or a
+    `$ref` with `properties`. Raises BadReference; RecursionError if too deep.
     """
     schema = local(schema)
     parts: set[str] = set()  # references to parts of one object, which stay open
@@ -83,10 +82,7 @@ TAG_TEXT: /(.|\\n)*/
 
 
 class Structure(msgspec.Struct, kw_only=True):
-    """A structure of a structural tag.
-
-    `schema`: between `begin` and `end`. `after_number`: follows an integer after `begin`.
-    """
+    """`schema`: between `begin` and `end`. `after_number`: follows an integer after `begin`."""
 
     begin: str
     after_number: str = ""
@@ -116,13 +112,11 @@ def read_structural_tag(source: str) -> StructuralTag:
 def structural_lark(
     source: str, *, special_tokens: Mapping[str, int], schema_of: Callable[[Any], Any] = lambda schema: schema
 ) -> str:
-    """The structural tag as a Lark grammar.
+    """The structural tag as a Lark grammar: triggers in free text force what follows.
 
-    `special_tokens`: ids by name. `schema_of`: transforms schemas. Raises GrammarInvalid.
-
-    Structural tags to a Lark grammar: triggers in free text force what follows. SGLang's JSON:
-    {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}]}. The
-    grammar (lazy text to a trigger, rest of `begin`, schema, `end`) follows llguidance's
+    `special_tokens`: ids by name. `schema_of`: transforms schemas. Raises GrammarInvalid. SGLang's
+    JSON: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}]}.
+    The grammar (lazy text to a trigger, rest of `begin`, schema, `end`) follows llguidance's
     `StructTag`.
     """
     tag = read_structural_tag(source)

@@ -39,16 +39,14 @@ class _Compilation(Generic[Found]):
 
 
 class CompileThreads(Generic[Found]):
-    """At most `num_threads` compilations, plus timed-out ones. `compile_` never raises.
-
-    Threads that compile grammars; a timed-out compilation gets a replacement thread.
+    """At most `num_threads` compilations; a timed-out one gets a replacement thread.
 
     `ask` --> pending --> running --> done
                  |
                  overdue --> given up --> done (late), or never
 
     No library can stop a compilation, so it continues at the lowest CPU priority; a late result
-    counts. Single-threaded caller.
+    counts. Single-threaded caller. `compile_` never raises.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class CompileThreads(Generic[Found]):
 
     @property
     def is_stuck(self) -> bool:
-        """True if too many timed-out compilations run."""
         return len(self._given_up) >= self._max_given_up
 
     def __contains__(self, spec: GrammarSpec) -> bool:
@@ -148,8 +145,6 @@ MAX_CACHED = 256  # grammars; an agent with many tools has dozens
 
 
 class Compiler(Protocol):
-    """Compiles grammars (compiler.py), thread-safe."""
-
     def prepare(self) -> None:
         """Do slow work that all grammars share."""
 
@@ -176,9 +171,8 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """Requests that wait for their grammars.
+    """`compiler`: None turns grammars off. `gates`: of reasoning. `vocab_size`: of the logits.
 
-    `compiler`: None turns grammars off. `gates`: of reasoning. `vocab_size`: of the logits.
     `wakeup`: called from a thread when a grammar is compiled.
     """
 

@@ -21,10 +21,9 @@ WORD_BITS = 32
 
 
 class ReasoningGrammar:
-    """Grammar of reasoning, then the answer.
+    """`inner`: grammar of the answer, if constrained. `start_id`: may start reasoning.
 
-    `inner`: of the answer, if constrained. `start_id`: may start reasoning. `forced`: tokens that
-    end the reasoning after `budget` tokens.
+    `forced`: tokens that end the reasoning after `budget` tokens.
     """
 
     def __init__(
@@ -104,8 +103,6 @@ class ReasoningGrammar:
 
 
 class ReasoningGates:
-    """Reasoning grammars of one model. `vocab_size`: of the logits."""
-
     def __init__(self, tokenizer: "Tokenizer", *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

@@ -15,11 +15,10 @@ NO_TOKEN = "allowed_token_ids and bad_words leave no token that can follow in th
 
 
 class TokenRules:
-    """Grammar that allows or forbids tokens.
+    """`allowed`: empty for all tokens. `inner`: the grammar to combine with.
 
-    `allowed`: empty for all tokens. `inner`: the grammar to combine with. If no token is left, the
-    answer ends if one of `eos_ids` may follow, otherwise it is rejected; with `yields` the tokens
-    of `inner` stand (forced end of reasoning).
+    If no token is left, the answer ends if one of `eos_ids` may follow, otherwise it is rejected;
+    with `yields` the tokens of `inner` stand (forced end of reasoning).
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class TokenRules:
 
     @property
     def ended(self) -> bool:
-        """True if no token is left, too."""
         if self._inner is None:
             return self._left() == 0
         if self._yields or self._inner.ended:

@@ -27,7 +27,7 @@ _AT = len(MAGIC) + 4
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """Header of a page's file. `key`: chained hash of all tokens up to the page's end.
+    """`key`: chained hash of all tokens up to the page's end.
 
     | magic 8 | header length 4, little-endian | msgpack of `Header` | zeros | page bytes |
     |<------------------------ HEADER_BYTES ------------------------------>|<- page_bytes ->|
@@ -57,7 +57,7 @@ def encode_header(identity: KVIdentity, key: bytes, page: memoryview) -> bytes:
 
 
 def check_page(raw: bytes, page: memoryview, *, identity: KVIdentity, key: bytes) -> None:
-    """Raises BadFile unless the header `raw` matches `page`, `identity` and `key`."""
+    """Raises BadFile unless the header `raw` matches."""
     header = _decode(raw)
     for name, expected in {"version": VERSION, "identity": identity, "key": key}.items():
         if getattr(header, name) != expected:
@@ -88,7 +88,7 @@ _RANK = re.compile(r"rank\d+")
 
 
 class PageDirectory:
-    """Directory of one worker's page files: `DIR/N`, N the first unlocked number.
+    """`DIR/N` of one worker, N the first unlocked number.
 
     Files `<64 hex digits of the key>.kv` are written as `.tmp` and renamed.
     """
@@ -236,7 +236,7 @@ class PageStore(Protocol):
         """Fill the host page. FileNotFoundError, BadFile and OSError leave undefined contents."""
 
     def write(self, work: DiskWrite) -> None:
-        """Write the host page, after deletion of victims. Raises OSError."""
+        """After deletion of victims. Raises OSError."""
 
     def delete(self, keys: tuple[bytes, ...]) -> Files:
         """Return (key, bytes) of files that could not be deleted."""

@@ -16,7 +16,7 @@ MISSING = "no file"
 
 
 class FollowerFiles:
-    """Follower's reads and writes, in two threads. Calls return the error or ""."""
+    """Two threads. Calls return the error or ""."""
 
     def __init__(self, path: Path, *, page_of: PageView, identity: KVIdentity) -> None:
         self._store = DirectoryStore(PageDirectory(path), page_of=page_of)

@@ -30,10 +30,7 @@ KIND_VARIABLE = "TANDEM_CPU_KIND"
 
 
 class Kind(IntEnum):
-    """`enum kind` of kind.h.
-
-    A kind has fixed compiler flags, for equal bits on all machines.
-    """
+    """`enum kind` of kind.h: fixed compiler flags, for equal bits on all machines of a kind."""
 
     GENERIC = 1
     NEON = 2
@@ -317,7 +314,6 @@ def _first_line(text: str) -> str:
 
 
 def _compiler() -> list[str]:
-    """Raises NoCompilerError."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         found = shutil.which(name) if name else None
         if found:
@@ -334,7 +330,7 @@ def _key(source: Path, compiler: list[str], flags: tuple[str, ...]) -> str:
 
 
 def cache_dir() -> Path:
-    """Return a directory that only we can write. Raises BuildError."""
+    """Only we can write it. Raises BuildError."""
     wanted = [os.environ.get(CACHE_VARIABLE), _user_cache(), f"{tempfile.gettempdir()}/tandem-kernels-{os.getuid()}"]
     for name in wanted:
         if name and _usable(Path(name)):

@@ -34,7 +34,6 @@ class Softmax:
 
     @property
     def is_plain(self) -> bool:
-        """Only the scale is set."""
         return not self.cap and self.sinks is None
 
 
@@ -315,7 +314,7 @@ EXTEND = CSource("paged_extend", 7, {"paged_extend": _ExtendArgs})
 
 
 class PagedExtend:
-    """One pool's prompt attention; drops the GIL. Results depend only on position and KV."""
+    """Results depend only on position and KV. Drops the GIL."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_extend
@@ -325,7 +324,6 @@ class PagedExtend:
         self._kept: tuple[torch.Tensor, ...] = ()  # keeps alive memory that _args points to
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: requests with written KV and undefined output rows."""
         table = step.page_rows(self._pool.page_size)
         self._check(step, table)
         chosen = [i for i in range(len(step.q_lens)) if i not in skip]
@@ -380,7 +378,7 @@ class PagedExtend:
 
 
 def make_paged_extend(pool: KVPool) -> PagedExtend | None:
-    """Return None if a layer does not fit, or if not buildable (logged)."""
+    """See make_paged_decode."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype == DTYPE for spec in pool.specs):
         return None
     return EXTEND.open(lambda library: PagedExtend(library, pool))

@@ -59,7 +59,7 @@ CONV = CSource("conv", 2, {"conv": _ConvArgs})
 
 
 class ConvKernel:
-    """Kernel with equal bits for any cut of a request into steps."""
+    """Equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.tandem_conv
@@ -132,7 +132,7 @@ DELTA = CSource("delta", 2, {"delta": _DeltaArgs})
 
 
 class DeltaKernel:
-    """Kernel with equal bits for any cut of a request into steps."""
+    """Equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.tandem_delta
@@ -230,7 +230,7 @@ MAMBA = CSource("mamba", 2, {"mamba": _MambaArgs})
 
 
 class MambaKernel:
-    """Kernel with equal bits for any cut of a request into steps."""
+    """Equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.tandem_mamba

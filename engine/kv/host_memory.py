@@ -20,7 +20,7 @@ class HostMemory:
         return max(0, min([_machine_bytes(self.root), *_cgroup_bytes(self.root)]))
 
     def own(self) -> int:
-        """Anonymous memory of this process (RssAnon)."""
+        """RssAnon."""
         return _fields(self.root / "proc/self/status").get("RssAnon:", 0) * 1024
 
     def begin_peak(self) -> int:

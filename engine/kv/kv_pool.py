@@ -360,7 +360,6 @@ class WeightsNumber:
         return self._number
 
     def take(self, number: int) -> None:
-        """Use the `number` of other weights."""
         self._number = number
 
 

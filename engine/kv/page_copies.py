@@ -162,14 +162,11 @@ class DirectCopies:
             self._device_pages[copy.page].copy_(self._host_pages[copy.host_page])
         return Arrival()
 
-    def await_loads(self, pages: Iterable[int]) -> None:
-        """Copies are synchronous."""
+    def await_loads(self, pages: Iterable[int]) -> None: ...
 
-    def guard(self, pages: Iterable[int]) -> None:
-        """Copies are synchronous."""
+    def guard(self, pages: Iterable[int]) -> None: ...
 
-    def wait(self, seq: int) -> None:
-        """Copies are synchronous."""
+    def wait(self, seq: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,14 @@ import torch
 
 
 class Mark(Protocol):
-    """Point in a stream, reached after all earlier work."""
-
     def hold_main(self) -> None:
         """Order later main stream work after it."""
 
-    def wait(self) -> None:
-        """Block until it is reached."""
+    def wait(self) -> None: ...
 
 
 class SideStream(Protocol):
-    """FIFO stream."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Enqueue `work`."""
+    def run(self, work: Callable[[], None]) -> None: ...
 
     def mark(self) -> Mark: ...
 

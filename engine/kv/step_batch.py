@@ -174,7 +174,7 @@ class PageTable:
 
 
 class WindowedPageTable(PageTable):
-    """A page table of layers that see all, and `windows`: of layers with a pool apart."""
+    """Page table of layers that see all; `windows`: of layers with a pool apart."""
 
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
         super().__init__(num_slots=num_slots, max_pages=max_pages, page_size=page_size, device=device)

@@ -122,7 +122,7 @@ class _GatedMatrices:
 
 
 class Experts(_GatedMatrices):
-    """Routed experts of one layer; the lists are emptied."""
+    """The lists are emptied."""
 
     def __init__(self, gate_up: list[Weight], down: list[Weight], *, segments: int) -> None:
         super().__init__(gate_up, down, segments=segments, gates=True)
@@ -133,8 +133,6 @@ class Experts(_GatedMatrices):
 
 
 class _TorchMatrices:
-    """Torch's grouped product, without host sync."""
-
     def __init__(self, matrices: list[Tensor]) -> None:
         self._weights = torch.stack([matrix.t() for matrix in matrices])
 
@@ -177,7 +175,7 @@ def _pack(matrices: list[Weight], *, gates: bool) -> _Matrices:
 
 
 class BiasedExperts(_GatedMatrices):
-    """Experts with biases and clamped gates; rows of gate and up alternate.
+    """Rows of gate and up alternate.
 
     Biases are fp32; `down_bias` is None on ranks that must not add it.
     out = down((up + 1) * gate * sigmoid(alpha * gate)), gate <= `limit`, |up| <= `limit`.
@@ -206,7 +204,6 @@ class BiasedExperts(_GatedMatrices):
             self._down_bias.copy_(other._down_bias)
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
-        """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
         places = torch.arange(len(x), device=x.device)
         expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=len(rows) - 1)  # no expert: any
         both = self._gate_up.partial(x, rows) + self._gate_up_bias[expert]

@@ -40,7 +40,7 @@ class Decays(NamedTuple):
 
 
 def decays_of(decay: Tensor) -> Decays:
-    """The decays of a chunk. `decay` [heads, GRID]: logarithms, at most 0.
+    """`decay` [heads, GRID]: logarithms, at most 0.
 
     Sums are float64: after a strong decay fp32 loses digits of weak ones.
     """

@@ -177,7 +177,7 @@ class LayerRopes:
         self._dimensions = _dimensions(config).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(cos, signed sin) of each kind for `positions` [T] i64, or [3, T] (M-RoPE)."""
+        """Each kind's (cos, signed sin) for `positions` [T] i64, or [3, T] (M-RoPE)."""
         if positions.dim() == 2:
             return tuple(x for way in self._ways for x in way.of_dimensions(positions, self._dimensions))
         return tuple(x for way in self._ways for x in way.at(positions))

@@ -60,10 +60,7 @@ class Weights(Protocol):
 
 
 class EngineControl:
-    """Control of one engine; `wakeup` is thread-safe.
-
-    `together`: joint weight updates with DP attention; `also`: values for an update's answer.
-    """
+    """`together`: joint weight updates with DP attention; `also`: values for an update's answer."""
 
     def __init__(
         self,
@@ -140,7 +137,6 @@ class EngineControl:
         return []
 
     def on_turn(self, *, num_launched: int) -> list[TokenOutput]:
-        """Act before planning; `num_launched` steps are in flight."""
         outputs = self._on_read()
         if num_launched == 0:
             self._finish_pause()
@@ -336,8 +332,6 @@ class KVMemory(Protocol):
 
 
 class FixedKV:
-    """KV memory that cannot be released, with the reason and remedy."""
-
     def __init__(
         self, why: str = "the KV memory of this worker cannot be released; name the tag weights alone"
     ) -> None:
@@ -346,8 +340,7 @@ class FixedKV:
     def release(self) -> None:
         raise ConfigError(self._why)
 
-    def resume(self) -> None:
-        """Never released."""
+    def resume(self) -> None: ...
 
 
 class ReleasedWeights(Protocol):
@@ -361,16 +354,12 @@ class ReleasedWeights(Protocol):
 
 
 class OccupationControl:
-    """Controller; `why_busy()` is "" when idle, `flush()` drops prefixes, `update` reloads.
-
-    Its first call adds it to `refusals`, where it stays.
-
-    Release and return of an idle worker's KV and weight memory.
+    """Release and return of an idle worker's KV and weight memory.
 
       holds both --ReleaseMemory (idle)--> released --ResumeMemory, UpdateWeights--> holds both
 
-    Requests are refused meanwhile. Weights reload from their checkpoint, like an update. After
-    SGLang's release_memory_occupation, for training on the same machine.
+    Requests are refused meanwhile. Weights reload from their checkpoint, like an update.
+    `why_busy()` is "" when idle. After SGLang's release_memory_occupation, for training on the same machine.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Control calls, which change a running engine, and their parts."""
+"""Control calls, which change a running engine."""
 
 from collections.abc import Callable
 
@@ -99,13 +99,11 @@ class Controls:
         return []
 
     def why_closed(self) -> str | None:
-        """Return the reason to refuse peers, if any."""
         if self.occupation.released:
             return "the worker has released its memory"
         return "generation is paused" if self.engine.blocks_input else None
 
     def _why_memory_is_used(self) -> str:
-        """Return the reason that memory cannot be released, or ""."""
         live = len(list(self._requests.rids())) + self.engine.num_held
         if live or not self._scheduler.idle or not self._scheduler.holds_no_kv:
             return f"{live} requests live (POST /abort_request ends them)"

@@ -31,26 +31,21 @@ class LoopListener:
         """Return the only output of a request that may not enter, or None."""
         return None
 
-    def on_received(self, message: GenerateRequest, now_s: float) -> None:
-        """A request has arrived from the frontend."""
+    def on_received(self, message: GenerateRequest, now_s: float) -> None: ...
 
     def on_added(self, request: Request, now_s: float) -> None:
         """A request is about to enter the role or grammar queue."""
 
-    def on_turn(self, now_s: float) -> None:
-        """The iteration is about to plan a step."""
+    def on_turn(self, now_s: float) -> None: ...
 
     def on_planned(self, now_s: float) -> None:
         """The iteration has planned a step or found none."""
 
-    def on_launch(self, plan: Plan, now_s: float) -> None:
-        """A step is about to be launched."""
+    def on_launch(self, plan: Plan, now_s: float) -> None: ...
 
-    def on_step(self, effects: StepEffects, now_s: float) -> None:
-        """A step has been collected."""
+    def on_step(self, effects: StepEffects, now_s: float) -> None: ...
 
-    def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
-        """Outputs are about to be sent."""
+    def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None: ...
 
     def on_worked(self, taken_s: float) -> None:
         """An iteration with a step has ended; `taken_s` includes waiting for the device."""
@@ -63,7 +58,6 @@ class LoopListener:
         return False
 
     def shorten(self, wait_s: float, now_s: float) -> float:
-        """Return a shorter wait if the loop is needed earlier."""
         return wait_s
 
 
@@ -124,10 +118,7 @@ FORCED_INTERVAL = 50  # requests without streaming: spreads their text work (SGL
 
 
 class StreamGate(LoopListener):
-    """Gate with the engine's `interval`, or a request's own.
-
-    With interval n, tokens 1, n+1, 2n+1... leave with all earlier ones; the first is never late.
-    """
+    """With interval n, tokens 1, n+1, 2n+1... leave with all earlier ones."""
 
     def __init__(self, *, interval: int) -> None:
         self._interval = interval
@@ -162,10 +153,7 @@ class StreamGate(LoopListener):
 
 
 class OpenRequests(LoopListener):
-    """Requests without a sent last output.
-
-    Must be the last listener: others look up ending requests.
-    """
+    """Open requests. Must be the last listener: others look up ending requests."""
 
     def __init__(self) -> None:
         self._open: dict[str, Request] = {}
@@ -193,7 +181,7 @@ class Timekeeper(LoopListener):
         request.times.arrived_s = now_s
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
-        """Record first times; a retracted request keeps them."""
+        """A retracted request keeps its first times."""
         if not plan.extend:
             return
         for item in plan.items:
@@ -256,7 +244,6 @@ class StepDurations(LoopListener):
 
 
 def durations_of(scheduler: Scheduler) -> list[StepDurations]:
-    """Return listeners for the scheduler's parts that learn from step times."""
     budget, limits = scheduler.step_budget, scheduler.limits
     prompts = Phase.PREFILL if limits.multiplexed else None
     durations = [] if budget is None else [StepDurations(budget.note, stages=limits.pp_size, phase=prompts)]

@@ -131,7 +131,6 @@ class EngineLoop:
         self.stopped = False
 
     def _call_listeners(self) -> None:
-        """Collect the methods that listeners have for each event."""
         self._refusals += methods_for("refuse", self._listeners)
         self._on_collected += methods_for("on_step", self._listeners)
         self._on_turn = methods_for("on_turn", self._listeners)

@@ -29,8 +29,6 @@ L = TypeVar("L", bound=Launched)
 
 
 class StepLauncher(Protocol[L]):
-    """The executor (engine/executor/executor.py)."""
-
     def launch(self, plan: Plan) -> L: ...
 
     def launch_forward(self, plan: Plan) -> L: ...
@@ -41,8 +39,6 @@ class StepLauncher(Protocol[L]):
 
 
 class StepStrategy:
-    """Plans steps and times launches; subclasses handle several streams or schedulers."""
-
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
 
@@ -51,7 +47,6 @@ class StepStrategy:
         return None if paused or full[0] else self.scheduler.schedule(now_s)
 
     def may_launch(self, plan: Plan) -> bool:
-        """True if `plan` is launched now."""
         return True
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:

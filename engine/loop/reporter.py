@@ -53,7 +53,7 @@ CHECK_EVERY_S = 10.0
 
 
 class Reporter:
-    """Reports; raises ValueError at start for a counter or queue without a metric."""
+    """Raises ValueError at start for a counter or queue without a metric."""
 
     def __init__(
         self,
@@ -125,7 +125,6 @@ class Reporter:
         )
 
     def check_when_due(self, now_s: float) -> None:
-        """Check every owner, once in CHECK_EVERY_S."""
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_EVERY_S
             self._problems = self._find_problems()

@@ -20,8 +20,7 @@ class RolePart(LoopListener):
     def close_to_peers(self, why: str | None) -> None:
         """Refuse peers' work for the reason `why`, or accept it (None)."""
 
-    def end_peers_work(self, why: str) -> None:
-        """End peers' unfinished work and notify them."""
+    def end_peers_work(self, why: str) -> None: ...
 
     def close(self) -> None:
         """Free what the process's end does not."""
@@ -29,7 +28,6 @@ class RolePart(LoopListener):
     # ---- reports
 
     def queues(self) -> dict[str, int]:
-        """Requests per queue, with the scheduler's."""
         return {}
 
     def counters(self) -> Mapping[str, float]:
@@ -46,8 +44,7 @@ class RolePart(LoopListener):
         """Fields of StateReply that the role adds."""
         return {}
 
-    def check(self) -> None:
-        """Raise AssertionError if its state is inconsistent."""
+    def check(self) -> None: ...
 
 
 class EngineRole(RolePart, ABC):

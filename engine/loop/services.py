@@ -16,8 +16,6 @@ from engine.text.incremental import MakeStops, no_stops
 
 
 class Ports(Protocol):
-    """Sources and sinks of messages."""
-
     def receive(self) -> list[ToScheduler]: ...
 
     def wait(self, timeout_s: float) -> None:
@@ -31,8 +29,6 @@ class Ports(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Flags of the same names."""
-
     eos_ids: frozenset[int]
     stream_interval: int = 1
     log_interval: int = 40
@@ -43,9 +39,7 @@ class LoopServices:
     """Services of the loop besides requests and steps.
 
     - late_compiles: kernels compiled while serving; memory: bytes by use; gauges: device part
-    - expert_loads: of a mixture; name: of the worker, for files
-    - updates: of weights on all DP attention ranks; trainers: which send weights
-    - listeners: of the strategy and of features
+    - updates: of weights on all DP attention ranks; listeners: of the strategy and of features
     """
 
     weights: Weights

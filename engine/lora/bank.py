@@ -67,7 +67,7 @@ def max_tiles(num_rows: int, *, places: int, tile_rows: int) -> int:
 
 
 class StepAdapters(Protocol):
-    """Adapter computation. `delta(i)`: for site i of a model, by the last step that began."""
+    """`delta(i)`: for site i of a model, by the last step that began."""
 
     records: bool  # whether recorded steps may compute with adapters
 
@@ -81,8 +81,7 @@ class StepAdapters(Protocol):
     def begin_recording(self, rows: int) -> None:
         """Compute from now on as a recorded step of `rows` rows does, until the next `begin`."""
 
-    def compile(self) -> None:
-        """Compile all kernels that a step may launch."""
+    def compile(self) -> None: ...
 
     def delta(self, index: int) -> Delta: ...
 
@@ -97,7 +96,7 @@ class AdapterBank:
         self._runs: list[Run] = []  # of the step that was begun last
 
     def attach(self, sites: Sequence[LinearSite]) -> None:
-        """Let the adapters change the results of `sites`; once for each model."""
+        """Once for each model."""
         for index, site in enumerate(sites):
             site.linear.delta = self._steps.delta(index)
         self._steps.compile()
@@ -122,17 +121,15 @@ class AdapterBank:
         return bool(self._runs)
 
     def compute(self, *, recorded: int | None = None) -> None:
-        """Prepare for the step begun last. `recorded`: rows of the recorded step; None: none."""
+        """`recorded`: rows of the recorded step; None: none."""
         self._steps.begin(self._runs, recorded=recorded)
 
     def rest(self) -> None:
-        """Change no layer until the next step."""
         self._runs = []
         self.compute()
 
     @property
     def records(self) -> bool:
-        """True if recorded steps may compute with adapters."""
         return self._steps.records
 
     def begin_recording(self, rows: int) -> None:
@@ -163,8 +160,7 @@ class SlicedAdapters:
     def begin_recording(self, rows: int) -> None:
         raise AssertionError("a recorded step has no slices")
 
-    def compile(self) -> None:
-        """Torch's operators are compiled."""
+    def compile(self) -> None: ...
 
     def delta(self, index: int) -> Delta:
         def delta(x: Tensor, y: Tensor) -> None:
@@ -195,10 +191,7 @@ def make_bank(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AdapterBank:
-    """The adapters on the device.
-
-    `grouped`: Triton, also in recorded steps; needs `max_rank`. `places`: adapters per step.
-    """
+    """`grouped`: Triton, also in recorded steps; needs `max_rank`. `places`: adapters per step."""
     if not grouped:
         return AdapterBank(SlicedAdapters())
     from engine.lora.grouped import GroupedAdapters  # triton may be missing
@@ -211,9 +204,7 @@ def make_bank(
 
 
 class LoraStore:
-    """Loads and unloads adapters.
-
-    `in_order` runs work in stream order and waits. `elsewhere`: sites of other stages.
+    """`in_order` runs work in stream order and waits. `elsewhere`: sites of other stages.
 
     engine/core/adapters.py tracks their requests.
     """

@@ -41,10 +41,7 @@ _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """An adapter's config.
-
-    `ranks`, `alphas`: rank_pattern and alpha_pattern, by suffix of a matrix name.
-    """
+    """`ranks`, `alphas`: rank_pattern and alpha_pattern, by suffix of a matrix name."""
 
     rank: int
     alpha: float

@@ -39,7 +39,7 @@ class SiteWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """Weights of an adapter. `sites`: parallel to the model's; None if unchanged."""
+    """`sites`: parallel to the model's; None if unchanged."""
 
     sites: tuple[SiteWeights | None, ...]
     max_rank: int

@@ -37,7 +37,7 @@ class AddedToken(msgspec.Struct, omit_defaults=True):
 
 
 class ModelDirectory:
-    """A model directory, read lazily. Raises ConfigError for a broken file."""
+    """Read lazily. Raises ConfigError for a broken file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -16,7 +16,7 @@ FEWEST_LAYERS = 6  # below this, EAGLE3 has no default layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
-    """A draft model. `kind`: see engine/models/draft_model.py. `layers`: its configuration.
+    """`kind`: see engine/models/draft_model.py. `layers`: its configuration.
 
     `path`: its checkpoint, empty for the model's. `hidden`: size of the model's hidden states, 0 if
     unused. `inside`: layers whose inputs it reads, empty for the last output. `head_rows`: tokens

@@ -8,7 +8,7 @@ from engine.model_files.fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Tensor names of experts, after a layer's prefix.
+    """After a layer's prefix.
 
     `shared_gate`: weighs the shared expert by its sigmoid, empty for 1. `shared_gate_up`: fused,
     empty if separate. `choice_bias`: for the choice, empty if in the router. `stacks`: tensors of
@@ -60,9 +60,8 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Routed experts of a model.
+    """`count` experts of `intermediate`, `per_token` active, except in `dense_layers`.
 
-    `count` experts of `intermediate`, `per_token` active, except in `dense_layers`.
     `shared_intermediate`: of the shared expert, 0 without.
     Scores are a softmax, or with `sigmoid` one sigmoid each; then the choice adds a bias and takes
     the `chosen_groups` of `groups` with the largest sum of their `group_best` best scores. Weights

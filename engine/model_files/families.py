@@ -81,9 +81,7 @@ class RopeFamily:
     rotary_share:   default rotary share of a head
     gated_window:   `sliding_window` requires `use_sliding_window`
     window_period:  default period of full attention layers (0: none)
-    rope_of_kinds:  window layers have another RoPE
     context_is_scaled: max_position_embeddings includes RoPE scaling
-    some_unturned:  some layers have no RoPE
     named_rope:     RoPE only if `position_embedding_type` is "rope"
     """
 
@@ -109,8 +107,6 @@ class Family(RopeFamily):
     norms:          "before", "after" or "around" attention and MLP, "both" (around, with Gemma's
                     names), "beside": one before both, which run in parallel
     eps:            config field of the norms' epsilon, and its default
-    final_norm, out: tensor names of the last norm and of attention's output
-    head_bias:      the output layer has a bias
     fused_qkv, fused_mlp: one matrix in the checkpoint for q, k, v; for gate, up
     arithmetic:     reads other differences to Llama
     defaults:       of config fields

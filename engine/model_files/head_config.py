@@ -82,10 +82,9 @@ _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": N
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A model's head.
+    """`kind`: TOKENS, LABELS or NOTHING (pooled vectors). `labels`: names.
 
-    `kind`: TOKENS, LABELS or NOTHING (pooled vectors). `labels`: names. `pooling`: "mean" or
-    "last", as in sentence-transformers. `unit`: scale to unit length.
+    `pooling`: "mean" or "last", as in sentence-transformers. `unit`: scale to unit length.
     """
 
     kind: str = TOKENS

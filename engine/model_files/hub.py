@@ -44,11 +44,7 @@ def is_model_id(text: str) -> bool:
 
 
 def download(model_id: str, revision: str | None, *, option: str = "--model-path", weights: bool = True) -> str:
-    """Return the directory of `model_id`, downloading what is missing.
-
-    `option`: the flag, for errors. `weights`: whether to download them. Raises ConfigError of one
-    line.
-    """
+    """`option`: the flag, for errors. `weights`: download them, too. Raises ConfigError."""
     flag = f"{option} {model_id}" + (f" --revision {revision}" if revision else "")
     folder = _snapshot(flag, model_id, revision, (*FILES, *(WEIGHTS if weights else ())))
     check_pipeline(Path(folder))
@@ -58,7 +54,7 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
 
 
 def download_config(model_id: str, *, option: str = "--model-path") -> str:
-    """Return a directory with the config.json of `model_id`. Raises ConfigError."""
+    """`option`: the flag, for errors. Raises ConfigError."""
     flag = f"{option} {model_id}"
     folder = _snapshot(flag, model_id, None, (CONFIG,))
     if not (Path(folder) / CONFIG).is_file():

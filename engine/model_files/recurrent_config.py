@@ -29,7 +29,6 @@ class DeltaConfig:
     beside_attention = False
 
     def tp_problem(self, size: int) -> str | None:
-        """Return why `size` ranks cannot divide the layers."""
         return None if self.key_heads % size == 0 else f"does not divide the {self.key_heads} key heads"
 
     def sizes(self) -> dict[str, int]:
@@ -62,10 +61,7 @@ class MambaConfig:
     out_factor: float = 1.0
 
     def tp_problem(self, size: int) -> str | None:
-        """Return why `size` ranks cannot divide the layers.
-
-        More ranks than groups replicate B and C, unless a norm spans a group.
-        """
+        """More ranks than groups replicate B and C, unless a norm spans a group."""
         if self.groups % size == 0:
             return None
         if self.norm:

@@ -19,10 +19,7 @@ MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerConfig:
-    """A vision tower.
-
-    `depth` layers; patches of `patch` ** 2 pixels, tokens of `merge` ** 2 patches.
-    """
+    """`depth` layers; patches of `patch` ** 2 pixels, tokens of `merge` ** 2 patches."""
 
     depth: int
     hidden_size: int
@@ -64,7 +61,7 @@ class LearnedTower(TowerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipTower(TowerConfig):
-    """CLIP tower: `side` ** 2 patches after a class token, which stays with `keeps_class`.
+    """`side` ** 2 patches after a class token, which stays with `keeps_class`.
 
     `taken`: states that the projector concatenates, 0 (before all layers) to `depth`.
     """

@@ -189,10 +189,7 @@ class VisionConfig:
 def read_vision(
     fields: Fields, text: Fields, *, rope: RopeConfig, num_layers: int, folder: Path
 ) -> VisionConfig | None:
-    """Read config.json's `fields`; None without a supported tower. Raises ConfigError.
-
-    `text`: fields of the text model.
-    """
+    """None without a supported tower. `text`: fields of the text model. Raises ConfigError."""
     family = vision_family(fields)
     if family is None or not isinstance(fields.get(VISION), dict):
         return None

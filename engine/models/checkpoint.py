@@ -133,7 +133,7 @@ class Checkpoint:
         return merged
 
     def has(self, name: str) -> bool:
-        """True if tensor `name` is left to be taken, which no dummy weight is."""
+        """False for dummy weights."""
         return name in self._left
 
     def shape_of(self, name: str) -> list[int]:
@@ -178,7 +178,7 @@ class Checkpoint:
         return stacked(parts)
 
     def ignore(self, name: str) -> None:
-        """Skip tensor `name`; a trailing dot makes it a prefix."""
+        """A trailing dot makes `name` a prefix."""
         self._leave({left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))})
 
     def ignore_all_but(self, prefixes: tuple[str, ...]) -> None:
@@ -372,7 +372,7 @@ def _open(path: Path) -> Any:
 
 
 class LoadProgress:
-    """Reports loading of `total` tensors by log lines, `watched` by a bar on a terminal."""
+    """By log lines, `watched` by a bar on a terminal."""
 
     def __init__(self, total: int, *, watched: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._done, self._clock = total, 0, clock

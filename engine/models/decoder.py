@@ -90,7 +90,6 @@ class DenseDecoder:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of this rank."""
         return len(self._share.heads)
 
     @property
@@ -158,7 +157,6 @@ class DenseDecoder:
         return hidden, *self._turns.at(positions)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] for token ids [T] i64, first stage only."""
         return self._embed(ids)
 
     def watch(self, layers: tuple[int, ...]) -> None:
@@ -190,7 +188,7 @@ class DenseDecoder:
         return lambda: [put_back() for put_back in kept]
 
     def layers(self, begun: Begun, attend: Attend, images: StepImages = NO_IMAGES) -> torch.Tensor:
-        """Run the layers; may modify `begun` and return a part of it."""
+        """May modify `begun` and return a part of it."""
         x, *turns = begun
         delta = None
         for index, (layer, way) in enumerate(zip(self._calls, self._turns.way_of, strict=True)):
@@ -246,8 +244,6 @@ def _of_layer(index: int, name: str) -> str:
 
 
 class _Watched:
-    """A layer whose inputs a drafter reads."""
-
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self.inputs = torch.empty(0)  # [T, hidden] of the last step
@@ -266,7 +262,6 @@ class VocabHead(Protocol):
 
 
 def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], VocabHead]:
-    """Return what makes hidden states of a step's inputs, and the head."""
     config, place = part.config, part.place
     embed: Callable[[torch.Tensor], torch.Tensor] = _received
     tied = config.tie_word_embeddings and config.generates and place.is_last_stage
@@ -291,8 +286,6 @@ def _over_ranks(part: ModelPart, head: "Linear | NoHead") -> VocabHead:
 
 
 class DividedHead:
-    """A head whose columns lie on all ranks of the stage."""
-
     def __init__(self, part: ModelPart, own: "Linear | NoHead") -> None:
         self._own, self._collectives = own, part.collectives
         self._columns, self._total = part.share.vocab, part.config.vocab_size

@@ -25,7 +25,7 @@ ROOT_3 = math.sqrt(3)  # half the width of the uniform distribution with standar
 
 
 class DummyTensors:
-    """Random tensors in place of a checkpoint. `folder`: directory of config.json."""
+    """`folder`: directory of config.json."""
 
     described_by = "config.json"
 

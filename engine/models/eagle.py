@@ -145,7 +145,7 @@ def _linear(part: ModelPart, name: str, inputs: int) -> Linear:
 
 
 class NextnLayer(ReadingLayer):
-    """A NextN `DraftModel` over the model's `part`; call `use` first. Raises ConfigError.
+    """Call `use` first. Raises ConfigError.
 
     NextN drafter: the model's own layer for the token after the next (MTP).
 

@@ -38,7 +38,7 @@ class Movable(Protocol):
 
 
 class ExpertBalance:
-    """EPLB of a stage on one rank. `groups`: of the router; `nodes`: machines of `ranks`."""
+    """`groups`: of the router; `nodes`: machines of `ranks`."""
 
     def __init__(self, ranks: Collectives, *, every: int, groups: int, nodes: int) -> None:
         self._ranks = ranks
@@ -59,7 +59,6 @@ class ExpertBalance:
         self._seen.append(layer.loads.clone())
 
     def on_step(self) -> None:
-        """Called before each step, in the steps' thread."""
         if not self.layers:
             return  # only dense layers in this stage
         self._steps += 1

@@ -110,8 +110,6 @@ NORMS = {
 
 
 class Mixer(Protocol):
-    """Attention, or a recurrence in its place."""
-
     sites: list[LinearSite]
 
     def __call__(
@@ -121,8 +119,6 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-    """An MLP or a mixture of experts."""
-
     sites: list[LinearSite]
 
     def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
@@ -155,8 +151,6 @@ class DenseMLP:
 
 
 class Layer:
-    """A layer with norms before attention and MLP."""
-
     def __init__(
         self, part: ModelPart, prefix: str, *, attention: Callable[[], Mixer], mlp: Callable[[], FeedForward]
     ) -> None:

@@ -36,7 +36,7 @@ class ChangedFiles:
 
 
 def within(config: ModelConfig, context_length: int | None) -> ModelConfig:
-    """Return `config` with the positions in use: a RoPE table of a million takes half a GiB."""
+    """A RoPE table of a million positions would take half a GiB."""
     most = config.max_position_embeddings
     return replace(config, max_position_embeddings=min(context_length or most, most))
 

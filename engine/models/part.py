@@ -26,10 +26,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class ModelPart:
-    """Builds the layers of one rank.
+    """`collectives`: of the stage; `exchange`: of all ranks, with DP attention.
 
-    `collectives`: of the stage; `exchange`: of all ranks, with DP attention. `reduce_units`: as
-    `--reduce-units`, 0 is off.
+    `reduce_units`: as `--reduce-units`, 0 is off.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class ModelPart:
         return self._head(name, lambda: self.table(name))
 
     def tied_head(self, table: torch.Tensor) -> Linear:
-        """Return the head that shares the embedding's `table`."""
         return self._head(EMBEDDING, lambda: table)
 
     def _head(self, name: str, table: Callable[[], torch.Tensor]) -> Linear:
@@ -107,7 +105,7 @@ class ModelPart:
         return Linear(weight, bias)
 
     def labels(self) -> torch.Tensor:
-        """Return the classes [labels, hidden] of a classifier, fp32; other models have none."""
+        """[labels, hidden] of a classifier, fp32."""
         count = len(self.config.head.labels) if self.place.is_last_stage else 0
         if not count:
             return torch.empty((0, self.config.hidden_size), device=self.checkpoint.device)
@@ -159,7 +157,7 @@ class ModelPart:
         return self.norm(self._final_norm)
 
     def qkv(self, prefix: str, *, inputs: int | None = None) -> tuple[Linear, SiteShape]:
-        """Load q, k and v of the own heads in RoPE order, after gates, if any."""
+        """In RoPE order, after gates, if any."""
         config, rows = self.config, [self.q, self.kv, self.kv]
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         if config.fused_qkv:

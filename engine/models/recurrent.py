@@ -83,7 +83,7 @@ class _DeltaShards(NamedTuple):
 
 
 class DeltaMixer(_Mixer):
-    """A Gated DeltaNet mixer, called like `Attention`, without LoRA sites.
+    """Gated DeltaNet.
 
     x -> q | k | v | z | beta | time    one product
     q | k | v -> short convolution -> delta rule -> norm, gated by z -> one product
@@ -168,7 +168,7 @@ class _MambaShards(NamedTuple):
 
 
 class MambaMixer(_Mixer):
-    """A Mamba2 mixer, called like `Attention`, without LoRA sites.
+    """Mamba2.
 
     x -> gate | values | B | C | time   one product
     values | B | C -> short convolution -> state space -> gate and norm -> one product

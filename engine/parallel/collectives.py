@@ -45,8 +45,6 @@ class Collectives(Protocol):
 
 
 class SingleRank:
-    """The group of one rank, whose part is the whole."""
-
     rank, size = 0, 1
 
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -55,11 +53,9 @@ class SingleRank:
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor:
         return part
 
-    def share(self, x: Tensor, *, owner: int = 0) -> None:
-        """Do nothing: the owner has it."""
+    def share(self, x: Tensor, *, owner: int = 0) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing: it owns no memory."""
+    def close(self) -> None: ...
 
 
 SINGLE_RANK = SingleRank()
@@ -74,7 +70,6 @@ def tree_sum(partials: list[Tensor]) -> Tensor:
 
 
 def columns_of(rank: int, size: int, total: int) -> range:
-    """A rank's columns of a vocabulary, as in layout.py."""
     return range(total * rank // size, total * (rank + 1) // size)
 
 

@@ -27,8 +27,6 @@ SMALL_NUMBERS = 1 << 18  # 1 MiB of float32
 
 
 class PeerMemory(Protocol):
-    """Float32 buffers of all ranks, mutually readable."""
-
     peers: list[Tensor]  # [SMALL_NUMBERS] each, by rank
 
     def barrier(self) -> None:
@@ -91,8 +89,7 @@ class NcclCollectives:
     def share(self, x: Tensor, *, owner: int = 0) -> None:
         self._group.broadcast(x, owner).wait()
 
-    def close(self) -> None:
-        """Do nothing: groups end with their processes."""
+    def close(self) -> None: ...
 
     def _sum_small(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         assert self._memory is not None

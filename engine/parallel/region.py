@@ -70,10 +70,7 @@ class SharedRegion:
         self.abort_word[0] = 1
 
     def wait(self, word: Tensor, value: int) -> None:
-        """Return once `word` is at least `value`, after its writer's earlier writes.
-
-        Raises RanksEnded.
-        """
+        """Return once `word` is at least `value`, after earlier writes. Raises RanksEnded."""
         if self._kernels is not None:
             self._kernels.wait(word.data_ptr(), value, abort=self.abort_word.data_ptr())
             return
@@ -87,7 +84,6 @@ class SharedRegion:
         _all_before()
 
     def read(self, word: Tensor) -> int:
-        """Read `word` after its writer's earlier writes."""
         value = int(word.item())
         _all_before()
         return value
@@ -159,7 +155,6 @@ class SharedTokens:
         return int(self._count.item())
 
     def publish(self, slots: Tensor | Sequence[int], tokens: Tensor | Sequence[int]) -> int:
-        """Write tokens; return the new count. Leader only."""
         self.row[torch.as_tensor(slots, dtype=torch.int64)] = torch.as_tensor(tokens, dtype=torch.int64)
         count = self.count + 1
         self._region.publish(self._count, count)

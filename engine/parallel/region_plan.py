@@ -101,7 +101,7 @@ def _whole_lines(size: int) -> int:
 
 
 def new_memory(plan: RegionPlan) -> int:
-    """Return zeroed, unnamed memory of fixed size; the caller closes it."""
+    """The caller closes it."""
     descriptor = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, plan.size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

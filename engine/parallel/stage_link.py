@@ -22,10 +22,7 @@ class HiddenStates(Protocol):
 
 
 class StageLink:
-    """Ring from `stage` to `stage + 1` for one rank.
-
-    Large tensors take several slots; with `plan.link_depth` full slots, `send` waits.
-    """
+    """Ring from `stage` to `stage + 1`; `send` waits with `plan.link_depth` full slots."""
 
     def __init__(self, region: SharedRegion, *, stage: int, rank: int, dtype: torch.dtype) -> None:
         plan = region.plan

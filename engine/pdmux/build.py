@@ -25,13 +25,11 @@ FIRST, NEXT = -1, 0  # priorities of streams
 
 
 class Build(Protocol):
-    """`build_device` with its other arguments given: the streams differ in these."""
-
     def __call__(self, *, records: Recording, stream: Stream) -> Device: ...
 
 
 def build_lanes(build: Build, config: EngineConfig, records: Recording, *, attention: Callable[[], None]) -> Device:
-    """Build both; return decode's device, with the executor of both. `config` is resolved."""
+    """Build both; return decode's device, with the executor of both."""
     assert config.num_threads is not None, "resolved"
     parts = 1
     give: Callable[[int], None] = nothing_to_give

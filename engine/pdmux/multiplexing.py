@@ -36,7 +36,6 @@ class Multiplexing(StepStrategy, LoopListener):
         return self._in_flight[Phase.PREFILL] > 0
 
     def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
-        """Plan for a phase with room: due decodes, else prompts."""
         self._now_s, self._waits_until_s = now_s, float("inf")
         due_s = self._share.due_s(self._launched_s, self._joined_s) if self.beside_prompts else now_s
         if now_s < due_s:

@@ -101,8 +101,6 @@ def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
 
 
 class TwoStreams(OneStream):
-    """Prompts in one stream, decodes in the other (PD multiplexing)."""
-
     def plan(self, now_s: float, *, admits: bool, phase: Phase | None) -> Items:
         assert phase is not None, "each plan has a phase in two streams"
         return self._prefill.plan(now_s, admits=admits) if phase is Phase.PREFILL else self._decode.plan(set(), now_s)

@@ -51,9 +51,9 @@ class RankRunner:
         self._states = states
 
     def run(self, plan: Plan) -> None:
-        """Return once no copy of the step touches this rank's pages; on a CPU all work is done.
+        """Return once no copy of the step touches this rank's pages.
 
-        On a GPU it is enqueued, and the leader's result reports its end.
+        On a GPU the step is enqueued, and the leader's result reports its end.
         """
         if plan.rewinds:
             assert self._states is not None, "the model has no states"

@@ -80,7 +80,6 @@ class Answers:
         return len(self._by_key.get(key, ())) == len(self.names)
 
     def when_all(self, key: Hashable, call: Callable[[], None]) -> None:
-        """Queue `call` for `take_calls` until all have answered `key`."""
         self._calls[key] = call
 
     def take_calls(self) -> list[Callable[[], None]]:
@@ -101,17 +100,13 @@ Take = Callable[[int, ToLeader | None], bool]
 
 
 class Mail(Protocol):
-    def start(self, take: Take, tick: Callable[[], None]) -> None:
-        """Start; `tick` is also called without messages."""
+    def start(self, take: Take, tick: Callable[[], None]) -> None: ...
 
-    def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Return False after `timeout_s`."""
+    def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool: ...
 
-    def notify(self) -> None:
-        """Let waiting threads check again."""
+    def notify(self) -> None: ...
 
-    def close(self) -> None:
-        """Stop; all channels are shut."""
+    def close(self) -> None: ...
 
 
 class ReceiverThread:
@@ -204,8 +199,6 @@ class LivenessProbe:
 
 
 class Process(Protocol):
-    """A follower's process, for error messages."""
-
     @property
     def name(self) -> str:
         """Return a name such as "rank 2 of 4 (pid 4711)"."""
@@ -217,8 +210,7 @@ class Process(Protocol):
 Member = tuple[Channel[ToLeader], Process]
 
 
-class GroupEnded(RuntimeError):
-    """Named end of a follower, with its reason."""
+class GroupEnded(RuntimeError): ...
 
 
 # (what to print, whether the operator caused it): from the reading thread, or the thread that sends
@@ -315,7 +307,6 @@ class Followers:
         return Pending(self, pending)
 
     def close(self) -> None:
-        """End the followers by end of file; idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -332,7 +323,6 @@ class Followers:
         self._note(partial(self.answers.note_end, text))
 
     def silent(self, *, within_s: float) -> list[int]:
-        """Ranks that take no messages within `within_s`. Any thread may call it."""
         asked, answers = self.apply("answer").number, self.answers
         self._mail.wait_for(lambda: answers.end is not None or answers.has_all(asked), within_s)
         with self._lock:
@@ -343,7 +333,6 @@ class Followers:
             return self.answers.next_number()
 
     def _step_without_images(self, plan: Plan, number: int) -> Step | None:
-        """Return the step for later stages if it differs: without images."""
         has_images = bool(plan.encodes or plan.forgets) and self._num_first < NO_LIMIT
         return step_of(plan, answer=number, sees=False) if has_images else None
 
@@ -399,7 +388,6 @@ class Followers:
             self._asked = self.apply("answer")
 
     def _note(self, note: Callable[[], None]) -> None:
-        """Change the answers, run callbacks, and report a new end of the group."""
         with self._lock:
             before = self.answers.end
             note()
@@ -412,8 +400,6 @@ class Followers:
 
 
 class Pending:
-    """Answers of all followers, in flight."""
-
     def __init__(self, followers: Followers, number: int) -> None:
         self._followers = followers
         self.number = number

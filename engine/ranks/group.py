@@ -1,4 +1,4 @@
-"""Leader's view of its group: weights, adapters and profiles on every rank."""
+"""Leader's view of its group."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +52,6 @@ class Group:
 
 
 class GroupWeights:
-    """New weights on all ranks; `load` and `install` are the leader's own."""
-
     def __init__(
         self, followers: Followers, *, load: Callable[..., DenseDecoder], install: Callable[[DenseDecoder], None]
     ) -> None:
@@ -76,7 +74,6 @@ class GroupWeights:
         self._followers.apply("forget", number=self._prepared).wait()
 
     def drop(self, own: Callable[[], None]) -> None:
-        """Drop weights on every rank, the leader's by `own`."""
         applied = self._followers.apply("drop_weights")
         own()
         applied.wait()
@@ -165,10 +162,7 @@ class GroupProfiler:
 
 
 def _on_all_ranks(followers: Followers, name: str, read: Callable[[], Any], **args: Any) -> tuple[Any, int]:
-    """Read on all ranks; return the leader's value and the followers' number.
-
-    Raises ConfigError.
-    """
+    """Return the leader's value and the followers' number. Raises ConfigError."""
     prepared = followers.prepare(name, **args)
     try:
         try:

@@ -127,10 +127,7 @@ def links_of(
     joint: Joint | None = None,
     groups: RankGroups | None = None,
 ) -> RankLinks:
-    """Connect a rank; `wires` are its connections to other machines.
-
-    GPU ranks use `groups` instead of the region.
-    """
+    """GPU ranks use `groups` instead of the region; `wires` lead to other machines."""
     place = place_of(rank, config, dp_rank=0 if joint is None else joint.dp_rank)
     if groups is not None:
         return _links_by_groups(groups, region.plan, place, config)
@@ -208,7 +205,6 @@ def _collectives(
 
 
 def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, load: Load = load_model) -> Load:
-    """`links` is None for a single rank."""
     share: dict[str, Any] = {"reduce_units": config.reduce_units} if config.reduce_units or links else {}
     if model.drafter is not None:
         share["drafter"] = model.drafter

@@ -35,7 +35,7 @@ def rank_parts(
     records: Recording,
     memory: StepMemory,
 ) -> tuple[RankRunner, ForwardParts]:
-    """Return what runs a follower's steps. `config` is resolved. Raises ConfigError."""
+    """Raises ConfigError. `config` is resolved."""
     assert config.max_running_requests is not None, "resolved"
     parts = build_forward(config, model, memory, records, exchange=links.exchange)
     device = memory.pool.device
@@ -60,7 +60,6 @@ def rank_parts(
 def steps_of_rank(
     config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, links: RankLinks, pool: KVPool
 ) -> Iterator[Callable[[Plan], None]]:
-    """Return the steps of a rank for `measure`, none of them recorded."""
     config = replace(config, enable_lora=False, max_mamba_cache_size=2)
     memory = StepMemory(pool=pool, max_pages=context_pages(config))
     runner, _ = rank_parts(config, model_config, model, links, Recording(), memory)

@@ -20,7 +20,7 @@ from engine.sampling_params import SamplingParams
 
 
 class Sampler:
-    """Sampler whose results depend only on (seed, output_len, the row's logits).
+    """Results depend only on (seed, output_len, the row's logits).
 
     One thread calls in stream order: `open` before a slot's first `sample`, `close` after its last.
     """
@@ -77,7 +77,6 @@ class Sampler:
         return tokens, bad
 
     def guess(self, logits: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> torch.Tensor:
-        """Sample draft logits, counting nothing."""
         batch = self._batch_of(slots)
         edited = self._edited(logits, batch, output_lens, ())
         values, indices = row_max(edited)

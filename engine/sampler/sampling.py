@@ -175,7 +175,6 @@ class Penalties:
         self._state_of: dict[int, int] = {}
 
     def open(self, slot: SlotOpen) -> None:
-        """Start counting, with tokens from before a resumption."""
         assert slot.slot not in self._state_of, f"slot {slot.slot} is open"
         state = self._take_state()
         self._state_of[slot.slot] = state

@@ -1,7 +1,7 @@
 """Decode steps with drafts, which follow known tokens until their step verifies them.
 
-Drafts follow known tokens, so where they pay, decodes do not overlap: two half batches would read
-the weights twice. The executor's drafter runs in a step before.
+Where drafts pay, decodes do not overlap: two half batches would read the weights twice. The
+executor's drafter runs in a step before.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,6 @@ from engine.speculative.ngram import NgramDrafter
 
 
 class SpeculativeDecode(DecodePlanner):
-    """Strategy of decode steps that verify drafts, chosen by `drafting`."""
-
     verifies = True
 
     def __init__(
@@ -78,7 +76,7 @@ class SpeculativeDecode(DecodePlanner):
         return [r for r in requests if r.rid not in rowless]
 
     def plan(self, planned: set[str], now_s: float) -> Items:
-        """Plan a token per running request, and its drafts; nothing where these await tokens."""
+        """Nothing where drafts await tokens."""
         ready, drafts = self._ready(planned), dict[str, Draft]()
         able = self.drafting.able(ready)
         if not self.drafting.for_all:
@@ -152,7 +150,6 @@ class SpeculativeDecode(DecodePlanner):
 
 
 def _in_flight(request: Request) -> bool:
-    """Return whether drafts of the request are verified or made by a step in flight."""
     drafts = request.of(Drafts)
     return drafts.rows > 0 or drafts.is_asked
 
@@ -192,7 +189,6 @@ def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
 
 
 def request_drafts(request: Request, passes: int, *, topk: int) -> PlanItem:
-    """Plan drafter passes after the last known token, not computed yet."""
     assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
     item = PlanItem(
         rid=request.rid,

@@ -74,7 +74,6 @@ class DraftPass(StepPart):
         return partial(guesses_of, [one.on_host() for one in passes] if self._samples else [])
 
     def _places(self, rows: AcceptedRows) -> tuple[Tensor, Tensor]:
-        """Slots and positions of `rows`."""
         slots, positions = (self._ids([getattr(item, name) for item in rows.items]) for name in ("slot", "start"))
         return slots, positions
 
@@ -118,7 +117,6 @@ class FeatureDraftPass(DraftPass):
         self._keep_tails([run for run in runs_of(items) if len(run) == 1], starts, items, features)
 
     def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
-        """Keep tails, too."""
         features, self._features = self._features, _NO_FEATURES
         rows = judged_rows(items, tokens, collectives=self._collectives, device=self._device)
         slots, positions = self._places(rows)
@@ -158,7 +156,6 @@ class FeatureDraftPass(DraftPass):
 
 
 def draft_pass(parts: DraftParts) -> DraftPass:
-    """Return the part for a drafter: its pool has tails where it reads hidden states."""
     pool, page_table = parts.pools[0]
     return DraftPass(parts) if pool.tails is None else FeatureDraftPass(parts, Tails(pool.tails, page_table))
 

@@ -1,6 +1,6 @@
-"""Rows of a step that read drafts: places in trees (engine/speculative/drafts.py), and which count.
+"""Rows of a step that read drafts: places in trees (drafts.py), and which rows count.
 
-Which rows count is found on the device, behind sampling and without a wait for the host.
+The latter is found on the device, behind sampling and without a wait for the host.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,14 @@ class DraftTrees(StepPart):
 
 
 def has_trees(items: Sequence[PlanItem]) -> bool:
-    """Return whether some row's KV goes elsewhere than to its own place."""
     return any(item.place >= 0 for item in items)
 
 
 def places_of(items: Sequence[PlanItem]) -> list[int]:
-    """Return the positions whose places take the KV of the items' tokens."""
     return [place for item in items for place in (range(item.start, item.kv_len) if item.place < 0 else (item.place,))]
 
 
 def paths_of(items: Sequence[PlanItem], device: torch.device) -> TreePaths:
-    """Return the paths of the rows of `items`, of which some `has_trees`."""
     paths = _paths(items)
     starts = [item.kv_len - len(path) for item, path in zip(items, paths, strict=True)]
     rows = _padded([[start, *path] for start, path in zip(starts, paths, strict=True)])
@@ -127,7 +124,6 @@ def judged_rows(
 
 
 def _samples(items: Sequence[PlanItem]) -> dict[int, int]:
-    """Number the items that sample."""
     return {i: at for at, i in enumerate(i for i, item in enumerate(items) if item.sample)}
 
 

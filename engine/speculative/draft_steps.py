@@ -131,10 +131,9 @@ class _Paths:
 
 
 class DraftParts(NamedTuple):
-    """Collaborators of a drafter on a rank.
+    """`pools`: KV of all layers, the first with the drafter's; `backend`: for these.
 
-    `pools`: KV of all layers, the first with the drafter's; `backend`: for these. `sampler`: on the
-    rank that samples. `collectives`: of the model's ranks.
+    `sampler`: on the rank that samples. `collectives`: of the model's ranks.
     """
 
     pools: Sequence[PagedPool]
@@ -167,7 +166,6 @@ class DraftSteps:
         return found
 
     def _known(self, items: Sequence[PlanItem]) -> _Paths:
-        """One path per item: its last known token."""
         slots, starts = self._ids([item.slot for item in items]), self._ids([item.start for item in items])
         return _Paths(
             of=list(range(len(items))),
@@ -199,10 +197,7 @@ class DraftSteps:
         return paths.starts[:, None] + behind + torch.arange(paths.width, device=self._device)
 
     def _step(self, paths: _Paths, own: Tensor, places: Tensor, number: int) -> StepBatch:
-        """Attention batch of pass `number`.
-
-        `own` [n, paths]: token places, `places` [n, paths, drafts]: all.
-        """
+        """`own` [n, paths]: token places, `places` [n, paths, drafts]: all."""
         width, slots = paths.width, paths.slots.repeat_interleave(paths.width)
         pages, offsets = self._page_table.locate(slots, own.flatten())
         rows = len(slots)

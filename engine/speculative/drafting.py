@@ -138,7 +138,7 @@ class RowCosts:
         self._is_old = True
 
     def step(self, rows: int) -> float:
-        """Predict a step's time, in any unit before measurements."""
+        """In any unit before measurements."""
         if self._is_old:
             self._table, self._is_old = self._estimates(), False
         at = _range_of(rows)
@@ -202,11 +202,9 @@ class Drafter(Protocol):
 
 
 class Costs(Protocol):
-    def step(self, rows: int) -> float:
-        """Predict seconds."""
+    def step(self, rows: int) -> float: ...
 
-    def note(self, rows: int, taken_s: float) -> None:
-        """Learn from a decode step."""
+    def note(self, rows: int, taken_s: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +244,7 @@ class DraftRequest:
 
 
 class Drafting:
-    """Choice of drafts from `drafter`, grammars, and `passes` of the executor's drafter.
+    """From `drafter`, grammars, and `passes` of the executor's drafter.
 
     `most`: draft tokens per request and step. `topk`: candidates per place, if trees beat chains.
     `counts`: penalties work for several rows of a request.
@@ -275,7 +273,6 @@ class Drafting:
 
     @property
     def for_all(self) -> bool:
-        """True if any request may have drafts, False if only grammars give them."""
         return self._drafter is not None or self.passes > 0
 
     def able(self, requests: Sequence[Request]) -> Sequence[Request]:

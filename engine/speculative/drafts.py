@@ -115,7 +115,7 @@ class Drafts:
 
 
 def count(request: Request, *, steps: int = 0, drafted: int = 0, accepted: int = 0) -> None:
-    """Add to the request's counts, which its outputs report from its first step on."""
+    """Its outputs report the counts from its first step on."""
     drafts = request.of(Drafts)
     drafts.steps += steps
     drafts.drafted += drafted

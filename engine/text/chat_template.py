@@ -28,10 +28,7 @@ class TemplateRefused(ValueError):
 
 
 class ChatTemplate:
-    """The chat template of a model.
-
-    `special_tokens`: variables such as bos_token. `reads`: how it uses messages.
-    """
+    """`special_tokens`: variables such as bos_token. `reads`: how it uses messages."""
 
     def __init__(self, source: str, *, special_tokens: dict[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -47,7 +44,6 @@ class ChatTemplate:
 
     @property
     def knows_images(self) -> bool:
-        """True if it accepts content as parts with images."""
         return "image" in self.source
 
     def render(
@@ -133,7 +129,7 @@ class TextPart(_Written, dict[str, Any]):
 
 
 class Parts(_Written, list[Any]):
-    """Parts of a content; as text, one per line."""
+    """Text has one line per part."""
 
     @classmethod
     def of_text(cls, text: str) -> "Parts":
@@ -143,7 +139,6 @@ class Parts(_Written, list[Any]):
         return joined(self)
 
     def __bool__(self) -> bool:
-        """False if all texts are empty."""
         return any(str(part) if isinstance(part, TextPart) else True for part in self)
 
     def __contains__(self, item: object) -> bool:
@@ -190,9 +185,8 @@ def render_continued(
     """Return the prompt up to the message, and the message's rendered end.
 
     `in_reasoning`: the message is unfinished reasoning; if the template omits it, continue its
-    empty content.
-
-    As in transformers, the message is rendered with a mark at its end, where the prompt is cut.
+    empty content. As in transformers, the message is rendered with a mark at its end, where the
+    prompt is cut.
     """
     for message, end in _marked(messages[-1], in_reasoning):
         text = render([*messages[:-1], message])

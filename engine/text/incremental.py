@@ -33,11 +33,10 @@ FIELD = "stop_regex"
 
 
 class StopRegex:
-    """A stop regex. `reach`: maximum match in characters; a stream holds back one less.
+    """`reach`: maximum match in characters; a stream holds back one less.
 
-    Stop regexes: checked on arrival, searched by the scheduler. RE2 (https://github.com/google/re2)
-    needs linear time and bounded memory, so no pattern can stall a scheduler; it has no
-    backreferences and lookaround. Python's parser computes the maximum match length.
+    RE2 (https://github.com/google/re2) needs linear time and bounded memory, so no pattern can
+    stall a scheduler; it has no backreferences and lookaround. Python's parser computes `reach`.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -204,10 +203,7 @@ class StopScanner:
 
 
 class RequestText:
-    """Text of one request for its client.
-
-    With skipped special tokens, a stop string is trimmed as far as it shows.
-    """
+    """With skipped special tokens, a stop string is trimmed as far as it shows."""
 
     def __init__(self, tokenizer: "Tokenizer", params: TextParams, *, prompt_remainder: Sequence[int]) -> None:
         skips, self._trims = params.skip_special_tokens, not params.no_stop_trim
@@ -219,7 +215,7 @@ class RequestText:
         self._held = ""
 
     def push(self, ids: list[int], finish: FinishReason | None = None) -> str:
-        """Return new final text; with `finish` the rest, without the stop."""
+        """New final text; with `finish` the rest, without the stop."""
         if finish is None and not self._may_hold:
             return self._text.push(ids)
         new = self._text.push(_without_stop_token(ids, finish) if self._trims else ids)
@@ -333,10 +329,7 @@ class StopSearch:
         self._num_read = 0
 
     def look(self, output_ids: Sequence[int]) -> FinishReason | None:
-        """Return the first stop that ends in the last token's text.
-
-        Earlier unseen tokens are not searched.
-        """
+        """Return the first stop that ends in the last token's text; others are not searched."""
         new = output_ids[self._num_read :]
         self._num_read = len(output_ids)
         if self._skips and len(self._tails) == 1 and not self._tokenizer.special_ids.isdisjoint(new):

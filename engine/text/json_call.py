@@ -28,7 +28,7 @@ _BETWEEN = (_State.BEGIN, _State.KEY, _State.COLON, _State.NEXT)
 
 
 class JsonCall:
-    """Parser of one call. `name`: set once name and an arguments object have started.
+    """`name`: set once name and an arguments object have started.
 
     `broken`: no call. A break in or after the arguments ends the call.
     """
@@ -170,10 +170,9 @@ NULL = "null"  # arguments of a function without parameters
 
 
 class HeadedCall:
-    """Reads one call, a header and a JSON object.
+    """Reads one call, a header and a JSON object, as JsonCall.
 
-    `header`: matches all before the first brace, groups `name` and perhaps `id`. Broken arguments
-    end the call.
+    `header`: matches all before the first brace, groups `name` and perhaps `id`.
     """
 
     def __init__(self, header: re.Pattern[str]) -> None:
@@ -233,7 +232,7 @@ MAX_NAME_CHARS = 64
 
 
 class PythonCall:
-    """Parser of one call; arguments come at once. `broken`: no call."""
+    """Arguments come at once. `broken`: no call."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -255,8 +254,7 @@ class PythonCall:
                 return i + 1
         return len(text)
 
-    def end(self) -> None:
-        """Drop incomplete arguments."""
+    def end(self) -> None: ...
 
     def new_arguments(self) -> str:
         new, self._new = self._new, ""

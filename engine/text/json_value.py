@@ -25,7 +25,7 @@ PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 def json_text(value: Any) -> str:
-    """Return JSON with unescaped letters. Raises ValueError for NaN or infinity."""
+    """Letters stay unescaped. Raises ValueError for NaN or infinity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text.encode(errors="replace").decode()  # a lone surrogate is no character
 
@@ -42,10 +42,7 @@ class _State(Enum):
 
 
 class JsonValue:
-    """Follows one JSON value, character by character.
-
-    `first`: its first character. `done`: complete. `broken`: the text cannot belong to it.
-    """
+    """`first`: its first character. `done`: complete. `broken`: the text cannot belong to it."""
 
     def __init__(self) -> None:
         self.first = ""
@@ -61,7 +58,7 @@ class JsonValue:
         self._new = ""
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Read `text` from `at`; return the value's end, negative if in an earlier text.
+        """Return the value's end, negative if in an earlier text.
 
         A broken value ends before what was held back.
         """

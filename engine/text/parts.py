@@ -52,7 +52,6 @@ def without_reasoning(part: Part) -> Part | None:
 
 
 def first_call(part: Part) -> Part | None:
-    """Drop calls after the first."""
     return None if isinstance(part, CallBegins | Arguments) and part.index > 0 else part
 
 
@@ -116,7 +115,7 @@ MintId = Callable[[str, int], str]  # of function name and index of the call
 
 
 class AnswerReaders(TextAnswers):
-    """Reads the samples. `make`: a sample's reader. `mint_id`: of calls without id."""
+    """`make`: a sample's reader. `mint_id`: of calls without id."""
 
     is_plain = False
 

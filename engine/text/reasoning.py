@@ -68,8 +68,6 @@ REASONING_FORMATS = {
 
 
 class Opening(Enum):
-    """The reasoning at a prompt's end."""
-
     OPEN = "open"
     CLOSED = "closed"
     UNDECIDED = "undecided"
@@ -88,8 +86,6 @@ def opening_of(format: ReasoningFormat, prompt: str, *, prefix: str = "") -> Ope
 
 
 class ReasoningTokens:
-    """Counts reasoning tokens with markers. `ends`: any ends it."""
-
     def __init__(
         self, *, start: str, ends: tuple[str, ...], opening: Opening, token_bytes: Callable[[int], bytes]
     ) -> None:
@@ -130,8 +126,6 @@ _LOOK = {Opening.UNDECIDED: ReasoningTokens._look_for_start, Opening.OPEN: Reaso
 
 
 class Trimmed:
-    """Strips a growing text at both ends."""
-
     def __init__(self) -> None:
         self._space: list[str] = []
         self._begun = False
@@ -298,12 +292,10 @@ class _ChannelCall:
 
 
 class HarmonyReader:
-    """Reads harmony's channels as parts.
+    """Reads channels of gpt-oss's Harmony format as parts.
 
     `names`: allowed functions. `answer`: reads messages of the final channel. `separates`: give out
     reasoning apart from text. `streams`: else reasoning is one part.
-
-    Harmony format of gpt-oss: an answer is messages in channels.
 
     <|channel|>analysis<|message|>reasoning<|end|>
     <|start|>assistant<|channel|>final<|message|>text<|return|>

@@ -148,7 +148,7 @@ QWEN_TAGS = Tags(
 
 
 class TaggedCall:
-    """Parser of one call. Strings stream, other arguments come whole. `broken`: no call.
+    """Strings stream, other arguments come whole. `broken`: no call.
 
     `name`: set once an argument starts or the call ends. A later format error ends the call.
     """
@@ -177,7 +177,7 @@ class TaggedCall:
         return len(text) - len(self._rest) if self.done or self.broken else len(text)
 
     def end(self) -> None:
-        """End the call; keep an incomplete string, other values if complete."""
+        """Keep an incomplete string, other values if complete."""
         if self.name is None or self.done:
             return
         value = self._rest[: len(self._rest) - self._held()]

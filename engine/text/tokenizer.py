@@ -53,10 +53,9 @@ class LongestToken(NamedTuple):
 
 
 def longest_token(tokenizer: Mapping[str, Any], letters: Mapping[str, int]) -> LongestToken | None:
-    """Find the longest token of a tokenizer.
+    """`tokenizer`: tokenizer.json. `letters`: bytes of byte-level vocabularies.
 
-    `tokenizer`: tokenizer.json. `letters`: bytes of byte-level vocabularies. None if the tokenizer
-    may drop characters or merge any number into one unknown token.
+    None if the tokenizer may drop characters or merge any number into one unknown token.
     """
     added = tokenizer.get("added_tokens") or []
     factor, lacking = _shrinks(tokenizer.get("normalizer")), _lacking(tokenizer, letters)
@@ -122,12 +121,11 @@ _TEXT = -1  # stands for texts between special tokens
 LONG_IDS = 1024  # at least this many ids: decode with the GIL released
 
 
-class TooManyTokens(Exception):
-    """A text exceeds the allowed tokens."""
+class TooManyTokens(Exception): ...
 
 
 class Tokenizer:
-    """Text to tokens and back. `config`: `ModelDirectory.tokenizer_config`."""
+    """`config`: `ModelDirectory.tokenizer_config`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any] | None = None) -> None:
         self.backend = backend

@@ -23,7 +23,7 @@ from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
 
 
 class CallScanner(Protocol):
-    """Parser of one call. `name`: set once the text surely is a call. `broken`: it is none."""
+    """`name`: set once the text surely is a call. `broken`: it is none."""
 
     @property
     def name(self) -> str | None: ...
@@ -37,8 +37,7 @@ class CallScanner(Protocol):
     def feed(self, text: str) -> int:
         """Return how many characters were consumed; negative gives back earlier ones."""
 
-    def end(self) -> None:
-        """Close a started call."""
+    def end(self) -> None: ...
 
     def new_arguments(self) -> str:
         """New JSON of the arguments, in total one object."""
@@ -210,7 +209,7 @@ class _Stage(Enum):
 
 
 class ToolCalls:
-    """Parser of one answer. `functions`: allowed ones, with schemas."""
+    """`functions`: allowed ones, with schemas."""
 
     def __init__(self, format: CallFormat, functions: Schemas) -> None:
         self._format = format

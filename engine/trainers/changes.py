@@ -28,7 +28,7 @@ class Receives(Protocol):
 
 
 class TensorChanges:
-    """Reader of `NewTensors`. `dummies`: paths with generated weights; `groups`: of trainers."""
+    """`dummies`: paths with generated weights; `groups`: of trainers."""
 
     def __init__(self, groups: Receives, *, dummies: Collection[str] = ()) -> None:
         self._groups = groups

@@ -28,8 +28,6 @@ REMEDY = "POST /destroy_weights_update_group, and open another"
 
 
 class TrainerGroup(Protocol):
-    """A rank's end of a group."""
-
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return what the trainer broadcasts next, on the host. Raises RuntimeError."""
 
@@ -57,7 +55,6 @@ class TrainerGroups:
             raise ConfigError(f"group_name: no group {name!r} is open; POST /init_weights_update_group opens one")
 
     def join(self, asked: JoinTrainer) -> None:
-        """Wait for all members."""
         self.check_closed(asked.name)
         rank = asked.rank_offset + asked.dp_rank * self._num_ranks + self._rank
         if rank >= asked.world_size:
@@ -96,8 +93,6 @@ class TrainerGroups:
 
 
 class GroupTrainers:
-    """`TrainerGroups` of a leader, `own`, with its followers."""
-
     def __init__(self, own: TrainerGroups, followers: Followers) -> None:
         self._own = own
         self._followers = followers
@@ -149,7 +144,6 @@ class GroupTrainers:
 
 
 def follower_readers(groups: TrainerGroups) -> dict[str, Callable[..., None]]:
-    """Return what followers do in threads for `GroupTrainers`, by name."""
     return {
         "join_trainer": lambda asked: groups.join(msgspec.convert(asked, JoinTrainer)),
         "receive_tensors": lambda tensors: _drop(groups.receive(msgspec.convert(tensors, NewTensors), keeps=False)),
@@ -169,7 +163,7 @@ def _first_line(error: Exception) -> str:
 
 
 def joined(asked: JoinTrainer, rank: int, timeout_s: float) -> TrainerGroup:
-    """Wait for the other members. Raises RuntimeError."""
+    """Raises RuntimeError."""
     timeout = timedelta(seconds=timeout_s)
     store: Store = TCPStore(asked.host, asked.port, asked.world_size, is_master=False, timeout=timeout)
     for prefix in (asked.name, f"{asked.name}/", f"{BACKENDS[asked.backend]}/"):

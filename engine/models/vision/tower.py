@@ -24,8 +24,7 @@ class VisionTower(Protocol):
 
     feature_size: int
 
-    def encode(self, image: Pixels) -> Tensor:
-        """[tokens, feature_size] in the model's dtype and device."""
+    def encode(self, image: Pixels) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

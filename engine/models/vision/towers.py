@@ -25,8 +25,6 @@ from engine.models.vision.tower import Patches, Pixels, VisionTower, places
 
 
 class _Layers:
-    """What towers share: patches, and `depth` layers."""
-
     def __init__(
         self, weights: VisionWeights, config: TowerConfig, processing: ImageProcessing, names: BlockNames, *, depth: int
     ) -> None:
@@ -40,7 +38,7 @@ class _Layers:
         spans: Callable[[int], list[Spans]],
         inside: Mapping[int, Callable[[Tensor], Tensor]],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the last state and, by layer, what `inside` makes of others, which later layers change."""
+        """By layer, what `inside` makes of states, which later layers change."""
         found, delta = {}, None
         for index, block in enumerate(self._blocks):
             delta = block(x, delta, layout, spans(index))
@@ -63,10 +61,7 @@ _CLIP_NAMES = BlockNames(
 
 
 class ProjectedClip(_Layers):
-    """A CLIP `VisionTower` with projector.
-
-    `size`: hidden size of the decoder. Unused last layers are not loaded.
-    """
+    """`size`: hidden size of the decoder. Unused last layers are not loaded."""
 
     def __init__(
         self,
@@ -122,7 +117,7 @@ _LEARNED_NAMES = BlockNames(up=("mlp.linear_fc1",), down="mlp.linear_fc2")
 
 
 class DeepstackTower(_Layers):
-    """The `VisionTower` of Qwen3-VL. `size`: hidden size of the decoder."""
+    """Qwen3-VL. `size`: hidden size of the decoder."""
 
     def __init__(self, weights: VisionWeights, config: LearnedTower, processing: ImageProcessing, *, size: int) -> None:
         super().__init__(weights, config, processing, _LEARNED_NAMES, depth=config.depth)
@@ -158,7 +153,7 @@ _WINDOWED_NAMES = BlockNames(
 
 
 class WindowedTower(_Layers):
-    """The `VisionTower` of Qwen2.5-VL. `size`: hidden size of the decoder."""
+    """Qwen2.5-VL. `size`: hidden size of the decoder."""
 
     def __init__(self, weights: VisionWeights, config: WindowTower, processing: ImageProcessing, *, size: int) -> None:
         super().__init__(weights, config, processing, _WINDOWED_NAMES, depth=config.depth)
