@@ -56,8 +56,6 @@ def load_tower_alone(
     return TowerModel(tower)
 
 
-# ---- one step
-
 T = TypeVar("T")
 
 

@@ -248,8 +248,6 @@ class _Sender:
         return messages
 
 
-# ---- sender
-
 MAX_QUEUED_BYTES = 256 << 20  # beyond it the receiver is stuck
 LINGER_S = 0.5  # for the receiver, on close
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.01, 0.2  # without receiver

@@ -141,14 +141,12 @@ class EngineMemory:
     arrivals: KVPool | None
 
     def pool_size(self) -> PoolSize:
-        sizes, tier, room = self.sizes, self.tier, self.room
+        sizes, tier = self.sizes, self.tier
         assert sizes.config.chunked_prefill_size is not None, "resolved"
         return PoolSize(
             num_pages=sizes.num_pages,
             host_pages=tier.pool.num_pages if tier else 0,
-            backup_pages=room.pages,
-            backup_windows=room.windows,
-            backup_states=room.states,
+            backup_room=self.room,
             files=tier.files if tier else "",
             state_slots=sizes.slots,
             shadow_slots=sizes.shadows,

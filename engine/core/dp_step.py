@@ -66,9 +66,6 @@ def padding_of(tokens: Sequence[int], *, extend: bool) -> Padding:
     return Padding.SUM_LEN
 
 
-# ---- weight updates
-
-
 class Vote(IntEnum):
     READY = 1
     REFUSED = 2
@@ -142,9 +139,6 @@ class UpdateAgreement:
 
     def _all_are(self, *votes: Vote) -> bool:
         return all(self._vote_of(rank) in votes for rank in range(self._board.num_ranks))
-
-
-# ---- joint entry of prompts
 
 
 class PrefillDelayer:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from engine.core.plan import Plan
 from engine.core.request import Request
 
-# ---- new-token ratio
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioRule:
@@ -58,8 +56,6 @@ class NewTokenRatio:
         """Clipped maximum of added tokens, the estimate for a new request."""
         return min(request.tokens_left, self._rule.clip_tokens)
 
-
-# ---- output lengths
 
 WINDOW = 1000  # answers remembered
 FEWEST = 32  # finished answers before a prediction
@@ -112,8 +108,6 @@ class OutputLengthEstimator:
             peak = max(peak, held + i * growth)
         return max(0, peak - held)
 
-
-# ---- step budget
 
 NUM_LAST = 3
 INFORMATIVE_SHARE = 0.5
@@ -186,9 +180,6 @@ class StepBudget:
 
 def _lower_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
-
-
-# ---- decode reserve
 
 
 class DecodeReserve:

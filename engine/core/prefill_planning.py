@@ -150,8 +150,6 @@ class PrefillAdder:
         return math.ceil(tokens / self._limits.page_size)
 
 
-# ---- prefixes that are being computed
-
 MAX_PASSED_OVER = 32  # per step: bounds a plan's cost
 
 
@@ -212,9 +210,6 @@ class SharedWork:
         return low * size
 
 
-# ---- prefill planning
-
-
 class PrefillPlanner:
     def __init__(
         self, state: SchedulerState, preemption: Preemption, *, uniform: Uniform, budget: StepBudget | None
@@ -257,8 +252,8 @@ class PrefillPlanner:
             if self._waits(request, now_s) or shared.passes_over(request):
                 continue
             result = self._admit(request, adder, now_s)
-            if result is AddResult.NO_TOKEN:
-                self._note_full()
+            if result is AddResult.NO_TOKEN and not stages.retraction_pending:
+                stages.batch_is_full = bool(stages.running or stages.draining or stages.held)
             if result is not AddResult.CONTINUE:
                 break
             del stages.waiting[request.rid]
@@ -325,11 +320,6 @@ class PrefillPlanner:
             return 0
         own = self._priorities.urgency(request, now_s)
         return sum(r.slot is None and self._priorities.urgency(r, now_s) > own for r in self._stages.running)
-
-    def _note_full(self) -> None:
-        stages = self._stages
-        if not stages.retraction_pending:
-            stages.batch_is_full = bool(stages.running or stages.draining or stages.held)
 
     def _note_admitted(self, request: Request) -> None:
         counters = self._state.counters

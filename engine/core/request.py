@@ -21,8 +21,6 @@ from engine.sampling_params import SamplingParams
 
 P = TypeVar("P")
 
-# ---- stage times
-
 MAX_CHUNKS = 64  # stored per request: enough for a chart
 
 
@@ -244,9 +242,6 @@ class LowerTiers:
     prefetching: list[bytes] = field(default_factory=list)
     prefetch_until_s: float | None = None
     ahead: LoadedAhead = LoadedAhead()
-
-
-# ---- request
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

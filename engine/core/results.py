@@ -187,7 +187,7 @@ class Results:
             token = NO_TOKEN if result.token is None else result.token
             request.output_ids.append(token)
             self._state.counters.generation_tokens += 1
-            if self._has_meaning(token):
+            if 0 <= token < self._vocab_size:
                 new_ids = [token]
                 if result.logprob is not None:
                     request.unsent.logprobs.append(result.logprob)
@@ -200,6 +200,3 @@ class Results:
         if not request.prefill_only:
             self._state.stages.unstage(request)
         return self._departures.finish(request, reason, new_ids)
-
-    def _has_meaning(self, token: int) -> bool:
-        return 0 <= token < self._vocab_size

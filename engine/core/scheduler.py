@@ -196,8 +196,6 @@ class HandoffRequests:
         self._stages.batch_is_full = False
 
 
-# ---- Scheduler
-
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
 
 # The strategy of decode steps for a scheduler, from what it shares with it.

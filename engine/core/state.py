@@ -108,9 +108,6 @@ class Stages:
             assert request.computed_len <= request.launched_len
 
 
-# ---- checks of samples in flight
-
-
 def check_reads(request: Request, start: int, end: int) -> None:
     """Check that tokens start..end-1 are known, or end with the cell's.
 

@@ -138,8 +138,6 @@ class Executor:
             stream.close()
 
 
-# ---- streams
-
 T_co = TypeVar("T_co", covariant=True)
 
 

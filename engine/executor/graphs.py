@@ -20,8 +20,6 @@ from engine.models.decoder import DenseDecoder
 from engine.sampler.sampler import NOT_SAMPLED, CapturableSampler
 from service.process.start import no_collections
 
-# ---- ends of recorded decode steps
-
 
 class RecordedEnd(Protocol):
     """Work of a recorded decode step after its forward, by the rank that records it."""
@@ -65,8 +63,6 @@ class FollowedEnd:
             model.logits(hidden)
         return Forward(hidden, gave_logits=self._is_last)
 
-
-# ---- decode graphs
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MAX_BY_DEFAULT = 256
@@ -283,8 +279,6 @@ def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int) -
     needed = [size for size in wanted if size < max_running]
     return needed + [size for size in wanted if size >= max_running][:1]
 
-
-# ---- prefill graphs
 
 MAX_REQUESTS = 16  # of a recorded step: attention starts programs for each, also for one that is padding
 

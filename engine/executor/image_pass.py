@@ -21,8 +21,6 @@ from engine.model_files.tower_config import CHANNELS
 from engine.models.vision.tower import ImageRows, Pixels, VisionTower
 from engine.parallel.collectives import SINGLE_RANK, Collectives
 
-# ---- vision data parallelism
-
 
 class EncoderRanks:
     """Vision data parallelism: one first-stage rank encodes an image, and broadcasts features.
@@ -66,9 +64,6 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
         owners[piece] = rank
         heapq.heapreplace(loads, (load + weights[piece], rank))
     return owners
-
-
-# ---- image pass
 
 
 class Seeing(Protocol):

@@ -6,7 +6,6 @@ with rows of page 0, whose results are unused. Any other step has the agreed row
 
 from collections.abc import Sequence
 
-from engine.core.dp_step import AgreedStep
 from engine.core.plan import PlanItem
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.step_part import Batch, StepPart
@@ -35,13 +34,10 @@ class JointSteps(StepPart):
         """Expect the rows of a step, and fill its items up where it is replayed."""
         agreed = batch.plan.agreed
         assert agreed is not None, "a forward that the other DP ranks know nothing of"
-        batch.tapes = self._replays(agreed)
+        most = max(agreed.tokens)
+        batch.tapes = agreed.graph and any(tapes.takes(most) for tapes in self._tapes)
         if not batch.tapes:
             self._exchange.begin(agreed.tokens)
             return
-        most = max(agreed.tokens)
         self._exchange.begin([most] * len(agreed.tokens))
         batch.items = batch.items + [self._padding] * (most - len(batch.items))
-
-    def _replays(self, agreed: AgreedStep) -> bool:
-        return agreed.graph and any(tapes.takes(max(agreed.tokens)) for tapes in self._tapes)

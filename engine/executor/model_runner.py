@@ -97,8 +97,6 @@ class Copies:
         return tier + ([] if self._backup is None else self._backup.hosts)
 
 
-# ---- model runner
-
 T = TypeVar("T")
 
 

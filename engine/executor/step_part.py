@@ -115,8 +115,6 @@ def runs_of(items: Sequence[PlanItem]) -> list[list[int]]:
     return runs
 
 
-# ---- step part
-
 Sampled = tuple[Tensor, Tensor]  # tokens [n] int64, and whether the logits were bad [n] bool
 
 

@@ -69,9 +69,6 @@ def dummy_paths(config: EngineConfig) -> frozenset[str]:
     return frozenset([config.model_path] if drafter is None else [config.model_path, drafter])
 
 
-# ---- new weights from tensors
-
-
 def why_no_tensors(config: EngineConfig) -> str:
     """Return the reason that an engine takes new weights only from a checkpoint, or ""."""
     if config.nnodes > 1:

@@ -141,11 +141,7 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
-    token_flops = (
-        2
-        * model.num_layers
-        * (model.attention_weights() + model.mlp_matrices * model.hidden_size * model.mlp_width(active=True))
-    )
+    token_flops = _token_flops(model)
     pair_flops = model.num_layers * model.pair_flops()
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(
@@ -157,7 +153,8 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
 
 
 def _token_flops(model: ModelConfig) -> float:
-    return 2 * model.num_layers * (model.attention_weights() + 3 * model.hidden_size * model.mlp_width(active=True))
+    mlp_weights = model.mlp_matrices * model.hidden_size * model.mlp_width(active=True)
+    return 2 * model.num_layers * (model.attention_weights() + mlp_weights)
 
 
 def profiled_tokens(config: EngineConfig, model: ModelConfig) -> int:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 
-# ---- closed objects of JSON schemas
-
 _SILENCED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _COMPOSED_BY = (*PARTS, *CONDITIONS, *NAMED_CONDITIONS, "$ref")
 
@@ -71,8 +69,6 @@ def _speaks(key: str, schema: dict[str, Any], alone: bool) -> bool:
         return alone and (key != "allOf" or len(schema[key]) == 1)
     return key not in CONDITIONS and key not in NAMED_CONDITIONS
 
-
-# ---- structural tags
 
 HEAD = """%llguidance {}
 start: (TAGS)* tag_end
@@ -153,8 +149,6 @@ def _pieces(text: str, special_tokens: Collection[str]) -> list[tuple[str, str]]
     parts = re.split(f"({'|'.join(names)})", text)
     return [(part, "") if i % 2 else ("", part) for i, part in enumerate(parts) if part]
 
-
-# ---- compiler
 
 MAX_WHITESPACE = 16  # characters: a line break and a usual indentation
 SILENT = 0

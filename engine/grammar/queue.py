@@ -135,8 +135,6 @@ def _lower_priority(thread_id: int | None) -> None:
             os.setpriority(os.PRIO_PROCESS, thread_id, LOWEST_PRIORITY)
 
 
-# ---- queue
-
 Compiled = StartGrammar | GrammarInvalid
 
 MAX_GIVEN_UP = 4  # timed-out compilations that still run

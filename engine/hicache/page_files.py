@@ -80,8 +80,6 @@ def checksum(page: memoryview) -> bytes:
     return hashlib.sha256(page).digest()
 
 
-# ---- a worker's directory
-
 MAX_WORKERS = 64  # sharing a DIR
 _NAME = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
 _RANK = re.compile(r"rank\d+")

@@ -24,8 +24,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-# ---- arithmetic kinds of C kernels
-
 KIND_VARIABLE = "TANDEM_CPU_KIND"
 
 
@@ -116,8 +114,6 @@ def failure(code: int) -> Exception:
     return MemoryError("a kernel found no memory")
 
 
-# ---- build
-
 DISABLE_VARIABLE = "TANDEM_NO_C_KERNELS"
 CACHE_VARIABLE = "TANDEM_KERNEL_CACHE"
 COMPILE_TIMEOUT_S = 300  # linear.c takes 4 s on an idle core
@@ -183,7 +179,9 @@ def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None
     try:
         library = _load(_built(source, own_flags=flags, kind=kind))
         if hasattr(library, "tandem_use_team"):  # includes team.h
-            _use_team(library)
+            calls = _load(_built(TEAM.path, own_flags=TEAM.flags)).tandem_team_calls
+            calls.restype = ctypes.c_void_p
+            library.tandem_use_team(ctypes.c_void_p(calls()))
         return library
     except BuildError as e:
         log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
@@ -221,12 +219,6 @@ def fields(pointers: Iterable[str], numbers: Iterable[str], floats: Iterable[str
 def check_buildable(source: Path) -> None:
     """Raises BuildError, or its subclass NoCompilerError."""
     _load(_built(source))
-
-
-def _use_team(library: ctypes.CDLL) -> None:
-    calls = _load(_built(TEAM.path, own_flags=TEAM.flags)).tandem_team_calls
-    calls.restype = ctypes.c_void_p
-    library.tandem_use_team(ctypes.c_void_p(calls()))
 
 
 def _load(path: Path) -> ctypes.CDLL:

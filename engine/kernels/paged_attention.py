@@ -41,8 +41,6 @@ def plain_softmax(head_dim: int) -> Softmax:
     return Softmax(head_dim**-0.5)
 
 
-# ---- requests with common pages
-
 MIN_SHARED = 256  # tokens: fewer hardly save a read
 MAX_ROWS = 32  # per group: its sums and the tokens it reads stay in the L2 cache
 ITEMS_A_THREAD = 4  # minimum of groups times KV heads per thread, to keep all busy

@@ -109,8 +109,6 @@ class Staging:
             self._free_bytes += region.size
 
 
-# ---- tape
-
 _CPU = torch.device("cpu")
 TURNS = 4  # tensors of one kind in use at once; a layer needs two
 

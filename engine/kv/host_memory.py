@@ -17,7 +17,8 @@ class HostMemory:
         Sources: proc(5) meminfo, cgroup v2 memory.max, v1 memory.limit_in_bytes. Reclaimable files
         are free.
         """
-        return max(0, min([_machine_bytes(self.root), *_cgroup_bytes(self.root)]))
+        machine_bytes = _fields(self.root / "proc/meminfo")["MemAvailable:"] * 1024
+        return max(0, min([machine_bytes, *_cgroup_bytes(self.root)]))
 
     def own(self) -> int:
         """RssAnon."""
@@ -41,10 +42,6 @@ class HostMemory:
 
 
 HERE = HostMemory()
-
-
-def _machine_bytes(root: Path) -> int:
-    return _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:

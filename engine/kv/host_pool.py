@@ -4,7 +4,6 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,25 +11,17 @@ from torch import Tensor
 from engine.core.plan import PageCopy, Plan, PlanItem
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.kv.page_copies import Arrival, CudaRows, DirectCopies, PageCopies, StagedCopies, word_cuts
-from engine.kv.side_stream import CudaSideStream
+from engine.kv.side_stream import SideStream
 from engine.kv.state_pool import StatePool
 from service.flags import ConfigError
 from service.waiter import usable_cores
 
-# ---- pinned host memory
-
 PART_BYTES = 1 << 30  # touched by one thread at a time
 
 
-class MemoryRegistrar(Protocol):
+class CudaRegistrar:
     """Pins memory for the GPU; `register` raises RuntimeError or OSError."""
 
-    def register(self, address: int, size_bytes: int) -> None: ...
-
-    def unregister(self, address: int) -> None: ...
-
-
-class CudaRegistrar:
     def register(self, address: int, size_bytes: int) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
 
@@ -45,7 +36,7 @@ class PinnedBytes:
     of two and never free.
     """
 
-    def __init__(self, size_bytes: int, *, registrar: MemoryRegistrar, threads: int) -> None:
+    def __init__(self, size_bytes: int, *, registrar: CudaRegistrar, threads: int) -> None:
         self.tensor = zeroed_bytes(size_bytes, torch.device("cpu"))  # [size_bytes] uint8
         self._registrar = registrar
         with ThreadPoolExecutor(threads, thread_name_prefix="prefault") as pool:
@@ -64,8 +55,6 @@ class PinnedBytes:
 def _touch(memory: torch.Tensor, at: int) -> Callable[[], object]:
     return lambda: memory[at : at + PART_BYTES : mmap.PAGESIZE].zero_()
 
-
-# ---- host pool
 
 WORD_BYTES = 8
 
@@ -90,7 +79,7 @@ class HostPool:
                 _words(buffer, num_pages),
                 layer_cuts=word_cuts(layer_ends, WORD_BYTES),
                 units=units,
-                make_stream=lambda: CudaSideStream.on(device),
+                make_stream=lambda: SideStream(device),
                 copy_rows=CudaRows().copy,
             )
         self._bytes = buffer.numpy().data

@@ -30,8 +30,6 @@ from engine.kv.fp8 import dequantized, quantized
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
-# ---- strided views of a pool's tokens
-
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -80,8 +78,6 @@ def token_rows(
         run.begin // word,
     )
 
-
-# ---- kv pool
 
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> zeroed uint8[bytes]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -42,8 +42,6 @@ def shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-# ---- page checksum
-
 NAME = "splitmix64-tokens"  # peers must compute the same
 SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
 MORE_SCRATCH_BYTES = 1 << 26
@@ -156,8 +154,6 @@ def values_of(totals: torch.Tensor, wakeup: Callable[[], None]) -> Callable[[], 
     landed = start_in_thread(values, name="checksum", when_done=wakeup)
     return lambda: landed.result() if landed.done() else None
 
-
-# ---- checksum of states
 
 BEGIN = 1 << 62  # after all words of pages
 CONV_WORD, RECURRENT_WORD = torch.int16, torch.int32

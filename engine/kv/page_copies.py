@@ -58,8 +58,6 @@ def word_cuts(layer_ends: Sequence[int], word_bytes: int) -> list[int]:
     return [0, *(-(-end // word_bytes) for end in layer_ends)]
 
 
-# ---- strided copies (cuMemcpy2DAsync)
-
 LIBRARY = "libcuda.so.1"
 HOST, DEVICE = 1, 2  # CUmemorytype
 
@@ -118,8 +116,6 @@ class CudaRows:
         if status != 0:
             raise RuntimeError(f"host tier: cuMemcpy2DAsync failed with CUDA error {status}")
 
-
-# ---- page copies
 
 STAGING_BYTES = 32 << 20  # of device memory per stream besides the pool
 LANES = 2  # per direction: one gathers or scatters while the other uses the bus

@@ -85,9 +85,6 @@ def _product_by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-# ---- experts
-
-
 class _Matrices(Protocol):
     def take(self, other: Any) -> None: ...
 

@@ -21,8 +21,6 @@ from engine.kernels.recurrent import (
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import upload
 
-# ---- chunked recurrences
-
 GRID = 64
 
 
@@ -78,9 +76,6 @@ def in_chunks(rows: tuple[Tensor, ...], state: Tensor, chunk: Chunk) -> tuple[Te
         output, state = chunk(of_chunk, state)
         outputs.append(output)
     return torch.cat(outputs, 1)[:, :count].transpose(0, 1), state
-
-
-# ---- recurrence
 
 
 class RequestRows(NamedTuple):
@@ -190,9 +185,6 @@ class ShortConv:
         return out
 
 
-# ---- Gated DeltaNet
-
-
 class GatedDelta:
     """Value head h reads key head h // (value heads / key heads).
 
@@ -248,9 +240,6 @@ def _delta_chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tenso
     solved = torch.linalg.solve_triangular(system + diagonal, right, upper=False, unitriangular=True)
     own, read = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
     return advance(q, k, own - read @ state, decays, state)
-
-
-# ---- Mamba2
 
 
 class Mamba:

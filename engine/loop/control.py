@@ -317,8 +317,6 @@ class ProfileControl:
         self._reply(ControlReply(call_id, False, message, status=400))
 
 
-# ---- memory occupation
-
 KV, WEIGHTS, GRAPHS = "kv_cache", "weights", "cuda_graph"
 TAGS = (KV, WEIGHTS, GRAPHS)  # graphs follow the weights
 
@@ -343,16 +341,6 @@ class FixedKV:
     def resume(self) -> None: ...
 
 
-class ReleasedWeights(Protocol):
-    @property
-    def model_path(self) -> str: ...
-
-    @property
-    def released(self) -> bool: ...
-
-    def release(self) -> None: ...
-
-
 class OccupationControl:
     """Release and return of an idle worker's KV and weight memory.
 
@@ -366,7 +354,7 @@ class OccupationControl:
         self,
         *,
         kv: KVMemory,
-        weights: ReleasedWeights,
+        weights: Weights,
         why_busy: Callable[[], str],
         flush: Callable[[], object],
         update: Callable[[UpdateWeights], object],

@@ -97,8 +97,6 @@ def _kind(plan: Plan) -> str:
     return "prefill" if all(item.extend for item in plan.items) else "mixed"
 
 
-# ---- heartbeat
-
 log = logging.getLogger(__name__)
 
 
@@ -136,7 +134,9 @@ class HeartbeatResponder:
         poll = select.poll()
         poll.register(self._inbox.fd, select.POLLIN)
         poll.register(self._closed, select.POLLIN)
-        while not any(source == self._closed for source, _ in poll.poll(_pause_ms())):
+        while not any(
+            source == self._closed for source, _ in poll.poll(1000 * wait_s(time.monotonic(), EVERY_S, phase=STAMPS))
+        ):
             self._turns.stamp(self._stamp, self._clock())
             for request in self._inbox.recv_all_nowait():
                 self._answer(request)
@@ -149,10 +149,6 @@ class HeartbeatResponder:
             self._frontend.send(reply)
         except PeerStalled as error:
             log.error("heartbeat: %s", error)
-
-
-def _pause_ms() -> int:
-    return round(1000 * wait_s(time.monotonic(), EVERY_S, phase=STAMPS))
 
 
 # ---- End of a process with a hanging loop, since a router still sends it requests.
@@ -194,16 +190,9 @@ def dump_of_others(pids: Iterable[int]) -> None:
 class Watchdog:
     """`on_stall` receives seconds."""
 
-    def __init__(
-        self,
-        turns: IterationClock,
-        *,
-        on_stall: Callable[[float], None] = end_with_stacks,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, turns: IterationClock, *, on_stall: Callable[[float], None] = end_with_stacks) -> None:
         self._turns = turns
         self._on_stall = on_stall
-        self._clock = clock
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -219,6 +208,6 @@ class Watchdog:
     def _run(self) -> None:
         check_s = min(LONGEST_CHECK_S, self._turns.limit_s / CHECKS_PER_TIMEOUT)
         while not self._closed.wait(check_s):
-            if (taken_s := self._turns.stalled_s(self._clock())) is not None:
+            if (taken_s := self._turns.stalled_s(time.monotonic())) is not None:
                 self._on_stall(taken_s)
                 return

@@ -126,15 +126,11 @@ class StreamGate(LoopListener):
         self._held: dict[str, TokenOutput] = {}
 
     def on_received(self, message: GenerateRequest, now_s: float) -> None:
-        self._interval_of[message.rid] = self._interval_for(message)
+        interval = message.stream_interval or self._interval
+        self._interval_of[message.rid] = interval if message.stream else FORCED_INTERVAL
 
     def pass_on(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         return [passed for output in outputs if (passed := self._judge(output)) is not None]
-
-    def _interval_for(self, request: GenerateRequest) -> int:
-        if not request.stream:
-            return FORCED_INTERVAL
-        return request.stream_interval or self._interval
 
     def _judge(self, output: TokenOutput) -> TokenOutput | None:
         rid, new = output.rid, len(output.new_ids)
@@ -208,9 +204,6 @@ class Timekeeper(LoopListener):
             if output.finish is not None:
                 output.times = time_line(request.times, ended_s=now_s, completion_tokens=output.completion_tokens)
                 output.stages = stages(request.times, ended_s=now_s)
-
-
-# ---- durations of steps
 
 
 class StepDurations(LoopListener):

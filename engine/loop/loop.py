@@ -162,7 +162,7 @@ class EngineLoop:
         for request in self._control.release():
             outputs += self._add(request, now_s)
         outputs += self._admit_with_grammar(now_s)
-        self._role.close_to_peers(self._why_no_peers())
+        self._role.close_to_peers("the worker is draining" if self._draining else self._controls.why_closed())
         holds = self._control.awaits_ranks
         if not holds:
             outputs += self._role.poll(now_s)
@@ -257,11 +257,6 @@ class EngineLoop:
         now_s = self._clock()
         self._role.end_peers_work(ABORTED_ALL)
         return [output for rid in list(self._requests.rids()) for output in self._abort(rid, now_s, ABORTED)]
-
-    def _why_no_peers(self) -> str | None:
-        if self._draining:
-            return "the worker is draining"
-        return self._controls.why_closed()
 
     def _enter(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
         for on_received in self._on_received:

@@ -45,8 +45,6 @@ class RetractionLog(LoopListener):
         )
 
 
-# ---- reporter
-
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 10.0

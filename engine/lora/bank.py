@@ -63,9 +63,6 @@ def max_tiles(num_rows: int, *, places: int, tile_rows: int) -> int:
     return num_rows // tile_rows + min(places, num_rows)
 
 
-# ---- bank
-
-
 class StepAdapters(Protocol):
     """`delta(i)`: for site i of a model, by the last step that began."""
 
@@ -198,9 +195,6 @@ def make_bank(
 
     assert max_rank is not None, "resolved"
     return AdapterBank(GroupedAdapters(sites, places=places, max_rank=max_rank, dtype=dtype, device=device))
-
-
-# ---- adapters of a running engine
 
 
 class LoraStore:

@@ -74,8 +74,6 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"{path}: is not readable JSON; download the file again") from None
 
 
-# ---- head config
-
 TOKENS, LABELS, NOTHING = "tokens", "labels", "nothing"
 _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": NOTHING}
 

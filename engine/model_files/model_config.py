@@ -205,7 +205,8 @@ def _model_config(folder: ModelDirectory, fields: Fields) -> ModelConfig:
     whole, fields = fields, text_part(fields)
     name, family, kind = read_family(fields)
     fields = fields.with_defaults(family.defaults)
-    _refuse_unsupported(fields)
+    if fields.flag("mlp_bias", default=False):
+        raise fields.error("mlp_bias", "a bias in the MLP is not supported")
     stored = read_stored_weights(fields, mxfp4=family.mxfp4)
     arithmetic = family.arithmetic(fields)
     if family.experts is not None and arithmetic.activation != "silu":
@@ -288,11 +289,6 @@ def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd; RoPE needs pairs")
     return kv_heads, head_dim
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.flag("mlp_bias", default=False):
-        raise fields.error("mlp_bias", "a bias in the MLP is not supported")
 
 
 def _nextn_layers(fields: Fields, *, default: int) -> int:

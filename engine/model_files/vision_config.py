@@ -153,9 +153,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 }
 
 
-# ---- vision config
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
     """A tower, and tokens that stand for images and videos (None: no videos).

@@ -44,9 +44,8 @@ class DummyTensors:
         if name.endswith(JOINS):
             return lambda out: out.copy_(torch.eye(*shape)[tuple(slice(part.start, part.stop) for part in taken)])
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) % NUMBERS
-        return lambda out: self._fill(
-            out, shape, taken, start=start, center=_center(name, shape), spread=_spread(name, shape)
-        )
+        center = 1.0 if len(shape) == 1 and "norm" in name else 0.0
+        return lambda out: self._fill(out, shape, taken, start=start, center=center, spread=_spread(name, shape))
 
     def close(self) -> None:
         self._noise.clear()
@@ -83,10 +82,6 @@ class DummyTensors:
             uniform = torch.rand(NUMBERS, generator=generator) * 2 - 1
             self._noise[device] = (uniform * ROOT_3).to(device)
         return self._noise[device]
-
-
-def _center(name: str, shape: Sequence[int]) -> float:
-    return 1.0 if len(shape) == 1 and "norm" in name else 0.0
 
 
 def _spread(name: str, shape: Sequence[int]) -> float:

@@ -64,12 +64,9 @@ class ExpertBalance:
         self._steps += 1
         if self._steps % self._every == 0 and not self._wanted:
             self._plan()
-        if self._wanted and self._steps % self._vote_every == 0:
+        vote_every = VOTE_EVERY_ON_GPU if self.layers[0].loads.is_cuda else 1
+        if self._wanted and self._steps % vote_every == 0:
             self._move(next(iter(self._wanted)))
-
-    @property
-    def _vote_every(self) -> int:
-        return VOTE_EVERY_ON_GPU if self.layers[0].loads.is_cuda else 1
 
     def imbalances(self) -> list[float]:
         return [self._imbalance(self.layers[place].placed.placement, self._loads(place)) for place in self._places]

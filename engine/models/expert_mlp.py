@@ -21,8 +21,6 @@ from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut, Extent
 from engine.quant.integers import BLOCK, Weight, columns_of, mxfp4_codes, mxfp4_values
 
-# ---- loading
-
 
 def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> ExpertRouter:
     checkpoint = part.checkpoint
@@ -136,9 +134,6 @@ def _blocks(
     begin = columns.taken.start - first * BLOCK
     values = mxfp4_values(packed, scales, dtype=checkpoint.dtype)[:, :, begin : begin + len(columns)]
     return [values[place].to(checkpoint.device) for place in order]
-
-
-# ---- expert mlp
 
 
 class ExpertMLP:

@@ -87,9 +87,6 @@ def _whole_norm(part: ModelPart, prefix: str) -> WholeNorm:
     )
 
 
-# ---- layers
-
-
 class Norms(NamedTuple):
     """Checkpoint names of norms, without "_layernorm"; empty: absent."""
 

@@ -111,8 +111,6 @@ def _rest(parts: list[memoryview], size: int) -> list[memoryview]:
     return rest
 
 
-# ---- network
-
 NOTHING = -0.0  # added to any number, even -0, it keeps that
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,17 +20,7 @@ from engine.parallel.collectives import columns_of, tree_sum
 from engine.parallel.layout import Place
 from service.flags import ConfigError
 
-# ---- collectives of GPUs
-
 SMALL_NUMBERS = 1 << 18  # 1 MiB of float32
-
-
-class PeerMemory(Protocol):
-    peers: list[Tensor]  # [SMALL_NUMBERS] each, by rank
-
-    def barrier(self) -> None:
-        """Order all ranks' earlier writes and reads, in the stream."""
-        ...
 
 
 class SymmetricMemory:
@@ -43,9 +32,11 @@ class SymmetricMemory:
         own = _symmetric_memory.empty(SMALL_NUMBERS, dtype=torch.float32, device=device)
         self._handle = _symmetric_memory.rendezvous(own, group)
         ranks = range(group.size())
+        # [SMALL_NUMBERS] each, by rank
         self.peers = [self._handle.get_buffer(rank, [SMALL_NUMBERS], torch.float32) for rank in ranks]
 
     def barrier(self) -> None:
+        """Order all ranks' earlier writes and reads, in the stream."""
         self._handle.barrier()
 
 
@@ -61,7 +52,7 @@ class NcclCollectives:
     Graphs may record all calls: none syncs with the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, memory: PeerMemory | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, memory: SymmetricMemory | None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self._group = group
         self._memory = memory
@@ -110,8 +101,6 @@ class NcclCollectives:
         return whole[: len(flat)]
 
 
-# ---- process groups
-
 SHM = "/dev/shm"
 LOOK_S = 0.02  # between checks for other ranks
 ENVIRONMENT = {
@@ -134,7 +123,7 @@ class RankGroups:
     """
 
     stage: dist.ProcessGroup | None
-    memory: PeerMemory | None
+    memory: SymmetricMemory | None
     before: dist.ProcessGroup | None
     after: dist.ProcessGroup | None
 

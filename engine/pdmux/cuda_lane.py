@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,7 +35,7 @@ class CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)  # as in CudaStream
-        self._thread = ThreadStream(num_threads=1, around=self._on_stream)
+        self._thread = ThreadStream(num_threads=1, around=lambda: torch.cuda.stream(self._stream))
 
     def submit(self, work: Callable[[], T]) -> StreamTask[T]:
         future = Future[T]()
@@ -54,6 +53,3 @@ class CudaLane:
     def close(self) -> None:
         self._thread.close()
         self._stream.synchronize()
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)

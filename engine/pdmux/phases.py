@@ -97,9 +97,6 @@ def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
     return LaneShare(parts=parts, itl_s=itl_objective_s(config), waits=config.device == "cpu")
 
 
-# ---- plans
-
-
 class TwoStreams(OneStream):
     def plan(self, now_s: float, *, admits: bool, phase: Phase | None) -> Items:
         assert phase is not None, "each plan has a phase in two streams"

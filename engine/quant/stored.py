@@ -39,8 +39,6 @@ def unpacked(words: Tensor, order: tuple[int, ...], taken: range) -> Tensor:
     return together[:, taken.start - first * each : taken.stop - first * each]
 
 
-# ---- stored
-
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 MAIN = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # any of these: the module is quantized
 OTHERS = (

@@ -90,8 +90,6 @@ class RankRunner:
         self._copies.wait(plan.seq)
 
 
-# ---- follower
-
 log = logging.getLogger(__name__)
 
 Reader = Callable[..., Any]  # raises ConfigError; runs in its own thread

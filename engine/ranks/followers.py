@@ -159,8 +159,6 @@ class ReceiverThread:
         return wanted
 
 
-# ---- liveness probe
-
 REQUESTS_PER_LIMIT = 4
 STEPS_AHEAD = 2.0  # it queues after steps, each up to the limit
 
@@ -193,9 +191,6 @@ class LivenessProbe:
         if not self._waiting or self._asked_at_s is None or now_s - self._asked_at_s <= self._longest_s:
             return None
         return now_s - self._asked_at_s
-
-
-# ---- followers
 
 
 class Process(Protocol):

@@ -54,8 +54,6 @@ class StageInput:
         return self._room[: len(token_ids)].clone()
 
 
-# ---- links
-
 MAX_LINK_ROWS = 1024  # hidden states of more tokens are sent in parts
 
 
@@ -219,9 +217,6 @@ def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, lo
         }
     own = partial(load, dtype=config.dtype, device=config.device, quantization=config.quantization, **share)
     return lambda path, found, **more: own(path, within(found, config.context_length), **more)
-
-
-# ---- future map over ranks
 
 
 class LeaderFutureMap(FutureMap):

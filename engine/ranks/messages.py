@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from engine.core.dp_step import AgreedStep
-from engine.core.mem_cache.backups import CopySize
+from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.core.plan import (
     FeatureLand,
     ItemImages,
@@ -62,26 +62,19 @@ class Ready(_Frame, frozen=True):
 class PoolSize(_Frame, frozen=True):
     """Sizes of all ranks: the minima.
 
-    `host_pages`: host tier; `backup_pages`, `backup_windows`, `backup_states`: of retracted
-    requests. `state_slots`: recurrent states, 0 without; `shadow_slots`: more for drafts. `apart`:
-    of `num_pages`, window layers have an own pool (engine/device/pools.py). `files`: the worker's
-    directory, or "". `chunked_prefill_size`: resolved.
+    `host_pages`: host tier. `state_slots`: recurrent states, 0 without; `shadow_slots`: more for
+    drafts. `apart`: of `num_pages`, window layers have an own pool (engine/device/pools.py).
+    `files`: the worker's directory, or "". `chunked_prefill_size`: resolved.
     """
 
     num_pages: int
     host_pages: int = 0
-    backup_pages: int = 0
-    backup_windows: int = 0
-    backup_states: int = 0
+    backup_room: CopySize = NOTHING
     files: str = ""
     state_slots: int = 0
     shadow_slots: int = 0
     apart: bool = False
     chunked_prefill_size: int = -1
-
-    @property
-    def backup_room(self) -> CopySize:
-        return CopySize(self.backup_pages, self.backup_windows, self.backup_states)
 
 
 class Serving(_Frame, frozen=True):

@@ -19,8 +19,6 @@ from engine.kernels.rows import SampledRows, sample_kernel
 from engine.kv.page_checksum import GOLDEN, MUL_1, MUL_2, mix, shift, signed
 from engine.kv.step_batch import upload
 
-# ---- sampling noise
-
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
 
@@ -60,8 +58,6 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 27)) * MUL_2) & _MASK
     return x ^ (x >> 31)
 
-
-# ---- sampling
 
 BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary per block: fits a core's L2 cache
 CANDIDATES = (512, 8192)  # ranked before the whole vocabulary: few filters leave more
@@ -176,8 +172,9 @@ class Penalties:
 
     def open(self, slot: SlotOpen) -> None:
         assert slot.slot not in self._state_of, f"slot {slot.slot} is open"
-        state = self._take_state()
-        self._state_of[slot.slot] = state
+        if not self._free:
+            self._grow()
+        state = self._state_of[slot.slot] = self._free.pop()
         counts = torch.bincount(torch.tensor(slot.output_ids, dtype=torch.int64), minlength=self._vocab_size)
         seen = counts > 0
         seen[torch.tensor(slot.prompt_ids, dtype=torch.int64)] = True
@@ -229,11 +226,6 @@ class Penalties:
         at = (states, counted)
         self._counts.index_put_(at, torch.ones_like(counted, dtype=self._counts.dtype), accumulate=True)
         self._seen[at] = True
-
-    def _take_state(self) -> int:
-        if not self._free:
-            self._grow()
-        return self._free.pop()
 
     def _grow(self) -> None:
         """Double the table: penalties are rare, and a row costs 5 bytes per token id."""

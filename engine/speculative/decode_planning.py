@@ -154,9 +154,6 @@ def _in_flight(request: Request) -> bool:
     return drafts.rows > 0 or drafts.is_asked
 
 
-# ---- items of plans
-
-
 def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
     """Plan a row per draft token after the last known one."""
     assert request.slot is not None
@@ -211,9 +208,6 @@ def request_drafts(request: Request, passes: int, *, topk: int) -> PlanItem:
     return with_images(item, request) if request.images else item
 
 
-# ---- drafts of the drafter, and rows that count
-
-
 def take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
     """Take the drafter's draft; after a failed step decode without one."""
     drafts = request.of(Drafts)
@@ -240,9 +234,6 @@ def _was_right(request: Request, item: PlanItem, number: int) -> bool:
     """Check that the draft path up to item `number` was sampled."""
     follows = request.finish is None and request.of(Drafts).last == number - item.behind
     return follows and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
-
-
-# ---- from flags
 
 
 def decode_strategy(config: EngineConfig, *, decodes: bool) -> MakeDecodeStrategy:

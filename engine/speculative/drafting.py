@@ -106,8 +106,6 @@ class Chances:
         return FIRST_OF_CONFIDENCE[kind], self._of_confidence[request.sampling.greedy][kind]
 
 
-# ---- cost of a decode step
-
 ENDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)  # largest row count of each range
 SHARE = 0.05  # of a step, per added row: products bound by reading weights have room for more
 DECAY_OF_RANGE, KEPT_OF_OTHERS = 0.8, 0.998  # decay per measurement of the same range, or of another
@@ -185,8 +183,6 @@ def _ratio(rows: int, others: int) -> float:
 def _range_of(rows: int) -> int:
     return min(bisect_left(ENDS, rows), len(ENDS) - 1)
 
-
-# ---- drafting
 
 LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # acceptance thresholds, tried in turn
 MIN_GAIN = 0.1  # minimum gain in tokens per second: both estimates err

@@ -124,9 +124,6 @@ def count(request: Request, *, steps: int = 0, drafted: int = 0, accepted: int =
         request.stats.drafts = DraftCounts(drafts.steps, drafts.drafted, drafts.accepted)
 
 
-# ---- rows of a draft tree
-
-
 class DraftRow(NamedTuple):
     """Row of a step that verifies a draft tree.
 

@@ -171,8 +171,6 @@ def joined(parts: Iterable[Any]) -> str:
     return "\n".join(str(part) for part in parts if isinstance(part, TextPart))
 
 
-# ---- continued messages
-
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARK = "CONTINUED-FROM-HERE "  # the space disappears if the template trims the message
 

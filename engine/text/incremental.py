@@ -24,8 +24,6 @@ from engine.text.sample import Span
 if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer  # the planner's scheduler has none
 
-# ---- stop regexes
-
 MAX_REACH = 256  # characters of a match; longer ones may be missed, because sent text cannot be taken back
 MAX_INSTRUCTIONS = 1000  # of all patterns of a request: at most 1 or 2 ms per token, mostly microseconds
 MAX_MEMORY_BYTES = 1 << 20
@@ -102,8 +100,6 @@ def _invalid(pattern: str, reason: str) -> InvalidParam:
 def _shown(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 80 else pattern[:77] + "...")
 
-
-# ---- incremental
 
 BROKEN = "�"  # a decoder's output for invalid UTF-8
 
@@ -296,8 +292,6 @@ def _advance(pattern: str, failure: list[int], *, state: int, text: str) -> int:
     return state
 
 
-# ---- search for stops
-
 MakeStops = Callable[[Sequence[int], TextParams], Stops | None]  # from prompt ids
 
 
@@ -339,7 +333,7 @@ class StopSearch:
                 tail.let_through(new[:-1])
         grown = [tail for tail in self._tails if tail.push(new[-1:])]
         found = [reason for tail in grown for reason in self._found(tail)]
-        return max(found, key=_trim, default=None)
+        return max(found, key=lambda reason: reason.trim, default=None)
 
     def _found(self, tail: "_Tail") -> Iterator[FinishReason]:
         text, first, beyond = tail.text, tail.first, tail.num_let_through
@@ -385,7 +379,3 @@ class _Tail:
             self.num_let_through = max(0, self.num_let_through - num_gone)
         self.text += new
         return True
-
-
-def _trim(reason: FinishReason) -> int:
-    return reason.trim

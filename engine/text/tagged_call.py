@@ -99,8 +99,6 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-# ---- tagged call
-
 Schemas = Mapping[str, dict[str, Any] | None]
 _LONGEST = 16  # characters of the longest marker
 MAX_NAME_CHARS = 256

@@ -115,8 +115,6 @@ def _steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         yield from _steps(inner)
 
 
-# ---- tokenizer
-
 _TEXT = -1  # stands for texts between special tokens
 LONG_IDS = 1024  # at least this many ids: decode with the GIL released
 

@@ -19,8 +19,6 @@ from engine.text.parts import split_at
 from engine.text.sample import Arguments, CallBegins, Part, PlainText
 from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
 
-# ---- formats of tool calls
-
 
 class CallScanner(Protocol):
     """`name`: set once the text surely is a call. `broken`: it is none."""
@@ -196,9 +194,6 @@ CALL_FORMATS = {
     "qwen25": QWEN25,
     "qwen3_coder": QWEN3_CODER,
 }
-
-
-# ---- tool calls
 
 
 class _Stage(Enum):

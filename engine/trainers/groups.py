@@ -159,9 +159,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-# ---- groups of torch
-
-
 def joined(asked: JoinTrainer, rank: int, timeout_s: float) -> TrainerGroup:
     """Raises RuntimeError."""
     timeout = timedelta(seconds=timeout_s)

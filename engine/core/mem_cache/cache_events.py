@@ -142,9 +142,6 @@ def _branch(node: Node) -> Branch:
     return node.branch or TRUNK
 
 
-# ---- usable prefixes
-
-
 class UsablePrefixes(TreePart):
     """Usable prefixes of a tree with `states` or `windows`, as KV events.
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from engine.core.mem_cache.page_allocator import KVIdentity, next_keys
 from engine.core.request import Request
 
-# ---- keys of requests
-
 
 class RequestKeys:
     """Cached page keys of requests.
@@ -44,9 +42,6 @@ class RequestKeys:
             tokens = request.key_tokens(len(keys) * size, num_pages * size)
             keys += next_keys(keys[-1] if keys else seed, tokens, size)
         return keys[:num_pages]
-
-
-# ---- index of page files
 
 
 @dataclass(slots=True, frozen=True)
@@ -188,9 +183,6 @@ class DiskIndex:
         assert self._writing <= set(self._sizes) and self._doomed <= self._writing
 
 
-# ---- host tier pages
-
-
 class HostPages:
     """States of host tier pages.
 
@@ -284,9 +276,6 @@ class HostPages:
         assert all(count > 0 for count in self._pins.values())
         assert {page: key for key, page in self._page_of.items()} == self._key_of
         assert set(self._idle) == {key for key, page in self._page_of.items() if page not in self._pins}
-
-
-# ---- disk tier
 
 
 class DiskTier:

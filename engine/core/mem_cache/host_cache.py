@@ -79,11 +79,8 @@ class HostCache(MemoryPart, TreePart, LowerTier):
 
     def share(self, request: Request, inserted: Inserted, *, start: int, end: int) -> None:
         if inserted.existing < end:
-            self._on_cached(inserted.node, self.keys.of(request, end)[inserted.existing :])
-
-    def _on_cached(self, node: Node, keys: list[bytes]) -> None:
-        node.keys = keys
-        self._write_when_used(node)
+            inserted.node.keys = self.keys.of(request, end)[inserted.existing :]
+            self._write_when_used(inserted.node)
 
     def on_read(self, node: Node) -> None:
         path: list[Node] = []

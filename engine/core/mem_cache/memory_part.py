@@ -105,9 +105,6 @@ def part_of(kind: type[P], parts: Sequence[MemoryPart]) -> P | None:
     return next((part for part in parts if isinstance(part, kind)), None)
 
 
-# ---- what a single part decides for planning
-
-
 class StepEnds:
     """Step ends and their snapshots. By default steps end anywhere and leave nothing.
 

@@ -127,9 +127,6 @@ class PageAllocator:
             assert self._state.count(state) == expected
 
 
-# ---- keys of pages
-
-
 class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of KV besides tokens; `weights` is version and fingerprint."""
 

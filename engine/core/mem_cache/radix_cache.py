@@ -160,9 +160,6 @@ class EvictionOrder:
         return entry[2].is_evictable and self._rank(entry[2]) == entry[0]
 
 
-# ---- radix cache
-
-
 @dataclass(slots=True, frozen=True)
 class Match:
     """Longest usable prefix; lock `node` before any eviction.
@@ -272,7 +269,8 @@ class RadixCache:
         if not self.enabled:
             return Inserted(existing=len(pages), node=self.root)
         if self._top(branch) is None:
-            self._add_top(branch)
+            self._serial += 1
+            self._tops[branch] = Node(key=(), pages=[], parent=self.root, serial=self._serial, branch=branch)
         match = self.match(tokens, branch=branch)
         existing = len(match.pages)
         if existing == len(pages):
@@ -331,10 +329,6 @@ class RadixCache:
 
     def _top(self, branch: Branch) -> Node | None:
         return self.root if branch == TRUNK else self._tops.get(branch)
-
-    def _add_top(self, branch: Branch) -> None:
-        self._serial += 1
-        self._tops[branch] = Node(key=(), pages=[], parent=self.root, serial=self._serial, branch=branch)
 
     def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
         """Yield (child, matching pages), up to the first partial one."""

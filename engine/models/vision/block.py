@@ -169,9 +169,6 @@ class LearnedPositions:
         return [(first, 1 - part), ((first + 1).clamp(max=self._side - 1), part)]
 
 
-# ---- block
-
-
 def gelu(x: Tensor) -> Tensor:
     return torch.ops.aten.gelu_(x)
 
