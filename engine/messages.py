@@ -21,6 +21,12 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
+class _Call(_Message, frozen=True):
+    """Control message of a frontend, or its reply; answered by a `ControlReply` by default."""
+
+    call_id: str
+
+
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
     """A transfer's room at a bootstrap server."""
 
@@ -36,23 +42,18 @@ class KVSource(msgspec.Struct, frozen=True, array_like=True):
     incarnation: str
 
 
-class PrefixSource(msgspec.Struct, frozen=True, array_like=True):
-    """The prefill worker with KV of a prompt's first `num_tokens`; see KVSource.
+class PrefixSource(KVSource, frozen=True):
+    """The prefill worker with KV of a prompt's first `num_tokens`.
 
     `copy`: the request only fetches the prefix.
     """
 
-    control: str
-    incarnation: str
     num_tokens: int
     copy: bool = False
 
 
-class FeatureSource(msgspec.Struct, frozen=True, array_like=True):
-    """The encoder worker of an image: control plane "host:port", incarnation."""
-
-    control: str
-    incarnation: str
+class FeatureSource(KVSource, frozen=True):
+    """The encoder worker of an image."""
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
@@ -126,29 +127,25 @@ class MoveOut(_Message, frozen=True):
     room: int
 
 
-class FlushCache(_Message, frozen=True):
-    call_id: str
+class FlushCache(_Call, frozen=True): ...
 
 
-class GetState(_Message, frozen=True):
+class GetState(_Call, frozen=True):
     """Request a `StateReply`. `check`: run all `check()`s first."""
 
-    call_id: str
     check: bool = False
 
 
-class PauseGeneration(_Message, frozen=True):
-    """Stop computing until `ContinueGeneration`; answered by a `ControlReply`.
+class PauseGeneration(_Call, frozen=True):
+    """Stop computing until `ContinueGeneration`.
 
     `mode`: "abort" live requests, "retract" their KV, keep it "in_place", or "block" only new ones.
     """
 
-    call_id: str
     mode: str
 
 
-class ContinueGeneration(_Message, frozen=True):
-    call_id: str
+class ContinueGeneration(_Call, frozen=True): ...
 
 
 class NewTensors(msgspec.Struct, frozen=True, array_like=True):
@@ -175,27 +172,25 @@ class NewTensors(msgspec.Struct, frozen=True, array_like=True):
         return "names" if self.group else "serialized_named_tensors"
 
 
-class UpdateWeights(_Message, frozen=True):
-    """Load another checkpoint of the same shape, or change tensors; answered by a `ControlReply`.
+class UpdateWeights(_Call, frozen=True):
+    """Load another checkpoint of the same shape, or change tensors.
 
     `tensors`: instead of `model_path`, which stays. `weight_version`: None keeps it. `abort_all`:
     instead of waiting for live requests.
     """
 
-    call_id: str
     model_path: str = ""
     weight_version: str | None = None
     abort_all: bool = False
     tensors: NewTensors | None = None
 
 
-class JoinTrainer(_Message, frozen=True):
-    """Join the process group `name` of a trainer at "host:port"; answered by a `ControlReply`.
+class JoinTrainer(_Call, frozen=True):
+    """Join the process group `name` of a trainer at "host:port".
 
     `rank_offset`: of rank 0 of DP rank 0. `backend`: "gloo" | "nccl".
     """
 
-    call_id: str
     name: str
     host: str
     port: int
@@ -205,33 +200,29 @@ class JoinTrainer(_Message, frozen=True):
     dp_rank: int = 0
 
 
-class LeaveTrainer(_Message, frozen=True):
-    call_id: str
+class LeaveTrainer(_Call, frozen=True):
     name: str
 
 
-class ReleaseMemory(_Message, frozen=True):
-    """Release memory until `ResumeMemory`; answered by a `ControlReply`.
+class ReleaseMemory(_Call, frozen=True):
+    """Release memory until `ResumeMemory`.
 
     `tags`: of "kv_cache", "weights", "cuda_graph"; empty for all.
     """
 
-    call_id: str
     tags: tuple[str, ...] = ()
 
 
-class ResumeMemory(_Message, frozen=True):
-    call_id: str
+class ResumeMemory(_Call, frozen=True):
     tags: tuple[str, ...] = ()
 
 
-class StartProfile(_Message, frozen=True):
-    """Profile torch for `num_steps` or until `StopProfile`; answered by a `ControlReply`.
+class StartProfile(_Call, frozen=True):
+    """Profile torch for `num_steps` or until `StopProfile`.
 
     `output_dir`: default a temporary one. `activities`: "CPU" | "GPU".
     """
 
-    call_id: str
     output_dir: str = ""
     num_steps: int | None = None
     activities: tuple[str, ...] = ()
@@ -239,33 +230,29 @@ class StartProfile(_Message, frozen=True):
     record_shapes: bool = False
 
 
-class StopProfile(_Message, frozen=True):
-    call_id: str
+class StopProfile(_Call, frozen=True): ...
 
 
-class RecordExperts(_Message, frozen=True):
-    """Count expert loads; answered by a `ControlReply`.
+class RecordExperts(_Call, frozen=True):
+    """Count expert loads.
 
     `action`: start | stop | dump, into `output_dir` (default a temporary one).
     """
 
-    call_id: str
     action: str
     output_dir: str = ""
 
 
-class LoadAdapter(_Message, frozen=True):
+class LoadAdapter(_Call, frozen=True):
     """Answered by a `ControlReply` with `adapters`."""
 
-    call_id: str
     name: str
     path: str
 
 
-class UnloadAdapter(_Message, frozen=True):
+class UnloadAdapter(_Call, frozen=True):
     """Reject requests for adapter `name`, unload it once unused; answered like `LoadAdapter`."""
 
-    call_id: str
     name: str
 
 
@@ -303,8 +290,7 @@ ToScheduler = (
 # ---- frontend -> heartbeat, a thread of the scheduler process
 
 
-class GetStep(_Message, frozen=True):
-    call_id: str
+class GetStep(_Call, frozen=True): ...
 
 
 # ---- scheduler -> frontend
@@ -391,7 +377,7 @@ class TokenBatch(_Message, frozen=True):
     outputs: list[TokenOutput]
 
 
-class ControlReply(_Message, frozen=True):
+class ControlReply(_Call, frozen=True):
     """Reply to a control message. `status`: HTTP status of a rejection.
 
     `values`: model_path, weight_version and weight_source ("tensors", if a trainer sent some),
@@ -399,7 +385,6 @@ class ControlReply(_Message, frozen=True):
     `adapters`: name -> path, if changed.
     """
 
-    call_id: str
     ok: bool
     message: str
     status: int = 200
@@ -421,13 +406,12 @@ class TransferPath(msgspec.Struct, frozen=True):
     measured_unix_s: float
 
 
-class StateReply(_Message, frozen=True):
+class StateReply(_Call, frozen=True):
     """Load, queues, totals since start (`counters`) and findings of `check()`.
 
     `transfer_paths`: to the newest decode workers. `avoided_encoders`: control addresses.
     """
 
-    call_id: str
     role: str
     running: int
     queues: dict[str, int]
@@ -450,13 +434,12 @@ class StepInfo(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class StepReply(_Message, frozen=True):
+class StepReply(_Call, frozen=True):
     """Activity of the loop's thread. `stalled`: exceeds --watchdog-timeout.
 
     `busy_s`: duration of the iteration or model load, None if idle.
     """
 
-    call_id: str
     busy_s: float | None
     loading: bool = False
     stalled: bool = False

@@ -17,7 +17,6 @@ from engine.config import EngineConfig
 from engine.core.decode_planning import Items
 from engine.core.plan import Phase, Plan
 from engine.core.scheduler import OneStream
-from engine.flags.pdmux import itl_objective_s
 
 PACE = 0.75  # of the objective: steps vary, and the loop takes time
 ROOMY = 0.5  # of the objective: below it with one part less, a part returns
@@ -94,7 +93,7 @@ class LaneShare:
 
 def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
     """Share of decode; `parts`: of the device."""
-    return LaneShare(parts=parts, itl_s=itl_objective_s(config), waits=config.device == "cpu")
+    return LaneShare(parts=parts, itl_s=config.pdmux_itl_s, waits=config.device == "cpu")
 
 
 class TwoStreams(OneStream):
