@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from engine.text.json_value import SPACE, JsonValue, json_text
+from engine.text.parts import CallScanner
 
 # ---- Tool calls as {"name": ..., "arguments" | "parameters": {...}}.
 
@@ -27,33 +28,26 @@ class _State(Enum):
 _BETWEEN = (_State.BEGIN, _State.KEY, _State.COLON, _State.NEXT)
 
 
-class JsonCall:
+class JsonCall(CallScanner):
     """`name`: set once name and an arguments object have started.
 
-    `broken`: no call. A break in or after the arguments ends the call.
+    A break in or after the arguments ends the call.
     """
 
     def __init__(self) -> None:
-        self.id = ""
-        self.broken = False
-        self.done = False
         self._name: str | None = None
         self._has_arguments = False
         self._state = _State.BEGIN
         self._key: object = None
         self._value = JsonValue()  # the current key or value
         self._arguments: JsonValue | None = None
-        self._text = ""  # arguments that are no object
-
-    @property
-    def name(self) -> str | None:
-        return self._name if self._has_arguments else None
 
     def feed(self, text: str) -> int:
         at = 0
         while at < len(text) and not self.done and not self.broken:
             skips = self._state in _BETWEEN and text[at] in SPACE
             at = at + 1 if skips else _STEPS[self._state](self, text, at)
+        self.name = self._name if self._has_arguments else None
         return at
 
     def end(self) -> None:
@@ -64,9 +58,10 @@ class JsonCall:
             if self._value.done:
                 self._end_value()
         self._stop()
+        self.name = self._name if self._has_arguments else None
 
     def new_arguments(self) -> str:
-        text, self._text = self._text, ""
+        text = super().new_arguments()  # of arguments that are no object
         is_object = self._arguments is not None and self._arguments.first == "{"
         return self._arguments.new() if self._arguments is not None and is_object else text
 
@@ -123,21 +118,21 @@ class JsonCall:
         self._state = _State.NEXT
         if self._value is self._arguments:
             if self._value.first != "{":
-                self._text = _as_object(self._value.new())
-                self._has_arguments = bool(self._text)
-                self.broken = not self._text
+                self._new = _as_object(self._value.new())
+                self._has_arguments = bool(self._new)
+                self.broken = not self._new
         elif self._key == "name" and self._name is None:
             name = json.loads(self._value.new()) if self._value.first == '"' else None
             self._name, self.broken = name, name is None
 
     def _close(self, at: int) -> int:
         if self._arguments is None:
-            self._text, self._has_arguments = "{}", True
+            self._new, self._has_arguments = "{}", True
         self._stop()
         return at + 1
 
     def _stop(self, at: int = 0) -> int:
-        self.done = self.name is not None
+        self.done = self._name is not None and self._has_arguments
         self.broken = not self.done
         return at
 
@@ -169,21 +164,16 @@ MAX_HEADER_CHARS = 512
 NULL = "null"  # arguments of a function without parameters
 
 
-class HeadedCall:
+class HeadedCall(CallScanner):
     """Reads one call, a header and a JSON object, as JsonCall.
 
     `header`: matches all before the first brace, groups `name` and perhaps `id`.
     """
 
     def __init__(self, header: re.Pattern[str]) -> None:
-        self.name: str | None = None
-        self.id = ""
-        self.broken = False
-        self.done = False
         self._pattern = header
         self._header = ""
         self._arguments = JsonValue()
-        self._text = ""  # arguments that are no object
 
     def feed(self, text: str) -> int:
         at = 0
@@ -201,8 +191,7 @@ class HeadedCall:
             self.done = True
 
     def new_arguments(self) -> str:
-        text, self._text = self._text, ""
-        return text or self._arguments.new()
+        return super().new_arguments() or self._arguments.new()
 
     def _take(self, c: str, at: int) -> int:
         if c == "{":
@@ -210,7 +199,7 @@ class HeadedCall:
             return at
         self._header += c
         if self._header.endswith(NULL) and self._read_header(self._header.removesuffix(NULL)):
-            self._text, self.done = "{}", True
+            self._new, self.done = "{}", True
         self.broken = len(self._header) > MAX_HEADER_CHARS
         return at + 1
 
@@ -231,20 +220,15 @@ _ERRORS = (SyntaxError, TypeError, ValueError, RecursionError, MemoryError)
 MAX_NAME_CHARS = 64
 
 
-class PythonCall:
-    """Arguments come at once. `broken`: no call."""
+class PythonCall(CallScanner):
+    """Arguments come at once."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.id = ""
-        self.broken = False
-        self.done = False
         self._raw = ""
         self._name = ""
         self._depth = 0
         self._quote = ""
         self._escaped = False
-        self._new = ""
 
     def feed(self, text: str) -> int:
         for i, c in enumerate(text):
@@ -253,12 +237,6 @@ class PythonCall:
             if self.done or self.broken:
                 return i + 1
         return len(text)
-
-    def end(self) -> None: ...
-
-    def new_arguments(self) -> str:
-        new, self._new = self._new, ""
-        return new
 
     def _take(self, c: str) -> None:
         if self._quote:

@@ -17,6 +17,27 @@ class PartReader(Protocol):
     def end(self) -> list[Part]: ...
 
 
+class CallScanner:
+    """Parser of one call. `name`: set once the text surely is a call. `broken`: it is none."""
+
+    name: str | None = None
+    id = ""
+    broken = False
+    done = False
+    _new = ""  # arguments
+
+    def feed(self, text: str) -> int:
+        """Return how many characters were consumed; negative gives back earlier ones."""
+        raise NotImplementedError
+
+    def end(self) -> None: ...
+
+    def new_arguments(self) -> str:
+        """New JSON of the arguments, in total one object."""
+        new, self._new = self._new, ""
+        return new
+
+
 class PlainReader:
     num_calls = 0
 

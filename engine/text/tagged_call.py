@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.schema_references import BadReference, local
 from engine.text.json_value import json_text
-from engine.text.parts import overlap
+from engine.text.parts import CallScanner, overlap
 
 # ---- JSON types of a function's arguments by its schema.
 
@@ -145,17 +145,13 @@ QWEN_TAGS = Tags(
 )
 
 
-class TaggedCall:
-    """Strings stream, other arguments come whole. `broken`: no call.
+class TaggedCall(CallScanner):
+    """Strings stream, other arguments come whole.
 
     `name`: set once an argument starts or the call ends. A later format error ends the call.
     """
 
     def __init__(self, tags: Tags, schemas: Schemas) -> None:
-        self.name: str | None = None
-        self.id = ""
-        self.broken = False
-        self.done = False
         self._tags = tags
         self._schemas = schemas
         self._name: str | None = None  # as read
@@ -166,7 +162,6 @@ class TaggedCall:
         self._at_start = True  # of the value
         self._searched = 0  # characters of the rest without an end of the value
         self._num_arguments = 0
-        self._new = ""
 
     def feed(self, text: str) -> int:
         self._rest += text
@@ -183,10 +178,6 @@ class TaggedCall:
             self._end_value(self._key, value)
         self._rest = ""
         self._end(None)
-
-    def new_arguments(self) -> str:
-        new, self._new = self._new, ""
-        return new
 
     def _step(self) -> bool:
         if self._name is None:

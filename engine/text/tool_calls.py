@@ -4,42 +4,18 @@ TEXT --marker--> OPEN --opener--> CALL (scanner) --end--> AFTER --separator, ope
                                                            \\--closer, or anything else--> TEXT
 
 Text that only looks like a call (no name, unknown function, arguments not an object) stays text. A
-call may be sent before it ends: a format error closes it, and the rest is text. Formats:
-tool_calls.py.
+call may be sent before it ends: a format error closes it, and the rest is text.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from engine.text.json_call import HeadedCall, JsonCall, PythonCall
-from engine.text.parts import split_at
+from engine.text.parts import CallScanner, split_at
 from engine.text.sample import Arguments, CallBegins, Part, PlainText
 from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
-
-
-class CallScanner(Protocol):
-    """`name`: set once the text surely is a call. `broken`: it is none."""
-
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def id(self) -> str: ...
-    @property
-    def broken(self) -> bool: ...
-    @property
-    def done(self) -> bool: ...
-
-    def feed(self, text: str) -> int:
-        """Return how many characters were consumed; negative gives back earlier ones."""
-
-    def end(self) -> None: ...
-
-    def new_arguments(self) -> str:
-        """New JSON of the arguments, in total one object."""
-
 
 Scan = Callable[[Schemas, str], CallScanner]  # of the functions' schemas and the call's first text
 
