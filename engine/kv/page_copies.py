@@ -144,7 +144,7 @@ class PageCopies(Protocol):
         """Block until copies of steps up to `seq` have landed."""
 
 
-class DirectCopies:
+class DirectCopies(PageCopies):
     def __init__(self, device_pages: Tensor, host_pages: Tensor) -> None:
         self._device_pages = device_pages
         self._host_pages = host_pages
@@ -157,12 +157,6 @@ class DirectCopies:
         for copy in copies:
             self._device_pages[copy.page].copy_(self._host_pages[copy.host_page])
         return Arrival()
-
-    def await_loads(self, pages: Iterable[int]) -> None: ...
-
-    def guard(self, pages: Iterable[int]) -> None: ...
-
-    def wait(self, seq: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
 from engine.model_files.tensor_names import names_in_files
 from engine.models.dummy_weights import DummyTensors
-from engine.models.quantized_tensors import PackedGGUF, QuantizedTensors
+from engine.models.quantized_tensors import QuantizedTensors, packed_gguf
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Integers, stacked
 from service.flags import ConfigError
@@ -75,11 +76,9 @@ class Checkpoint:
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
         self.is_dummy = dummy
-        packs = kernel_on(self.device, self.dtype) is not None
+        self._packs_gguf = Path(model_path).is_file() and kernel_on(self.device, self.dtype) is not None
         self._tensors = (
-            _open_dummies(model_path, changed)
-            if dummy
-            else _open_tensors(Path(model_path), stored, packs=packs, changed=changed)
+            _open_dummies(model_path, changed) if dummy else _open_tensors(Path(model_path), stored, changed)
         )
         self._staging = Staging()
         self._opened, self._stamp = (model_path, dtype, device, stored, changed), _stamp(model_path, changed)
@@ -165,12 +164,16 @@ class Checkpoint:
         self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float] = ()
     ) -> Integers | None:
         """`take_rows` of integer matrices with equal groups, otherwise None."""
-        if not isinstance(self._tensors, QuantizedTensors | PackedGGUF):
+        if isinstance(self._tensors, QuantizedTensors):
+            read = self._tensors.integers
+        elif self._packs_gguf:
+            read = partial(packed_gguf, self._tensors)
+        else:
             return None
         columns, parts = cut_of(inputs), []
         for name, cut, factor in zip(names, map(cut_of, rows), factors or [1.0] * len(names), strict=True):
             shape, taken = (cut.total, columns.total), (cut.taken, columns.taken)
-            part = self._tensors.integers(name, shape, taken, self.dtype)
+            part = read(name, shape, taken, self.dtype)
             if part is None or (parts and not part.stacks_with(parts[0])):
                 return None
             parts.append(part.times(factor).to(self.device))
@@ -215,15 +218,13 @@ def _open_dummies(model_path: str, changed: Sequence[str]) -> "DummyTensors | Ov
 
 
 def _open_tensors(
-    path: Path, stored: StoredWeights | None, *, packs: bool, changed: Sequence[str] = ()
-) -> "Safetensors | QuantizedTensors | GGUFTensors | PackedGGUF":
-    """`packs`: keep GGUF integers packed."""
+    path: Path, stored: StoredWeights | None, changed: Sequence[str]
+) -> "Safetensors | QuantizedTensors | GGUFTensors":
     if path.is_file():
         assert not changed, "tensors of a GGUF file cannot be changed"
         from engine.gguf.tensors import GGUFTensors  # the `gguf` package is for GGUF files only
 
-        tensors = GGUFTensors(open_gguf(path))
-        return PackedGGUF(tensors) if packs else tensors
+        return GGUFTensors(open_gguf(path))
     files = Safetensors(path, changed)
     return files if stored is None else QuantizedTensors(files, stored)
 
