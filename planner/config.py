@@ -161,7 +161,7 @@ class LayoutFlags(FlagSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFlags(FlagSet):
+class PlannedWorkerFlags(FlagSet):
     topic = "workers"
 
     page_size: int = flag(64, "tokens per KV page (larger pages plan faster)", least=1, most=MAX_PAGE_SIZE)
@@ -210,7 +210,7 @@ class WorkerFlags(FlagSet):
 
 # Dataclass fields come from the last base first, so --help starts with HardwareFlags.
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(WorkerFlags, LayoutFlags, LimitFlags, LoadFlags, HardwareFlags):
+class PlanConfig(PlannedWorkerFlags, LayoutFlags, LimitFlags, LoadFlags, HardwareFlags):
     topic = "run"
 
     jobs: int = flag(2, "runs at a time, each in a process of its own", least=1)

@@ -15,7 +15,7 @@ from engine.frontend.services import Services, context_length_of
 from engine.frontend.spec import FrontendSlot, FrontendSpec
 from engine.ipc import MAIN_FRONTEND
 from engine.lora.peft_config import named_paths
-from engine.text.sample_text import open_text
+from engine.text.incremental import open_text
 from service.flags import ConfigError, values_by_name
 from service.http.reconnect import StreamLogs
 from service.responses.store import LocalBook, ResponseStore

@@ -17,7 +17,7 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.errors import draining
 from engine.frontend.metrics.worker import Metrics
 from engine.messages import FAKE_BOOTSTRAP_HOST, StepInfo, StepReply
-from engine.text.sample_text import SampleText
+from engine.text.incremental import SampleText
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.heartbeats import PATH as HEARTBEATS

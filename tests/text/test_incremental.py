@@ -13,8 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams, TextParams
-from engine.text.incremental import BROKEN, IncrementalText, RequestText, StopScanner, places_of
-from engine.text.sample_text import SampleText
+from engine.text.incremental import BROKEN, IncrementalText, RequestText, SampleText, StopScanner, places_of
 from engine.text.tokenizer import Tokenizer
 
 CORPUS = [

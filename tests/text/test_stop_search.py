@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
-from engine.text.incremental import MAX_REACH, StopSearch, compile_all
-from engine.text.sample_text import SampleText
+from engine.text.incremental import MAX_REACH, SampleText, StopSearch, compile_all
 from engine.text.tokenizer import Tokenizer
 from tests.text.test_incremental import byte_id, byte_level, letters, sentence_piece, tid
 
