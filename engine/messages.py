@@ -185,6 +185,13 @@ class UpdateWeights(_Call, frozen=True):
     tensors: NewTensors | None = None
 
 
+class NameWeights(_Call, frozen=True):
+    """Give the weights another name. `abort_all`: end live requests."""
+
+    weight_version: str
+    abort_all: bool = False
+
+
 class JoinTrainer(_Call, frozen=True):
     """Join the process group `name` of a trainer at "host:port".
 
@@ -274,6 +281,7 @@ ToScheduler = (
     | PauseGeneration
     | ContinueGeneration
     | UpdateWeights
+    | NameWeights
     | JoinTrainer
     | LeaveTrainer
     | ReleaseMemory

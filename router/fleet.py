@@ -216,10 +216,12 @@ class PeerProcesses:
             return False
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self._slot.key.encode())
 
-    async def forward(self, request: HttpRequest, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
-        """A starting peer catches up later."""
+    async def forward(
+        self, request: HttpRequest, body: dict[str, Any], *, path: str = "", timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """`path`: by default the request's. A starting peer catches up later."""
         if self.num and not self.is_peer(request):
-            await self.request(request.method, request.path, body, timeout_s=timeout_s)
+            await self.request(request.method, path or request.path, body, timeout_s=timeout_s)
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> list[bytes]:
         return await self._peers.request(method, path, body, timeout_s=timeout_s)

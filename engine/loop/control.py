@@ -19,6 +19,7 @@ from engine.messages import (
     ControlReply,
     FinishReason,
     GenerateRequest,
+    NameWeights,
     NewTensors,
     PauseGeneration,
     ReleaseMemory,
@@ -32,7 +33,7 @@ from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
 
-ControlMessage = PauseGeneration | ContinueGeneration | UpdateWeights
+ControlMessage = PauseGeneration | ContinueGeneration | UpdateWeights | NameWeights
 TENSORS = "tensors"
 MODES = ("abort", "retract", "in_place", "block")
 
@@ -134,6 +135,8 @@ class EngineControl:
                 self._on_continue(message)
             case UpdateWeights():
                 self._on_update(message)
+            case NameWeights():
+                return self._on_name(message)
         return []
 
     def on_turn(self, *, num_launched: int) -> list[TokenOutput]:
@@ -184,6 +187,13 @@ class EngineControl:
 
     # ---- weights
 
+    def _on_name(self, message: NameWeights) -> list[TokenOutput]:
+        weights = self._weights
+        weights.version = message.weight_version
+        log.info("weights from %s (%s) are now version %s", weights.model_path, weights.source, weights.version)
+        self._accept(message.call_id, f"Weight version updated to {weights.version}.", **self._described())
+        return self._abort_all() if message.abort_all else []
+
     def _on_update(self, message: UpdateWeights) -> None:
         if self._update is not None:
             return self._refuse(message.call_id, "another update of the weights is running", status=409)
@@ -233,9 +243,13 @@ class EngineControl:
         if self._together is not None:
             self._together.taken()
         log.info("weights now come from %s (%s), version %s", path, weights.source, weights.version)
-        names = {"model_path": path, "weight_version": weights.version}
-        values = {**names, **({"weight_source": TENSORS} if weights.source == TENSORS else {}), **self._also()}
-        self._accept(update.call_id, "Succeeded to update model weights.", **values)
+        self._accept(update.call_id, "Succeeded to update model weights.", **self._described())
+
+    def _described(self) -> dict[str, int | str]:
+        """Return path, version and source of the weights, and values of other controls."""
+        weights = self._weights
+        source = {"weight_source": TENSORS} if weights.source == TENSORS else {}
+        return {"model_path": weights.model_path, "weight_version": weights.version, **source, **self._also()}
 
     def _fail_update(self, update: UpdateWeights, error: BaseException) -> None:
         self._update = None

@@ -15,7 +15,7 @@ from router.http.fan_out import JOIN_GROUP, LOAD_ADAPTER, TIMEOUTS_S, UNLOAD_ADA
 from router.http.health_api import HealthApi
 from router.http.openapi import GENERATION, TITLE, generation_routes, make_document, worker_document
 from router.http.traces_api import TRACES, TracesApi
-from router.http.workers_api import WorkersApi
+from router.http.workers_api import BELOW, WorkersApi
 from router.parts.admission import limit_rate, make_limiter
 from router.requests.responses import ResponsesApi
 from service.http.api import OPENAPI_PATH, ApiRouter, Application, add_middleware
@@ -39,16 +39,15 @@ _OPEN_PATHS = (
 )
 # Routes that change workers for all clients. Any unlisted route needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
-_ADMIN_PATHS = frozenset(
-    (*TIMEOUTS_S, JOIN_GROUP, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role", "/workers/migrate")
-)
+_ADMIN_PATHS = frozenset((*TIMEOUTS_S, JOIN_GROUP, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES))
+_ADMIN_PREFIXES = ("/dashboard/", BELOW)  # the dashboard shows all clients' requests
 
 
 def need_of(method: str, path: str) -> Access:
     if path in _OPEN_PATHS:
         return Access.NONE
-    if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith("/dashboard/"):
-        return Access.ADMIN  # the dashboard shows all clients' requests
+    if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith(_ADMIN_PREFIXES):
+        return Access.ADMIN
     return Access.USER
 
 

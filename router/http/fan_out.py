@@ -47,6 +47,7 @@ TIMEOUTS_S = {  # of POSTs that are passed on unchanged
     "/stop_profile": CALL_TIMEOUT_S,
     **dict.fromkeys(EXPERTS, CALL_TIMEOUT_S),
     **dict.fromkeys((*UPDATES, LEAVE_GROUP), UPDATE_TIMEOUT_S),
+    **dict.fromkeys(("/begin_weight_update", "/end_weight_update", "/update_weight_version"), CALL_TIMEOUT_S),
     RELEASE: CALL_TIMEOUT_S,
     RESUME: UPDATE_TIMEOUT_S,
 }
@@ -176,7 +177,7 @@ ASKED = (
     "/api/show",
 )  # POST, with the model in the body
 _ALIASES = ("/v1/tokenize", "/v1/detokenize")
-DESCRIBED = ("/get_model_info", "/model_info", "/api/version")
+DESCRIBED = ("/get_model_info", "/model_info", "/api/version", "/get_weight_version")
 LISTS = {  # fields of the rows, and of a row's name
     "/v1/models": ("data", "id"),
     "/api/tags": ("models", "name"),

@@ -27,6 +27,7 @@ from service.security.keys import authorization_of
 
 # ---- Descriptions of workers.
 
+BELOW = "/workers/"
 SLICE = 50  # workers between two yields to other tasks
 
 _encode = msgspec.json.Encoder().encode
@@ -91,6 +92,7 @@ class WorkersApi:
                 get("/workers", self.list_workers),
                 post("/workers", self.add_worker, body=NewWorker),
                 delete("/workers", self.remove_worker, body=NamedWorker, body_required=False),
+                delete(BELOW + "{worker}", self.remove_by_path),
                 post("/workers/role", self.switch_role, body=RoleSwitchBody),
                 post("/workers/migrate", self.migrate, body=NamedWorker),
                 get("/get_loads", self.get_loads),
@@ -116,10 +118,23 @@ class WorkersApi:
     async def remove_worker(self, request: HttpRequest) -> Response:
         """Remove a worker; its running requests continue."""
         query = dict(request.query)
-        url = read_body(msgspec.json.encode(query) if query else await request.read(), NamedWorker).url
+        named = read_body(msgspec.json.encode(query) if query else await request.read(), NamedWorker)
+        return await self._remove(request, named.url)
+
+    async def remove_by_path(self, request: HttpRequest) -> Response:
+        """Remove a worker by its id or URL, as SGLang's router does."""
+        named = request.path.removeprefix(BELOW).rstrip("/")
+        if named.isdecimal() and self.config.workers > 1:
+            raise bad_field("worker", "ids differ between this router's processes; give the worker's URL")
+        for worker in self.calls.table.workers():
+            if named in (str(worker.worker_id), worker.url.replace("//", "/")):  # as `request.path` has slashes
+                return await self._remove(request, worker.url)
+        raise ApiError(404, f"worker: no worker has the id or URL {named}; GET /workers lists them", field="worker")
+
+    async def _remove(self, request: HttpRequest, url: str) -> Response:
         worker = self.calls.table.remove(url)
         self.monitor.retire(worker)
-        await self.peers.forward(request, {"url": url})
+        await self.peers.forward(request, {"url": url}, path="/workers")
         return json_response(self._describe(worker))
 
     async def switch_role(self, request: HttpRequest) -> Response:

@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.apis.admin.weights import UpdateDistributedBody, UpdateTensorsBody, from_tensors, from_trainer
-from engine.messages import NewTensors
+from engine.frontend.apis.admin.weights import (
+    NameWeightsBody,
+    UpdateDistributedBody,
+    UpdateTensorsBody,
+    from_tensors,
+    from_trainer,
+    renamed,
+)
+from engine.messages import NameWeights, NewTensors
 from tests.frontend.conftest import Worker
 
 TENSOR, TRAINER = "/update_weights_from_tensor", "/update_weights_from_distributed"
+NAME, BEGIN = "/update_weight_version", "/begin_weight_update"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 FILE = base64.b64encode(b"\x08\0\0\0\0\0\0\0{}      ").decode()
 PICKLE = base64.b64encode(b"\x80\x04N.").decode()
@@ -40,6 +48,9 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (JOIN, {**GROUP, "world_size": 1 << 40}, "world_size", "must count the trainer"),
     (JOIN, {**GROUP, "backend": "mpi"}, "backend", "must be one of gloo, nccl"),
     (LEAVE, {"group_name": "x" * 300}, "group_name", "1 to 256"),
+    (NAME, {"new_version": ""}, "new_version", "1 to 256"),
+    (NAME, {"abort_all_requests": False}, "new_version", "missing"),
+    (BEGIN, {"selector": "draft"}, "selector", "must be all or target: .* got 'draft'"),
 ]
 
 
@@ -57,6 +68,20 @@ def test_tensors_go_to_the_scheduler_as_they_are() -> None:
     update = from_tensors(None, "c", body)  # type: ignore[arg-type]
     assert (update.model_path, update.weight_version, update.abort_all) == ("", "7", True)
     assert update.tensors == NewTensors(data=base64.b64decode(FILE))
+
+
+def test_a_new_name_of_weights_ends_requests_unless_it_says_not_to() -> None:
+    """As SGLang's default is."""
+    for given, ends in ((None, True), (True, True), (False, False)):
+        body = NameWeightsBody(new_version="7", abort_all_requests=given)
+        assert renamed(None, "c", body) == NameWeights("c", "7", abort_all=ends)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("body", [{}, {"selector": "all"}, {"selector": "target"}])
+def test_updates_begin_and_end(worker: Worker, body: dict[str, str]) -> None:
+    """SGLang's trainers call them around every update; here an update is complete by itself."""
+    for path in (BEGIN, "/end_weight_update"):
+        assert worker.post(path, body).json()["success"] is True
 
 
 def test_a_broadcast_is_described_as_torch_or_sglang_write_it() -> None:

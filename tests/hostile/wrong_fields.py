@@ -182,7 +182,7 @@ SAMPLING: list[tuple[str, list[Any]]] = [
     ("temprature", [1]),
     ("custom_params", [{"a": 1}]),
     ("beam_width", [2]),
-    ("spaces_between_special_tokens", [False]),
+    ("spaces_between_special_tokens", ["no"]),
 ]
 NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1.5]}, "input_ids"),

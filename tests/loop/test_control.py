@@ -11,6 +11,7 @@ from engine.messages import (
     ControlReply,
     JoinTrainer,
     LeaveTrainer,
+    NameWeights,
     NewTensors,
     PauseGeneration,
     StartProfile,
@@ -89,6 +90,19 @@ def test_new_weights_may_abort_running_requests_but_not_for_a_bad_checkpoint() -
     rig.weights.future.set_result("model")
     rig.settle()
     assert rig.engine.finish["a"].kind == "abort" and rig.replies["good"].ok and rig.weights.version == "v1"
+
+
+def test_weights_get_another_name_while_requests_run_or_end() -> None:
+    rig = LoopInATest(2, max_running=8)
+    rig.ask("a", PROMPTS["a"], 9)
+    rig.turns(2)
+    rig.tell(NameWeights("n", "v7"))
+    assert rig.replies["n"].values == {"model_path": "old", "weight_version": "v7"} and "a" not in rig.engine.finish
+    rig.weights.source = "tensors"
+    rig.tell(NameWeights("n", "v8", abort_all=True))
+    wanted = {"model_path": "old", "weight_version": "v8", "weight_source": "tensors"}
+    assert rig.replies["n"].values == wanted and rig.engine.finish["a"].kind == "abort"
+    assert not rig.weights.asked and rig.weights.version == "v8"
 
 
 def test_tensors_keep_the_path_and_their_errors_name_the_body_s_field() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
@@ -163,6 +164,8 @@ class DummyWorker:
             return web.json_response(self.loads)
         if request.path == "/abort_request":
             self.aborts.append((request.headers.get("Authorization"), request.headers.get(CALLER_HEADER)))
+        if request.path == "/get_weight_version":
+            return web.json_response({"weight_version": self.name})
         if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):
             self.calls.append((request.path, await request.text()))
             return web.json_response({"data": self.models or [{"id": self.name}]})
@@ -246,6 +249,11 @@ class Cluster:
     async def remove(self, worker: DummyWorker) -> int:
         """The status of DELETE /workers."""
         async with self.client.delete(self.url + "/workers", params={"url": worker.url}) as response:
+            return response.status
+
+    async def remove_by_path(self, named: str) -> int:
+        """The status of DELETE /workers/{id or URL}, as SGLang's clients write it."""
+        async with self.client.delete(f"{self.url}/workers/{quote(named, safe='')}") as response:
             return response.status
 
     def behave(self, behave: Behaviour) -> None:

@@ -138,7 +138,7 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
         try:
             assert (await f.call("POST", "/workers", {"url": extra.url, "role": "decode"}))[0] == 201
             await told(f, lambda urls: extra.url in urls)
-            assert (await f.call("DELETE", "/workers", {"url": f.decodes[0].url}))[0] == 200
+            assert (await f.call("DELETE", f"/workers/{f.decodes[0].url}"))[0] == 200
             await told(f, lambda urls: f.decodes[0].url not in urls)
             extra.behave = obey  # one process moves it, all know
             assert (await f.call("POST", "/workers/role", {"url": extra.url, "role": "prefill"}))[0] == 200

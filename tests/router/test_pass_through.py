@@ -129,6 +129,7 @@ async def test_what_the_router_says_of_itself() -> None:
         assert await get("/readiness") == (200, {"status": "ready", "healthy_workers": 3, "total_workers": 3})
         assert (await get("/v1/models"))[1]["data"][0]["id"] == "decode-0"
         assert (await get("/get_model_info"))[0] == 200
+        assert (await get("/get_weight_version")) == (200, {"weight_version": "decode-0"})
         info = (await get("/get_server_info"))[1]
         assert [w["role"] for w in info["workers"]] == ["prefill", "decode", "decode"]
         assert (await get("/workers"))[1]["total"] == 3 and len((await get("/get_loads"))[1]["workers"]) == 3
@@ -185,6 +186,15 @@ async def test_workers_join_and_leave_at_run_time() -> None:
             assert response.status == 200
         assert json.loads((await c.post("/generate", {"text": "a"}))[2])["from"] == extra.name
         assert await c.remove(c.decodes[0]) == 400
+        shown = {worker["url"]: worker["id"] for worker in (await c.get("/workers"))[1]["workers"]}
+        named = (c.decodes[0].url, c.prefills[0].url, shown[extra.url], shown[extra.url])
+        assert [await c.remove_by_path(str(one)) for one in named] == [404, 200, 200, 404]
+        assert not (await c.get("/workers"))[1]["workers"]
+
+
+async def test_processes_of_a_router_remove_no_worker_by_an_id_of_one_of_them() -> None:
+    async with cluster(workers=2) as c:
+        assert [await c.remove_by_path(named) for named in ("1", c.decodes[0].url)] == [400, 200]
 
 
 async def test_a_unified_worker_never_joins_a_disaggregated_pool() -> None:
@@ -288,6 +298,9 @@ async def test_workers_join_a_trainer_s_group_with_ranks_of_their_own() -> None:
             "/update_weights_from_tensor",
             "/update_weights_from_distributed",
             "/destroy_weights_update_group",
+            "/begin_weight_update",
+            "/end_weight_update",
+            "/update_weight_version",
         ):
             status, _, answer = await c.post(path, {"a": path})
             assert status == 200 and len(json.loads(answer)["workers"]) == 3

@@ -55,6 +55,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     user = {f"{v1}/{name}" for v1 in ("", "/v1") for name in ("tokenize", "detokenize")}
     user |= {"/v1/models", "/v1/models/{model}", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
     user |= {
+        "/get_weight_version",
         "/get_load",
         "/loads",
         "/v1/loads",
@@ -157,7 +158,7 @@ def test_every_admin_route_of_a_worker_is_one_of_the_router_s() -> None:
     """But for /check, which the router does not pass on; one worker's role is changed by a route of its own."""
     passed = {path for path in ADMIN_PATHS if need_of("POST", path) is Access.ADMIN}
     assert passed == ADMIN_PATHS - {"/check", "/switch_role"}
-    changing = (("POST", "/workers/role"), ("POST", "/workers"), ("GET", "/flush_cache"))
+    changing = (("POST", "/workers/role"), ("POST", "/workers"), ("DELETE", "/workers/1"), ("GET", "/flush_cache"))
     assert all(need_of(method, path) is Access.ADMIN for method, path in changing)
     assert need_of("GET", "/workers") is need_of("POST", "/anything/new") is Access.USER
 

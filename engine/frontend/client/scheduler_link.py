@@ -26,6 +26,7 @@ from engine.messages import (
     LeaveTrainer,
     LoadAdapter,
     MoveOut,
+    NameWeights,
     PauseGeneration,
     RecordExperts,
     ReleaseMemory,
@@ -52,6 +53,7 @@ ControlMessage = (
     PauseGeneration
     | ContinueGeneration
     | UpdateWeights
+    | NameWeights
     | JoinTrainer
     | LeaveTrainer
     | ReleaseMemory

@@ -243,11 +243,15 @@ async def test_weights_come_as_tensors_and_from_a_trainer(
             await _ok(http, c, "init_weights_update_group", join)
             new = source.tensors(names)
             asked = {"names": names, "dtypes": new.dtypes, "shapes": new.shapes, "weight_version": "b"}
+            await _ok(http, c, "begin_weight_update", {"selector": "all"})
             source.send(names)
             await _ok(http, c, "update_weights_from_distributed", asked)
+            await _ok(http, c, "end_weight_update", {})
             await _ok(http, c, "destroy_weights_update_group", {})
         answer = await generate(http, c.router, body(new=24))
         assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (wanted[first], "b")
+        await _ok(http, c, "update_weight_version", {"new_version": "c"})
+        assert (await generate(http, c.router, body(new=24)))["meta_info"]["weight_version"] == "c"
         await _ok(http, c, "update_weights_from_disk", {"model_path": first, "weight_version": "default"})
     await assert_all_back(c)
 

@@ -123,6 +123,7 @@ def test_information(worker: Worker) -> None:
         info = worker.http.get(path).json()
         assert info["architectures"] == ["Qwen3ForCausalLM"] and info["is_generation"] is True
         assert info["max_model_len"] == CONTEXT
+    assert worker.http.get("/get_weight_version").json() == {"weight_version": info["weight_version"]}  # slime reads it
     assert [card["owned_by"] for card in worker.http.get("/v1/models").json()["data"]] == ["sglang"]  # SMG reads it
     (load,) = worker.http.get("/get_load").json()
     assert load == {"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 0}

@@ -165,6 +165,19 @@ def test_sglangs_defaults_are_no_wishes(worker: Worker) -> None:
     assert IGNORED_HEADER not in answer.headers
 
 
+def test_slime_s_parameters_are_served(worker: Worker) -> None:
+    params = {
+        **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 3, "stop": None, "stop_token_ids": None},
+        **{"skip_special_tokens": True, "no_stop_trim": True, "spaces_between_special_tokens": False},
+        "sampling_seed": 42,
+    }
+    answer = worker.post("/generate", {"input_ids": [71, 72], "sampling_params": params, "return_logprob": True})
+    meta = answer.json()["meta_info"]
+    assert answer.status_code == 200 and IGNORED_HEADER not in answer.headers
+    assert [len(one) for one in meta["output_token_logprobs"]] == [3] * meta["completion_tokens"]
+    assert {"finish_reason", "weight_version", "prompt_tokens", "cached_tokens"} <= meta.keys()
+
+
 REFUSED = [
     ("/v1/chat/completions", CHAT, body_reader.CHAT),
     ("/v1/completions", COMPLETE, body_reader.COMPLETION),

@@ -104,10 +104,15 @@ class StartProfileBody(Body):
 
 async def flush_cache(request: HttpRequest) -> Response:
     """Drop all cached prefixes, if no request runs."""
-    reply = await request[SERVICES].leaders.flush_cache()
+    return Response(content=await flush(request[SERVICES]) + "\n", media_type="text/plain")
+
+
+async def flush(s: Services) -> str:
+    """Return what was done. Raises ApiError(400) while requests run."""
+    reply = await s.leaders.flush_cache()
     if not reply.ok:
         raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
-    return Response(content=(reply.message or "Cache flushed.") + "\n", media_type="text/plain")
+    return reply.message or "Cache flushed."
 
 
 async def abort_request(request: HttpRequest) -> Response:

@@ -65,28 +65,34 @@ async def model_info(request: HttpRequest) -> Response:
     return json_response({**s.model.info, **s.leaders.updated, "max_model_len": s.context_length})
 
 
+async def weight_version(request: HttpRequest) -> Response:
+    """Return the name of the weights."""
+    return json_response({"weight_version": request[SERVICES].weight_version})
+
+
 async def server_info(request: HttpRequest) -> Response:
     """Describe the server: flags, state, load."""
-    s = request[SERVICES]
+    return json_response(await describe_server(request[SERVICES]))
+
+
+async def describe_server(s: Services) -> dict[str, Any]:
     states, now, switch = await states_if_up(s), await step_if_up(s), s.spec.switch
     load = load_summary(total_of(states)) if states else {}
-    return json_response(
-        {
-            **s.server_info,
-            **_engine_info(s),
-            "model_path": s.model.path,
-            **s.leaders.updated,
-            "served_model_name": s.model.served_name,
-            "disaggregation_mode": s.spec.mode,
-            **({} if switch is None else {"switching_to": switch.to_role, "last_switch": switch.last}),
-            "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
-            "paused": s.leaders.paused or None,
-            **load,
-            **(transfer_paths(total_of(states), mode=s.spec.mode) if states else {}),
-            "internal_states": _internal_states(s, states),
-            **({} if now is None else step_summary(now)),
-        }
-    )
+    return {
+        **s.server_info,
+        **_engine_info(s),
+        "model_path": s.model.path,
+        **s.leaders.updated,
+        "served_model_name": s.model.served_name,
+        "disaggregation_mode": s.spec.mode,
+        **({} if switch is None else {"switching_to": switch.to_role, "last_switch": switch.last}),
+        "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
+        "paused": s.leaders.paused or None,
+        **load,
+        **(transfer_paths(total_of(states), mode=s.spec.mode) if states else {}),
+        "internal_states": _internal_states(s, states),
+        **({} if now is None else step_summary(now)),
+    }
 
 
 def _engine_info(s: Services) -> dict[str, Any]:
@@ -172,6 +178,7 @@ API = ApiRouter(
         ApiRoute("GET", "/v1/models", list_models),
         ApiRoute("GET", "/v1/models/{model}", get_model),
         ApiRoute("GET", "/model_info", model_info),
+        ApiRoute("GET", "/get_weight_version", weight_version),
         ApiRoute("GET", "/server_info", server_info, is_polled=True),
         ApiRoute("GET", "/v1/loads", loads, is_polled=True),
         ApiRoute("GET", "/get_load", old_load, is_polled=True),

@@ -7,20 +7,24 @@ import base64
 import binascii
 from typing import Any
 
+from fastapi import Response
 from pydantic import Field
 
 from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
 from engine.frontend.apis.shared.routes import RouteTags, admin_route
 from engine.frontend.services import Services
-from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NewTensors, UpdateWeights
+from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NameWeights, NewTensors, UpdateWeights
 from service.http.api import ApiRouter
 from service.http.body import Body, optional
-from service.http.errors import bad_field
+from service.http.errors import bad_field, read_body
+from service.http.request import HttpRequest
+from service.http.routes import json_response
 
 MAX_NAME_CHARS = 256  # of versions, groups and hosts
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64")
 BACKENDS = ("gloo", "nccl")
 LOAD_FORMATS = (None, "auto", "safetensors")
+SELECTORS = (None, "all", "target")
 PICKLE = b"\x80"  # first byte of protocols since 2
 GROUP = "weight_update_group"
 MOST_RANKS, LONGEST_SIDE = 1 << 16, 1 << 40
@@ -63,6 +67,17 @@ class UpdateDistributedBody(_Update):
     shapes: list[list[int]] = Field(description="Shape of each tensor.", examples=[[[576]]])
     group_name: str = optional(f"Name of the process group. Default {GROUP}.", GROUP, default=GROUP)
     flush_cache: bool | None = optional("Not used: KV of other weights is never used.", True)
+
+
+class NameWeightsBody(Body):
+    new_version: str = Field(description="Name of the weights, 1 to 256 characters, shown in answers.", examples=["7"])
+    abort_all_requests: bool | None = optional(
+        "True: ends running requests, whose tokens would be of both versions. Default true.", True
+    )
+
+
+class UpdateSessionBody(Body):
+    selector: str | None = optional("Models that an update changes: all or target. Default all.", "all")
 
 
 class JoinGroupBody(Body):
@@ -128,6 +143,31 @@ def from_trainer(s: Services, call_id: str, body: UpdateDistributedBody) -> Upda
         raise bad_field("shapes", f"must have sizes of 0 to {LONGEST_SIDE}")
     tensors = NewTensors(group=body.group_name, names=body.names, dtypes=dtypes, shapes=body.shapes)
     return _update(call_id, body, tensors=tensors)
+
+
+def renamed(s: Services, call_id: str, body: NameWeightsBody) -> NameWeights:
+    """200 once later answers show the name."""
+    _check_name("new_version", body.new_version)
+    return NameWeights(call_id, body.new_version, abort_all=body.abort_all_requests is not False)
+
+
+async def begin_weight_update(request: HttpRequest) -> Response:
+    """Begin updates, as SGLang's trainers do.
+
+    Nothing is prepared here: an update reads and checks whole tensors, and is complete by itself.
+    """
+    body = read_body(await request.read() or b"{}", UpdateSessionBody)
+    if body.selector not in SELECTORS:
+        raise bad_field("selector", f"must be all or target: tensors are the served model's; got {body.selector!r}")
+    return json_response({"success": True, "message": "Updates may come; each is complete by itself."})
+
+
+async def end_weight_update(request: HttpRequest) -> Response:
+    """End updates, as SGLang's trainers do.
+
+    Each is in use since its own answer.
+    """
+    return json_response({"success": True, "message": "All updates are in use."})
 
 
 def _join(s: Services, call_id: str, body: JoinGroupBody) -> JoinTrainer:
@@ -222,6 +262,13 @@ ORDERS = {
         shown=_shown,
         **_REQUIRED,
     ),
+    "/update_weight_version": Order(
+        about="Give the weights another name.\n\n200 once later answers show it.",
+        message=renamed,
+        body=NameWeightsBody,
+        body_required=True,
+        shown=lambda s, reply: {"new_version": reply.values["weight_version"]},
+    ),
     "/init_weights_update_group": Order(
         about="Join a trainer's process group.", message=_join, body=JoinGroupBody, **_REQUIRED
     ),
@@ -231,8 +278,12 @@ ORDERS = {
 }
 API = ApiRouter(
     RouteTags.OPERATIONS,
-    tuple(
-        admin_route(path, order.handle, order.body, body_required=order.body_required, about=order.about)
-        for path, order in ORDERS.items()
+    (
+        *(
+            admin_route(path, order.handle, order.body, body_required=order.body_required, about=order.about)
+            for path, order in ORDERS.items()
+        ),
+        admin_route("/begin_weight_update", begin_weight_update, UpdateSessionBody, body_required=False),
+        admin_route("/end_weight_update", end_weight_update),
     ),
 )

@@ -162,7 +162,6 @@ SAMPLING = {
     "logits_processors": Unserved(SHAPE),
     "prompt_logprobs": Unserved("set return_logprob and logprob_start_len beside sampling_params", NOT_EVEN_0),
     "repetition_detection": Unserved("leave it out; max_new_tokens and repetition_penalty bound repetitions"),
-    "spaces_between_special_tokens": Unserved("leave it out; text is shown as the tokenizer decodes it", (None, True)),
     "truncate_prompt_tokens": Unserved("cut the prompt before you send it", NOT_EVEN_0),
     "use_beam_search": Unserved(NO_BEAMS),
     "watermark": Unserved(SHAPE),

@@ -72,6 +72,9 @@ class SamplingFields(GrammarFields):
     skip_special_tokens: bool | None = optional(
         "False: special tokens stay in the text (SGLang, vLLM). Default true.", True
     )
+    spaces_between_special_tokens: bool | None = optional(
+        "Not used: tokenizers here add no such spaces (SGLang, vLLM).", False
+    )
     n: int | None = optional("Number of answers to each prompt, 1 to 128; default 1.", 2)
     stream_interval: int | None = optional(
         "Tokens between two messages of a stream, 1 to 1048576 (SGLang). Default: the server's --stream-interval.", 8
