@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as FastApiRequest
@@ -18,11 +18,13 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
 from service.flags import ConfigError, installed_version
-from service.http.body import schemas_of
+from service.http.body import Body, schemas_of
 from service.http.errors import RequestLimits
 from service.http.openapi import SCHEMAS, operation
 from service.http.request import Handler, HttpRequest, asgi_app
 from service.http.routes import HttpRoute, Tag
+
+H = TypeVar("H", bound=Handler)
 
 OPENAPI_PATH = "/openapi.json"
 
@@ -30,15 +32,28 @@ OPENAPI_PATH = "/openapi.json"
 class ApiRouter(APIRouter):
     """Routes under one tag of the documentation."""
 
-    def __init__(self, tag: Tag, routes: Iterable[HttpRoute]) -> None:
+    def __init__(self, tag: Tag, routes: Iterable[HttpRoute] = ()) -> None:
         super().__init__(tags=[tag.name])
         self.tag = tag
-        self.table = tuple(routes)
-        for route in self.table:
-            if not route.is_alias:
-                self._describe(route)
+        self.table: list[HttpRoute] = []
+        for route in routes:
+            self.add(route)
 
-    def _describe(self, route: HttpRoute) -> None:
+    def on(
+        self, kind: Callable[..., HttpRoute], path: str, body: type[Body] | None = None, **fields: Any
+    ) -> Callable[[H], H]:
+        """Decorate the handler of a route."""
+
+        def decorate(handler: H) -> H:
+            self.add(kind(path, handler, body, **fields))
+            return handler
+
+        return decorate
+
+    def add(self, route: HttpRoute) -> None:
+        self.table.append(route)
+        if route.is_alias:
+            return
         summary, description = texts_of(route)
         self.add_api_route(
             route.path,

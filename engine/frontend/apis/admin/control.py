@@ -3,7 +3,7 @@
 Names and defaults are SGLang's (`srt/managers/io_struct.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from fastapi import Response
 from pydantic import Field
 
 from engine.frontend.apis.shared.resumable import check_signed
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, admin_route
+from engine.frontend.apis.shared.routes import RouteTags, admin_route, get_route, post_route
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ControlMessage
 from engine.frontend.services import SERVICES, Services
 from engine.lora.peft_config import name_problem
@@ -36,6 +36,7 @@ from service.http.resume import MAX_NAME_CHARS, MOVE_OUT
 from service.http.routes import json_response
 from service.security.keys import Access
 
+API = ApiRouter(RouteTags.OPERATIONS)
 MODES = ("abort", "retract", "in_place", "block")
 UPDATE_TIMEOUT_S = 3600.0  # includes disk reads and running requests
 PROFILE_TIMEOUT_S = 300.0  # writing a long trace takes long
@@ -102,6 +103,8 @@ class StartProfileBody(Body):
     record_shapes: bool | None = optional("True: events have the shapes of tensors. Default false.", False)
 
 
+@API.on(admin_route, "/flush_cache", plain_text=True)
+@API.on(get_route, "/flush_cache", need=Access.ADMIN, plain_text=True)
 async def flush_cache(request: HttpRequest) -> Response:
     """Drop all cached prefixes, if no request runs."""
     return Response(content=await flush(request[SERVICES]) + "\n", media_type="text/plain")
@@ -115,6 +118,7 @@ async def flush(s: Services) -> str:
     return reply.message or "Cache flushed."
 
 
+@API.on(post_route, "/abort_request", AbortBody, empty=True, body_required=False)
 async def abort_request(request: HttpRequest) -> Response:
     """Abort a request, or all.
 
@@ -138,6 +142,7 @@ async def abort_request(request: HttpRequest) -> Response:
     return Response()
 
 
+@API.on(post_route, MOVE_OUT, MoveOutBody)
 async def move_out(request: HttpRequest) -> Response:
     """End streams that Tandem's router moves.
 
@@ -286,22 +291,10 @@ ORDERS = {
 }
 
 
-API = ApiRouter(
-    RouteTags.OPERATIONS,
-    (
-        ApiRoute("POST", "/abort_request", abort_request, AbortBody, empty=True, body_required=False),
-        ApiRoute("POST", MOVE_OUT, move_out, MoveOutBody),
-        ApiRoute("GET", "/flush_cache", flush_cache, need=Access.ADMIN, plain_text=True),
-        admin_route("/flush_cache", flush_cache, plain_text=True),
-        *(
-            admin_route(
-                path,
-                order.handle,
-                order.body,
-                body_required=order.body_required or order.body is None,
-                about=order.about,
-            )
-            for path, order in ORDERS.items()
-        ),
-    ),
-)
+def add_orders(api: ApiRouter, orders: Mapping[str, Order]) -> None:
+    for path, order in orders.items():
+        required = order.body_required or order.body is None
+        api.add(admin_route(path, order.handle, order.body, body_required=required, about=order.about))
+
+
+add_orders(API, ORDERS)

@@ -8,7 +8,7 @@ from fastapi import Response
 
 from engine.flags.images import blank_image
 from engine.frontend.apis.admin.load import step_summary
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, open_route
+from engine.frontend.apis.shared.routes import RouteTags, open_route, post_route
 from engine.frontend.client.leaders import longest_of
 from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
@@ -22,12 +22,15 @@ from service.http.request import HttpRequest
 from service.http.routes import json_response, open_stream
 from service.security.keys import Access
 
+API = ApiRouter(RouteTags.HEALTH)
+
 # ---- Heartbeat streams for routers (service/http/heartbeats.py).
 
 MAX_STREAMS = 256  # router processes
 _HEADERS = {"Content-Type": TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
+@API.on(open_route, PATH, is_alias=True)  # for routers
 async def heartbeats(request: HttpRequest) -> Response:
     """Raises ApiError: 400 for `every`, 503 if not ready or too many."""
     s, every_s = request[SERVICES], _every_s(request)
@@ -138,6 +141,9 @@ LOADING_TIMEOUT_S = 1.0
 INFO_TIMEOUT_S = 5.0
 
 
+@API.on(post_route, "/ping", need=Access.NONE, is_polled=True)
+@API.on(open_route, "/ping")
+@API.on(open_route, "/health")
 async def health(request: HttpRequest) -> Response:
     """Report whether requests would be served.
 
@@ -182,6 +188,7 @@ async def _until_all_run(s: Services) -> None:
         await asyncio.sleep(LOOK_S)
 
 
+@API.on(open_route, "/liveness", anywhere=True)
 async def liveness(request: HttpRequest) -> Response:
     """Report that this process answers.
 
@@ -190,6 +197,7 @@ async def liveness(request: HttpRequest) -> Response:
     return json_response({"status": "alive"})
 
 
+@API.on(open_route, "/health_generate")
 async def health_generate(request: HttpRequest) -> Response:
     """Compute a token, as a deep check.
 
@@ -243,16 +251,3 @@ async def states_if_up(s: Services) -> list[StateReply]:
         return await s.client.recent_states(timeout_s=INFO_TIMEOUT_S)
     except ApiError:
         return []
-
-
-API = ApiRouter(
-    RouteTags.HEALTH,
-    (
-        open_route("/health", health),
-        open_route("/liveness", liveness, anywhere=True),
-        open_route(PATH, heartbeats, is_alias=True),  # for routers
-        open_route("/health_generate", health_generate),
-        open_route("/ping", health),
-        ApiRoute("POST", "/ping", health, need=Access.NONE, is_polled=True),
-    ),
-)

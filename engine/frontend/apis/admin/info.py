@@ -8,7 +8,7 @@ from fastapi import Response
 from engine.frontend.apis.admin.health import states_if_up, step_if_up, steps_if_up
 from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, transfer_paths, v1_loads_entry
 from engine.frontend.apis.shared.fields import choose_model
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, admin_route, open_route
+from engine.frontend.apis.shared.routes import RouteTags, admin_route, get_route, open_route
 from engine.frontend.client.leaders import total_of
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
@@ -23,15 +23,18 @@ from service.security.keys import Access
 from service.telemetry.context import Records
 from service.telemetry.expositions import merge_expositions
 
+API = ApiRouter(RouteTags.SERVER)
 SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over a worker's frontends
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@API.on(get_route, "/v1/models")
 async def list_models(request: HttpRequest) -> Response:
     """List the model and its adapters."""
     return json_response({"object": "list", "data": _model_cards(request[SERVICES])})
 
 
+@API.on(get_route, "/v1/models/{model}")
 async def get_model(request: HttpRequest) -> Response:
     """Describe a model or an adapter."""
     s = request[SERVICES]
@@ -54,22 +57,26 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
     return [base, *({**base, "id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
 
 
+@API.on(open_route, "/version")
 async def version(request: HttpRequest) -> Response:
     """Return the version."""
     return json_response({"version": installed_version()})
 
 
+@API.on(get_route, "/model_info")
 async def model_info(request: HttpRequest) -> Response:
     """Describe the model."""
     s = request[SERVICES]
     return json_response({**s.model.info, **s.leaders.updated, "max_model_len": s.context_length})
 
 
+@API.on(get_route, "/get_weight_version")
 async def weight_version(request: HttpRequest) -> Response:
     """Return the name of the weights."""
     return json_response({"weight_version": request[SERVICES].weight_version})
 
 
+@API.on(get_route, "/server_info", is_polled=True)
 async def server_info(request: HttpRequest) -> Response:
     """Describe the server: flags, state, load."""
     return json_response(await describe_server(request[SERVICES]))
@@ -125,6 +132,7 @@ def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, An
     ]
 
 
+@API.on(get_route, "/v1/loads", is_polled=True)
 async def loads(request: HttpRequest) -> Response:
     """Return the load of each rank."""
     s = request[SERVICES]
@@ -137,11 +145,13 @@ async def loads(request: HttpRequest) -> Response:
     return json_response(loads_answer(entries))
 
 
+@API.on(get_route, "/get_load", is_polled=True)
 async def old_load(request: HttpRequest) -> Response:
     """Return the load of each rank, as SGLang did before."""
     return json_response(get_load(await request[SERVICES].client.recent_states()))
 
 
+@API.on(open_route, "/metrics", plain_text=True)
 async def metrics(request: HttpRequest) -> Response:
     """Return Prometheus metrics."""
     s = request[SERVICES]
@@ -151,6 +161,7 @@ async def metrics(request: HttpRequest) -> Response:
     return Response(content=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
+@API.on(get_route, "/check", need=Access.ADMIN)
 async def check(request: HttpRequest) -> Response:
     """Check all invariants.
 
@@ -162,27 +173,10 @@ async def check(request: HttpRequest) -> Response:
     return json_response({"ok": not total.problems, **msgspec.structs.asdict(total), **ranks})
 
 
+@API.on(admin_route, "/traces", TracesBody)
 async def traces(request: HttpRequest) -> Response:
     """Return recent requests, for `tandem trace`."""
     query = read_query(await request.read())
     s = request[SERVICES]
     found = s.tracer.ring.find(query)
     return json_response(Records(records=await s.others.with_records(found, query)))
-
-
-API = ApiRouter(
-    RouteTags.SERVER,
-    (
-        open_route("/metrics", metrics, plain_text=True),
-        open_route("/version", version),
-        ApiRoute("GET", "/v1/models", list_models),
-        ApiRoute("GET", "/v1/models/{model}", get_model),
-        ApiRoute("GET", "/model_info", model_info),
-        ApiRoute("GET", "/get_weight_version", weight_version),
-        ApiRoute("GET", "/server_info", server_info, is_polled=True),
-        ApiRoute("GET", "/v1/loads", loads, is_polled=True),
-        ApiRoute("GET", "/get_load", old_load, is_polled=True),
-        ApiRoute("GET", "/check", check, need=Access.ADMIN),
-        admin_route("/traces", traces, TracesBody),
-    ),
-)

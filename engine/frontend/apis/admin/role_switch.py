@@ -16,6 +16,7 @@ from service.http.errors import ApiError, bad_field, read_body
 from service.http.request import HttpRequest
 from service.http.routes import json_response
 
+API = ApiRouter(RouteTags.OPERATIONS)
 ROLES = ("prefill", "decode")
 FIXED = "this worker keeps its role; only one that was started with --disaggregation-mode prefill or decode can change"
 
@@ -27,6 +28,7 @@ class SwitchBody(Body):
     )
 
 
+@API.on(admin_route, "/switch_role", SwitchBody, starts=True)
 async def switch_role(request: HttpRequest) -> Response:
     """Change the role of this worker.
 
@@ -82,6 +84,3 @@ def _state_for(s: Services, role: str) -> RoleSwitchState:
         weight_version=s.weight_version,
         adapters=dict(s.leaders.adapters),
     )
-
-
-API = ApiRouter(RouteTags.OPERATIONS, (admin_route("/switch_role", switch_role, SwitchBody, starts=True),))

@@ -21,6 +21,7 @@ from service.http.request import HttpRequest
 from service.http.routes import json_response
 from service.waiter import BODIES
 
+API = ApiRouter(RouteTags.TOKENS)
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
@@ -64,6 +65,7 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = optional("False: special tokens stay in the text. Default true.", True)
 
 
+@API.on(token_route, "/tokenize", TokenizeBody, computes=False)
 async def tokenize(request: HttpRequest) -> Response:
     """Return the token ids of a text or a chat."""
     s = request[SERVICES]
@@ -99,6 +101,7 @@ async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
     return await s.texts.encode_all(texts, field="prompt", add_special_tokens=add)
 
 
+@API.on(token_route, "/detokenize", DetokenizeBody, computes=False)
 async def detokenize(request: HttpRequest) -> Response:
     """Return the text of token ids."""
     s = request[SERVICES]
@@ -115,12 +118,3 @@ async def detokenize(request: HttpRequest) -> Response:
 def _check(s: Services, lists: list[list[int]]) -> None:
     for ids in lists:
         check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)
-
-
-API = ApiRouter(
-    RouteTags.TOKENS,
-    (
-        token_route("/tokenize", tokenize, TokenizeBody, computes=False),
-        token_route("/detokenize", detokenize, DetokenizeBody, computes=False),
-    ),
-)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Response
 from pydantic import Field
 
-from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order
+from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order, add_orders
 from engine.frontend.apis.shared.routes import RouteTags, admin_route
 from engine.frontend.services import Services
 from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NameWeights, NewTensors, UpdateWeights
@@ -20,6 +20,7 @@ from service.http.errors import bad_field, read_body
 from service.http.request import HttpRequest
 from service.http.routes import json_response
 
+API = ApiRouter(RouteTags.OPERATIONS)
 MAX_NAME_CHARS = 256  # of versions, groups and hosts
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64")
 BACKENDS = ("gloo", "nccl")
@@ -151,6 +152,7 @@ def renamed(s: Services, call_id: str, body: NameWeightsBody) -> NameWeights:
     return NameWeights(call_id, body.new_version, abort_all=body.abort_all_requests is not False)
 
 
+@API.on(admin_route, "/begin_weight_update", UpdateSessionBody, body_required=False)
 async def begin_weight_update(request: HttpRequest) -> Response:
     """Begin updates, as SGLang's trainers do.
 
@@ -162,6 +164,7 @@ async def begin_weight_update(request: HttpRequest) -> Response:
     return json_response({"success": True, "message": "Updates may come; each is complete by itself."})
 
 
+@API.on(admin_route, "/end_weight_update")
 async def end_weight_update(request: HttpRequest) -> Response:
     """End updates, as SGLang's trainers do.
 
@@ -276,14 +279,4 @@ ORDERS = {
         about="Leave a trainer's process group.", message=_leave, body=LeaveGroupBody, timeout_s=UPDATE_TIMEOUT_S
     ),
 }
-API = ApiRouter(
-    RouteTags.OPERATIONS,
-    (
-        *(
-            admin_route(path, order.handle, order.body, body_required=order.body_required, about=order.about)
-            for path, order in ORDERS.items()
-        ),
-        admin_route("/begin_weight_update", begin_weight_update, UpdateSessionBody, body_required=False),
-        admin_route("/end_weight_update", end_weight_update),
-    ),
-)
+add_orders(API, ORDERS)

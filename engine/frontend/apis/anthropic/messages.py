@@ -30,6 +30,8 @@ from service.http.errors import object_of
 from service.http.request import HttpRequest
 from service.http.routes import EVENTS_TYPE, json_response, typed_event
 
+API = ApiRouter(RouteTags.MESSAGES)
+
 # ---- an answer as a message
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -159,6 +161,7 @@ def _thinking_block(text: str) -> dict[str, Any]:
 _FORMAT = AnswerFormat(id_prefix="msg_", framing=Framing(encode=typed_event), cut=True)
 
 
+@API.on(token_route, "/v1/messages", MessagesBody, streams=EVENTS_TYPE)
 async def messages(request: HttpRequest) -> Response:
     """Answer a conversation."""
     s = request[SERVICES]
@@ -176,6 +179,7 @@ async def messages(request: HttpRequest) -> Response:
         return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
+@API.on(token_route, "/v1/messages/count_tokens", CountTokensBody, computes=False)
 async def count_tokens(request: HttpRequest) -> Response:
     """Count the tokens of a conversation."""
     body = await COUNT_TOKENS.read(request)
@@ -183,12 +187,3 @@ async def count_tokens(request: HttpRequest) -> Response:
         chat = await beside_loop(request, partial(chat_of, body))
         plan = await plan_chat(request[SERVICES], chat, fits=False)
     return json_response({"input_tokens": len(plan.input_ids)})
-
-
-API = ApiRouter(
-    RouteTags.MESSAGES,
-    (
-        token_route("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
-        token_route("/v1/messages/count_tokens", count_tokens, CountTokensBody, computes=False),
-    ),
-)

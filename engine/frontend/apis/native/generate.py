@@ -32,7 +32,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, put_route, token_route
 from engine.frontend.apis.shared.samples import bootstraps_of, samples_of, start
 from engine.frontend.apis.shared.stream import Framing, answer
 from engine.frontend.images.placeholders import MediaSource
@@ -47,6 +47,7 @@ from service.http.request import HttpRequest
 from service.http.routes import DONE, EVENTS_TYPE
 from service.waiter import BODIES
 
+API = ApiRouter(RouteTags.GENERATE)
 _CUMULATIVE = Framing(done=DONE, repeats=True)
 DEFAULT_NEW_TOKENS = 128
 PROMPT_TAIL_TOKENS = 32  # may hold a reasoning marker
@@ -55,6 +56,8 @@ LIMIT = "sampling_params.max_new_tokens"
 PARAMS_BYTES = 2048  # reading as much costs as much as checking parameters
 
 
+@API.on(put_route, "/generate", GenerateBody, streams=EVENTS_TYPE)
+@API.on(token_route, "/generate", GenerateBody, streams=EVENTS_TYPE)
 async def generate(request: HttpRequest) -> Response:
     """Continue a text or token ids."""
     s = request[SERVICES]
@@ -211,12 +214,3 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
     if len(set(rids)) < len(rids):
         raise bad_field("rid", "the same id is given twice")
     return rids
-
-
-API = ApiRouter(
-    RouteTags.GENERATE,
-    (
-        token_route("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
-        ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True, computes=True),
-    ),
-)

@@ -29,7 +29,7 @@ from engine.frontend.apis.shared.prefill_only import (
     size_of,
     vector_of,
 )
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, put_route, token_route
 from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
@@ -38,6 +38,8 @@ from service.http.body import optional
 from service.http.errors import bad_field
 from service.http.request import HttpRequest
 from service.http.routes import json_response, json_rows
+
+API = ApiRouter(RouteTags.SCORES)
 
 
 class ScoreBody(PrefillOnlyBody):
@@ -70,6 +72,7 @@ READER = BodyReader(
 )
 
 
+@API.on(token_route, "/v1/score", ScoreBody)
 async def score(request: HttpRequest) -> Response:
     """Return the probabilities of labels behind a prompt."""
     prompts, scores = await label_scores(PromptSender.of(request), await READER.read(request))
@@ -140,6 +143,8 @@ ENCODE_READER = BodyReader(
 )
 
 
+@API.on(put_route, "/encode", EncodeBody)
+@API.on(token_route, "/encode", EncodeBody)
 async def encode(request: HttpRequest) -> Response:
     """Return embeddings of texts or token ids."""
     s = request[SERVICES]
@@ -168,13 +173,3 @@ async def encode(request: HttpRequest) -> Response:
 
     rows = await json_rows(map(shown, prompts.rids, prompts.ids, answers), size=size_of(answers))
     return json_response(rows if is_list else rows[0])
-
-
-API = ApiRouter(
-    RouteTags.SCORES,
-    (
-        token_route("/encode", encode, EncodeBody),
-        ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True, computes=True),
-        token_route("/v1/score", score, ScoreBody),
-    ),
-)

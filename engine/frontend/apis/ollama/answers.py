@@ -34,7 +34,7 @@ from engine.frontend.apis.ollama.view import (
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.fields import choose_model, prompt_ids
 from engine.frontend.apis.shared.resumable import ids_of
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, token_route
+from engine.frontend.apis.shared.routes import RouteTags, get_route, post_route, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -45,6 +45,8 @@ from service.http.errors import bad_field, read_body
 from service.http.request import HttpRequest
 from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line
 
+API = ApiRouter(RouteTags.OLLAMA)
+
 # ---- GET /api/tags, /api/ps, /api/version and POST /api/show.
 
 VERSION = "0.12.6"  # clients check it for features
@@ -52,16 +54,19 @@ NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")
 
 
+@API.on(get_route, "/api/version")
 async def version(request: HttpRequest) -> Response:
     """Return the version."""
     return json_response({"version": VERSION})
 
 
+@API.on(get_route, "/api/tags")
 async def tags(request: HttpRequest) -> Response:
     """List models."""
     return json_response({"models": list(_cards(request[SERVICES]))})
 
 
+@API.on(get_route, "/api/ps")
 async def ps(request: HttpRequest) -> Response:
     """List loaded models."""
     s = request[SERVICES]
@@ -69,6 +74,7 @@ async def ps(request: HttpRequest) -> Response:
     return json_response({"models": [{**card, **more, "size_vram": card["size"]} for card in _cards(s)]})
 
 
+@API.on(post_route, "/api/show", ShowBody)
 async def show(request: HttpRequest) -> Response:
     """Describe a model."""
     s = request[SERVICES]
@@ -144,6 +150,7 @@ _FORMAT = AnswerFormat(id_prefix="chat-", framing=LINES, cut=True)
 _RAW_FORMAT = AnswerFormat(id_prefix="gen-", field="prompt", framing=LINES, cut=True)
 
 
+@API.on(token_route, "/api/chat", OllamaChatBody, streams=LINES_TYPE)
 async def chat(request: HttpRequest) -> Response:
     """Answer a chat."""
     start_ns = time.monotonic_ns()
@@ -156,6 +163,7 @@ async def chat(request: HttpRequest) -> Response:
         )
 
 
+@API.on(token_route, "/api/generate", OllamaGenerateBody, streams=LINES_TYPE)
 async def generate(request: HttpRequest) -> Response:
     """Continue a text.
 
@@ -198,16 +206,3 @@ def _loaded(s: Services, body: OllamaFields, show: Show) -> Response:
     choose_model(s, untagged(body.model), body.lora_path)
     shown: dict[str, Any] = show(WholeAnswer())
     return json_response(loaded(body.model, shown))
-
-
-API = ApiRouter(
-    RouteTags.OLLAMA,
-    (
-        token_route("/api/chat", chat, OllamaChatBody, streams=LINES_TYPE),
-        token_route("/api/generate", generate, OllamaGenerateBody, streams=LINES_TYPE),
-        ApiRoute("POST", "/api/show", show, ShowBody),
-        ApiRoute("GET", "/api/tags", tags),
-        ApiRoute("GET", "/api/ps", ps),
-        ApiRoute("GET", "/api/version", version),
-    ),
-)

@@ -258,9 +258,11 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 # ---- chat
 
 
+API = ApiRouter(RouteTags.CHATS)
 CHAT_FORMAT = AnswerFormat(id_prefix="chatcmpl-")
 
 
+@API.on(token_route, "/v1/chat/completions", ChatBody, streams=EVENTS_TYPE)
 async def chat_completions(request: HttpRequest) -> Response:
     """Answer a chat."""
     s = request[SERVICES]
@@ -275,8 +277,3 @@ async def chat_completions(request: HttpRequest) -> Response:
         weight_version=lambda: s.weight_version,
     )
     return await answer_samples(request, body, plan, CHAT_FORMAT, view=view)
-
-
-API = ApiRouter(
-    RouteTags.CHATS, (token_route("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),)
-)

@@ -48,6 +48,8 @@ from service.http.errors import bad_field, plain
 from service.http.request import HttpRequest
 from service.http.routes import EVENTS_TYPE, json_response
 
+API = ApiRouter(RouteTags.CHATS)
+
 # ---- Body of /v1/completions, and its checks. Pure.
 
 MAX_COMPLETION_LOGPROBS = 5
@@ -178,6 +180,7 @@ def format_of(body: CompletionBody) -> AnswerFormat:
     return AnswerFormat(id_prefix="cmpl-", field="prompt", cut=body.max_tokens is None)
 
 
+@API.on(token_route, "/v1/completions", CompletionBody, streams=EVENTS_TYPE)
 async def completions(request: HttpRequest) -> Response:
     """Continue a text, or several."""
     s = request[SERVICES]
@@ -224,6 +227,7 @@ _MADE = ("reasoning", "bad_token_ids")  # vLLM has the original fields
 _AS_THEY_CAME = ("bad_words", "thinking_token_budget")
 
 
+@API.on(token_route, "/v1/chat/completions/render", ChatBody, computes=False)
 async def render_chat_completion(request: HttpRequest) -> Response:
     """Return the token ids of a chat, and compute nothing.
 
@@ -235,6 +239,7 @@ async def render_chat_completion(request: HttpRequest) -> Response:
     return json_response(row)
 
 
+@API.on(token_route, "/v1/completions/render", CompletionBody, computes=False)
 async def render_completion(request: HttpRequest) -> Response:
     """Return the token ids of a prompt, and compute nothing.
 
@@ -284,13 +289,3 @@ def _features(images: Sequence[ImageInput]) -> dict[str, Any] | None:
         "mm_hashes": {"image": [image.key.hex() for image in images]},
         "mm_placeholders": {"image": [{"offset": image.start, "length": image.num_tokens} for image in images]},
     }
-
-
-API = ApiRouter(
-    RouteTags.CHATS,
-    (
-        token_route("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
-        token_route("/v1/completions/render", render_completion, CompletionBody, computes=False),
-        token_route("/v1/chat/completions/render", render_chat_completion, ChatBody, computes=False),
-    ),
-)

@@ -28,6 +28,8 @@ from service.http.errors import bad_field
 from service.http.request import HttpRequest
 from service.http.routes import json_response, json_rows
 
+API = ApiRouter(RouteTags.SCORES)
+
 
 class EmbeddingBody(PrefillOnlyBody):
     input: str | list[str | int | list[int]] = Field(
@@ -41,6 +43,7 @@ class EmbeddingBody(PrefillOnlyBody):
 READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 
 
+@API.on(token_route, "/v1/embeddings", EmbeddingBody)
 async def embeddings(request: HttpRequest) -> Response:
     """Return embeddings of texts or token ids."""
     body = await READER.read(request)
@@ -85,6 +88,3 @@ def _shown(vector: "array.array[float]", encoding_format: str | None) -> list[fl
     if sys.byteorder == "big":
         vector.byteswap()  # the OpenAI client reads little-endian float32
     return base64.b64encode(vector.tobytes()).decode()
-
-
-API = ApiRouter(RouteTags.SCORES, (token_route("/v1/embeddings", embeddings, EmbeddingBody),))

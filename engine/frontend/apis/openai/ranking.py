@@ -33,6 +33,7 @@ from service.http.errors import ApiError, bad_field
 from service.http.request import HttpRequest
 from service.http.routes import json_response
 
+API = ApiRouter(RouteTags.SCORES)
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _YES_NO = ("yes", "no")
 _MARKS = ("<|im_start|>", "<|im_end|>")
@@ -150,6 +151,7 @@ CLASSIFY_READER = BodyReader(
 )
 
 
+@API.on(token_route, "/classify", ClassifyBody)
 async def classify(request: HttpRequest) -> Response:
     """Return the probabilities of labels for texts."""
     s = request[SERVICES]
@@ -204,6 +206,7 @@ RERANK_READER = BodyReader(
 )
 
 
+@API.on(token_route, "/v1/rerank", RerankBody)
 async def rerank(request: HttpRequest) -> Response:
     """Rank documents by a query."""
     body = await RERANK_READER.read(request)
@@ -258,6 +261,7 @@ SCORE_READER = BodyReader(
 )
 
 
+@API.on(token_route, "/score", PairScoreBody)
 async def score_pairs(request: HttpRequest) -> Response:
     """Score pairs of texts."""
     body = await SCORE_READER.read(request)
@@ -270,13 +274,3 @@ async def score_pairs(request: HttpRequest) -> Response:
     prompts, scores = await judge(PromptSender.of(request), body, pairs, fields=("text_1", "text_2"), prefix="score-")
     rows = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     return json_response(prompts.listed(rows))
-
-
-API = ApiRouter(
-    RouteTags.SCORES,
-    (
-        token_route("/v1/rerank", rerank, RerankBody),
-        token_route("/score", score_pairs, PairScoreBody),
-        token_route("/classify", classify, ClassifyBody),
-    ),
-)

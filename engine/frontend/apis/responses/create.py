@@ -15,7 +15,7 @@ from engine.frontend.apis.responses.chat import NAMES, to_chat, truncated_chat
 from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags
+from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, get_route, post_route
 from engine.frontend.apis.shared.samples import AnswerFormat, answer_samples
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -36,6 +36,8 @@ from service.responses.items import (
     to_store,
 )
 from service.responses.store import LocalBook
+
+API = ApiRouter(RouteTags.RESPONSES)
 
 # ---- Stored responses of a standalone worker.
 
@@ -64,6 +66,7 @@ _ITEMS = TypeAdapter(list[Item])
 _INPUT = TypeAdapter[str | list[Item]](str | list[Item])
 
 
+@API.on(post_route, "/v1/responses", ResponseBody, streams=EVENTS_TYPE, computes=True)
 async def create_response(request: HttpRequest) -> Response:
     """Answer, and remember the answer."""
     s, body = request[SERVICES], await READER.read(request)
@@ -137,13 +140,7 @@ async def _answer(
         return await answer_samples(request, chat, plan, _FORMAT, view=view)
 
 
-API = ApiRouter(
-    RouteTags.RESPONSES,
-    (
-        ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
-        ApiRoute("GET", "/v1/responses/{id}", _of_worker(api.get_response)),
-        ApiRoute("DELETE", "/v1/responses/{id}", _of_worker(api.delete_response)),
-        ApiRoute("POST", "/v1/responses/{id}/cancel", _of_worker(api.cancel_response)),
-        ApiRoute("GET", "/v1/responses/{id}/input_items", _of_worker(api.list_input_items)),
-    ),
-)
+API.add(get_route("/v1/responses/{id}", _of_worker(api.get_response)))
+API.add(ApiRoute("DELETE", "/v1/responses/{id}", _of_worker(api.delete_response)))
+API.add(post_route("/v1/responses/{id}/cancel", _of_worker(api.cancel_response)))
+API.add(get_route("/v1/responses/{id}/input_items", _of_worker(api.list_input_items)))

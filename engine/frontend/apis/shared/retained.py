@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import Response
 
 from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
-from engine.frontend.apis.shared.routes import ApiRoute, RouteTags
+from engine.frontend.apis.shared.routes import RouteTags, post_route
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from service.http.api import ApiRouter
@@ -18,6 +18,8 @@ from service.http.reconnect import KEEP_HEADER, RETAINED_PATH, Keep, RetainedQue
 from service.http.request import HttpRequest
 from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
 from service.http.routes import REQUEST_ID, json_response
+
+API = ApiRouter(RouteTags.OPERATIONS)
 
 
 @contextmanager
@@ -59,6 +61,7 @@ def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, hea
     return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=partial(generation.fail, taken))
 
 
+@API.on(post_route, RETAINED_PATH, is_alias=True)  # for routers
 async def kept_stream(request: HttpRequest) -> Response:
     """Answer a router. Raises ApiError: 403 for another caller, 404 for an unknown stream."""
     s, data = request[SERVICES], await request.read()
@@ -71,6 +74,3 @@ async def kept_stream(request: HttpRequest) -> Response:
     if not elsewhere:
         raise ApiError(404, "no such stream is kept here")
     return Response(content=elsewhere[0], media_type="application/json")
-
-
-API = ApiRouter(RouteTags.OPERATIONS, (ApiRoute("POST", RETAINED_PATH, kept_stream, is_alias=True),))  # for routers

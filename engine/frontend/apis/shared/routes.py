@@ -15,8 +15,10 @@ class ApiRoute(HttpRoute):
     computes: bool = False
 
 
+get_route, post_route = partial(ApiRoute, "GET"), partial(ApiRoute, "POST")
 open_route = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health and metrics, without user data
 token_route = partial(ApiRoute, "POST", anywhere=True, computes=True)
+put_route = partial(ApiRoute, "PUT", anywhere=True, computes=True)
 admin_route = partial(ApiRoute, "POST", need=Access.ADMIN)  # affects every client, writes to disk, or stops the server
 
 
