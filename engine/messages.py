@@ -271,14 +271,8 @@ class Shutdown(_Message, frozen=True):
     """End the scheduler's loop, as SIGTERM does."""
 
 
-ToScheduler = (
-    GenerateRequest
-    | GenerateBatch
-    | AbortRequest
-    | MoveOut
-    | FlushCache
-    | GetState
-    | PauseGeneration
+ControlMessage = (
+    PauseGeneration
     | ContinueGeneration
     | UpdateWeights
     | NameWeights
@@ -291,8 +285,9 @@ ToScheduler = (
     | RecordExperts
     | LoadAdapter
     | UnloadAdapter
-    | Drain
-    | Shutdown
+)
+ToScheduler = (
+    GenerateRequest | GenerateBatch | AbortRequest | MoveOut | FlushCache | GetState | ControlMessage | Drain | Shutdown
 )
 
 # ---- frontend -> heartbeat, a thread of the scheduler process

@@ -97,6 +97,20 @@ def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:
     return ApiError(400, f"{field}: {message}", field=field, code=code)
 
 
+def unsupported(field: str, message: str) -> ApiError:
+    return bad_field(field, message, code="unsupported_parameter")
+
+
+def missing(field: str) -> ApiError:
+    return bad_field(field, "is missing")
+
+
+def check_choice(field: str, value: str | None, known: Collection[str]) -> None:
+    """Raises ApiError(400) unless it is null or one of `known`."""
+    if value is not None and value not in known:
+        raise bad_field(field, f"{value[:100]!r} is not one of {', '.join(known)}")
+
+
 def decode_body(data: bytes, type_: type[T]) -> T:
     """Decode JSON strictly. Raises ApiError(400) with the field."""
     if deeper_than(data):
@@ -116,7 +130,7 @@ def _wrong_type(message: str) -> ApiError:
     named = _NAMED.search(text)
     field = ".".join(filter(None, (path, named[2] if named else "")))
     if named and named[1] == "contains unknown":
-        return bad_field(field, "is no field that this server knows; leave it out", code="unsupported_parameter")
+        return unsupported(field, "is no field that this server knows; leave it out")
     shown = text if match is None else f"{field}: {text[:1].lower()}{text[1:]}".removeprefix(": ")
     return ApiError(400, shown, field=field or None)
 
@@ -237,7 +251,7 @@ def _fault(detail: ErrorDetails, value: Any, hint: Any) -> _Fault:
             return _Fault(tuple(place), path, bad_field(path, "expected `int`, got `str`"))
     if detail["type"] == UNKNOWN_FIELD:
         inner = f"{path}.{detail['msg']}".removeprefix(".")
-        return _Fault(tuple(place), inner, bad_field(inner, _UNKNOWN, code="unsupported_parameter"))
+        return _Fault(tuple(place), inner, unsupported(inner, _UNKNOWN))
     return _Fault(tuple(place), path, bad_field(path, _problem(detail, value, hint)))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import Response
 
-from service.http.errors import ApiError, bad_field
+from service.http.errors import ApiError, bad_field, check_choice, unsupported
 from service.http.request import HttpRequest
 from service.http.routes import json_response, no_such_path
 from service.responses.items import input_items, not_found
@@ -21,7 +21,7 @@ StoredHandler = Callable[[HttpRequest, ResponseBook], Awaitable[Response]]
 async def get_response(request: HttpRequest, book: ResponseBook) -> Response:
     """Return a remembered answer."""
     if request.query.get("stream", "false") != "false":
-        raise bad_field("stream", "a stored response is not streamed; leave it out", code="unsupported_parameter")
+        raise unsupported("stream", "a stored response is not streamed; leave it out")
     return _shown(await _find(request, book))
 
 
@@ -52,8 +52,7 @@ async def list_input_items(request: HttpRequest, book: ResponseBook) -> Response
 def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
     """Return a page by limit, order, after (item id). Raises ApiError(400)."""
     order, limit = query.get("order", "desc"), _limit(query.get("limit", str(DEFAULT_LIMIT)))
-    if order not in ("asc", "desc"):
-        raise bad_field("order", f"{order[:100]!r} is not one of asc, desc")
+    check_choice("order", order, ("asc", "desc"))
     items = items if order == "asc" else items[::-1]
     if (after := query.get("after")) is not None:
         ids = [item["id"] for item in items]

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.scheduler_link import ControlMessage, SchedulerLink
+from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.messages import (
     ContinueGeneration,
+    ControlMessage,
     ControlReply,
     GetStep,
     JoinTrainer,

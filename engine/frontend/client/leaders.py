@@ -9,13 +9,13 @@ import msgspec
 
 from engine.frontend.client.scheduler_link import (
     CALL_TIMEOUT_S,
-    ControlMessage,
     Reply,
     SchedulerLink,
     concerns_requests,
 )
 from engine.frontend.errors import not_ready
 from engine.messages import (
+    ControlMessage,
     ControlReply,
     JoinTrainer,
     LeaveTrainer,

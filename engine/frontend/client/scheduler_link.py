@@ -14,7 +14,7 @@ from engine.frontend.errors import not_ready, refused
 from engine.ipc import MAIN_FRONTEND, IpcPaths, PeerStalled, PullSocket, PushSocket, addressed
 from engine.messages import (
     AbortRequest,
-    ContinueGeneration,
+    ControlMessage,
     ControlReply,
     Drain,
     FlushCache,
@@ -22,25 +22,13 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     GetStep,
-    JoinTrainer,
-    LeaveTrainer,
-    LoadAdapter,
     MoveOut,
-    NameWeights,
-    PauseGeneration,
-    RecordExperts,
-    ReleaseMemory,
-    ResumeMemory,
     SchedulerReady,
     Shutdown,
-    StartProfile,
     StateReply,
     StepReply,
-    StopProfile,
     ToFrontend,
     ToScheduler,
-    UnloadAdapter,
-    UpdateWeights,
 )
 from service.http.errors import ApiError, bad_field
 from service.process.files import mapped
@@ -49,21 +37,6 @@ from service.process.files import mapped
 
 R = TypeVar("R", StateReply, StepReply, ControlReply)
 Reply = StateReply | StepReply | ControlReply
-ControlMessage = (
-    PauseGeneration
-    | ContinueGeneration
-    | UpdateWeights
-    | NameWeights
-    | JoinTrainer
-    | LeaveTrainer
-    | ReleaseMemory
-    | ResumeMemory
-    | StartProfile
-    | StopProfile
-    | RecordExperts
-    | LoadAdapter
-    | UnloadAdapter
-)
 
 ENGINE_DEAD = "engine_dead"  # error code
 MAX_CALLS = 1024  # open calls

@@ -12,11 +12,12 @@ from pydantic import Field
 
 from engine.frontend.apis.shared.resumable import check_signed
 from engine.frontend.apis.shared.routes import RouteTags, admin_route, get_route, post_route
-from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ControlMessage
+from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S
 from engine.frontend.services import SERVICES, Services
 from engine.lora.peft_config import name_problem
 from engine.messages import (
     ContinueGeneration,
+    ControlMessage,
     ControlReply,
     LoadAdapter,
     PauseGeneration,

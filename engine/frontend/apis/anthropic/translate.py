@@ -22,7 +22,7 @@ from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
 from engine.frontend.apis.shared.request_body import own_fields
-from service.http.errors import ApiError, bad_field
+from service.http.errors import bad_field, check_choice, missing, unsupported
 
 ROLES = ("user", "assistant", "system")
 RESULT = "tool_result"
@@ -85,8 +85,7 @@ def _system(system: str | list[Block] | None) -> list[ChatMessage]:
 def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
     turn: list[list[Block]] = []
     for i, message in enumerate(messages):
-        if message.role not in ROLES:
-            raise bad_field(f"messages[{i}].role", f"{message.role!r} is not one of {', '.join(ROLES)}")
+        check_choice(f"messages[{i}].role", message.role, ROLES)
         turn.append(_blocks(message.content, f"messages[{i}].content", of=message.role))
         if i + 1 == len(messages) or messages[i + 1].role != message.role:
             said = list(chain.from_iterable(turn)) if message.role == "assistant" else _in_lines(turn)
@@ -176,7 +175,7 @@ def _blocks(content: str | list[Block], field: str, *, of: str) -> list[Block]:
     known, found = _BLOCKS[of], []
     for i, block in enumerate(content):
         if block.type not in known:
-            raise _unknown(f"{field}[{i}].type", f"{block.type!r} is not supported here, only {', '.join(known)}")
+            raise unsupported(f"{field}[{i}].type", f"{block.type!r} is not supported here, only {', '.join(known)}")
         for name in known[block.type]:
             if getattr(block, name) is None:
                 raise bad_field(f"{field}[{i}].{name}", f"is missing in a block of type {block.type}")
@@ -190,10 +189,10 @@ def _blocks(content: str | list[Block], field: str, *, of: str) -> list[Block]:
 
 def _image(source: ImageSource, field: str) -> PlacedImage:
     if source.type not in ("base64", "url"):
-        raise _unknown(f"{field}.type", f"{source.type[:100]!r} is not supported, only base64 and url")
+        raise unsupported(f"{field}.type", f"{source.type[:100]!r} is not supported, only base64 and url")
     url = source.url if source.type == "url" else source.data
     if url is None:
-        raise bad_field(f"{field}.{'url' if source.type == 'url' else 'data'}", "is missing")
+        raise missing(f"{field}.{'url' if source.type == 'url' else 'data'}")
     return PlacedImage(type="image", url=url, is_base64=source.type == "base64", field=field)
 
 
@@ -213,13 +212,13 @@ def _continues(messages: list[Message]) -> bool:
 
 def _tool(tool: ToolDefinition, field: str) -> Tool:
     if tool.type not in (None, "custom"):
-        raise _unknown(
+        raise unsupported(
             f"{field}.type", f"{tool.type!r} is a tool of Anthropic's servers; only custom tools are supported"
         )
     if tool.defer_loading:
-        raise _unknown(f"{field}.defer_loading", "is not supported by this server; leave it out")
+        raise unsupported(f"{field}.defer_loading", "is not supported by this server; leave it out")
     if tool.input_schema is None:
-        raise bad_field(f"{field}.input_schema", "is missing")
+        raise missing(f"{field}.input_schema")
     return Tool(
         function=ToolFunction(
             name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
@@ -230,12 +229,11 @@ def _tool(tool: ToolDefinition, field: str) -> Tool:
 def _choice(choice: MessageToolChoice | None) -> str | ToolChoice | None:
     if choice is None:
         return None
+    check_choice("tool_choice.type", choice.type, (*_CHOICES, "tool"))
     if choice.type != "tool":
-        if choice.type not in _CHOICES:
-            raise bad_field("tool_choice.type", f"{choice.type!r} is not one of {', '.join(_CHOICES)}, tool")
         return _CHOICES[choice.type]
     if choice.name is None:
-        raise bad_field("tool_choice.name", "is missing")
+        raise missing("tool_choice.name")
     return ToolChoice(function=ChosenFunction(name=choice.name))
 
 
@@ -255,10 +253,5 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
 def _thinking(thinking: Thinking | None) -> dict[str, bool]:
     if thinking is None:
         return {}
-    if thinking.type not in _THINKS:
-        raise bad_field("thinking.type", f"{thinking.type!r} is not one of {', '.join(_THINKS)}")
+    check_choice("thinking.type", thinking.type, _THINKS)
     return dict.fromkeys(TOGGLES, _THINKS[thinking.type])
-
-
-def _unknown(field: str, message: str) -> ApiError:
-    return bad_field(field, message, code="unsupported_parameter")

@@ -40,7 +40,7 @@ from engine.text.chat_template import (
 from engine.text.parts import INPUT, AnswerReaders, PartReader
 from engine.text.sample import TextAnswers
 from engine.text.template_reads import TemplateReads
-from service.http.errors import bad_field, plain
+from service.http.errors import bad_field, missing, plain, unsupported
 
 PAGE_CHARS = 1024
 MakeAnswers = Callable[[Callable[[str], str], str], TextAnswers]  # of what makes unique ids, and the prefix of calls
@@ -180,11 +180,11 @@ def _effort(effort: str | None) -> dict[str, Any]:
 def check_chat(body: ChatBody) -> None:
     check_request(body)
     if body.function_call not in (None, "none", "auto"):
-        raise bad_field("function_call", "is not supported; use tools and tool_choice", code="unsupported_parameter")
+        raise unsupported("function_call", "is not supported; use tools and tool_choice")
     if _has_tools(body):
         check_tools(body.tools, body.tool_choice)
     if body.modalities not in (None, [], ["text"]):
-        raise bad_field("modalities", "only text is supported", code="unsupported_parameter")
+        raise unsupported("modalities", "only text is supported")
     check_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
@@ -229,16 +229,16 @@ def _check_messages(messages: list[ChatMessage]) -> None:
         if m.role not in ROLES:
             raise bad_field(f"messages[{i}].role", f"{m.role!r} is not one of {', '.join(ROLES)}")
         if m.content is None and m.role not in MAY_BE_NULL:
-            raise bad_field(f"messages[{i}].content", "is missing")
+            raise missing(f"messages[{i}].content")
         if m.audio is not None:
-            raise bad_field(f"messages[{i}].audio", NO_AUDIO, code="unsupported_parameter")
+            raise unsupported(f"messages[{i}].audio", NO_AUDIO)
         for j, part in enumerate(m.content if isinstance(m.content, list) else []):
             _check_part(part, f"messages[{i}].content[{j}]")
 
 
 def _check_part(part: ContentPart, field: str) -> None:
     if part.type in AUDIO:
-        raise bad_field(f"{field}.{part.type}", NO_AUDIO, code="unsupported_parameter")
+        raise unsupported(f"{field}.{part.type}", NO_AUDIO)
     if part.type not in PARTS or getattr(part, part.type) is None:
         raise bad_field(
             field, f"must be a part of type {', '.join(PARTS)} with a field of that name, got {part.type[:100]!r}"

@@ -32,7 +32,7 @@ from engine.text.reasoning import (
 from engine.text.tagged_call import Schemas
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import ARRAY, CALL_FORMATS, CallFormat, ToolCalls
-from service.http.errors import bad_field
+from service.http.errors import bad_field, unsupported
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ def _check_calls(body: ChatBody, reading: Reading) -> None:
     if not reading.functions or reading.calls is not None or reading.calls_in_channels:
         return
     if body.tool_choice == "auto":
-        raise bad_field("tool_choice", f"auto: {NO_PARSER}; use required, or none", code="unsupported_parameter")
+        raise unsupported("tool_choice", f"auto: {NO_PARSER}; use required, or none")
     _warn_of_unread_calls()
 
 
@@ -215,7 +215,7 @@ def needed_format(s: Services, *, field: str) -> ReasoningFormat:
     """Raises ApiError(400) without one."""
     format = s.model.reasoning
     if format is None:
-        raise bad_field(field, "this server was started without --reasoning-parser", code="unsupported_parameter")
+        raise unsupported(field, "this server was started without --reasoning-parser")
     return format
 
 

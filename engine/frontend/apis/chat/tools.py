@@ -15,7 +15,7 @@ from engine.sampling_params import GrammarSpec
 from engine.text.parts import INPUT
 from engine.text.tool_calls import CallFormat
 from service.http.body import Body, optional
-from service.http.errors import bad_field, plain
+from service.http.errors import bad_field, check_choice, missing, plain, unsupported
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -150,10 +150,9 @@ def _check_tool(tool: Tool, field: str) -> None:
 
 
 def _check_choice(choice: ToolChoice, names: list[str]) -> None:
-    if choice.type not in ("function", "custom", "allowed_tools"):
-        raise bad_field("tool_choice.type", f"{choice.type!r} is not one of function, custom, allowed_tools")
+    check_choice("tool_choice.type", choice.type, ("function", "custom", "allowed_tools"))
     if choice.type == "allowed_tools" and choice.allowed_tools is None:
-        raise bad_field("tool_choice.allowed_tools", "is missing")
+        raise missing("tool_choice.allowed_tools")
     if choice.type != "allowed_tools" and not choice.function.name:
         raise bad_field(f"tool_choice.{choice.type}", "is missing, or has no name")
     if choice.allowed_tools is not None and choice.allowed_tools.mode not in ("auto", "required"):
@@ -237,11 +236,10 @@ def refuse_strict(tools: list[Tool]) -> None:
     """Raises ApiError(400) for a strict function."""
     for tool in tools:
         if tool.function.strict and tool.type == "function":
-            raise bad_field(
+            raise unsupported(
                 "tools",
                 f"{tool.function.name!r} is strict, and the calls of this model's format are not held to a schema; "
                 "leave strict out, or force the call (tool_choice)",
-                code="unsupported_parameter",
             )
 
 

@@ -35,7 +35,7 @@ from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
 from service.http.api import ApiRouter
 from service.http.body import optional
-from service.http.errors import bad_field
+from service.http.errors import bad_field, missing
 from service.http.request import HttpRequest
 from service.http.routes import json_response, json_rows
 
@@ -109,9 +109,9 @@ async def _joined(s: Services, body: ScoreBody) -> list[list[int]]:
     """A too long prompt is rejected before the next is made."""
     query, given = body.query, body.items
     if query is None:
-        raise bad_field("query", "is missing")
+        raise missing("query")
     if given is None:
-        raise bad_field("items", "is missing")
+        raise missing("items")
     items = prompts_of(given, field="items")
     if {type(item) for item in items} != {type(query)}:
         raise bad_field("items", "must be texts if query is one, and lists of token ids if query is one")

@@ -41,7 +41,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.text.sample import TextAnswers, WholeAnswer
 from service.flags import untagged
 from service.http.api import ApiRouter
-from service.http.errors import bad_field, read_body
+from service.http.errors import missing, read_body
 from service.http.request import HttpRequest
 from service.http.routes import LINES_HEADERS, LINES_TYPE, json_response, line
 
@@ -81,7 +81,7 @@ async def show(request: HttpRequest) -> Response:
     body = read_body(await request.read(), ShowBody)
     name = body.model or body.name
     if not name:
-        raise bad_field("model", "is missing")
+        raise missing("model")
     chosen = choose_model(s, untagged(name), None)
     kind = str(s.model.info["model_type"])
     return json_response(

@@ -15,7 +15,7 @@ from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFo
 from engine.frontend.apis.shared.request_body import OwnFields, RequestFields, own_fields
 from service.flags import untagged
 from service.http.body import Body, ClosedBody, optional
-from service.http.errors import bad_field
+from service.http.errors import bad_field, check_choice, unsupported
 
 
 class IgnoredOptions(ClosedBody):
@@ -205,7 +205,7 @@ def _sampling(options: Options) -> dict[str, Any]:
     for name, off in _OFF.items():
         if getattr(options, name) not in (None, off):
             message = "is not supported by this server; leave it out"
-            raise bad_field(f"options.{name}", message, code="unsupported_parameter")
+            raise unsupported(f"options.{name}", message)
     limit, top_k, seed = options.num_predict, options.top_k, options.seed
     return {
         **{name: getattr(options, name) for name in _SAMPLED},
@@ -237,8 +237,7 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 
 
 def _message(message: OllamaMessage, field: str) -> ChatMessage:
-    if message.role not in ROLES:
-        raise bad_field(f"{field}.role", f"{message.role!r} is not one of {', '.join(ROLES)}")
+    check_choice(f"{field}.role", message.role, ROLES)
     content = _content(message.content, message.images, f"{field}.images")
     if message.role == "assistant" and message.thinking:
         content = content or None  # an answer that ended in its reasoning: Ollama has no null

@@ -13,7 +13,7 @@ from engine.frontend.apis.shared.body_reader import CHAT, BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_range
 from engine.frontend.apis.shared.request_body import ChatFields
 from service.http.body import Body, optional
-from service.http.errors import bad_field
+from service.http.errors import bad_field, check_choice, missing, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 # `include` values for built-in tools, images and encrypted reasoning, always empty here.
@@ -185,29 +185,29 @@ def check_response(body: ResponseBody) -> None:
     """Raises ApiError(400)."""
     for name, remedy in MOVED.items():
         if getattr(body, name) is not None:
-            raise bad_field(name, f"is no field of this API; {remedy}", code="unsupported_parameter")
+            raise unsupported(name, f"is no field of this API; {remedy}")
     if body.n not in (None, 1):
-        raise bad_field("n", "a response is one answer; leave it out", code="unsupported_parameter")
-    _one_of("truncation", body.truncation, TRUNCATIONS)
+        raise unsupported("n", "a response is one answer; leave it out")
+    check_choice("truncation", body.truncation, TRUNCATIONS)
     check_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
     for index, name in enumerate(body.include or ()):
-        _one_of(f"include[{index}]", name, (LOGPROBS, *_EMPTY_INCLUDES))
+        check_choice(f"include[{index}]", name, (LOGPROBS, *_EMPTY_INCLUDES))
     _check_text(body.text or TextConfig())
     reasoning = body.reasoning or Reasoning()
-    _one_of("reasoning.summary", reasoning.summary, SUMMARIES)
-    _one_of("reasoning.generate_summary", reasoning.generate_summary, SUMMARIES)
+    check_choice("reasoning.summary", reasoning.summary, SUMMARIES)
+    check_choice("reasoning.generate_summary", reasoning.generate_summary, SUMMARIES)
     _check_metadata(body.metadata or {})
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise bad_field("max_output_tokens", f"must be at least 1, got {body.max_output_tokens}")
 
 
 def _check_text(text: TextConfig) -> None:
-    _one_of("text.verbosity", text.verbosity, VERBOSITIES)
+    check_choice("text.verbosity", text.verbosity, VERBOSITIES)
     if text.format is None:
         return
-    _one_of("text.format.type", text.format.type, FORMATS)
+    check_choice("text.format.type", text.format.type, FORMATS)
     if text.format.type == "json_schema" and text.format.schema_ is None:
-        raise bad_field("text.format.schema", "is missing")
+        raise missing("text.format.schema")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
@@ -218,8 +218,3 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             raise bad_field(
                 "metadata", f"keys have at most {MAX_KEY_CHARS} characters and values {MAX_VALUE_CHARS}: {key[:80]!r}"
             )
-
-
-def _one_of(field: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        raise bad_field(field, f"{value[:100]!r} is not one of {', '.join(known)}")

@@ -22,7 +22,7 @@ from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
 from engine.frontend.apis.shared.request_body import ChatFields
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource
 from engine.frontend.services import Services
-from service.http.errors import ApiError, bad_field
+from service.http.errors import ApiError, bad_field, missing, unsupported
 
 # ---- items as chat messages
 
@@ -75,10 +75,9 @@ def _add(messages: list[ChatMessage], item: Item, field: str) -> None:
         case "item_reference":
             raise bad_field(field, "a reference needs stored responses (--max-stored-responses); send the item itself")
         case _:
-            raise bad_field(
+            raise unsupported(
                 f"{field}.type",
                 f"{item.type[:100]!r} is not supported; use message, function_call, function_call_output or reasoning",
-                code="unsupported_parameter",
             )
 
 
@@ -122,7 +121,7 @@ def _turn(messages: list[ChatMessage]) -> ChatMessage:
 
 def _content(content: str | list[Part] | None, field: str) -> str | list[ContentPart]:
     if content is None:
-        raise bad_field(field, "is missing")
+        raise missing(field)
     if isinstance(content, str):
         return content
     return [_part(part, f"{field}[{i}]") for i, part in enumerate(content)]
@@ -136,7 +135,7 @@ def _part(part: Part, field: str) -> ContentPart:
     if part.type != IMAGE:
         return ContentPart(type="text", text=_text(part, field))
     if part.file_id is not None:
-        raise bad_field(f"{field}.file_id", "no files are stored here; send image_url", code="unsupported_parameter")
+        raise unsupported(f"{field}.file_id", "no files are stored here; send image_url")
     url = _text_of(part.image_url, f"{field}.image_url")
     return PlacedPart(type="image_url", image_url=url, field=f"{field}.image_url")
 
@@ -144,17 +143,16 @@ def _part(part: Part, field: str) -> ContentPart:
 def _text(part: Part, field: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in (*TEXTS, "refusal"):
-        raise bad_field(
+        raise unsupported(
             f"{field}.type",
             f"{part.type[:100]!r} is not supported: parts are texts (input_text, output_text) and images ({IMAGE})",
-            code="unsupported_parameter",
         )
     return _text_of(text, f"{field}.{'refusal' if part.type == 'refusal' else 'text'}")
 
 
 def _text_of(value: str | None, field: str) -> str:
     if value is None:
-        raise bad_field(field, "is missing")
+        raise missing(field)
     return value
 
 
@@ -206,9 +204,9 @@ def _messages(body: ResponseBody) -> list[ChatMessage]:
 def _tool(tool: ResponseTool, field: str) -> Tool:
     if tool.type != "function":
         message = f"{tool.type[:100]!r} is not supported: this server runs no tools of its own; use function"
-        raise bad_field(f"{field}.type", message, code="unsupported_parameter")
+        raise unsupported(f"{field}.type", message)
     if tool.name is None:
-        raise bad_field(f"{field}.name", "is missing")
+        raise missing(f"{field}.name")
     function = ToolFunction(
         name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
@@ -220,9 +218,9 @@ def _choice(choice: str | ResponseToolChoice | None) -> str | ToolChoice | None:
         return choice if isinstance(choice, str) else None
     if choice.type != "function":
         message = f"{choice.type[:100]!r} is not supported; use function or allowed_tools"
-        raise bad_field("tool_choice.type", message, code="unsupported_parameter")
+        raise unsupported("tool_choice.type", message)
     if choice.name is None:
-        raise bad_field("tool_choice.name", "is missing")
+        raise missing("tool_choice.name")
     return ToolChoice(function=ChosenFunction(name=choice.name))
 
 

@@ -12,7 +12,7 @@ from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.errors import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
 from service.http.body import Body, field_types, is_body, types_in
-from service.http.errors import MAX_FIELDS, ApiError, bad_field, body_of, check_fields, read_object
+from service.http.errors import MAX_FIELDS, ApiError, bad_field, body_of, check_fields, read_object, unsupported
 from service.http.request import HttpRequest
 from service.http.routes import EXTRA_HEADERS
 from service.waiter import BODIES
@@ -110,7 +110,7 @@ class Inside:
 
 def _check_unserved(refused: Unserved, name: str, value: Any) -> None:
     if value not in refused.harmless:
-        raise bad_field(name, f"is not supported by this server; {refused.remedy}", code="unsupported_parameter")
+        raise unsupported(name, f"is not supported by this server; {refused.remedy}")
 
 
 def _unknown_field(name: str, known: list[str]) -> str:

@@ -14,7 +14,7 @@ from engine.grammar.compiler import closed
 from engine.sampling_params import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, GrammarSpec
 from engine.schema_references import BadReference, moved
 from service.http.body import Body, ClosedBody, optional
-from service.http.errors import bad_field, plain
+from service.http.errors import bad_field, check_choice, missing, plain, unsupported
 
 ANY_OBJECT = '{"type": "object"}'
 MAX_CHAR_BYTES = 4  # of UTF-8
@@ -90,15 +90,14 @@ def plain_constraint(fields: GrammarFields, *, inside: str = "") -> Constraint |
 def format_constraint(format: ResponseFormat | None) -> Constraint | None:
     if format is None or format.type == "text":
         return None
-    if format.type not in FORMATS:
-        raise bad_field("response_format.type", f"{format.type!r} is not one of {', '.join(FORMATS)}")
+    check_choice("response_format.type", format.type, FORMATS)
     if format.type == "json_object":
         return Constraint(GrammarSpec("json_schema", ANY_OBJECT), "response_format")
     if format.type == "structural_tag":
         tag = {"structures": format.structures or [], "triggers": format.triggers or []}
         return Constraint(GrammarSpec("structural_tag", as_text(tag)), "response_format")
     if format.json_schema is None or format.json_schema.schema_ is None:
-        raise bad_field("response_format.json_schema.schema", "is missing")
+        raise missing("response_format.json_schema.schema")
     schema = format.json_schema.schema_
     if format.json_schema.strict:
         schema = closed_schema(schema, field="response_format.json_schema.schema")
@@ -200,7 +199,7 @@ def _inside(given: StructuredOutputs) -> list[Constraint]:
     for name, remedy in _UNSERVED.items():
         if own[name]:
             field = f"structured_outputs.{name}"
-            raise bad_field(field, f"is not supported by this server; {remedy}", code="unsupported_parameter")
+            raise unsupported(field, f"is not supported by this server; {remedy}")
     values = [(name, own[name]) for name in _KINDS if own[name] is not None]
     found = [_constraint(f"structured_outputs.{name}", name, value) for name, value in values]
     if given.json_object:

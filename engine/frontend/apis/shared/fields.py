@@ -25,7 +25,7 @@ from engine.sampling_params import (
 )
 from engine.text.incremental import compile_all
 from engine.text.tokenizer import TooManyTokens
-from service.http.errors import ApiError, bad_field
+from service.http.errors import ApiError, bad_field, unsupported
 from service.http.guard import RANK_HEADER, rank_in
 from service.kv_events import MAX_NAMESPACE_CHARS, namespace_of
 from service.waiter import BODIES
@@ -126,11 +126,7 @@ def check_priority(value: int | None) -> int:
 def check_hidden_states(s: Services, wanted: bool | None) -> bool:
     """Raises ApiError(400) if the server does not return them."""
     if wanted and not s.spec.engine.enable_return_hidden_states:
-        raise bad_field(
-            "return_hidden_states",
-            "this server was started without --enable-return-hidden-states",
-            code="unsupported_parameter",
-        )
+        raise unsupported("return_hidden_states", "this server was started without --enable-return-hidden-states")
     return bool(wanted)
 
 
@@ -319,7 +315,7 @@ def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chose
 
 def check_lora_path(s: Services, lora_path: str | None) -> str:
     if lora_path and not s.model.lora:
-        raise bad_field("lora_path", OFF, code="unsupported_parameter")
+        raise unsupported("lora_path", OFF)
     return lora_path or ""
 
 

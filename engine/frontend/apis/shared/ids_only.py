@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from engine.frontend.served_model import NO_TOKENIZER
 from service.http.body import Body
-from service.http.errors import bad_field
+from service.http.errors import unsupported
 
 IDS = "tokenize it yourself, and send token ids"
 CHAT = "render and tokenize it yourself, and send input_ids to /generate"
@@ -24,7 +24,7 @@ def check_ids_only(body: Body, *, inside: str = "") -> None:
     """Raise ApiError(400) for the first field that needs a tokenizer."""
     for name, rule in _RULES.items():
         if name in type(body).model_fields and rule.asks(getattr(body, name)):
-            raise bad_field(inside + name, f"{NO_TOKENIZER}; {rule.remedy}", code="unsupported_parameter")
+            raise unsupported(inside + name, f"{NO_TOKENIZER}; {rule.remedy}")
     params = getattr(body, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
         if one is not None:

@@ -7,7 +7,7 @@ from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource, expanded, with_times
 from engine.frontend.services import Services
 from engine.images import ImageInput
-from service.http.errors import bad_field
+from service.http.errors import unsupported
 
 if TYPE_CHECKING:
     from engine.frontend.images.loader import ImageLoader
@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
 def loader_for(s: Services, sources: Sequence[MediaSource]) -> "ImageLoader":
     """Raises ApiError(400) for a text model, naming the first of `sources`."""
     if s.images is None:
-        raise bad_field(sources[0].field, TEXT_ALONE, code="unsupported_parameter")
+        raise unsupported(sources[0].field, TEXT_ALONE)
     return s.images
 
 
