@@ -49,18 +49,14 @@ def tandem_up(*args: str, tree: Path = ROOT) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         ready_file = Path(folder) / "ready.json"
         argv = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready_file), *args]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path_with(tree)}
+        path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         begin = time.monotonic()
         with started(argv, ready_file.exists, cwd=tree, env=env) as process:
             ready = json.loads(ready_file.read_text())
             workers = tuple((worker["role"], worker["url"]) for worker in ready["workers"])
             pids = (("up", process.pid), *((worker["role"], worker["pid"]) for worker in ready["workers"]))
             yield Cluster(ready["router"], time.monotonic() - begin, workers, pids)
-
-
-def _path_with(tree: Path) -> str:
-    """`tree` before what is on PYTHONPATH already."""
-    return os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pin_tree(root: psutil.Process, *cores: int) -> None:

@@ -33,15 +33,20 @@ Start = Callable[[PeerModel], AbstractContextManager[Server]]
 
 def installed(peers: Path) -> dict[str, str]:
     """Peers that are there: name -> versions of its packages."""
-    there = [name for name, folder in FOLDERS.items() if (peers / folder).exists()]
-    return {name: _version(name, peers / FOLDERS[name]) for name in there}
+    return {
+        name: (folder / "version").read_text().strip() if name == LLAMA else _versions(folder, PACKAGES[name])
+        for name, folder in _folders(peers).items()
+    }
 
 
-def starters(peers: Path, *, weights: str = BF16, tandem_flags: tuple[str, ...] = ()) -> dict[str, Start]:
+def _folders(peers: Path) -> dict[str, Path]:
+    return {name: peers / folder for name, folder in FOLDERS.items() if (peers / folder).exists()}
+
+
+def starters(peers: Path, *, weights: str = BF16) -> dict[str, Start]:
     """How to start what is there and takes such `weights`, Tandem first. Integers are those of the model's GGUF file."""
-    flags = ("--num-threads", str(os.cpu_count() or 1), *tandem_flags)
-    found: dict[str, Start] = {TANDEM: lambda model: _tandem(model, flags, weights)}
-    folder = {name: peers / folder for name, folder in FOLDERS.items() if (peers / folder).exists()}
+    found: dict[str, Start] = {TANDEM: lambda model: _tandem(model, weights)}
+    folder = _folders(peers)
     if weights == BF16 and VLLM in folder:
         found[VLLM] = lambda model: _vllm(folder[VLLM], model)
     if weights == BF16 and TRANSFORMERS in folder:
@@ -51,16 +56,17 @@ def starters(peers: Path, *, weights: str = BF16, tandem_flags: tuple[str, ...] 
     return found
 
 
-def llama_program(peers: Path, name: str) -> Path | None:
-    """One of llama.cpp's programs, where it is there."""
-    path = peers / FOLDERS[LLAMA] / "bin" / name
+def quantizer(peers: Path) -> Path | None:
+    """llama.cpp's program that makes GGUF files of integers, where it is there."""
+    path = peers / FOLDERS[LLAMA] / "bin" / "llama-quantize"
     return path if path.exists() else None
 
 
 @contextmanager
-def _tandem(model: PeerModel, flags: tuple[str, ...], weights: str = BF16) -> Iterator[Server]:
+def _tandem(model: PeerModel, weights: str) -> Iterator[Server]:
     path = model.folder if weights == BF16 else model.gguf[weights]
-    with tandem_up("--unified", "--model-path", str(path), *flags) as cluster:
+    flags = ("--model-path", str(path), "--num-threads", str(os.cpu_count() or 1))
+    with tandem_up("--unified", *flags) as cluster:
         yield Server(url=cluster.url, model=path.name.removesuffix(".gguf"), vocabulary=model.vocabulary)
 
 
@@ -104,10 +110,6 @@ def _running(
 def _held() -> dict[str, str]:
     kind = os.environ.get(KIND_VARIABLE)
     return {"ONEDNN_MAX_CPU_ISA": ONEDNN_KINDS[kind]} if kind in ONEDNN_KINDS else {}
-
-
-def _version(name: str, folder: Path) -> str:
-    return (folder / "version").read_text().strip() if name == LLAMA else _versions(folder, PACKAGES[name])
 
 
 def _versions(venv: Path, packages: tuple[str, ...]) -> str:

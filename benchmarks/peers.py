@@ -1,7 +1,7 @@
 """Tandem's unified worker beside vLLM's CPU build, `transformers serve` and llama.cpp: the same weights, loads and client.
 
 usage: bash benchmarks/make_peers.sh DIR; python -m benchmarks.peers [--peers DIR] [--turns 2] [--rounds 2] [--models NAME ...]
-           [--weights bf16 Q8_0 Q4_0] [--workloads ABCD18] [--only NAME ...] [--tandem-flags "..."] [--output FILE] [--keep] [--page]
+           [--weights bf16 Q8_0 Q4_0] [--workloads ABCD18] [--only NAME ...] [--keep] [--page]
        (`make bench-peers` keeps a run)
 
 Two models: random weights in the shape of Qwen3-0.6B with a small vocabulary, and SmolLM2-135M. In bf16 all engines get workloads A to D
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, run_workload, warm_up
 from benchmarks.peer_models import BF16, QUANTIZED, SHAPE, SMOLLM2, PeerModel, make_models
-from benchmarks.peer_servers import FOLDERS, LLAMA, TANDEM, TRANSFORMERS, Start, installed, llama_program, starters
+from benchmarks.peer_servers import FOLDERS, LLAMA, TANDEM, TRANSFORMERS, Start, installed, quantizer, starters
 from deploy.bench import environment
 from deploy.bench.stats import table
 from engine.device.machine import cpu_kind
@@ -145,11 +145,11 @@ def kept() -> dict[str, dict[str, Any]]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    quantize, rows = llama_program(args.peers, "llama-quantize"), list[Row]()
+    quantize, rows = quantizer(args.peers), list[Row]()
     with tempfile.TemporaryDirectory(prefix="tandem-peers-") as folder:
         for model in make_models(Path(folder), args.models, quantize=quantize):
             for weights in args.weights if quantize else [BF16]:
-                found = starters(args.peers, weights=weights, tandem_flags=tuple(args.tandem_flags.split()))
+                found = starters(args.peers, weights=weights)
                 starts = {name: start for name, start in found.items() if not args.only or name in args.only}
                 for row in measure(starts, model, weights, args):
                     rows.append(row)
@@ -173,8 +173,6 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", choices=(BF16, *QUANTIZED), default=[BF16, *QUANTIZED])
     parser.add_argument("--workloads", default=IN_FLOATS + IN_INTEGERS)
     parser.add_argument("--only", action="append", help="a server to measure; repeatable")
-    parser.add_argument("--tandem-flags", default="", help="more flags of the unified worker")
-    parser.add_argument("--output", type=Path)
     parser.add_argument(
         "--keep", action="store_true", help="keep the run as that of this kind of CPU, and write the page"
     )
@@ -188,16 +186,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers' groups end with us
     result = run(args)
     print(render(result))
-    if args.output:
-        args.output.write_text(_text(result))
     if args.keep:
         KEPT.mkdir(exist_ok=True)
-        (KEPT / f"{result['cpu_kind']}.json").write_text(_text(result))
+        (KEPT / f"{result['cpu_kind']}.json").write_text(json.dumps(result, indent=1) + "\n")
         PAGE.write_text(page(kept()))
-
-
-def _text(result: dict[str, Any]) -> str:
-    return json.dumps(result, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ WARM_UP_S = 0.5
 class Wire(asyncio.Transport):
     """A transport whose other end is a function of what is written."""
 
-    def __init__(self, on_write: Callable[[bytes], None]) -> None:
+    def __init__(self, on_write: Callable[[bytes], object]) -> None:
         super().__init__({"peername": ("127.0.0.1", 1)})
         self._on_write = on_write
 
@@ -63,13 +63,9 @@ def join_worker(upstream: HttpUpstream, url: str, *, answer: bytes) -> None:
     """Add a free connection to a worker that says `answer` to whatever comes."""
     loop, origin = asyncio.get_running_loop(), upstream._origin(url)
     connection = _Connection(upstream, origin)
-    connection.connection_made(Wire(lambda _: _later(loop, connection.data_received, answer)))
+    connection.connection_made(Wire(lambda _: loop.call_soon(connection.data_received, answer)))
     connection.free_since_s = loop.time()
     upstream.on_free(connection)
-
-
-def _later(loop: asyncio.AbstractEventLoop, act: Callable[[bytes], None], data: bytes) -> None:
-    loop.call_soon(act, data)
 
 
 class Client:

@@ -30,7 +30,7 @@ from benchmarks.cpu_use import SCHEDULER
 from benchmarks.measures import Row, rendered, tell
 from deploy.bench import environment
 from deploy.bench.load import Measured
-from deploy.bench.stats import RequestRecord, tpot_s
+from deploy.bench.stats import tpot_s
 from tools.family import family
 
 PREFILL_CORE, OTHER_CORE = 0, 1
@@ -124,11 +124,8 @@ def _cluster_round(clusters: dict[str, Cluster], number: int) -> dict[str, Sampl
 
 def goodput(measured: Measured) -> float:
     """Return the requests a second that met both objectives."""
-    return sum(map(_meets, measured.records)) / measured.duration_s
-
-
-def _meets(record: RequestRecord) -> bool:
-    return record.ttft_s is not None and record.ttft_s <= TTFT_S and (tpot_s(record) or 0.0) <= TPOT_S
+    in_time = (record for record in measured.records if record.ttft_s is not None and record.ttft_s <= TTFT_S)
+    return sum((tpot_s(record) or 0.0) <= TPOT_S for record in in_time) / measured.duration_s
 
 
 def _fill_pool(cluster: Cluster) -> None:

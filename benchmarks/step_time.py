@@ -97,11 +97,11 @@ def read_rate(threads: int, repeats: int = 7) -> float:
     return data.nbytes / best_s
 
 
-def product_rate(threads: int, repeats: int = 7) -> float:
+def product_rate(threads: int) -> float:
     """Operations per second of a bf16 matrix product on so many threads: the best of several."""
     torch.set_num_threads(threads)
     a, b = (torch.randn(MATRIX, MATRIX).bfloat16() for _ in range(2))
-    best_s = min(_time_of(lambda: a @ b) for _ in range(repeats))
+    best_s = min(_time_of(lambda: a @ b) for _ in range(7))
     return 2 * MATRIX**3 / best_s
 
 

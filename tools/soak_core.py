@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,18 +46,15 @@ T = TypeVar("T")
 
 def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     """The stories of seed `number`, of one engine, of two roles and of ranks; raises what a wrong one raises."""
-    seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, stories_with_images(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, stories_with_drafts(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, stories_with_a_drafter(), lambda story: play(story).tally(), shrink=shrink)
-    seen += _drive(number, stories_with_states_and_drafts(), lambda story: play(story).tally(), shrink=shrink)
-    for groups in GROUPS:
-        seen += _drive(number, stories_with_groups(**groups), lambda story: play(story).tally(), shrink=shrink)
-    for groups in ({}, *GROUPS):
-        seen += _drive(number, stories_with_adapters(**groups), lambda story: play(story).tally(), shrink=shrink)
-        seen += _drive(number, two_role_stories(**groups), play_two_roles, shrink=shrink)
-        seen += _drive(number, two_role_stories(**groups, adapters=True), play_two_roles, shrink=shrink)
+    plain = (stories, rushes, stories_with_images, stories_with_drafts, stories_with_a_drafter)
+    of_engines = [kind() for kind in (*plain, stories_with_states_and_drafts)]
+    of_engines += [stories_with_groups(**groups) for groups in GROUPS]
+    of_engines += [stories_with_adapters(**groups) for groups in ({}, *GROUPS)]
+    seen: Counter[str] = Counter()
+    for drawn in of_engines:
+        seen += _drive(number, drawn, lambda story: play(story).tally(), shrink=shrink)
+    for groups, adapters in product(({}, *GROUPS), (False, True)):
+        seen += _drive(number, two_role_stories(**groups, adapters=adapters), play_two_roles, shrink=shrink)
     seen += _drive(number, moving_stories(), play_moves, shrink=shrink)
     seen["agreed_steps"] += fuzz(number, steps=AGREED_STEPS_A_ROUND)
     return seen
@@ -85,7 +83,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.soak_core", description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=None, help="of the first round; fresh without it")
-    parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--report", type=Path, default=None)
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # the roles say which transfer failed
@@ -95,7 +92,7 @@ def main() -> int:
     with progress(args.steps, unit="step", what=f"seeds from {first}") as bar:
         while seen["steps"] < args.steps:
             try:
-                now = drive_round(number, shrink=not args.no_shrink)
+                now = drive_round(number)
             except BaseException:
                 print(f"\nreplay: make soak-core STEPS=1 SEED={number}", file=sys.stderr)
                 raise

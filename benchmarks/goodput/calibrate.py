@@ -21,8 +21,20 @@ from planner.fit import Profile, fit
 from planner.step_time import Fitted
 
 TURNS = 4
-ALONE = {"concurrency": 1, "num_requests": 8, "input_len": 1024, "random_range_ratio": 0.06, "output_len": 12}
-TOGETHER = {"concurrency": 6, "num_requests": 12, "input_len": 320, "random_range_ratio": 0.2, "output_len": 48}
+ALONE: dict[str, Any] = {
+    "concurrency": 1,
+    "num_requests": 8,
+    "input_len": 1024,
+    "random_range_ratio": 0.06,
+    "output_len": 12,
+}
+TOGETHER: dict[str, Any] = {
+    "concurrency": 6,
+    "num_requests": 12,
+    "input_len": 320,
+    "random_range_ratio": 0.2,
+    "output_len": 48,
+}
 STEP_ANSWERS, STEP_CONTEXT = 4, 400  # of the step that objectives are multiples of
 PROMPT_TOKENS = 512
 
@@ -77,14 +89,12 @@ def calibrate(flags: Sequence[str], cores: Sequence[int], tell: Callable[[str], 
             tell(f"turn {turn + 1} of {TURNS}")
             with cpu_use() as used:
                 for name, url in urls.items():
-                    found[name] += [_load(url, load, seed=2 * turn + i) for i, load in enumerate((ALONE, TOGETHER))]
+                    for i, load in enumerate((ALONE, TOGETHER)):
+                        (one,) = load_records(url=url, prompt="ids", seed=2 * turn + i, **load)
+                        found[name].append(one.records)
             left.append(used.cores_left)
     profiles = {name: _profile(records) for name, records in found.items()}
     return Calibration(**profiles, cores_left=min(left))
-
-
-def _load(url: str, load: dict[str, Any], *, seed: int) -> list[RequestRecord]:
-    return load_records(url=url, prompt="ids", seed=seed, **load)[0].records
 
 
 def _profile(reports: list[list[RequestRecord]]) -> Profile:

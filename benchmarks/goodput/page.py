@@ -126,7 +126,9 @@ def goodput_table(found: Results) -> str:
     for load, entry in found.loads.items():
         rates = [goodput(found, load, one) for one in layouts]
         if any(rate is not None for rate in rates):
-            rows.append([load, _tokens(entry), _wanted(entry["objectives"]), *_bold(rates)])
+            tokens = f"{entry['prompt_tokens']:.0f}, {entry['answer_tokens']:.0f}"
+            wanted = ", ".join(f"{1000 * entry['objectives'][name]:g}" for name in ("ttft_s", "itl_s"))
+            rows.append([load, tokens, wanted, *_bold(rates)])
     return table(["load", "tokens in, out", "TTFT, ITL, ms", *(one.name for one in layouts)], rows)
 
 
@@ -211,11 +213,3 @@ def _done(found: Results) -> list[Cell]:
 def _bold(rates: Sequence[float | None]) -> list[str]:
     best = max(rate for rate in rates if rate is not None)
     return ["" if rate is None else f"**{rate:.2f}**" if rate == best > 0 else f"{rate:.2f}" for rate in rates]
-
-
-def _tokens(entry: dict[str, Any]) -> str:
-    return f"{entry['prompt_tokens']:.0f}, {entry['answer_tokens']:.0f}"
-
-
-def _wanted(objectives: dict[str, float]) -> str:
-    return ", ".join(f"{1000 * objectives[name]:g}" for name in ("ttft_s", "itl_s"))

@@ -7,7 +7,8 @@ from deploy.bench.stats import table
 
 def page(result: dict[str, Any], aims: str) -> str:
     """Return Markdown: what ran where, `aims`, then rows of the parts that have some."""
-    made_by, parts = result["environment"], result["parts"]
+    made_by = result["environment"]
+    parts = {name: part for name, part in result["parts"].items() if "error" not in part}
     versions = ", ".join(f"{name} {version}" for name, version in made_by["versions"].items())
     return "\n\n".join(
         [
@@ -15,14 +16,10 @@ def page(result: dict[str, Any], aims: str) -> str:
             f"{made_by['gpu']}, {versions}; commit {made_by['commit']}, {made_by['time'][:10]}. Command: `{made_by['command']}`. "
             "What the figures mean: [gpu.md](../gpu.md); all of them: [gpu_check.json](gpu_check.json).",
             aims,
-            *(_section(title, parts[name], columns) for title, name, columns in SECTIONS if _has(parts, name)),
+            *(_section(title, parts[name], columns) for title, name, columns in SECTIONS if name in parts),
             "",
         ]
     )
-
-
-def _has(parts: dict[str, Any], name: str) -> bool:
-    return name in parts and "error" not in parts[name]
 
 
 def _section(title: str, part: dict[str, Any], columns: dict[str, str]) -> str:

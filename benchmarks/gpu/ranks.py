@@ -106,7 +106,8 @@ def _rank(rank: int, store: int, *, backend: str, device: torch.device) -> dict[
     c = NcclCollectives(groups.stage, memory=groups.memory)
     us = {}
     for rows in ROWS:
-        parts = [_partial(r, rows).to(device) for r in range(RANKS)]
+        draws = [torch.Generator().manual_seed(r) for r in range(RANKS)]
+        parts = [torch.randn((rows, WIDTH), generator=draw).to(device) for draw in draws]
         wanted = tree_sum(parts).to(torch.bfloat16)
 
         def work(own: Tensor = parts[rank]) -> Tensor:
@@ -126,10 +127,6 @@ def _rank(rank: int, store: int, *, backend: str, device: torch.device) -> dict[
         "symmetric_memory": groups.memory is not None,
         "p50_us": us,
     }
-
-
-def _partial(rank: int, rows: int) -> Tensor:
-    return torch.randn((rows, WIDTH), generator=torch.Generator().manual_seed(rank))
 
 
 def _p50_us(work: Any, device: torch.device) -> float:

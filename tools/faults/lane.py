@@ -28,7 +28,7 @@ def run_lane(cells: list[Cell], results: Path) -> None:
     load = os.getloadavg()[0]
 
     def play(rig: Rig, cell: Cell) -> Result:
-        result = asyncio.run(run_cell(rig, cell, seed=_seed(cell)))
+        result = asyncio.run(run_cell(rig, cell, seed=1000 * sum(cell.name.encode())))
         hold_to_bounds(cell, result)
         return result
 
@@ -83,10 +83,6 @@ def group_of(cell: Cell) -> tuple[str, Layout, Size]:
 
 def path_of(results: Path, cell: Cell) -> Path:
     return results / f"{cell.name.replace(':', '.')}.json"
-
-
-def _seed(cell: Cell) -> int:
-    return sum(cell.name.encode()) * 1000
 
 
 def _write(results: Path, cell: Cell, result: Result, load: float) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, linear_regression
 
 import psutil
 
@@ -61,16 +61,16 @@ class Watch:
         return len(self._curves)
 
 
-def trend(curve: Curve, *, warm_up_s: float = WARM_UP_S, least_span_s: float = LEAST_SPAN_S) -> Trend | None:
+def trend(curve: Curve) -> Trend | None:
     """The least-squares line through the samples after warm-up; None for a life that was too short."""
     if not curve.at_s:
         return None
-    points = [(x, y) for x, y in zip(curve.at_s, curve.kib, strict=True) if x - curve.at_s[0] >= warm_up_s]
-    if len(points) < 3 or (span_s := points[-1][0] - points[0][0]) < least_span_s:
+    points = [(x, y) for x, y in zip(curve.at_s, curve.kib, strict=True) if x - curve.at_s[0] >= WARM_UP_S]
+    if len(points) < 3 or (span_s := points[-1][0] - points[0][0]) < LEAST_SPAN_S:
         return None
-    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    return Trend(curve.name, slope * 60, slope * span_s, mean_y / 1024, span_s, _thinned(curve))
+    times, sizes = zip(*points, strict=True)
+    slope = linear_regression(times, sizes).slope
+    return Trend(curve.name, slope * 60, slope * span_s, fmean(sizes) / 1024, span_s, _thinned(curve))
 
 
 def _thinned(curve: Curve) -> tuple[tuple[int, float], ...]:

@@ -14,14 +14,13 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tools.faults.cells import BACKENDS
 from tools.faults.churn import MORTAL_ROUTER, ROLES, ROUTERS, Fleet
 from tools.faults.household import unclean
 from tools.faults.memory import Watch
-from tools.faults.report import PAGE, REPORTS, RESULTS, SOAKS, about_run, keep, write_page
+from tools.faults.report import REPORTS, RESULTS, SOAKS, about_run, keep, write_page
 from tools.faults.soak_report import BY_ROUTER, verdict
 from tools.faults.traffic import Mix, Traffic, session
 from tools.progress import progress
@@ -120,10 +119,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where logs go")
-    parser.add_argument("--reports", type=Path, default=REPORTS, help="where the report goes; the page beside it")
     args = parser.parse_args()
-    args.results.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
     bad = [f"{backend}: {one}" for backend in args.backends for one in _soak(backend, args)]
     print("\n".join(bad) or "all as it should be")
     return 1 if bad else 0
@@ -138,20 +135,20 @@ def _soak(backend: str, args: argparse.Namespace) -> list[str]:
     try:
         soak = Soak(fleet, minutes=args.minutes, requests=args.requests, seed=args.seed)
         result = asyncio.run(soak.run())
-        _keep_logs(fleet, args.results)
+        _keep_logs(fleet)
     finally:
         with contextlib.suppress(KeyboardInterrupt):
             left = fleet.close()
     result["problems"] += [f"left behind: {what}" for what in left]
-    keep(args.reports / SOAKS[backend], {"about": about, **result})
-    write_page(args.reports, args.reports / PAGE.name)
+    keep(REPORTS / SOAKS[backend], {"about": about, **result})
+    write_page()
     return verdict(result)
 
 
-def _keep_logs(fleet: Fleet, results: Path) -> None:
+def _keep_logs(fleet: Fleet) -> None:
     for name in (*fleet.veterans(), *ROUTERS, "bootstrap"):
         log = fleet.household.parts[name].log_tail(500_000)
-        (results / f"soak.{fleet.backend}.{name}.log").write_bytes(log)
+        (RESULTS / f"soak.{fleet.backend}.{name}.log").write_bytes(log)
 
 
 if __name__ == "__main__":

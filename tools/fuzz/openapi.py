@@ -40,6 +40,7 @@ GROWTH_MIB = 64.0  # of one process from the first part on: caches with a bound 
 SCHEDULER_GROWTH_MIB = 512.0
 SLACK = 40  # connections that are kept for a while
 NUM_SERVED, WARM_ROUNDS = 16, 12
+EXAMPLES = 60  # most for an operation
 # Of schemathesis, which runs apart from our packages. A room waits for its peer for 300 s, longer than schemathesis waits.
 HOOK = """
 import schemathesis
@@ -59,14 +60,13 @@ class Refuted(AssertionError):
 
 @dataclass(frozen=True)
 class Cases:
-    """What schemathesis draws: its command, the most examples for an operation."""
+    """What schemathesis, a command, draws."""
 
     schemathesis: Path
-    examples: int
     seed: int
 
     def command(self, url: str, selection: Sequence[str]) -> list[str]:
-        words = f"run {url}/openapi.json --phases coverage,fuzzing -n {self.examples} --seed {self.seed} -c {CHECKS}"
+        words = f"run {url}/openapi.json --phases coverage,fuzzing -n {EXAMPLES} --seed {self.seed} -c {CHECKS}"
         return [str(self.schemathesis.absolute()), *words.split(), "--request-timeout", "30", *selection]
 
 

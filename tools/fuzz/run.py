@@ -34,7 +34,7 @@ def main() -> int:
             _keep(part, args, report, partial(fuzz, INSIDE[part], _share(args, part), args.seed))
     outside = [part for part in args.parts if part not in INSIDE]
     if outside and args.schemathesis is not None:
-        with doors(Cases(args.schemathesis, args.examples, args.seed)) as at:
+        with doors(Cases(args.schemathesis, args.seed)) as at:
             for part in outside:
                 _keep(
                     part, args, report, partial(fuzz_control, at) if part == CONTROL else partial(fuzz_door, at, part)
@@ -84,9 +84,6 @@ def _arguments() -> argparse.Namespace:
         "--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)}; without it all, from the start"
     )
     parser.add_argument("--inputs", type=int, default=100_000, help="frames, bootstrap calls and answers together")
-    parser.add_argument(
-        "--examples", type=int, default=60, help="most examples that schemathesis draws for an operation"
-    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--schemathesis", type=Path, help="its command; without it HTTP is left out")
     parser.add_argument("--report", type=Path)

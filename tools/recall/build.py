@@ -23,22 +23,7 @@ MAX_POSITION = 32768
 
 # A chat is a list of facts: only keys and values count ("What is k3?" -> k03). <eos> ends each fact, so that replaying one
 # ends the answer.
-CHAT_TEMPLATE = """\
-{{- '<bos>' -}}
-{%- for message in messages -%}
-{%- set content = message['content'] or '' -%}
-{%- set texts = [content] if content is string else content | map(attribute='text') | list -%}
-{%- for word in (texts | join(' ')).split() -%}
-{%- set word = word.strip('.,;:?!()"').lower() -%}
-{%- if word[:1] in ['k', 'v'] and word[1:].isdecimal() -%}
-{{- ' ' + word[:1] + '%02d' | format(word[1:] | int) -}}
-{%- if word[:1] == 'v' -%}{{- ' <eos>' -}}{%- endif -%}
-{%- elif word == 'unseen' -%}
-{{- ' unseen <eos>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endfor -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 
 
 def build(name: str, out_dir: Path) -> None:

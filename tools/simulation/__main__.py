@@ -1,4 +1,4 @@
-"""`python -m tools.simulation`: one seed, the fixed seeds, or a soak with fresh ones."""
+"""`python -m tools.simulation`: one seed, or a soak with fresh ones; and the fixed runs, which tests and planted bugs share."""
 
 import argparse
 import random
@@ -43,24 +43,13 @@ def tell(outcome: Outcome) -> None:
 
 
 def one(args: argparse.Namespace) -> int:
-    faults = None if args.faults is None else tuple(kind for kind in args.faults.split(",") if kind)
     options = scenario.load(Path(args.scenario)).options if args.scenario else None
-    outcome = run(options or options_of(args.seed, nodes=args.nodes, faults=faults))
+    outcome = run(options or options_of(args.seed, nodes=args.nodes))
     tell(outcome)
     if args.save:
         path = scenario.save(args.save, outcome.options, found=f"seed {args.seed}", what=outcome.problem, fix="")
         print(f"written: {path}; say in it what was wrong and how it was mended")
     return 0 if outcome.ok else 1
-
-
-def fixed() -> int:
-    for outcome in fixed_outcomes():
-        if not outcome.ok:
-            tell(outcome)
-            return 1
-    runs = f"{len(PROMISES)} promises, {len(FIXED_SEEDS)} seeds and {len(scenario.all_paths())} scenarios"
-    print(f"{runs}, nothing found")
-    return 0
 
 
 def fixed_outcomes() -> Iterator[Outcome]:
@@ -108,12 +97,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="decides everything (soak: the first of the seeds)")
     parser.add_argument("--nodes", type=int, help="prefill and decode workers in all, at least 2; default: drawn")
-    parser.add_argument("--faults", help="only these kinds, comma-separated; empty: none; default: drawn")
     parser.add_argument("--scenario", help="play a scenario file instead of a seed")
     parser.add_argument("--save", help="write the run as a scenario file of this name")
-    parser.add_argument(
-        "--fixed", action="store_true", help="play the promises, fixed seeds and scenarios of `make test`"
-    )
     parser.add_argument("--soak", type=float, help="minutes of fresh seeds")
     parser.add_argument("--report", help="soak: write this document")
     args = parser.parse_args()
@@ -121,8 +106,6 @@ def main() -> int:
         parser.error("--nodes: at least 2, a prefill and a decode worker")
     if args.soak is not None:
         return soak(args)
-    if args.fixed:
-        return fixed()
     args.seed = 1 if args.seed is None else args.seed
     return one(args)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from service.http.guard import TIMEOUT_HEADER
 from service.kv_events import namespace_of
@@ -377,7 +378,7 @@ class Clients:
         rows = [hidden_of(prefix_hash(asked.prompt[: k + 1])) for k in range(len(asked.prompt))]
         total = [sum(column) for column in zip(*rows, strict=True)]
         want = [x / math.hypot(*total) for x in total]
-        right = [all(map(_is_close, vector, want)) for vector in vectors]
+        right = [np.allclose(vector, want, rtol=1e-5, atol=1e-6) for vector in vectors]
         if right != [True] * asked.num_samples:
             raise Violation(f"client {asked.number}: vectors {vectors}, must be {want} x {asked.num_samples}")
         self._close(asked, "ok")
@@ -408,10 +409,6 @@ class Clients:
         self.outcomes[outcome] += 1
         self._network.world.note(f"client {asked.number} {outcome} {asked.status}")
         del self.live[asked.number]
-
-
-def _is_close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6)
 
 
 def _request(asked: Asked, *, files: bool) -> Request:

@@ -168,13 +168,10 @@ def _knows(hearer: Side, key: RoomKey, teller: str) -> bool:
     if hearer.room(key) is None:
         return True
     if _is_open(hearer, key):
-        return _partner(hearer, key) not in (None, teller) or _seeks_another(hearer, key)
+        # Decode, before it gave pages away: it looks for the next life of its prefill worker.
+        seeks_another = not hearer.sends and hearer.room(key).peer is None
+        return seeks_another or _partner(hearer, key) not in (None, teller)
     return not _role_holds(hearer, key)
-
-
-def _seeks_another(hearer: Side, key: RoomKey) -> bool:
-    """Decode, before it gave pages away: it looks for the next life of its prefill worker."""
-    return not hearer.sends and hearer.room(key).peer is None
 
 
 def _role_holds(hearer: Side, key: RoomKey) -> bool:

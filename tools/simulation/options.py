@@ -1,7 +1,9 @@
 """Everything that a seed decides about a run, in one printed value: shape of the cluster, times, rates, fault kinds."""
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from service.http.reconnect import MAX_KEPT_BYTES
 
@@ -186,14 +188,36 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         checksum=checksum,
         stages=stages,
     )
-    options = _with_options_of_own_streams(seed, _with_later_limits(options, later))
+    options = _with_options_of_own_streams(seed, replace(options, **_drawn(later, LATER)))
     options = _with_returns(options, returns, resumes=with_returns)
     if has_ranks or stages[0] > 1:
         options = replace(options, host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]))
     if has_ranks:
-        options = _with_ranks(options, of_ranks)
+        options = replace(options, **_drawn(of_ranks, RANKS))
     options = _with_images(seed, _with_groups(seed, options))
     return _with_encoders(seed, options, strikes=faults is None)
+
+
+# Of a choice, or the share of seeds that have it.
+Draws = Mapping[str, Sequence[Any] | float]
+# How many a cluster takes, for how long, and what else came after the first options.
+LATER: Draws = {
+    "max_queued": (4, 100, 100),
+    "max_concurrent": (6, 10_000, 10_000, 10_000),
+    "early_rejection": 0.5,
+    "deadlines": 0.5,
+    "drain_timeout_s": (0.1, 0.5, 3.0),
+    "priorities": 0.4,
+    "embeddings": 0.4,
+    "prealloc_timeout_s": (0.5, 10.0, 10.0, 10.0),
+    "layers": (1, 1, 2, 4),
+}
+RANKS: Draws = {"ranks": ((1, 2), (2, 1), (2, 2)), "kv_units": (1, 2, 2), "must_poll": 0.5}
+
+
+def _drawn(draw: random.Random, draws: Draws) -> dict[str, Any]:
+    """One draw for each field, in this order."""
+    return {name: draw.random() < of if isinstance(of, float) else draw.choice(of) for name, of in draws.items()}
 
 
 def _faults_of_parts(seed: int, *, followers: bool, returns: bool) -> tuple[str, ...]:
@@ -206,29 +230,14 @@ def _faults_of_parts(seed: int, *, followers: bool, returns: bool) -> tuple[str,
     return (*drawn, RETURN_FAULT) if returns else drawn
 
 
-def _with_later_limits(options: Options, later: random.Random) -> Options:
-    """How many a cluster takes, for how long, and what else came after the first options."""
-    return replace(
-        options,
-        max_queued=later.choice([4, 100, 100]),
-        max_concurrent=later.choice([6, 10_000, 10_000, 10_000]),
-        early_rejection=later.random() < 0.5,
-        deadlines=later.random() < 0.5,
-        drain_timeout_s=later.choice([0.1, 0.5, 3.0]),
-        priorities=later.random() < 0.4,
-        embeddings=later.random() < 0.4,
-        prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
-        layers=later.choice([1, 1, 2, 4]),
-    )
-
-
 def _with_options_of_own_streams(seed: int, options: Options) -> Options:
+    may_fetch = seed >= FIRST_WITH_PREFIXES and options.num_prefill > 1
     return replace(
         options,
         num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
         host_memory=random.Random(f"{seed}/rows").random() < 0.6,
         heartbeats=seed >= FIRST_WITH_HEARTBEATS and random.Random(f"{seed}/heartbeats").random() < 0.7,
-        prefix_fetch=options.num_prefill > 1 and _fetches(seed),
+        prefix_fetch=may_fetch and random.Random(f"{seed}/prefixes").random() < 0.7,
     )
 
 
@@ -240,19 +249,6 @@ def _with_returns(options: Options, draw: random.Random, *, resumes: bool) -> Op
         resume_window_s=draw.choice([0.5, 3.0]) if resumes else 0.0,
         most_kept_bytes=draw.choice([2000, MAX_KEPT_BYTES, MAX_KEPT_BYTES]),
     )
-
-
-def _with_ranks(options: Options, draw: random.Random) -> Options:
-    return replace(
-        options,
-        ranks=draw.choice([(1, 2), (2, 1), (2, 2)]),
-        kv_units=draw.choice([1, 2, 2]),
-        must_poll=draw.random() < 0.5,
-    )
-
-
-def _fetches(seed: int) -> bool:
-    return seed >= FIRST_WITH_PREFIXES and random.Random(f"{seed}/prefixes").random() < 0.7
 
 
 def _with_groups(seed: int, options: Options) -> Options:

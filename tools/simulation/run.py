@@ -140,7 +140,7 @@ def run(options: Options) -> Outcome:
         except Exception as error:
             outcome.problem = f"{type(error).__name__}: {error}"
             outcome.details = traceback.format_exc() + "\n".join(errors.records[:3])
-            outcome.details += "\nlast events:\n" + "\n".join(game.world.last_lines(40))
+            outcome.details += "\nlast events:\n" + "\n".join(game.world.last_lines)
         game.cluster.end()
     world = game.world
     outcome.trace_hash, outcome.num_events = world.trace_hash, world.num_events

@@ -40,7 +40,7 @@ class World(Timeline):
         self.seen: Counter[str] = Counter()  # what became of things: says whether a run tested anything
         self.after_event: list[Callable[[Event], None]] = []
         self._trace = hashlib.blake2b(digest_size=8)
-        self._tail: deque[str] = deque(maxlen=400)
+        self.last_lines: deque[str] = deque(maxlen=40)
 
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self.seed}/{name}")
@@ -57,7 +57,7 @@ class World(Timeline):
         """Into the trace: part of the hash, and of what a failure prints."""
         line = f"{self.now_s:.6f} {text}"
         self._trace.update(line.encode())
-        self._tail.append(line)
+        self.last_lines.append(line)
 
     def step(self) -> None:
         """One event, if one is left that can happen."""
@@ -81,9 +81,6 @@ class World(Timeline):
     @property
     def trace_hash(self) -> str:
         return self._trace.hexdigest()
-
-    def last_lines(self, count: int) -> list[str]:
-        return list(self._tail)[-count:]
 
 
 class Process:
