@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from tests.house.planted import plant
-from tools.house.blind import lines_naming_features
-from tools.house.register import FILE
+from tools.house.register import FILE, lines_naming_features
 
 REGISTER = """
 [feature.lora]

@@ -5,27 +5,26 @@ usage: python -m tools.house [--tighten] [--features] [--report FILE]
 
 import argparse
 import gc
+import importlib
 import sys
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.packages import ROOT
-from tools.house import blind, budgets, doubles, plain_chat, prose, reach, register, seams, words
 from tools.house.ratchet import FILE, above, check, dump, limit_of, parse, tightened
+from tools.house.register import Register
 from tools.house.report import REPORT, page, stale
 from tools.house.tree import Rule, Tree
 
-RULES: tuple[Rule, ...] = (
-    *budgets.RULES,
-    *seams.RULES,
-    *doubles.RULES,
-    *reach.RULES,
-    *prose.RULES,
-    *register.RULES,
-    *blind.RULES,
-    *words.RULES,
-    *plain_chat.RULES,
-)
+
+def _rules() -> Iterator[Rule]:
+    for name, row in tomllib.loads(Path(__file__).with_name("rules.toml").read_text()).items():
+        module, _, function = row.pop("run").partition(":")
+        yield Rule(name=name, measure=getattr(importlib.import_module(module), function), **row)
+
+
+RULES = tuple(_rules())
 
 
 def sizes(measured: Mapping[str, Mapping[str, int]], root: Path) -> str:
@@ -56,7 +55,7 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
     args = parser.parse_args(argv)
     tree = Tree.read(root)
     if args.features:
-        print(register.Register(tree).table(), end="")
+        print(Register(tree).table(), end="")
         return 0
     measured = {rule.name: rule.measure(tree) for rule in RULES}
     file = root / FILE

@@ -4,10 +4,10 @@ import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tools.house.tree import AREAS, Definition, Module, Rule, Tree, area_of, directory_of
+from tools.house.tree import AREAS, Definition, Module, Tree, area_of, directory_of
 
 CRUMB = 40  # lines
-THIN, CROWDED = 3, 25  # files of a directory
+THIN = 3  # files of a directory
 
 
 def _by_directory(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -47,35 +47,16 @@ def _public(module: Module) -> Iterator[str]:
         yield from (name for name in names if not name.startswith("_"))
 
 
-def _own_files(tree: Tree) -> Mapping[str, int]:
+def own_files(tree: Tree) -> Mapping[str, int]:
     """Files of each directory that has some, without `__init__.py`."""
     paths = (path for path in _lines_by_file(tree) if not path.endswith("/__init__.py"))
     return Counter(directory_of(path) for path in paths)
 
 
 def thin_directories(tree: Tree) -> Mapping[str, int]:
-    return {directory: THIN - count for directory, count in _own_files(tree).items() if count < THIN}
+    return {directory: THIN - count for directory, count in own_files(tree).items() if count < THIN}
 
 
 def crumbs(tree: Tree) -> Mapping[str, int]:
     small = (m.path for m in tree.of("product") if m.num_lines < CRUMB and not m.path.endswith("/__init__.py"))
     return dict.fromkeys(small, 1)
-
-
-_PAY = "take away as much, or write on the row of house.toml why it rises"
-
-RULES = (
-    Rule(
-        "lines",
-        "lines of Python and C",
-        _PAY,
-        lines,
-        aims={"all product": 84_000, "all tests": 60_000, "all tools": 12_500, "all benchmarks": 6_000},
-        slack=20,
-    ),
-    Rule("files", "files", _PAY, files, aims={"all product": 640}, slack=1),
-    Rule("public_names", "public names", _PAY, public_names, slack=4),
-    Rule("crowded_directories", "files in a directory", "give a topic a room of its own", _own_files, most=CROWDED),
-    Rule("thin_directories", "files too few in a directory", "merge it into its neighbour", thin_directories),
-    Rule("crumbs", f"file of under {CRUMB} lines", "merge it into the file of its topic", crumbs, rows=60),
-)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from tools.house.seams import last_name
-from tools.house.tree import Function, Rule, Tree
+from tools.house.tree import Function, Tree
 
 FEW = 2  # members
 _ANY = "*"  # parameters that take everything, and attributes, which may be functions
@@ -84,6 +84,3 @@ def _parameters(node: Function) -> tuple[str, ...]:
     args = node.args
     names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs) if arg.arg != "self"]
     return (_ANY,) if args.vararg or node.decorator_list else tuple(names)
-
-
-RULES = (Rule("doubles", "doubles of a Protocol outside the product", "use the one that is there", doubles, most=1),)

@@ -3,9 +3,8 @@
 import subprocess
 from collections.abc import Mapping
 
-from tools.house.tree import Rule, Tree
+from tools.house.tree import Tree
 
-SUBJECT = 72  # characters
 BASE = "8daf0ecf"  # subjects of later commits are checked
 
 
@@ -34,24 +33,3 @@ def subjects(tree: Tree) -> Mapping[str, int]:
     command = ["git", "-C", str(tree.root), "log", "--no-merges", "--format=%h %s", f"{BASE}..HEAD"]
     done = subprocess.run(command, capture_output=True, text=True)
     return {line: len(line.partition(" ")[2]) for line in done.stdout.splitlines()}
-
-
-RULES = (
-    Rule(
-        "docstring_words",
-        "words of docstrings",
-        "say less, or say it once",
-        docstring_words,
-        aims={"all product": 70_000},
-        slack=200,
-    ),
-    Rule("docs_words", "words of pages", "shorten another page", docs_words, aims={"all docs": 26_000}, slack=200),
-    Rule("page_bytes", "bytes", "cut it", page_bytes, aims={"docs/architecture.md": 12_000}, slack=100),
-    Rule(
-        "subjects",
-        "characters of a commit's subject",
-        "reword it: `scope: what`, the rest in the body",
-        subjects,
-        SUBJECT,
-    ),
-)

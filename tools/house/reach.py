@@ -5,14 +5,15 @@ import re
 from collections.abc import Iterator, Mapping
 
 from tools.house.seams import last_name, perhaps_imported
-from tools.house.tree import Module, Rule, Tree, directory_of
+from tools.house.tree import Module, Tree, directory_of
 
 _PROGRAM = re.compile(r"(?:-m |run = \")([\w.]+)")
 _WORD = re.compile(r"\w+(:\w+)?")
 _PREFIX = re.compile(r"(?:tools|benchmarks)\.(?:\w+\.)*")
 _DOTTED = re.compile(r"(?:tools|benchmarks|tests)(?:\.\w+)+")
 _CONFIG = re.compile(r"(?:config|flags|^engine|^server|^disagg)$")
-STARTS = ("Makefile", ".ci/run", "benchmarks/measures.toml", "benchmarks/gpu/parts.toml")
+TABLES = ("benchmarks/measures.toml", "benchmarks/gpu/parts.toml", "tools/house/rules.toml")
+STARTS = ("Makefile", ".ci/run", *TABLES)
 SERVE = "deploy/commands/serve.py"  # the command whose flags are a worker's
 
 
@@ -79,12 +80,3 @@ def flag_readers(tree: Tree) -> Mapping[str, int]:
             if node.attr in flags and _CONFIG.search(last_name(node.value)) and not module.path.startswith("deploy/"):
                 readers[node.attr].add(module.directory)
     return {f"{path}:{field}": len(readers[field] - {directory_of(path)}) for field, path in flags.items()}
-
-
-RULES = (
-    Rule("unreached", "program that the Makefile does not reach", "give it a target or delete it", unreached),
-    Rule("worker_flags", "flags", "a constant with a unit and a reason", worker_flags, aims={"all worker": 130}),
-    Rule(
-        "flag_readers", "directories that read a flag", "its room reads it, others ask the room", flag_readers, most=1
-    ),
-)

@@ -9,13 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from tools.house.tree import Rule, Tree, area_of
+from tools.house.seams import BASE_PATH
+from tools.house.tree import Tree, area_of
 from tools.house.words import NAME, spaced
 
 FILE = "features.toml"
 CODE = (".py", ".c", ".h", ".cu", ".js")
 SOURCE = (*CODE, ".css", ".html", ".sh", ".yaml", "Dockerfile")
-TESTS_OF_OWN = 150  # percent
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,26 +193,10 @@ def weight_of_tests(tree: Tree) -> Mapping[str, int]:
     return {name: 100 * register.tests(name) // max(1, register.own(name)) for name in register.features}
 
 
-RULES = (
-    Rule(
-        name="features",
-        what="contradictions of features.toml",
-        remedy="make features.toml say what the tree says",
-        measure=inconsistencies,
-    ),
-    Rule(
-        name="woven",
-        what="lines outside a feature's rooms that name it",
-        remedy="let the feature do it in its own room, behind an interface that does not name it",
-        measure=woven,
-        slack=5,
-    ),
-    Rule(
-        name="tests_of_own",
-        what="lines of a feature's tests, in % of its own",
-        remedy="test what the feature promises, not each way through its code",
-        measure=weight_of_tests,
-        most=TESTS_OF_OWN,
-        slack=5,
-    ),
-)
+def lines_naming_features(tree: Tree) -> Mapping[str, int]:
+    """File of the base path -> its lines that name a feature which neither owns the file nor belongs to the base path."""
+    register = Register(tree)
+    base = {name for name, feature in register.features.items() if feature.base}
+    there = [path for path in BASE_PATH if path in register.texts]
+    found = {path: sum(bool(named - base) for named in register.mentions(path)) for path in there}
+    return {"all base path": sum(found.values()), **found}

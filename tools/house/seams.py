@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator, Mapping
 
-from tools.house.tree import AREAS, Function, Module, Rule, Tree
+from tools.house.tree import AREAS, Function, Module, Tree
 
 # The files that every step of a plain request goes through: no name of a feature, few branches on None.
 BASE_PATH = (
@@ -16,7 +16,6 @@ BASE_PATH = (
     *("router/requests/dispatch.py", "router/attempts/pair_attempt.py"),
     "engine/frontend/apis/shared/stream.py",
 )
-NONE_BRANCHES = 8  # of a file
 RECORDS = ("Struct", "NamedTuple", "TypedDict")  # bases whose subclasses have fields, as dataclasses have
 
 
@@ -105,26 +104,3 @@ def num_none(module: Module) -> int:
         for node in module.nodes(ast.Compare)
         for op, side in zip(node.ops, node.comparators, strict=True)
     )
-
-
-RULES = (
-    Rule(
-        "constructor_parameters",
-        "parameters of a constructor",
-        "hand in one object per topic",
-        constructor_parameters,
-        8,
-    ),
-    Rule("parameters", "parameters of a function", "hand in one object per topic", parameters, 7),
-    Rule("imports", "modules imported by one", "it does two things, or assembles: divide it", imports, 25),
-    Rule("fields", "fields of a record", "give each part a record of its own", fields, 25),
-    Rule("function_lines", "lines of a function", "name its steps as functions", function_lines, 60),
-    Rule(
-        "none_branches",
-        "branches on None",
-        "an absent feature is an empty tuple of parts, not an Optional",
-        none_branches,
-        NONE_BRANCHES,
-        aims={"all base path": 100},
-    ),
-)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tools.house.tree import Module, Rule, Tree
+from tools.house.tree import Module, Tree
 
 
 def _table(rows: Mapping[str, str]) -> Mapping[str, str]:
@@ -21,7 +21,7 @@ OURS = _table(_DATA["names_and_docstrings"])
 OURS_IN_NAMES = _table(_DATA["names"])
 CLASSES: Mapping[str, str] = _DATA["classes"]
 WIDTH = 100  # columns
-GLOSSARY, TERMS = "docs/glossary.md", 25
+GLOSSARY = "docs/glossary.md"
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 _EDGE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_+")
@@ -99,15 +99,3 @@ def glossary(tree: Tree) -> Mapping[str, int]:
     lines = tree.text(GLOSSARY).split("\n")
     rows = sum(line.startswith("|") for line in lines)
     return {GLOSSARY: rows - 2 * sum(line.startswith("|--") for line in lines)}
-
-
-_FIELD = "write the field's word, tools/house/words.toml names it"
-
-RULES = (
-    Rule("names", "different names with this word", _FIELD, names, slack=2),
-    Rule("docstrings", "uses of this word in docstrings", _FIELD, docstrings, slack=2),
-    Rule("openings", "docstrings that begin with a clause", "begin with what the thing is or does", openings, slack=2),
-    Rule("wide_prose", f"lines of docstrings over {WIDTH} columns", f"break them at {WIDTH}", wide_prose, slack=10),
-    Rule("none_lists", "mentions of `None:` in docstrings of classes", "do without the Optional", none_lists, slack=2),
-    Rule("glossary", "terms of our own", "use the field's term, which needs no row", glossary, most=TERMS),
-)
