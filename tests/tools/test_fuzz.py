@@ -100,7 +100,7 @@ def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_hang_ends_the_process_with_1_and_its_stacks() -> None:
-    code = "import tools.fuzz.progress as p, time; p.HANG_S = 0.1; p.Progress('x', 1); time.sleep(60)"
+    code = "import tools.fuzz.footprint as f, time; f.HANG_S = 0.1; f.note_life(); time.sleep(60)"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )

@@ -1,15 +1,21 @@
-"""What processes hold, counted before and after: a leak of files, threads or memory is a difference.
+"""What processes hold, counted before and after: a leak of files, threads or memory is a difference. And the end of a hang.
 
 Memory is compared once a tenth of the inputs have warmed everything up; what has no end grows on.
 """
 
+import faulthandler
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
 
-SETTLE_S = 30.0
+SETTLE_S, HANG_S = 30.0, 120.0
+
+
+def note_life() -> None:
+    """An input is begun, or one under way moves. Without that the process ends with the stacks of all threads: it could say no more."""
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
 
 
 class Leak(AssertionError):

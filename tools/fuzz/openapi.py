@@ -14,16 +14,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import psutil
+from tqdm import tqdm
 
 from tests.e2e.client import assert_all_back, generate_all
 from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.workload import recall_body
 from tests.transfer.rig import until
-from tools.fuzz.footprint import Footprint, assert_no_leak, footprint, told
-from tools.fuzz.progress import Progress
+from tools.fuzz.footprint import Footprint, assert_no_leak, footprint, note_life, told
 
 DOORS = ("router", "prefill", "decode")
 CHECKS = (
@@ -107,26 +108,26 @@ def _processes(c: Cluster) -> Iterator[tuple[str, psutil.Process]]:
             yield "router", process
 
 
-def fuzz_door(at: Doors, door: str, progress: Progress) -> str:
+def fuzz_door(at: Doors, door: str, bar: "tqdm[Any]") -> str:
     """One door, except for what stops generation."""
     selection = ("--exclude-path-regex", f"{LAST}|{NEVER}")
-    said = _run(at.cases.command(at.url(door), selection), at.folder / door, progress)
+    said = _run(at.cases.command(at.url(door), selection), at.folder / door, bar)
     return f"{said}; {_same_as_before(at)}"
 
 
-def fuzz_control(at: Doors, progress: Progress) -> str:
+def fuzz_control(at: Doors, bar: "tqdm[Any]") -> str:
     """What stops and continues generation, at all doors."""
     said = []
     for door in DOORS:
         command = at.cases.command(at.url(door), ("--include-path-regex", LAST))
-        said.append(f"{door} {_run(command, at.folder / f'{door}-control', progress)}")
+        said.append(f"{door} {_run(command, at.folder / f'{door}-control', bar)}")
     _continue(at.cluster)
     return f"{', '.join(said)}; {_same_as_before(at)}"
 
 
-def _run(command: Sequence[str], kept: Path, progress: Progress) -> str:
+def _run(command: Sequence[str], kept: Path, bar: "tqdm[Any]") -> str:
     """Its progress is read from the log of cases that it writes."""
-    log, output, before = kept.with_suffix(".ndjson"), kept.with_suffix(".out"), progress.done
+    log, output, before = kept.with_suffix(".ndjson"), kept.with_suffix(".out"), bar.n
     kept.with_name("without_rooms.py").write_text(HOOK)
     with output.open("wb") as out:
         run = subprocess.Popen(
@@ -139,7 +140,7 @@ def _run(command: Sequence[str], kept: Path, progress: Progress) -> str:
         )
         try:
             while run.poll() is None:
-                _follow(log, progress, before)
+                _follow(log, bar, before)
                 time.sleep(0.5)
         finally:
             run.kill()
@@ -147,15 +148,15 @@ def _run(command: Sequence[str], kept: Path, progress: Progress) -> str:
     found = _GENERATED.search(output.read_text())
     if run.returncode or found is None:
         raise Refuted(f"{' '.join(command)}\n{output.read_text()[-8000:]}")
-    progress.add(before + int(found[1]) - progress.done)
+    bar.update(before + int(found[1]) - bar.n)
     return found[2]
 
 
-def _follow(log: Path, progress: Progress, before: int) -> None:
+def _follow(log: Path, bar: "tqdm[Any]", before: int) -> None:
     seen = log.read_bytes().count(_CASE) if log.exists() else 0
-    if before + seen > progress.done:
-        progress.moves()
-    progress.add(max(0, before + seen - progress.done))
+    if before + seen > bar.n:
+        note_life()
+    bar.update(max(0, before + seen - bar.n))
 
 
 def _same_as_before(at: Doors) -> str:

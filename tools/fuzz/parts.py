@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 from hypothesis import HealthCheck, given, seed, settings
+from tqdm import tqdm
 
 from tools.fuzz import bodies, sockets
 from tools.fuzz.answers import Answers
 from tools.fuzz.clients import clients
-from tools.fuzz.footprint import assert_no_leak, footprint, told
-from tools.fuzz.progress import Progress
+from tools.fuzz.footprint import assert_no_leak, footprint, note_life, told
 from tools.fuzz.source import STORY_BYTES, Target
 from tools.fuzz.story import Frames
 
@@ -48,32 +49,32 @@ PARTS = {
 }
 
 
-def fuzz(part: Part, inputs: int, first_seed: int, progress: Progress) -> str:
+def fuzz(part: Part, inputs: int, first_seed: int, bar: "tqdm[Any]") -> str:
     """Play until the targets of `part` have seen `inputs`; return what came of it."""
     said = []
     for number, (name, make) in enumerate(part.targets.items(), start=1):
         with make() as target:
             enough = inputs * number // len(part.targets)
-            held = _until_enough(part, target, enough, first_seed + LATER * (number - 1), progress)
+            held = _until_enough(part, target, enough, first_seed + LATER * (number - 1), bar)
             said.append(f"{name}{target.result()}; {held}")
     return "; ".join(said)
 
 
-def _until_enough(part: Part, target: Target, enough: int, number: int, progress: Progress) -> str:
+def _until_enough(part: Part, target: Target, enough: int, number: int, bar: "tqdm[Any]") -> str:
     """Rounds until that many inputs were seen in all; nothing may be held that was not held after the first tenth."""
-    process, warm, begun = psutil.Process(), None, progress.done
+    process, warm, begun = psutil.Process(), None, bar.n
     warm_at = begun + (enough - begun) / 10
 
     def step(data: bytes) -> None:
         before = target.num_inputs
-        progress.moves()
+        note_life()
         target.run(data)
-        progress.add(target.num_inputs - before)
+        bar.update(target.num_inputs - before)
 
-    while progress.done < enough or warm is None:
+    while bar.n < enough or warm is None:
         seed(number)(ROUND(given(STORY_BYTES)(step)))()
         number += 1
-        if warm is None and progress.done >= warm_at and progress.done > begun:
+        if warm is None and bar.n >= warm_at and bar.n > begun:
             warm = footprint(process)
     after = assert_no_leak(process, warm, growth_mib=part.growth_mib, slack=part.slack, name=HERE)
     return told({HERE: warm}, {HERE: after})

@@ -11,13 +11,7 @@ from typing import Any
 from deploy.bench.environment import describe
 
 DONE, FAILED, CUT = "done", "FAILED", "cut off"
-HEAD = """# Fuzzing
-
-`make fuzz` writes this page. Do not edit it. What an input is, and what must hold: `tools/fuzz/story.py` (frames at
-both pure cores), `sockets.py` (frames at both managers over TCP), `bodies.py` (calls at the bootstrap server), `answers.py`
-(texts of a model at the readers of reasoning and tool calls), `clients.py` (a client against others and admins, at router and worker),
-`openapi.py` (router and workers of a real cluster). The parts: [security.md](../security.md#fuzzing).
-"""
+PAGE = Path(__file__).with_suffix(".md").read_text()
 
 
 class Report:
@@ -43,13 +37,13 @@ class Report:
             self._path.write_text(self.text())
 
     def text(self) -> str:
-        rows = [self._row(name) for name in self._names]
-        table = [
-            "| part | inputs | seconds | inputs a second | ended | what came of it |",
-            "|---|---:|---:|---:|---|---|",
-            *rows,
-        ]
-        return "\n".join([HEAD, self._verdict(), "", *table, "", self._where(), ""])
+        return PAGE.format(
+            verdict=self._verdict(),
+            rows="\n".join(map(self._row, self._names)),
+            about=self._about,
+            commits=", ".join(sorted({part["commit"] or "?" for part in self._parts.values()})),
+            versions=", ".join(f"{name} {version}" for name, version in self._about["versions"].items()),
+        )
 
     def _row(self, name: str) -> str:
         part = self._parts.get(name)
@@ -65,12 +59,3 @@ class Report:
         if not bad:
             return f"**{inputs:,} inputs; none crashed, hung or leaked, and each was answered as described.**"
         return f"**Not complete: {', '.join(bad)}.** {inputs:,} inputs so far."
-
-    def _where(self) -> str:
-        about = self._about
-        commits = sorted({part["commit"] or "?" for part in self._parts.values()})
-        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        return (
-            f"Run `{about['command']}` at commit {', '.join(commits)}; {about['cpu']}, {about['cores']} cores, "
-            f"{about['memory_gib']} GiB, Python {about['python']}, {versions}."
-        )

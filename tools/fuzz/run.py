@@ -7,19 +7,22 @@ Exits 1 for the first crash, hang, leak or answer that is not as described, and 
 """
 
 import argparse
-import contextlib
 import faulthandler
 import logging
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from tqdm import tqdm
+
+from tools.fuzz.footprint import note_life
 from tools.fuzz.openapi import DOORS, Cases, doors, fuzz_control, fuzz_door
 from tools.fuzz.parts import PARTS as INSIDE
 from tools.fuzz.parts import fuzz
-from tools.fuzz.progress import Progress
 from tools.fuzz.report import CUT, DONE, FAILED, Report
+from tools.progress import progress
 
 CONTROL = "control"
 PARTS = (*INSIDE, *DOORS, CONTROL)
@@ -43,18 +46,20 @@ def main() -> int:
     return 0
 
 
-def _keep(part: str, args: argparse.Namespace, report: Report, work: Callable[[Progress], str]) -> None:
+def _keep(part: str, args: argparse.Namespace, report: Report, work: Callable[["tqdm[Any]"], str]) -> None:
     """Run a part; whatever becomes of it is in the report."""
     status, result = CUT, "was under way"
     report.keep(part, status=status, inputs=0, seconds=0.0, result=result)
-    with contextlib.closing(Progress(part, _share(args, part) if part in INSIDE else 0)) as progress:
+    note_life()
+    with progress(_share(args, part) if part in INSIDE else None, unit="input", what=part) as bar:
         try:
-            status, result = DONE, work(progress)
+            status, result = DONE, work(bar)
         except Exception as error:
             status, result = FAILED, f"{type(error).__name__}: see the run's output"
             raise
         finally:
-            report.keep(part, status=status, inputs=progress.done, seconds=progress.elapsed_s, result=result)
+            faulthandler.cancel_dump_traceback_later()
+            report.keep(part, status=status, inputs=bar.n, seconds=bar.format_dict["elapsed"], result=result)
 
 
 def _prepare() -> None:
