@@ -188,20 +188,20 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         checksum=checksum,
         stages=stages,
     )
-    options = _with_options_of_own_streams(seed, replace(options, **_drawn(later, LATER)))
+    options = _with_options_of_own_streams(seed, replace(options, **_drawn(later, _LATER)))
     options = _with_returns(options, returns, resumes=with_returns)
     if has_ranks or stages[0] > 1:
         options = replace(options, host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]))
     if has_ranks:
-        options = replace(options, **_drawn(of_ranks, RANKS))
+        options = replace(options, **_drawn(of_ranks, _RANKS))
     options = _with_images(seed, _with_groups(seed, options))
     return _with_encoders(seed, options, strikes=faults is None)
 
 
 # Of a choice, or the share of seeds that have it.
-Draws = Mapping[str, Sequence[Any] | float]
+_Draws = Mapping[str, Sequence[Any] | float]
 # How many a cluster takes, for how long, and what else came after the first options.
-LATER: Draws = {
+_LATER: _Draws = {
     "max_queued": (4, 100, 100),
     "max_concurrent": (6, 10_000, 10_000, 10_000),
     "early_rejection": 0.5,
@@ -212,10 +212,10 @@ LATER: Draws = {
     "prealloc_timeout_s": (0.5, 10.0, 10.0, 10.0),
     "layers": (1, 1, 2, 4),
 }
-RANKS: Draws = {"ranks": ((1, 2), (2, 1), (2, 2)), "kv_units": (1, 2, 2), "must_poll": 0.5}
+_RANKS: _Draws = {"ranks": ((1, 2), (2, 1), (2, 2)), "kv_units": (1, 2, 2), "must_poll": 0.5}
 
 
-def _drawn(draw: random.Random, draws: Draws) -> dict[str, Any]:
+def _drawn(draw: random.Random, draws: _Draws) -> dict[str, Any]:
     """One draw for each field, in this order."""
     return {name: draw.random() < of if isinstance(of, float) else draw.choice(of) for name, of in draws.items()}
 

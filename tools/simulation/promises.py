@@ -5,7 +5,7 @@ A seed's run may end requests with a clear error. Here they succeed, and what is
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,50 +63,29 @@ def play(promise: Promise) -> Outcome:
 def calm(options: Options) -> Options:
     """Nothing goes wrong by itself, and nobody is refused for load."""
     engine = options_of(options.seed, faults=()).engine
-    roomy = replace(options, engine=engine, max_queued=100, max_concurrent=10_000, prealloc_timeout_s=60.0)
-    return replace(roomy, deadlines=False)
+    kept = replace(options, engine=engine, most_kept_bytes=MAX_KEPT_BYTES)
+    return replace(kept, max_queued=100, max_concurrent=10_000, prealloc_timeout_s=60.0, deadlines=False)
 
 
-def _plain(seed: int, faults: Sequence[str], /, **more: Any) -> Options:
-    """Four workers of each role, quick links, room for all, and steps that are slow beside them: faults strike answers."""
-    options = calm(options_of(seed, nodes=8, faults=tuple(faults)))
-    even = replace(options, num_prefill=4, num_decode=4, ranks=(1, 1), kv_units=1, stages=(1, 1))
-    plain = replace(even, priorities=False, retry_max=5, most_kept_bytes=MAX_KEPT_BYTES)
-    roomy = replace(plain, delay_s=(0.0001, 0.0005), pages=(300, 150), rows=16, clock_s=0.01)
-    return replace(roomy, **more)
-
-
-def _seeing(seed: int, faults: Sequence[str], /, **more: Any) -> Options:
-    """Workers have room for few images at a time, and little for answers."""
-    tight: dict[str, Any] = {"pages": (34, 24), "page_size": 2, "chunk": 8, "depth": (2, 2), "host_pages": 200}
-    plain: dict[str, Any] = {"resume": "prefill", "layers": 1, "embeddings": False, "clock_s": 0.002}
-    asked: dict[str, Any] = {"num_requests": 30, "burst": 10, "length_s": 3.0, "max_running": 12}
-    return _plain(seed, faults, **{**tight, **plain, **asked, "fault_every_s": 0.25, **more})
-
-
-def _encoding(seed: int, faults: Sequence[str], /, **more: Any) -> Options:
-    """Encoder workers have pools for few images, prefill workers for as few that arrive, and little beside."""
-    pools: dict[str, Any] = {"feature_page": 2, "feature_pages": (10, 15), "feature_rows": 4, "encode_room": 9}
-    asked: dict[str, Any] = {"image_room": 9, "num_encode": 2, "pages": (60, 60), "length_s": 8.0}
-    each: dict[str, Any] = {"num_prefill": 2, "num_decode": 2, "feature_timeout_s": 1.0}
-    return _seeing(seed, faults, **{**pools, **asked, **each, **more})
-
-
-def _drained(seed: int, faults: Sequence[str], /, **more: Any) -> Options:
-    return replace(calm(options_of(seed, nodes=6, faults=tuple(faults))), **more)
-
-
-_KINDS = {"plain": _plain, "seeing": _seeing, "encoding": _encoding, "drained": _drained}
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 _ENGINES = {name: EngineBehaviour(**_tuples(row)) for name, row in _DATA.pop("engines").items()}
+_KINDS: dict[str, dict[str, Any]] = _DATA.pop("kinds")
+
+
+def _kind(name: str) -> dict[str, Any]:
+    """The options of a kind, over those of the kind that it is `like`."""
+    row = _KINDS[name]
+    return {**(_kind(row["like"]) if "like" in row else {}), **row}
 
 
 def _promise(name: str, row: dict[str, Any]) -> Promise:
-    options = _tuples(row.get("options", {}))
+    options = _tuples({**_kind(row["kind"]), **row.get("options", {})})
     options |= {key: _ENGINES[options[key]] for key in ("engine", "encoder_engine") if key in options}
+    options.pop("like", None)
+    drawn = options_of(row["seed"], nodes=options.pop("nodes"), faults=tuple(row["faults"]))
     return Promise(
         name=name,
-        options=_KINDS[row["kind"]](row["seed"], row["faults"], **options),
+        options=replace(calm(drawn), **options),
         least=row.get("least", {}),
         reach=row.get("reach", {}),
         never=tuple(row.get("never", ())),
