@@ -8,8 +8,10 @@ no ids; each round has its own, so nothing but D's prefix is in a cache.
 
 import asyncio
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deploy.bench.config import BenchConfig
@@ -19,17 +21,8 @@ from deploy.bench.stats import RequestRecord, summarize
 from deploy.bench.target import Target
 from deploy.bench.workload import make_requests
 
-SHAPES: dict[str, dict[str, int]] = {
-    "A": {"num_requests": 16, "concurrency": 16, "input_len": 64, "output_len": 128},
-    "B": {"num_requests": 8, "concurrency": 8, "input_len": 1024, "output_len": 16},
-    "D": {"num_requests": 32, "concurrency": 8, "input_len": 800, "output_len": 16, "shared_prefix_len": 768},
-    "1": {"num_requests": 1, "concurrency": 1, "input_len": 64, "output_len": 128},
-    "8": {"num_requests": 8, "concurrency": 8, "input_len": 64, "output_len": 128},
-}
-LONG = {"num_requests": 4, "concurrency": 4, "input_len": 64, "output_len": 256}
-ARRIVALS = {"num_requests": 40, "input_len": 1024, "output_len": 16}
+SHAPES: dict[str, dict[str, int]] = tomllib.loads(Path(__file__).with_name("peers.toml").read_text())["shapes"]
 ARRIVAL_GAP_S = 1.0
-WARM = {"num_requests": 2, "concurrency": 2, "input_len": 1024, "output_len": 8}  # first run of every code path
 SEED_STEP = 1000  # between rounds
 IN_TOKENS = ("input_len", "shared_prefix_len")  # of a prompt
 
@@ -70,7 +63,7 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
 
     (without prompts: of the long ones).
     """
-    config, answers = _config(server, seed, LONG), list[asyncio.Task[RequestRecord]]()
+    config, answers = _config(server, seed, SHAPES["long"]), list[asyncio.Task[RequestRecord]]()
     async with open_session(config.headers()) as session:
         target = _target(server, session, config)
         async with asyncio.TaskGroup() as group:
@@ -90,7 +83,7 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
 
 async def warm_up(server: Server) -> None:
     """Prompts that no round sends."""
-    config = _config(server, SEED_STEP - 1, WARM)
+    config = _config(server, SEED_STEP - 1, SHAPES["warm"])
     async with open_session(config.headers()) as session:
         await _closed(_target(server, session, config), config)
 
@@ -136,7 +129,7 @@ async def _send_prompts(
     target: Target, server: Server, *, seed: int, answers: list[asyncio.Task[RequestRecord]]
 ) -> None:
     """A prompt every second until this is cancelled, or there are no more (a server that slow shows it in its gaps)."""
-    prompts = make_requests(_config(server, seed, ARRIVALS))
+    prompts = make_requests(_config(server, seed, SHAPES["arrivals"]))
     started_at = time.perf_counter()
     for number, prompt in enumerate(prompts, start=1):
         await asyncio.sleep(started_at + number * ARRIVAL_GAP_S - time.perf_counter())

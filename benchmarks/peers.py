@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -39,33 +40,10 @@ KEPT = ROOT / "docs" / "reports" / "peers"
 PAGE = KEPT.with_suffix(".md")
 Row = dict[str, Any]
 
-TITLES = {
-    "A": "A: 16 at once, 64 in, 128 out",
-    "B": "B: 8 at once, 1024 in, 16 out",
-    "C": "C: 4 long decodes (256 out), a prompt of 1024 every second (its TTFT)",
-    "D": "D: 32 requests, 8 at once, 768 tokens shared, 32 of their own, 16 out",
-    "1": "one stream, 64 in, 128 out",
-    "8": "eight streams, 64 in, 128 out",
-}
 IN_FLOATS, IN_INTEGERS = "ABCD", "18"
 SLOW, TOO_LONG = (TRANSFORMERS, LLAMA), "C"  # servers in bf16, and the workload that they do not get
-COLUMNS = {
-    "output_tok_s": "output tok/s",
-    "ttft_p50_ms": "TTFT p50 ms",
-    "ttft_p99_ms": "p99",
-    "itl_p50_ms": "ITL p50 ms",
-    "itl_p99_ms": "p99",
-}
-COMPARED = {"output_tok_s": "tandem/it: tok/s", "ttft_p50_ms": "TTFT p50", "itl_p99_ms": "ITL p99"}
-HEAD = """# Beside its peers
-
-`make bench-peers` writes this page (benchmarks/peers.py) from the runs in [peers](peers), one for each kind of CPU that was at hand. Do
-not edit it by hand.
-
-One server at a time, with all cores, the same weights, loads and client; medians of the rounds. Ratios are Tandem's figure over the
-row's: more is better for tokens/s, less for times. Integers are those of GGUF files that llama.cpp made. Where a CPU has more than the
-kind, all that ran was held to it (TANDEM_CPU_KIND, oneDNN's ONEDNN_MAX_CPU_ISA).
-"""
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+TITLES, COLUMNS, COMPARED = (_DATA[name] for name in ("titles", "columns", "compared"))
 
 
 def measure(starts: Mapping[str, Start], model: PeerModel, weights: str, args: argparse.Namespace) -> Iterator[Row]:
@@ -130,13 +108,13 @@ def _versions(peers: Mapping[str, str]) -> str:
 
 def page(results: Mapping[str, dict[str, Any]]) -> str:
     """Return docs/reports/peers.md from runs by kind of CPU."""
-    parts = [HEAD]
+    parts = []
     for kind, result in results.items():
         env = result["environment"]
         said = f"`{env['command']}` on {env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB; commit {env['commit']}, {env['time']}."
         title = f"{kind}, on a CPU that has more" if result["is_held"] else kind
         parts.append(f"## {title}\n\n{said}\n\n{render(result)}\n")
-    return "\n".join(parts)
+    return Path(__file__).with_suffix(".md").read_text() + "\n" + "\n".join(parts)
 
 
 def kept() -> dict[str, dict[str, Any]]:

@@ -7,7 +7,6 @@ at once and every load comes in turns: what is compared has seen the same moment
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -15,26 +14,12 @@ from benchmarks.cluster import load_records
 from benchmarks.cpu_use import cpu_use
 from benchmarks.goodput.clusters import pinned
 from benchmarks.goodput.layouts import LAYOUTS, pinning
-from benchmarks.goodput.loads import LONGEST, Alone
+from benchmarks.goodput.loads import CALIBRATING, LONGEST, Alone
 from deploy.bench.stats import RequestRecord
 from planner.fit import Profile, fit
 from planner.step_time import Fitted
 
 TURNS = 4
-ALONE: dict[str, Any] = {
-    "concurrency": 1,
-    "num_requests": 8,
-    "input_len": 1024,
-    "random_range_ratio": 0.06,
-    "output_len": 12,
-}
-TOGETHER: dict[str, Any] = {
-    "concurrency": 6,
-    "num_requests": 12,
-    "input_len": 320,
-    "random_range_ratio": 0.2,
-    "output_len": 48,
-}
 STEP_ANSWERS, STEP_CONTEXT = 4, 400  # of the step that objectives are multiples of
 PROMPT_TOKENS = 512
 
@@ -89,7 +74,7 @@ def calibrate(flags: Sequence[str], cores: Sequence[int], tell: Callable[[str], 
             tell(f"turn {turn + 1} of {TURNS}")
             with cpu_use() as used:
                 for name, url in urls.items():
-                    for i, load in enumerate((ALONE, TOGETHER)):
+                    for i, load in enumerate(CALIBRATING):
                         (one,) = load_records(url=url, prompt="ids", seed=2 * turn + i, **load)
                         found[name].append(one.records)
             left.append(used.cores_left)

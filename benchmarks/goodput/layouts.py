@@ -10,13 +10,15 @@ The router and the load's client go where a core rests, too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from planner.goodput import SloTargets
 from service.flags import ConfigError
 
 ROLES = ("prefill", "decode", "unified")
 KINDS = ("unified", "pairs", "mixed pool")
-LAYERWISE = "--disaggregation-layerwise-transfer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +40,9 @@ class Layout:
         return self.kind == "unified"
 
 
-LAYOUTS = (
-    Layout(name="unified", kind="unified", flags=("--unified", "--no-enable-mixed-chunk")),
-    Layout(name="mixed chunk", kind="unified", flags=("--unified",)),
-    Layout(name="mixed chunk, tuned", kind="unified", flags=("--unified",), tuned=True),
-    Layout(
-        name="unified, multiplexed",
-        kind="unified",
-        flags=("--unified", "--enable-pdmux"),
-        multiplexed=True,
-    ),
-    Layout(name="pair", kind="pairs", flags=(LAYERWISE, "off")),
-    Layout(name="pair, by layers", kind="pairs", flags=(LAYERWISE, "on")),
-    Layout(name="pair, cores shared", kind="pairs", flags=(), shared=True),
-    Layout(name="mixed pool", kind="mixed pool", flags=("--mixed", "1"), shared=True),
-)
+LAYOUTS = msgspec.toml.decode(
+    Path(__file__).with_name("layouts.toml").read_bytes(), type=dict[str, tuple[Layout, ...]]
+)["layouts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

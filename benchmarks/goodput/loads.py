@@ -8,6 +8,10 @@ quantiles of its conversation trace. Objectives are multiples of what one reques
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from deploy.bench.workload import BenchRequest, TraceEntry
 from planner.goodput import SloTargets
@@ -18,12 +22,6 @@ LONGEST = 1536  # tokens of a scaled prompt
 LOWEST_ID, HIGHEST_ID = 16, 500  # tokens of prompts
 SEED = 11
 RUN_S, LEAST = 14.0, 36  # of a run: the requests that come within RUN_S, LEAST at least
-# Tokens of prompts and answers below which 0, 5, 10, ... 100 % of the conversation trace's requests lie.
-PROMPTS = (
-    *(891, 901, 964, 1261, 1662, 2306, 3263, 4250, 4993, 5870, 6909),
-    *(8187, 9570, 11239, 13196, 15368, 17869, 21467, 27367, 39552, 126195),
-)
-ANSWERS = (1, 10, 24, 46, 100, 156, 213, 256, 291, 322, 350, 375, 399, 423, 447, 472, 504, 543, 597, 698, 2000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +58,15 @@ class Load:
         )
 
 
-LOADS = (
-    Load(name="steady answers", prompts=0.025, answers=0.1, ttft=20, itl=2.5),
-    Load(name="bursts of prompts", prompts=0.05, answers=0.05, ttft=14, itl=2.0, burst=4),
-    Load(name="quick first tokens", prompts=0.05, answers=0.05, ttft=6, itl=12),
-    Load(name="long answers", prompts=0.012, answers=0.25, ttft=12, itl=1.8),
-)
+class Table(msgspec.Struct, frozen=True):
+    loads: tuple[Load, ...]
+    prompts: list[int]
+    answers: list[int]
+    calibrating: list[dict[str, Any]]
+
+
+_TABLE = msgspec.toml.decode(Path(__file__).with_name("loads.toml").read_bytes(), type=Table)
+LOADS, PROMPTS, ANSWERS, CALIBRATING = _TABLE.loads, _TABLE.prompts, _TABLE.answers, _TABLE.calibrating
 
 
 def from_entries(entries: Sequence[TraceEntry], count: int) -> list[PlannedRequest]:

@@ -16,21 +16,6 @@ from service.flags import ConfigError
 
 REPORT, README = Path("docs/reports/goodput"), Path("README.md")
 BEGIN, END = "<!-- goodput: by make goodput -->\n", "<!-- /goodput -->\n"
-HEAD = """# Goodput on equal resources
-
-`make goodput` writes this page from its JSON. Do not edit it by hand. Goodput: the highest rate at which 95 % of the requests keep the
-objectives of their load: time to first token, and the gap that 95 % of a request's tokens keep.
-"""
-PLANNED = """## Planned once
-
-What `tandem plan` foretold of the first table (1d39e5f66957, with a calibration of all layouts): within 10 % in 5 of 16 cells. Unified
-workers within 5 %, a pair with its own cores -11 to +30 %, by layers, with shared cores and mixed pools up to -100 %.
-
-On three simulated H200 (59f5c2ba0dfd, 2026-11-26; step times of [gpu_check.json](gpu_check.json)), requests a second and GPU within
-objectives of the best unified workers, pairs, and mixed pool: chat 14.2, 19.2, 18.2; patient chat 25.0, 24.9, 20.7; long answers 31.4, 42.6,
-29.4; long prompts 0.94, 2.72, 1.64; chat and long prompts 4.4, 9.0, 7.6. A mixed pool is best for no load, but keeps 60 % of the best over
-all five; one fixed split keeps 46 %, unified workers 35 %.
-"""
 COLORS = ("#b8c0c8", "#8a95a1", "#5d6d7e", "#9467bd", "#1f77b4", "#56b4e9", "#17807e", "#e07b39")  # of layouts
 MODES = {"": ("white", "#222222"), "-dark": ("#0d1117", "#e6edf3")}  # by file name: ground, ink
 
@@ -56,7 +41,7 @@ def measured(report: Path) -> dict[str, Results]:
 def page_of(report: Path) -> str:
     """Return the text of the page: a part for each measurement whose JSON is there, and what was planned once."""
     parts = [section(found, name.removeprefix(report.name), report.name) for name, found in measured(report).items()]
-    return "\n".join([HEAD, *parts, PLANNED])
+    return Path(__file__).with_suffix(".md").read_text().format(parts="\n".join(parts))
 
 
 def readme(found: Results) -> str:

@@ -1,8 +1,12 @@
 """The report of a GPU as a page: docs/reports/gpu.md, from the JSON of `make gpu-check`."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from deploy.bench.stats import table
+
+TABLES = tomllib.loads(Path(__file__).with_name("parts.toml").read_text())["tables"]
 
 
 def page(result: dict[str, Any], aims: str) -> str:
@@ -16,7 +20,7 @@ def page(result: dict[str, Any], aims: str) -> str:
             f"{made_by['gpu']}, {versions}; commit {made_by['commit']}, {made_by['time'][:10]}. Command: `{made_by['command']}`. "
             "What the figures mean: [gpu.md](../gpu.md); all of them: [gpu_check.json](gpu_check.json).",
             aims,
-            *(_section(title, parts[name], columns) for title, name, columns in SECTIONS if name in parts),
+            *(_section(one["title"], parts[one["part"]], one["columns"]) for one in TABLES if one["part"] in parts),
             "",
         ]
     )
@@ -44,22 +48,3 @@ def _families(part: dict[str, Any]) -> list[dict[str, str]]:
     return [
         {"family": name, "triton": ways["triton"].split(":")[0], "torch": ways["torch"]} for name, ways in said.items()
     ]
-
-
-_STEPS = {"batch": "{batch}", "graph": "{graph}", "ms": "{ms:.2f}", "ms of bytes read": "{floor}"}
-_GAPS = {"batch": "{batch}", "depth": "{depth}", "step, ms": "{step_p50_ms:.2f}", "idle, us": "{gap_p50_us:.1f}"}
-_TRANSFERS = {"MB": "{mb:.0f}", "transport": "{transport}", "ms": "{ms:.2f}", "GB/s": "{gb_s:.0f}"}
-SECTIONS = (
-    ("Decode steps of Qwen3-8B's shape at 1,024 tokens", "decode", _STEPS),
-    ("Decode steps of 12 layers of Qwen3-30B-A3B's shape", "mixture", _STEPS),
-    ("Gaps between decode steps", "gap", _GAPS),
-    ("Short prompts", "short_prompts", {"tokens": "{tokens}", "graph": "{graph}", "ms": "{ms:.2f}"}),
-    ("Sampling, 151,936 tokens", "sampler", {"batch": "{batch}", "kind": "{kind}", "ms": "{ms:.2f}"}),
-    ("KV between two processes by NIXL", "transfer", _TRANSFERS),
-    ("KV between two processes by Mooncake", "transfer_mooncake", _TRANSFERS),
-    (
-        "Greedy tokens of each family beside the CPU's, float32",
-        "families",
-        {"family": "{family}", "triton": "{triton}", "torch": "{torch}"},
-    ),
-)
