@@ -78,6 +78,7 @@ def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(
         assert "Traceback" not in text, f"{name}: {text[max(0, text.index('Traceback') - 500) :]}"
 
 
+@pytest.mark.slow
 def test_a_cluster_without_a_compiler_says_so_and_what_mends_it(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

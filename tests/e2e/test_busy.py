@@ -21,7 +21,7 @@ from tools.faults.switches import switched
 
 CHECKS = ("--health-check-interval-secs=0.2", "--health-check-timeout-secs=2", "--health-failure-threshold=1")
 DOWN_S = 2.2  # by these flags a worker that answers no check is down after so long
-HELD_S = 3 * DOWN_S
+HELD_S = 2 * DOWN_S
 NUM_SHORT = 12
 STALLED_S = 2 * HELD_S  # then a step never ends
 
@@ -71,7 +71,7 @@ async def _a_long_step(pd: Pd) -> None:
             seen = await asyncio.to_thread(pd.seen, pd.prefill)
             assert seen["health"] == "up" and not seen["silent"], "a silent one would lose its requests to others"
             assert not any(task.done() for task in running)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
         running += [asyncio.create_task(generate(http, pd.router.url, body)) for body, _ in asked[2:]]
         async with http.get(f"{pd.prefill.url}/health") as response:
             said = await response.json()

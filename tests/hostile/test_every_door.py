@@ -38,7 +38,7 @@ from tests.hostile.wrong_fields import WRONG_FIELDS, wrong_values
 from tests.hostile.wrong_messages import WRONG_MESSAGES
 from tests.hostile.wrong_ollama import WRONG_OLLAMA
 
-BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
+BESIDE_EVERY_S, BESIDE_TOKENS = 1.0, 50
 # Routes that every case of `RAW_BODIES` is wrong for.
 ANYWHERE = (*table.GENERATION, "/invocations", "/tokenize", "/detokenize", "/traces", "/abort_request")
 JSON_ROUTES = {
@@ -55,13 +55,15 @@ OF_THE_LIBRARY = ("Content-Length", "Transfer-Encoding", "Upgrade", "Connection"
 def _beside(doors: Doors) -> Iterator[None]:
     with beside(doors.urls):
         yield
+        for door in SERVERS:
+            watch(doors, door)
 
 
 @pytest.fixture(autouse=True)
-def well_after(doors: Doors) -> Iterator[None]:
+def well_after(doors: Doors, request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    for door in SERVERS:
-        watch(doors, door)
+    if "door" in request.fixturenames:
+        watch(doors, request.getfixturevalue("door"))
 
 
 def watch(doors: Doors, door: str) -> None:

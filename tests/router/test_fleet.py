@@ -25,6 +25,7 @@ from tests.router.pool.kube_server import NAMESPACE, kube_server, pod
 from tools.family import lives
 
 DEADLINE_S = 60.0
+PROCESSES = 2
 
 
 @dataclass
@@ -60,7 +61,7 @@ def _is_member(process: psutil.Process) -> bool:
 
 
 @asynccontextmanager
-async def fleet(tmp_path: Path, *args: str, workers: int = 3, decode: int = 2) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path: Path, *args: str, decode: int = 2) -> AsyncIterator[Fleet]:
     prefills = [DummyWorker("p0", "prefill", info={"disaggregation_bootstrap_port": 8998})]
     decodes = [DummyWorker(f"d{i}", "decode") for i in range(decode)]
     async with AsyncExitStack() as stack:
@@ -68,20 +69,18 @@ async def fleet(tmp_path: Path, *args: str, workers: int = 3, decode: int = 2) -
             await worker.start()
             stack.push_async_callback(worker.stop)
         named = [word for worker in decodes for word in ("--decode", worker.url)]
-        process, url = await launch(stack, tmp_path, "--prefill", prefills[0].url, *named, *args, workers=workers)
+        process, url = await launch(stack, tmp_path, "--prefill", prefills[0].url, *named, *args)
         running = Fleet(url, process, decodes, prefills)
-        await until(lambda: len(running.members()) == workers)
+        await until(lambda: len(running.members()) == PROCESSES)
         running.children = psutil.Process(process.pid).children()
         yield running
 
 
-async def launch(
-    stack: AsyncExitStack, tmp_path: Path, *args: str, workers: int
-) -> "tuple[subprocess.Popen[bytes], str]":
-    """A router of so many processes that listens at the URL; it ends with `stack`."""
+async def launch(stack: AsyncExitStack, tmp_path: Path, *args: str) -> "tuple[subprocess.Popen[bytes], str]":
+    """A router that listens at the URL; it ends with `stack`."""
     ready = tmp_path / "ready.json"
     ready.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "deploy", "router", "--port", "0", "--workers", str(workers)]
+    argv = [sys.executable, "-m", "deploy", "router", "--port", "0", "--workers", str(PROCESSES)]
     process = subprocess.Popen([*argv, "--ready-file", str(ready), *args])
     stack.callback(end_tree, process)
     await until(lambda: ready.exists() or process.poll() is not None)
@@ -97,7 +96,7 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
         traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
         assert len({record["request_id"] for record in traced}) == 12 == len(traced)
         shown = (await f.call("GET", "/dashboard/state"))[1]
-        assert shown["router"]["processes"] == 3 and len({record["key"] for record in shown["requests"]}) == 12
+        assert shown["router"]["processes"] == PROCESSES and len({record["key"] for record in shown["requests"]}) == 12
         one = (await f.call("GET", f"/dashboard/requests/{shown['requests'][0]['key']}"))[1]
         assert one["record"]["status"] == 200
         for record in shown["requests"][:4]:
@@ -145,7 +144,7 @@ async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tm
             await told(f, lambda roles: roles.get(extra.url) == "prefill")
             (victim, *_) = f.members()
             victim.kill()
-            await until(lambda: victim not in f.members() and len(f.members()) == 3)
+            await until(lambda: victim not in f.members() and len(f.members()) == PROCESSES)
             await told(f, lambda roles: roles.get(extra.url) == "prefill" and f.decodes[0].url not in roles)
         finally:
             await extra.stop()
@@ -183,7 +182,7 @@ async def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatc
         discovery += ["--prefill-selector", "role=prefill", "--decode-selector", "role=decode"]
         discovery += ["--service-discovery-port", str(prefill.port)]
         discovery += ["--health-check-interval-secs", "0.05"]
-        process, url = await launch(stack, tmp_path, "--pd-disaggregation", *discovery, workers=2)
+        process, url = await launch(stack, tmp_path, "--pd-disaggregation", *discovery)
         f = Fleet(url, process, decodes, [prefill])
         await until(lambda: kube.num_watching == 4)  # a watch for each role and process
         for worker in (prefill, decodes[0]):
@@ -211,7 +210,7 @@ async def told_ready(f: Fleet) -> None:
 
 
 async def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) -> None:
-    async with fleet(tmp_path, workers=2) as f:
+    async with fleet(tmp_path) as f:
         for worker in (*f.prefills, *f.decodes):
             worker.behave = hang
         ask = asyncio.create_task(f.call("POST", "/v1/chat/completions", CHAT))

@@ -213,7 +213,7 @@ async def test_strangers_cannot_ask_as_a_peer() -> None:
 
 
 async def test_any_process_knows_every_response(tmp_path: Path) -> None:
-    async with fleet(tmp_path, workers=3, decode=1) as f:
+    async with fleet(tmp_path, decode=1) as f:
         answering(f)
         previous: dict[str, Any] = {}
         for n in range(8):  # each over a connection of its own

@@ -27,7 +27,7 @@ def look(table: str) -> str:
 
 def _look_by_tests(paths: Sequence[str]) -> str:
     failed = _FirstFailure()
-    options = ("-q", "-x", "-p", "no:cacheprovider", "--assert=plain")
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--assert=plain", "-m", "")  # slow ones, too
     status = pytest.main([*options, *(str(ROOT / path) for path in paths)], plugins=[failed])
     assert status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), f"pytest ends with {status!r}"
     return failed.error

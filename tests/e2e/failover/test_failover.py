@@ -36,7 +36,9 @@ class Fleet:
     faults: "tuple[Fault, ...]"
 
 
-@pytest.fixture(params=["unified", "nixl", pytest.param("nixl, as unified", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=["nixl", *(pytest.param(way, marks=pytest.mark.slow) for way in ("unified", "nixl, as unified"))]
+)
 def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fleet]:
     """Workers that answer, one more than faults; with NIXL beside two that compute prompts."""
     faults, unified = FAULTS[request.param], request.param == "unified"

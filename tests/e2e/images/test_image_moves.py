@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.client import session
 from tests.e2e.cluster import several, tandem
 from tests.e2e.failover.test_failover import Bodies, Fleet, busy, failovers, kill, shown, streams
@@ -35,6 +37,7 @@ def chat(*images: int) -> tuple[str, dict[str, Any]]:
 BODIES: Bodies = {"one": native(0), "other": native(1), "two": chat(0, 1), "text": native()}
 
 
+@pytest.mark.slow
 async def test_answers_to_images_move_and_go_on(temp: Path) -> None:
     serve = ("serve", "--port", "0", *MODEL, *FLAGS, "--disaggregation-mode")
     commands = {"p": (*serve, "prefill", "--disaggregation-bootstrap-port", "0"), "a": (*serve, "decode")}

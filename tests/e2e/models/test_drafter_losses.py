@@ -59,6 +59,7 @@ async def asked_prefill(pairs: Fleet) -> Started:
         await asyncio.sleep(POLL_S / 5)
 
 
+@pytest.mark.slow
 async def test_a_drafted_stream_outlives_its_prefill_and_its_decode_worker(pairs: Fleet) -> None:
     counts = [0] * len(BODIES)
     for worker in pairs.prefill:  # so that no first token comes before the fault

@@ -64,27 +64,28 @@ def alone(kind: str, path: str) -> Fared:
     return how
 
 
-CELLS = {
-    ("EAGLE", "NIXL, layer by layer"): Cell("nixl", (1, 1), (1, 1), "on", "recompute"),
-    ("EAGLE3", "Mooncake"): Cell("mooncake", (1, 1), (1, 1), "off", "recompute"),
-    ("EAGLE3", "NIXL, TP 2"): Cell("nixl", (1, 1), (2, 1), "on", "recompute"),
-    ("EAGLE", "Mooncake, TP 2"): Cell("mooncake", (2, 1), (1, 1), "off", "recompute"),
-    ("STANDALONE", "NIXL, TP 2"): Cell("nixl", (2, 1), (2, 1), "on", "recompute"),
-    ("NEXTN", "NIXL, layer by layer"): Cell("nixl", (1, 1), (1, 1), "on", "recompute"),
-    ("NEXTN", "NIXL, TP 2"): Cell("nixl", (2, 1), (2, 1), "off", "recompute"),
-}
+CELLS = [  # `make test`: each kind of drafter once, and each transfer engine with and without ranks
+    ("EAGLE", Cell("nixl", (1, 1), (1, 1), "on", "recompute")),
+    ("EAGLE3", Cell("mooncake", (2, 1), (1, 1), "off", "recompute")),
+    ("STANDALONE", Cell("nixl", (2, 1), (2, 1), "on", "recompute")),
+    ("NEXTN", Cell("mooncake", (1, 1), (1, 1), "off", "recompute")),
+    pytest.param("EAGLE", Cell("mooncake", (2, 1), (1, 1), "off", "recompute"), marks=pytest.mark.slow),
+    pytest.param("EAGLE3", Cell("nixl", (1, 1), (2, 1), "on", "recompute"), marks=pytest.mark.slow),
+    pytest.param("NEXTN", Cell("nixl", (1, 1), (1, 1), "on", "recompute"), marks=pytest.mark.slow),
+    pytest.param("NEXTN", Cell("nixl", (2, 1), (2, 1), "off", "recompute"), marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("kind", "way"), CELLS)
-def test_a_handed_over_prompt_is_drafted_as_well_as_ones_own(kind: str, way: str, paths: dict[str, str]) -> None:
+@pytest.mark.parametrize(("kind", "cell"), CELLS)
+def test_a_handed_over_prompt_is_drafted_as_well_as_ones_own(kind: str, cell: Cell, paths: dict[str, str]) -> None:
     path = model_of(kind, paths[kind])
-    with pair_of(CELLS[kind, way], path, flags={**FLAGS, **by(kind, paths)}, decode={}) as pair:
+    with pair_of(cell, path, flags={**FLAGS, **by(kind, paths)}, decode={}) as pair:
         tokens, how = decode_all(pair)
     assert tokens == RIGHT
     assert (how.drafts, how.accepted) == (alone(kind, paths[kind]).drafts, alone(kind, paths[kind]).accepted)
 
 
-@pytest.mark.parametrize(("backend", "tp_size"), [("nixl", 2), ("mooncake", 1)])
+@pytest.mark.parametrize(("backend", "tp_size"), [("nixl", 2), pytest.param("mooncake", 1, marks=pytest.mark.slow)])
 def test_trees_behind_a_hand_over_are_as_right(backend: str, tp_size: int, paths: dict[str, str]) -> None:
     trees = {**by("EAGLE", paths), "speculative_eagle_topk": 2}
     with unified(WIDE_MODEL_PATH, **FLAGS, **trees) as system:

@@ -24,7 +24,6 @@ TIGHT = {"max_total_tokens": 900, "schedule_conservativeness": 0.0}  # some of t
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # flags of the transfer, of decode
     "nixl": ({}, {}),
     "nixl by layers": ({"disaggregation_layerwise_transfer": "on"}, {}),
-    "mooncake": ({"disaggregation_transfer_backend": "mooncake"}, {}),
     "host": (
         {"disaggregation_decode_retraction_backup": "host", "disaggregation_transfer_backend": "mooncake"},
         TIGHT,

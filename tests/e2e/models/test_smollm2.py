@@ -177,6 +177,7 @@ def test_logits_are_near_exact_ones(margin: Margin) -> None:
     assert margin() < 16e-3  # (the errors themselves are checked where they are measured)
 
 
+@pytest.mark.slow
 def test_a_chat_through_tandem_up(tmp_path: Path) -> None:
     """In the type that is served by default. The best token is ahead by 0.8 or more at each step of this answer, more
 

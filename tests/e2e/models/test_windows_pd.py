@@ -25,9 +25,12 @@ WAYS: dict[str, tuple[Made, dict[str, Any], dict[str, Any]]] = {  # model, flags
     "nixl": (SOME_WINDOWS, {}, {}),
     "all layers": (ALL_WINDOWS, {}, {}),
     "by layers": (IN_TURN, {"disaggregation_layerwise_transfer": "on"}, {}),
-    "mooncake": (SOME_WINDOWS, {"disaggregation_transfer_backend": "mooncake"}, {}),
     "recompute": (SOME_WINDOWS, {}, TIGHT),
-    "host": (SOME_WINDOWS, {"disaggregation_decode_retraction_backup": "host"}, TIGHT),
+    "host": (
+        SOME_WINDOWS,
+        {"disaggregation_decode_retraction_backup": "host", "disaggregation_transfer_backend": "mooncake"},
+        TIGHT,
+    ),
     "prefill": (SOME_WINDOWS, {"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
 }
 

@@ -88,13 +88,14 @@ async def _dies_by_name(worker: Started) -> None:
     assert f"rank 3 of 4 (pid {pids[3]}) ended: SIGKILL" in log and "Traceback" not in log, log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
         ("--prefill-tp-size", "2", "--decode-tp-size", "2", "--dp-size", "2"),
-        pytest.param(("--prefill-tp-size", "4", "--decode-tp-size", "2", "--dp-size", "2"), marks=pytest.mark.slow),
-        pytest.param(("--prefill-tp-size", "2", "--prefill-dp-size", "2"), marks=pytest.mark.slow),
-        pytest.param(("--decode-tp-size", "4", "--decode-dp-size", "2"), marks=pytest.mark.slow),
+        ("--prefill-tp-size", "4", "--decode-tp-size", "2", "--dp-size", "2"),
+        ("--prefill-tp-size", "2", "--prefill-dp-size", "2"),
+        ("--decode-tp-size", "4", "--decode-dp-size", "2"),
     ],
 )
 async def test_prefill_and_decode_workers_may_have_it_or_not(

@@ -47,6 +47,10 @@ def way(request: pytest.FixtureRequest) -> tuple[str, Cluster]:
     return request.param, request.getfixturevalue(request.param)
 
 
+# A pair is two workers behind a router: one alone does less.
+PAIR = pytest.mark.parametrize("way", [pytest.param("unified", marks=pytest.mark.slow), "pd"], indirect=True)
+
+
 @pytest.fixture(autouse=True)
 def never_left_paused(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that fails in a pause must not stop the others."""
@@ -215,6 +219,7 @@ async def _update_back(c: Cluster, wanted: dict[str, list[int]], first: str) -> 
         assert (await held)["output_ids"] == wanted[first]
 
 
+@PAIR
 async def test_weights_come_as_tensors_and_from_a_trainer(
     way: tuple[str, Cluster], checkpoints: tuple[str, str]
 ) -> None:
@@ -266,6 +271,7 @@ def _file_of(checkpoint: str, names: list[str]) -> bytes:
     return save({name: tensors[name] for name in names})
 
 
+@PAIR
 async def test_a_profile_is_a_trace_file(way: tuple[str, Cluster], tmp_path: Path) -> None:
     _, c = way
     async with session() as http:
