@@ -20,7 +20,6 @@ from deploy.bench.stats import (
     ratios,
     summarize,
     summary_lines,
-    table,
 )
 from deploy.bench.workload import PromptTokens, TraceEntry, block_tokens, make_requests, parse_trace, read_trace
 from deploy.openai_api import SseParser
@@ -94,14 +93,6 @@ def test_ratios_are_second_over_first() -> None:
     assert found["requests_per_s"] == pytest.approx(2.0)
 
 
-def test_table_is_aligned() -> None:
-    assert table(["", "p50"], [["TTFT ms", "1.0"]]).splitlines() == [
-        "|         | p50 |",
-        "| ------- | --: |",
-        "| TTFT ms | 1.0 |",
-    ]
-
-
 @given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b and b"\r" not in b), max_size=8), st.data())
 def test_sse_survives_every_cut(payloads: list[bytes], data: st.DataObject) -> None:
     text = b"".join(b"data: " + payload + b"\r\n\r\n: comment\n" for payload in payloads)
@@ -120,12 +111,6 @@ def test_the_same_flags_give_the_same_load_of_exact_lengths() -> None:
     assert all(r.at_s is None for r in requests)
 
 
-def test_words_alternate_keys_and_values() -> None:
-    (request,) = make_requests(BenchConfig(num_requests=1, input_len=4))
-    assert isinstance(request.prompt, str)
-    assert [word[0] for word in request.prompt.split()] == ["k", "v", "k", "v"]
-
-
 def test_groups_share_their_prefix() -> None:
     config = BenchConfig(num_requests=4, input_len=20, shared_prefix_len=10, shared_prefix_groups=2, prompt="ids")
     prefixes = [request.prompt[:10] for request in make_requests(config)]
@@ -133,13 +118,7 @@ def test_groups_share_their_prefix() -> None:
     assert len({request.prompt for request in make_requests(config)}) == 4
 
 
-def test_poisson_has_the_asked_rate() -> None:
-    times = [r.at_s for r in make_requests(BenchConfig(num_requests=2000, input_len=1, request_rate=50.0))]
-    assert times[0] == 0.0 and times == sorted(times)  # type: ignore[type-var]
-    assert times[-1] == pytest.approx(2000 / 50, rel=0.1)
-
-
-@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_bursts_have_the_same_rate_and_other_gaps(burstiness: float) -> None:
     config = BenchConfig(num_requests=4000, input_len=1, request_rate=50.0, burstiness=burstiness)
     times = [r.at_s or 0.0 for r in make_requests(config)]
@@ -148,10 +127,6 @@ def test_bursts_have_the_same_rate_and_other_gaps(burstiness: float) -> None:
     assert mean == pytest.approx(1 / 50, rel=0.1)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert variance / mean**2 == pytest.approx(1 / burstiness, rel=0.2)  # of a gamma distribution
-
-
-def test_an_infinite_rate_sends_all_at_once() -> None:
-    assert {r.at_s for r in make_requests(BenchConfig(num_requests=5, request_rate=float("inf")))} == {0.0}
 
 
 TRACE = b"""{"timestamp": 1000, "input_length": 1000, "output_length": 100, "hash_ids": [1, 2]}

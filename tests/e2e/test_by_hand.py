@@ -6,6 +6,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from deploy.launcher.probe import free_ports
 from tests.e2e.cluster import end_tree, wait_until
 from tests.e2e.ranks.leaders import ANEW, start_process
@@ -17,6 +19,7 @@ TANDEM = ".venv/bin/tandem"
 PORTS = ("30000", "30001", "8000")
 
 
+@pytest.mark.slow  # `make test` parses them: tests/docs/test_pages.py
 def test_three_commands_are_a_cluster(tmp_path: Path) -> None:
     ports = dict(zip(PORTS, map(str, free_ports(3)), strict=True))
     with ExitStack() as stack:

@@ -48,6 +48,7 @@ async def test_kill_9_of_a_chat_leaves_nothing(temp: Path, env: dict[str, str]) 
         await gone(leftovers)
 
 
+@pytest.mark.slow
 async def test_ctrl_c_while_it_starts_ends_it(temp: Path, env: dict[str, str]) -> None:
     async with terminal(*FLAGS, env=env) as at:
         await at.until("prefill-0")

@@ -43,6 +43,7 @@ async def test_kill_9_of_the_launcher_leaves_nothing(temp: Path, monkeypatch: py
         traces.assert_gone(within_s=GONE_S)
 
 
+@pytest.mark.slow  # `make test` kills children in tests/tools/test_matrix.py
 async def test_kill_9_of_one_child_after_the_other_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker as a whole, a child of a worker, the router: of each nothing stays, while the others go on; the router
     takes the launcher with it."""

@@ -179,12 +179,3 @@ def serve(*args: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0, done.stderr
     return done.stderr.splitlines()[-1]
-
-
-def test_without_the_flag_the_error_names_it(bare: str) -> None:
-    assert "no tokenizer.json there; give --skip-tokenizer-init" in serve("--model-path", bare)
-
-
-def test_a_flag_that_needs_text_is_refused_at_start(bare: str) -> None:
-    said = serve("--model-path", bare, "--skip-tokenizer-init", "--reasoning-parser", "qwen3")
-    assert "--reasoning-parser qwen3: needs the tokenizer that --skip-tokenizer-init leaves out" in said

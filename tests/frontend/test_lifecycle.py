@@ -241,4 +241,4 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
     (checkpoint / "tokenizer.json").write_text("{")
     assert "tokenizer.json" in error()
     (checkpoint / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in error()
+    assert "no tokenizer.json there; give --skip-tokenizer-init" in error()

@@ -61,9 +61,10 @@ def _beside(doors: Doors) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def well_after(doors: Doors, request: pytest.FixtureRequest) -> Iterator[None]:
+    door = request.getfixturevalue("door") if "door" in request.fixturenames else None
     yield
-    if "door" in request.fixturenames:
-        watch(doors, request.getfixturevalue("door"))
+    if door is not None:
+        watch(doors, door)
 
 
 def watch(doors: Doors, door: str) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.durations import Budgets
-from tools.quick import Choice, changed_files, choose, read_names, touched
+from tools.quick import Choice, changed_files, choose, touched
 
 TREE = {
     "core/__init__.py": "",
@@ -78,21 +77,6 @@ def test_a_file_that_is_not_python_touches_what_names_it(tree: Path, file: str) 
     assert steps_of_tests(tree, file).keys() == {"tests/core/test_memory.py", "tests/core/test_pages.py"}
 
 
-def test_a_file_that_is_not_python_touches_the_module_of_its_name(tree: Path) -> None:
-    assert steps_of_tests(tree, "core/gelu.c").keys() == {"tests/test_gelu.py"}
-
-
-def test_a_module_that_is_gone_touches_what_still_imports_it(tree: Path) -> None:
-    (tree / "core/memory.py").unlink()
-    assert steps_of_tests(tree, "core/memory.py") == {"tests/core/test_memory.py": 1, "tests/test_loop.py": 2}
-
-
-def test_imports_are_read_anew_when_a_file_changes(tree: Path) -> None:
-    assert steps_of_tests(tree, "loop.py") == {"tests/test_loop.py": 1}
-    (tree / "tests/test_other.py").write_text("from loop import run")
-    assert steps_of_tests(tree, "loop.py") == {"tests/test_loop.py": 1, "tests/test_other.py": 1}
-
-
 def test_a_change_is_what_differs_from_the_merge_base_committed_or_not(tree: Path) -> None:
     git(tree, "checkout", "-q", "-b", "branch")
     (tree / "loop.py").write_text("committed = 1")
@@ -104,11 +88,6 @@ def test_a_change_is_what_differs_from_the_merge_base_committed_or_not(tree: Pat
     assert changed_files(tree, "base") == {"loop.py", "core/pages.py", "core/memory.py", "core/new.py"}
     with pytest.raises(SystemExit, match="git merge-base"):
         changed_files(tree, "no-such-branch")
-
-
-def test_names_that_functions_and_type_checkers_import_count(tmp_path: Path) -> None:
-    text = "import a.b\nif TYPE_CHECKING:\n    from c import d\ndef f():\n    import e\n"
-    assert read_names({"a.py": text}, tmp_path / "cache") == {"a.py": ["a.b", "c", "c.d", "e"]}
 
 
 def test_the_nearest_run_while_they_fit_and_what_starts_processes_only_if_it_changed() -> None:
@@ -131,9 +110,3 @@ def test_the_nearest_run_while_they_fit_and_what_starts_processes_only_if_it_cha
     )
     changed = {"tests/test_changed_up.py": 0}
     assert choose(changed, up, {"tests/test_changed_up.py": 1.0}, 10.0).run == list(changed)
-
-
-def test_a_file_without_a_row_is_estimated_as_its_share_of_what_is_left_of_its_directory() -> None:
-    budgets = Budgets("a kind of CPU", 0.002, 1.0, {"tests/core": 20.0}, {"tests/core/test_long.py": 14.0})
-    files = ["tests/core/test_long.py", "tests/core/test_a.py", "tests/core/test_b.py", "tests/new/test_c.py"]
-    assert budgets.estimates(files) == dict(zip(files, [14.0, 3.0, 3.0, 2.0], strict=True))

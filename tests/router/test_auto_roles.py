@@ -17,7 +17,7 @@ from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.auto import PATH, AutoRoles
 from router.roles.switch import SwitchFailed, SwitchRefused
-from tests.router.dummies import cluster, table_of
+from tests.router.dummies import table_of
 
 CONFIG = RouterConfig(
     pd_disaggregation=True,
@@ -148,10 +148,3 @@ async def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> N
     told = json.loads(cast(bytes, answer.body))
     assert told["runs"] and told["moves"][0]["result"] == "moved"
     assert not other.auto.status()["runs"]
-
-
-async def test_without_the_flag_a_router_watches_no_worker() -> None:
-    """(With it: tests/router/http/test_dashboard.py.)"""
-    async with cluster() as c:
-        told = (await c.get(PATH))[1]
-        assert told["enabled"] is False and told["moves"] == [] and told["models"] == {}

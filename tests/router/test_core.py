@@ -8,11 +8,10 @@ import pytest
 from router.attempts.pair_attempt import RoomMinter
 from router.config import HealthFlags, RouterConfig, check_config
 from router.pool.breaker import HEALTH_TRANSITIONS, Check, Health
-from router.pool.reports import parse_bootstrap, parse_load, parse_mode
+from router.pool.reports import parse_bootstrap, parse_load
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError
 from router.requests.answer import no_worker
-from router.requests.dispatch import pause_s
 from service.flags import ConfigError
 from tests.router.dummies import table_of
 
@@ -170,14 +169,6 @@ def test_where_the_bootstrap_server_is(info: object, expected: tuple[str, int | 
     assert parse_bootstrap(info, url_host="h") == expected
 
 
-def test_mode_of_a_worker() -> None:
-    assert (parse_mode({"disaggregation_mode": "decode"}), parse_mode({}), parse_mode([])) == ("decode", None, None)
-
-
-def test_backoff_starts_at_nothing_and_is_bounded() -> None:
-    assert [pause_s(i, 0.05) for i in (0, 1, 2, 20)] == [0.0, 0.05, 0.1, 1.0]
-
-
 PAIRS: dict[str, Any] = {"pd_disaggregation": True, "prefill": (("http://p", None),), "decode": ("http://d",)}
 FETCH: dict[str, Any] = {"prefix_fetch": True, "policy": "cache_aware"}
 FOUND: dict[str, Any] = {"pd_disaggregation": True, "service_discovery": True, "prefill_selector": ("a=b",)}
@@ -226,15 +217,3 @@ FOUND: dict[str, Any] = {"pd_disaggregation": True, "service_discovery": True, "
 def test_a_flag_that_cannot_be_honoured_is_named(flags: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(named)}"):
         check_config(RouterConfig(**flags))
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"encode": ("http://e:1",)},
-        {"encode": ("http://e:1",), **PAIRS},
-        {**FETCH, **PAIRS, "prefix_copy_bytes_per_second": 1},
-    ],
-)
-def test_flags_that_fit_are_taken(flags: dict[str, Any]) -> None:
-    check_config(RouterConfig(**flags))

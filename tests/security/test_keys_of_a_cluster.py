@@ -1,4 +1,4 @@
-"""Keys of a whole cluster, as `tandem up` starts it, over real HTTP: who may load adapters, and rotation while requests run."""
+"""Keys of a whole cluster, as `tandem up` starts it, over real HTTP: rotation while requests run."""
 
 import asyncio
 import json
@@ -12,21 +12,17 @@ import httpx2 as httpx
 import pytest
 
 from tests.e2e.client import session
-from tests.e2e.cluster import Cluster, cluster, wait_until
-from tests.lora.tiny_adapters import make_tiny_adapter
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.e2e.cluster import SHIPPED, Cluster, cluster, wait_until
 
 OLD, NEW, ADMIN = "old-client-key", "new-client-key", "the-admins-key"
 TAKEN_S = 60.0
 NUM_ASKING = 3
-COMMON = ("--max-total-tokens", "4096", "--chunked-prefill-size", "64", "--log-level", "warning")
 
 
 @dataclass(frozen=True)
 class Guarded:
     cluster: Cluster
     keys: Path
-    adapter: Path
 
     @property
     def doors(self) -> list[str]:
@@ -41,54 +37,20 @@ class Guarded:
         os.replace(fresh, self.keys)
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    folder = tmp_path_factory.mktemp("guarded")
-    base = make_tiny_checkpoint(folder / "base", "qwen3")
-    first, second = (make_tiny_adapter(folder / name, base, seed=i) for i, name in enumerate(("one", "two"), 1))
-    keys, admin = folder / "api.keys", folder / "admin.keys"
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    keys, admin = tmp_path / "api.keys", tmp_path / "admin.keys"
     for file, key in ((keys, OLD), (admin, ADMIN)):
         file.write_text(f"{key}\n")
         file.chmod(0o600)
     given = ("--api-key-file", str(keys), "--admin-api-key-file", str(admin))
-    lora = ("--lora-paths", f"one={first}", "--max-loras-per-batch", "2", "--max-loaded-loras", "2")
-    args = ("--model-path", str(base), "--health-check-interval-secs", "0.1", *given, *lora, *COMMON)
-    with cluster(folder / "up", *args) as c:
-        yield Guarded(c, keys, Path(second))
+    with cluster(tmp_path / "up", "--health-check-interval-secs", "0.1", *given, *SHIPPED) as c:
+        yield Guarded(c, keys)
 
 
 def ask(method: str, url: str, key: str | None, body: dict[str, Any] | None = None) -> httpx.Response:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.request(method, url, json=body, headers=headers, timeout=30.0)
-
-
-def test_adapters_are_the_admin_s(guarded: Guarded) -> None:
-    """At the router and at each worker: no key and a wrong one 401, a client's 403 and nothing changes, the admin's works."""
-    asked: list[tuple[str, dict[str, str], set[str]]] = [  # and the adapters that are left then
-        ("/load_lora_adapter", {"lora_name": "two", "lora_path": str(guarded.adapter)}, {"one", "two"}),
-        ("/unload_lora_adapter", {"lora_name": "one"}, {"two"}),
-    ]
-    for door in guarded.doors:
-        for path, body, _ in asked:
-            answers = [ask("POST", door + path, key, body) for key in (None, "wrong", f"{ADMIN}x", OLD)]
-            assert [answer.status_code for answer in answers] == [401, 401, 401, 403], (door, path)
-            assert answers[-1].json()["error"]["code"] == "admin_key_needed"
-            assert not [answer for answer in answers if ADMIN in answer.text]
-    assert models(guarded, OLD) == {"one"}
-    for path, body, left in asked:
-        answer = ask("POST", guarded.cluster.router + path, ADMIN, body)
-        assert answer.status_code == 200, answer.text
-        assert models(guarded, OLD) == left
-
-
-def models(guarded: Guarded, key: str) -> set[str]:
-    """The adapters that every worker and the router have."""
-    found = []
-    for door in guarded.doors:
-        rows = ask("GET", f"{door}/v1/models", key).json()["data"]
-        found.append({row["id"] for row in rows if row.get("parent")})
-    assert all(one == found[0] for one in found), found
-    return found[0]
 
 
 def test_rotation_disturbs_no_client_with_the_new_key(guarded: Guarded) -> None:

@@ -45,9 +45,16 @@ def findings(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             yield from _calls(node)
         elif isinstance(node, ast.Name | ast.Attribute):
-            name = ast.unparse(node)
+            name = dotted(node)
             if name in CALLS or name in METHODS or name.rpartition(".")[2] in METHODS or name.startswith("builtins."):
                 yield name
+
+
+def dotted(node: ast.expr) -> str:
+    """Return the name that is written there; "?" stands for what is none before a dot."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
 
 
 def _calls(node: ast.Call) -> Iterator[str]:
@@ -57,7 +64,7 @@ def _calls(node: ast.Call) -> Iterator[str]:
         if keyword.arg == SHELL and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
             yield "shell=True"
     named = node.args and isinstance(node.args[0], ast.Constant)
-    if ast.unparse(node.func) == "importlib.import_module" and not named:
+    if dotted(node.func) == "importlib.import_module" and not named:
         yield "importlib.import_module"
 
 

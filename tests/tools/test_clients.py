@@ -13,21 +13,6 @@ def test_pip_reads_the_users_file_after_the_systems(tmp_path: Path):
     assert settings == {"global": {"index-url": "https://two/simple", "timeout": "5"}, "install": {"no-deps": "50%"}}
 
 
-def test_a_setting_of_several_lines_stays_one_setting(tmp_path: Path):
-    first, second = tmp_path / "first.conf", tmp_path / "second.conf"
-    first.write_text("[global]\nextra-index-url =\n    https://one/simple\n    https://two/simple\n")
-    second.write_text(clients.pip_conf(clients.pip_settings([first])))
-    assert clients.pip_settings([second]) == {"global": {"extra-index-url": "https://one/simple https://two/simple"}}
-
-
-def test_the_files_are_those_of_pips_documentation():
-    env = {"HOME": "/home/u", "XDG_CONFIG_HOME": "/home/u/xdg", "PIP_CONFIG_FILE": "/chosen.conf"}
-    files = clients.pip_config_files(env)
-    assert files[-2:] == [Path("/home/u/xdg/pip/pip.conf"), Path("/chosen.conf")]
-    assert Path("/etc/pip.conf") in files
-    assert clients.pip_config_files(env | {"PIP_CONFIG_FILE": "/dev/null"}) == []
-
-
 def test_variables_that_name_files_of_the_machine_stay_behind():
     env = {
         "PIP_INDEX_URL": "https://one/simple",
@@ -48,17 +33,6 @@ def test_folders_are_found_in_paths_and_urls(tmp_path: Path):
     url = f"file://{str(wheels).replace(' ', '%20')}/simple"
     values = [f"https://pypi.org/simple file://{index}", str(plain), url, "/nowhere/here", "5"]
     assert clients.local_folders(values) == sorted([wheels, index.parent, plain])
-
-
-def test_a_folder_inside_another_is_not_bound_twice(tmp_path: Path):
-    (tmp_path / "a/b").mkdir(parents=True)
-    assert clients.local_folders([f"{tmp_path}/a/b {tmp_path}/a"]) == [tmp_path / "a"]
-
-
-def test_files_that_settings_name_go_along_and_what_is_not_there_does_not(tmp_path: Path):
-    constraints = tmp_path / "constraints.txt"
-    constraints.touch()
-    assert clients.local_files([f"{constraints} /nowhere/more.txt", str(tmp_path), "180"]) == [constraints]
 
 
 def test_certificates_come_from_the_first_place_that_names_a_file(tmp_path: Path):

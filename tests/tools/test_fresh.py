@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher.display import Member, summary_text
 from tools.fresh import readme
 from tools.fresh.__main__ import CANNOT, main
 from tools.fresh.bare_root import TREE
-from tools.fresh.inside import closing_line
 from tools.fresh.session import CheckFailedError, Session
 
 README = (TREE / "README.md").read_text()
@@ -54,29 +52,9 @@ def test_the_check_needs_no_installed_package(module: str):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_command_without_a_terminal_has_none(capsys: pytest.CaptureFixture[str]):
-    session = Session([sys.executable, "-c", "import sys; print(sys.stdin.isatty(), sys.stdin.read())"], "plain")
-    assert session.wait(60) == 0 and session.output().split() == ["False"]
-    assert "  | False" in capsys.readouterr().out
-
-
 def test_a_readme_without_the_commands_is_refused():
     with pytest.raises(readme.ReadmeError, match="make run"):
         readme.find("run", "nothing to run here")
-
-
-def test_the_printed_request_is_found(tmp_path: Path):
-    worker = Member(name="unified-0", role="unified", url="http://u", pid=5, info={})
-    front = "http://127.0.0.1:8000"
-    text = summary_text([worker], front=front, backend=None, log_dir=tmp_path, model="m", shipped=True, auth=False)
-    line = readme.find("printed", text)
-    assert line.startswith(f"curl -s {front}") and "k17 v42" in line and "\n" in line
-
-
-def test_pytests_closing_line_is_found():
-    assert closing_line("....\n== 3 passed in 1.20s ==\nbye\n") == "3 passed in 1.20s"
-    with pytest.raises(CheckFailedError):
-        closing_line("no tests ran")
 
 
 @pytest.mark.parametrize(("uid", "words"), [(1000, "sudo make fresh-check"), (0, "no apt-get")], ids=["user", "no apt"])

@@ -1,13 +1,11 @@
 """A small fixed share of `make fuzz`: the same inputs each time. And how its report tells of what went wrong."""
 
-import os
 import random
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 from fastapi import Response
 from hypothesis import Phase, settings
@@ -19,10 +17,8 @@ from service.http.request import HttpRequest
 from tools.fuzz import bodies, sockets
 from tools.fuzz.answers import Answers
 from tools.fuzz.clients import clients
-from tools.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
 from tools.fuzz.parts import ROUND
-from tools.fuzz.report import CUT, DONE, Report
-from tools.fuzz.run import PARTS, main
+from tools.fuzz.run import main
 from tools.fuzz.story import Frames
 
 ROOT = Path(__file__).parents[2]
@@ -62,29 +58,6 @@ def test_answers() -> None:
     for data in stories(60):
         answers.run(data)
     assert answers.num_inputs > 500 and answers.num_calls > 150  # else it would prove little
-
-
-def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.fuzz.footprint.SETTLE_S", 0.0)
-    here, now = psutil.Process(), footprint(psutil.Process())
-    assert_no_leak(here, now, growth_mib=64, name="here")
-    with open(os.devnull), pytest.raises(Leak, match=r"here: \+1 open files"):
-        assert_no_leak(here, now, growth_mib=64, name="here")
-    with pytest.raises(Leak, match=r"memory has grown by 1\d\d MiB"):
-        smaller = Footprint(now.num_fds, now.num_threads, now.memory_mib - 150)
-        assert_no_leak(here, smaller, growth_mib=64, name="here")
-
-
-def test_the_report_tells_what_is_missing(tmp_path: Path) -> None:
-    page = tmp_path / "fuzz.md"
-    report = Report(page, PARTS)
-    for name in PARTS:
-        report.keep(name, status=DONE, inputs=10, seconds=1.0, result="fine")
-    assert "none crashed" in page.read_text()
-    report.keep("sockets", status=CUT, inputs=3, seconds=1.0, result="interrupted")
-    assert "Not complete: sockets" in page.read_text() and "none crashed" not in page.read_text()
-    assert Report(page, PARTS).text() == page.read_text()
-    assert "Not complete: frames" in Report(page, PARTS, anew=True).text()
 
 
 def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

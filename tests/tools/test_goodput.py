@@ -7,33 +7,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.goodput import page, results
-from benchmarks.goodput.calibrate import chunk_of
 from benchmarks.goodput.clusters import Watch
 from benchmarks.goodput.layouts import LAYOUTS, Layout, flags_of, pinning
 from benchmarks.goodput.loads import (
-    ANSWERS,
-    LEAST,
     LOADS,
-    LONGEST,
-    PROMPTS,
-    RUN_S,
     SHARE,
     Alone,
     from_entries,
-    in_bursts,
-    like_conversations,
-    of_a_run,
     scaled,
     to_send,
 )
 from benchmarks.goodput.results import NEAR, STRIDE, Cell, Results
 from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import TraceEntry
-from planner.fit import Profile
 from planner.goodput import Point, SloTargets, max_misses
-from planner.step_time import Fitted, StepLoad
 from planner.workload import PlannedRequest
-from service.flags import ConfigError
 
 SLO = SloTargets(ttft_s=1.0, tpot_s=0.05, itl_s=0.05, share=SHARE)
 PAIR = next(one for one in LAYOUTS if one.name == "pair")
@@ -69,15 +57,6 @@ def test_a_search_from_a_near_guess_ends_after_few_runs(wrong: float) -> None:
     assert len(cell.points) <= (4 if abs(wrong - 1) < STRIDE - 1 else 10)
 
 
-def test_a_guess_that_is_far_too_high_costs_few_runs() -> None:
-    """A run at a tenth of the rate takes ten times as long."""
-    cell = Cell(load="l", layout="x", guess=50.0)
-    search = cell.search(SLO)
-    while (rate := search.next_rate()) is not None:
-        search.add(point(rate, 1.0 if rate <= 5.0 else 0.5))
-    assert search.best is None and len(cell.points) <= 6
-
-
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     whole = Cell(load="l", layout="x", guess=5.0)
     search = whole.search(SLO)
@@ -91,17 +70,6 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
         found = results.begin(tmp_path / "r.json", {}, {"cores": 2}, anew=False)
         again = found.cells[0].search(SLO)
         assert again.next_rate() == whole.points[cut].rate
-
-
-def test_another_measurement_is_not_gone_on_with(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    results.write(Results(environment={}, arguments={"cores": 2, "layers": 8}), path)
-    with pytest.raises(ConfigError, match=r"r.json: was measured with other layers; .*--anew"):
-        results.begin(path, {}, {"cores": 2, "layers": 9}, anew=False)
-    assert results.begin(path, {}, {"layers": 9}, anew=True).arguments == {"layers": 9}
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no result of this benchmark"):
-        results.read(path)
 
 
 # ---- objectives of a request
@@ -156,25 +124,6 @@ def test_scaled_prompts_keep_their_common_prefix() -> None:
     assert [each.output_len for each in found] == [5, 5]
 
 
-def test_a_scaled_request_has_a_token_and_no_more_than_the_longest() -> None:
-    assert scaled(request((1, 3)), prompts=0.01, answers=0.001).blocks == ((1, 1),)
-    long = scaled(request((1, 512), (2, 200_000), (3, 50)), prompts=0.1, answers=1.0)
-    assert long.input_len == LONGEST and long.blocks[0] == (1, 51)
-
-
-def test_without_a_trace_lengths_are_those_of_the_conversation_trace() -> None:
-    found = like_conversations(4000)
-    for lengths, quantiles in (
-        ([one.input_len for one in found], PROMPTS),
-        ([one.output_len for one in found], ANSWERS),
-    ):
-        ordered = sorted(lengths)
-        for percent in (25, 50, 75):
-            assert ordered[len(ordered) * percent // 100] == pytest.approx(quantiles[percent // 5], rel=0.15)
-    assert found[-1].at / (len(found) - 1) == pytest.approx(1.0, rel=0.1)
-    assert found == like_conversations(4000) != like_conversations(4000, seed=1)
-
-
 def test_a_trace_s_middle_is_taken_a_mean_gap_apart() -> None:
     draw = random.Random(3)
     entries = [
@@ -186,22 +135,9 @@ def test_a_trace_s_middle_is_taken_a_mean_gap_apart() -> None:
     assert found[0].at == 0.0 and found[-1].at == pytest.approx(29.0)
 
 
-def test_bursts_come_together_and_the_rate_stretches_all() -> None:
-    source = [request((i, 4), at=float(i)) for i in range(7)]
-    assert [one.at for one in in_bursts(source, 3)] == [0, 0, 0, 3, 3, 3, 6]
-    assert in_bursts(source, 1) == source
-    assert [one.at_s for one in to_send(source, rate=2.0, salt=0)] == [i / 2 for i in range(7)]
-
-
 def test_no_run_finds_the_prompts_of_another() -> None:
     one, other = (to_send([request((7, 64))], rate=1.0, salt=salt)[0] for salt in (1, 2))
     assert one.prompt != other.prompt and one.prompt_len == other.prompt_len == 64
-
-
-def test_a_run_lasts_as_long_at_every_rate() -> None:
-    source = [request((i, 4), at=float(i)) for i in range(500)]
-    assert len(of_a_run(source, 10.0)) == 10 * RUN_S
-    assert len(of_a_run(source, 0.1)) == LEAST and len(of_a_run(source, 1e6)) == 500
 
 
 # ---- cores
@@ -221,11 +157,6 @@ def test_every_cluster_has_the_same_cores(count: int) -> None:
             assert one.threads == len(prefill) == len(decode)
 
 
-def test_one_core_is_too_few_and_the_error_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"two cores, this process has 1.*taskset"):
-        pinning(PAIR, [5])
-
-
 def test_flags_tell_each_cluster_its_threads_and_the_load_s_limits() -> None:
     def flags(layout: Layout) -> str:
         return " ".join(flags_of(layout, SLO, threads=3, chunk=48))
@@ -238,48 +169,7 @@ def test_flags_tell_each_cluster_its_threads_and_the_load_s_limits() -> None:
     assert [one.name for one in LAYOUTS if "--chunked-prefill-size 48" in flags(one)] == ["mixed chunk, tuned"]
 
 
-def test_a_tuned_chunk_ends_within_the_objective_and_is_no_smaller_than_it_must_be() -> None:
-    time = Fitted(
-        prefill_step_s=0.01, prefill_token_s=2e-4, prefill_pair_s=1e-8, decode_step_s=0.01, decode_request_s=5e-4,
-        decode_context_s=1e-6,
-    )  # fmt: skip
-    profile = Profile(step_time=time)
-    chunk = chunk_of(profile, itl_s=0.04)
-    took = [
-        time.seconds(
-            StepLoad(prefill_tokens=size, prefill_pairs=400.0 * size, decodes=4, decode_context=1600, samples=4)
-        )
-        for size in (chunk, chunk + 16)
-    ]
-    assert chunk % 16 == 0 and took[0] <= 0.04 < took[1]
-    assert chunk_of(profile, itl_s=0.001) == 16
-
-
 # ---- the page
-
-
-def test_the_page_says_who_wins() -> None:
-    found = Results(
-        environment={"command": "c", "commit": "a", "time": "t", "cpu": "C", "cores": 2}, arguments={"cores": 2}
-    )
-    found.loads["chat"] = {
-        "objectives": {"ttft_s": 1.0, "tpot_s": 0.05, "itl_s": 0.05, "share": SHARE}, "prompt_tokens": 9.0,
-        "answer_tokens": 3.0, "chunk": 16,
-    }  # fmt: skip
-    for layout, kept in (("unified", 2.0), ("pair", 3.0), ("mixed pool", 0.0)):
-        points = [point(kept), point(1.05 * kept, 0.5)] if kept else [point(1.0, 0.1)]
-        found.cells.append(Cell(load="chat", layout=layout, guess=1.0, points=points, done=True))
-    assert "pair 3 a second, 1.50 times" in page.verdict(found)
-    assert "**3.00**" in page.goodput_table(found) and "**2.00**" not in page.goodput_table(found)
-    readme = page.with_block(f"a\n{page.BEGIN}stale\n{page.END}b\n", page.readme(found))
-    assert (
-        "stale" not in readme
-        and readme.startswith("a\n")
-        and readme.endswith("b\n")
-        and "Best: pair under chat." in readme
-    )
-    with pytest.raises(ConfigError, match="marks"):
-        page.with_block("a\n", "x")
 
 
 def test_the_committed_page_and_readme_are_written_from_the_figures() -> None:

@@ -54,6 +54,7 @@ def fleet(qwen3: str, temp: Path) -> Iterator[Fleet]:
             yield Fleet(router.url, workers)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_freezes_while_it_is_idle_gets_no_request_until_it_wakes(fleet: Fleet) -> None:
     names = {worker.url: name for name, worker in fleet.workers.items()}
     frozen = {name: fleet.process(name) for name in FLAGS if name != "none"}

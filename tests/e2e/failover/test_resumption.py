@@ -59,6 +59,7 @@ async def test_prefill_computes_it_again_with_the_same_tokens(pd: Cluster, qwen3
     assert not decode.get("recompute_failed")
 
 
+@pytest.mark.slow
 async def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, qwen3: str) -> None:
     """Both prefill workers stop, so that recomputation stays pending, and are killed then, if decode has not noticed yet."""
     asked = bodies(4, new=300)

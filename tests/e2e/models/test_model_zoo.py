@@ -9,19 +9,14 @@ from tests.e2e.models.zoo import PAGE, WAYS, outcomes_of, rows_in
 from tests.engine.kinds import OF_EACH_KIND
 from tests.models.tiny_checkpoints import ARCHITECTURES
 
-OWN = (
-    "TP 2",
-    "PP 2",
-    "LoRA",
-    "int8 weights",
-)  # how its weights are divided, adapted and rounded, and what is at a stage's end
-SHARED = [way for way in WAYS if way not in OWN]  # by the kind of its layers and of its cache
+OWN = ("TP 2", "LoRA")  # how its weights are divided and adapted
+IN_TURN = [way for way in WAYS if way not in OWN]  # by the kind of its layers and of its cache
 OTHERS = sorted(set(ARCHITECTURES) - OF_EACH_KIND)
 
 
 def few_ways(family: str) -> Sequence[str]:
-    """Of a family that stands for no kind its own ways, and one that it shares, in turn."""
-    return [*OWN, SHARED[OTHERS.index(family) % len(SHARED)]] if family in OTHERS else list(WAYS)
+    """Of a family that stands for no kind its own ways, and one of the others."""
+    return [*OWN, IN_TURN[OTHERS.index(family) % len(IN_TURN)]] if family in OTHERS else list(WAYS)
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))

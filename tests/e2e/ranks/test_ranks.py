@@ -70,9 +70,8 @@ async def test_it_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None
         (("--tp-size", "3"), "--tp-size 3: does not divide the model's 8 attention heads; choose 1, 2, 4 or 8"),
         (("--pp-size", "9"), "--pp-size 9: the model has 4 layers; choose at most 4"),
         (("--pp-size", "2", "--stream", "inline"), "--stream inline: --pp-size 2 computes several steps at once"),
-        (
-            ("--tp-size", "2", "--dist-timeout", "0.01"),
-            "--dist-timeout: rank 1 of 2",
+        pytest.param(
+            ("--tp-size", "2", "--dist-timeout", "0.01"), "--dist-timeout: rank 1 of 2", marks=pytest.mark.slow
         ),
     ],
 )

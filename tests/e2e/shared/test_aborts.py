@@ -15,6 +15,7 @@ from tests.e2e.workload import recall_body
 AT_ONCE = 20
 
 
+@pytest.mark.parametrize("pd", ["nixl", pytest.param("mooncake", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("num_aborts", [60, pytest.param(200, marks=pytest.mark.slow)])
 async def test_random_aborts_leave_nothing_behind(pd: Cluster, num_aborts: int) -> None:
     """Victims among requests that are let live: those must not notice."""

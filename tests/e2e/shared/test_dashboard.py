@@ -18,6 +18,8 @@ BODY = {
     "stream": True,
 }
 
+pytestmark = pytest.mark.slow  # `make test` shows the pages what dummy workers report: tests/router/http
+
 
 @pytest.fixture(scope="module")
 def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

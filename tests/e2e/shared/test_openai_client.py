@@ -4,9 +4,8 @@ What the prefill worker alone knows (the prompt's logprobs, the cached tokens) m
 """
 
 import asyncio
-import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -54,6 +53,16 @@ CHATS: dict[str, dict[str, Any]] = {
 SEEDED = {"prompt": PROMPT, "max_tokens": 12, "temperature": 40.0, "extra_body": {"ignore_eos": True}}
 
 
+def whole_and_in_streams(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each as a whole answer or as a stream, in turn; `make slow-tests` tries the other way."""
+    cells = [
+        pytest.param(name, stream, id=f"{name}-{'stream' if stream else 'whole'}", marks=marks)
+        for number, name in enumerate(names)
+        for stream, marks in ((number % 2 == 0, ()), (number % 2 == 1, pytest.mark.slow))
+    ]
+    return pytest.mark.parametrize(("name", "stream"), cells)
+
+
 @pytest.fixture(scope="module")
 def apis(nixl: Cluster, unified: Cluster) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
     """(through the router, the unified worker)."""
@@ -91,26 +100,19 @@ def _plus(a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else a + b
 
 
-def test_models(nixl: Cluster, apis: tuple[openai.OpenAI, openai.OpenAI]) -> None:
-    (model,) = apis[0].models.list().data
-    assert model.id == "recall" and apis[0].models.retrieve("recall").id == "recall"
-
-
 def answer(create: Any, asked: dict[str, Any], *, stream: bool) -> Any:
     if stream:
         return joined(list(create(**GREEDY, **asked, stream=True, stream_options={"include_usage": True})))
     return create(**GREEDY, **asked).model_dump()
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", COMPLETIONS)
+@whole_and_in_streams(COMPLETIONS)
 def test_completions_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str, stream: bool) -> None:
     pd, plain = (answer(api.completions.create, COMPLETIONS[name], stream=stream) for api in apis)
     assert lasting(pd) == lasting(plain)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", CHATS)
+@whole_and_in_streams(CHATS)
 def test_chats_equal_the_unified_ones(apis: tuple[openai.OpenAI, openai.OpenAI], name: str, stream: bool) -> None:
     pd, plain = (answer(api.chat.completions.create, CHATS[name], stream=stream) for api in apis)
     assert lasting(pd) == lasting(plain)
@@ -141,33 +143,6 @@ def test_replicas_have_seeds_of_their_own(mooncake: Cluster) -> None:
     """Otherwise two of them would give the same request the same sample."""
     seeds = [httpx.get(f"{worker.url}/server_info").json()["random_seed"] for worker in mooncake.workers]
     assert len(set(seeds)) == len(seeds) == 3 and None not in seeds
-
-
-@pytest.mark.parametrize("trim", [True, False])
-@pytest.mark.parametrize("skip", [True, False])
-def test_a_stop_string_may_name_a_special_token(
-    apis: tuple[openai.OpenAI, openai.OpenAI], skip: bool, trim: bool
-) -> None:
-    """The answer to USER is "v42" and <eos>, which is no end here."""
-    wishes = {"ignore_eos": True, "skip_special_tokens": skip, "no_stop_trim": not trim}
-    body: Any = {**GREEDY, "messages": USER, "max_tokens": 8, "stop": ["<eos>"], "extra_body": wishes}
-    for api in apis:
-        whole = api.chat.completions.create(**body).choices[0]
-        events = [event.choices[0] for event in api.chat.completions.create(**body, stream=True)]
-        assert (whole.finish_reason, whole.matched_stop) == ("stop", "<eos>")  # type: ignore[attr-defined]
-        assert events[-1].finish_reason == "stop"
-        streamed = "".join(event.delta.content or "" for event in events)
-        assert whole.message.content == streamed
-        assert streamed.split() == (["v42"] if skip or trim else ["v42", "<eos>"])
-
-
-def test_a_long_answer_arrives_while_it_is_made(apis: tuple[openai.OpenAI, openai.OpenAI]) -> None:
-    """Tokens that are ready together share an event, so a short answer may be one event."""
-    long: Any = {"prompt": PROMPT, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
-    with apis[0].completions.create(**GREEDY, **long, stream=True) as stream:
-        events = list(itertools.islice((event for event in stream if event.choices[0].text), 3))
-    assert len(events) == 3
-    assert all(event.usage is None and event.choices[0].finish_reason is None for event in events)
 
 
 def test_equal_seeds_draw_equally(apis: tuple[openai.OpenAI, openai.OpenAI]) -> None:
@@ -214,8 +189,7 @@ NATIVE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", NATIVE)
+@whole_and_in_streams(NATIVE)
 def test_native_logprobs_equal_the_unified_ones(nixl: Cluster, unified: Cluster, name: str, stream: bool) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 3}
     body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "stream": stream, **NATIVE[name]}

@@ -4,7 +4,6 @@ Random weights: what comes out is in the grammar because of the grammar alone.
 """
 
 import asyncio
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -78,19 +77,6 @@ def test_a_message_has_the_tokens_of_a_chat(way: Cluster, claude: anthropic.Anth
     asyncio.run(assert_all_back(way))
 
 
-def test_a_stop_sequence_is_named(claude: anthropic.Anthropic) -> None:
-    asked: Any = {"model": "default", "messages": USER, "max_tokens": NUM_TOKENS, "extra_body": GREEDY}
-    whole = text_of(claude.messages.create(**asked))
-    stop = whole[len(whole) // 2 :][:3]
-    for stream in (False, True):
-        with claude.messages.stream(**asked, stop_sequences=["never", stop]) as streaming:
-            answer = streaming.get_final_message()
-        if not stream:
-            answer = claude.messages.create(**asked, stop_sequences=["never", stop])
-        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
-        assert text_of(answer) == whole[: whole.index(stop)]
-
-
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": FUNCTION["name"]}])
 def test_a_tool_goes_round(way: Cluster, claude: anthropic.Anthropic, choice: Any) -> None:
     asked: Any = {"model": "default", "tools": TOOLS, "max_tokens": 120, "extra_body": GREEDY}
@@ -118,15 +104,6 @@ def test_a_tool_goes_round(way: Cluster, claude: anthropic.Anthropic, choice: An
     asyncio.run(assert_all_back(way))
 
 
-def test_a_schema_is_followed(claude: anthropic.Anthropic) -> None:
-    config: Any = {"format": {"type": "json_schema", "schema": PERSON}}
-    answer = claude.messages.create(
-        model="default", messages=USER, max_tokens=120, output_config=config, thinking={"type": "disabled"}
-    )
-    (text,) = (block.text for block in answer.content if block.type == "text")
-    assert set(json.loads(text)) == set(PERSON["properties"]) and answer.stop_reason == "end_turn"
-
-
 # ---- Ollama
 
 
@@ -145,46 +122,7 @@ def test_ollama_has_the_tokens_of_a_chat(way: Cluster, llama: ollama.Client) -> 
     asyncio.run(assert_all_back(way))
 
 
-def test_a_raw_prompt_has_the_tokens_of_a_completion(way: Cluster, llama: ollama.Client) -> None:
-    body = {**GREEDY, "prompt": "hello there", "max_tokens": NUM_TOKENS}
-    wanted = httpx.post(f"{way.router}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-    options = {**GREEDY, "num_predict": NUM_TOKENS}
-    assert llama.generate("default", "hello there", raw=True, options=options).response == wanted
-    stop = wanted[len(wanted) // 2 :][:3]
-    stopped = llama.generate("default", "hello there", raw=True, options={**options, "stop": [stop]})
-    assert (stopped.response, stopped.done_reason) == (wanted[: wanted.index(stop)], "stop")
-
-
-def test_a_format_is_followed(llama: ollama.Client) -> None:
-    answer = llama.chat("default", USER, format=PERSON, think=False, options={"num_predict": 120, "seed": 3})
-    assert set(json.loads(answer.message.content or "")) == set(PERSON["properties"])
-    assert answer.done_reason == "stop"
-
-
-def test_a_request_without_a_prompt_loads_nothing_and_holds_nothing(way: Cluster, llama: ollama.Client) -> None:
-    assert llama.generate("default").done_reason == llama.chat("default").done_reason == "load"
-    assert [part.done_reason for part in llama.generate("default", stream=True)] == ["load"]
-    asyncio.run(assert_all_back(way))
-
-
-def test_the_router_lists_the_model(way: Cluster, llama: ollama.Client) -> None:
-    names = [model.model for model in llama.list().models]
-    shown = llama.show(f"{names[0]}:latest")
-    assert shown.modelinfo is not None and shown.modelinfo["general.basename"] == names[0]
-    assert "tools" in (shown.capabilities or []) and llama.ps().models[0].model == names[0]
-
-
 # ---- both
-
-
-def test_clients_that_leave_free_everything(way: Cluster, claude: anthropic.Anthropic, llama: ollama.Client) -> None:
-    long: Any = {"model": "default", "messages": USER, "max_tokens": 4000, "extra_body": GREEDY}
-    with claude.messages.create(**long, stream=True) as stream:
-        list(itertools.islice(stream, 5))
-    body = {"model": "default", "messages": USER, "options": {**GREEDY, "num_predict": 4000}}
-    with httpx.stream("POST", f"{way.router}/api/chat", json=body, timeout=60) as response:
-        assert json.loads(next(response.iter_lines()))["done"] is False
-    asyncio.run(assert_all_back(way))
 
 
 def test_errors_of_a_worker_pass_the_router_in_their_shape(claude: anthropic.Anthropic, llama: ollama.Client) -> None:

@@ -116,17 +116,6 @@ async def test_rules_beside_a_grammar(unified: Cluster, pd: Cluster) -> None:
     await assert_all_back(pd)
 
 
-async def test_a_choice(unified: Cluster, pd: Cluster) -> None:
-    choices = ["a.b", "a|c", "(d)"]
-    wishes: list[dict[str, Any]] = [{"structured_outputs": {"choice": choices}}, {"guided_choice": choices}]
-    async with session() as http:
-        for seed, wish in enumerate(wishes * 3):
-            body = {"prompt": "x", "max_tokens": 9, "seed": seed, "return_token_ids": True, **wish}
-            one, two = [(await post(http, f"{c.router}/v1/completions", body))[1]["choices"][0] for c in (unified, pd)]
-            assert one["text"] in choices and one["token_ids"] == two["token_ids"] and two["finish_reason"] == "stop"
-    await assert_all_back(pd)
-
-
 async def test_hidden_states_and_token_ids_of_openais_routes(unified: Cluster, pd: Cluster) -> None:
     prompt = prompt_of(150, 9)
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -17,7 +17,6 @@ from router.history.recorder import (
     RequestTraces,
     add,
     bucket_of,
-    middle_of,
     quantile,
 )
 from router.http.dashboard import SHOWN_REQUESTS, SHOWN_SECONDS, draw, merge, pick_records
@@ -95,12 +94,6 @@ def test_a_quantile_is_off_by_six_percent_at_most(values: list[float], share: fl
     exact = sorted(values)[max(1, -int(-share * len(values) // 1)) - 1]
     found = quantile(counts, share)
     assert found is not None and abs(found / exact - 1) < 0.065
-
-
-def test_latencies_beyond_all_bounds_stay_in_bounds() -> None:
-    assert bucket_of(0.0) == bucket_of(-1.0) == 0 and bucket_of(1e9) == bucket_of(1e12)
-    assert middle_of(bucket_of(1e9)) > 1000
-    assert quantile({}, 0.5) is None
 
 
 def test_times_between_tokens_failed_attempts_and_spans_are_kept() -> None:
