@@ -1,8 +1,6 @@
 """Clusters whose checkpoint has no tokenizer (--skip-tokenizer-init): one worker, and pairs over NIXL behind a cache-aware router."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import assert_all_back, generate_all, post, session, state_of, text_of
+from tests.e2e.client import assert_all_back, generate_all, post, session, state_of
 from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.settings import settings
 from tests.e2e.workload import mixed_bodies
@@ -145,37 +143,3 @@ async def test_the_router_sends_token_ids_to_the_worker_that_has_their_prefix(st
         await generate_all(pd.router, [body])
     news = [after - old for after, old in zip(await counts(), before, strict=True)]
     assert sum(news) >= count * size and all(news), "both have prefixes, and each is found where it is"
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_what_needs_text_is_refused_through_the_router(way: str, started: dict[str, Cluster]) -> None:
-    url = started[way].router
-    chat = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
-    stop = {"input_ids": [20], "sampling_params": {"stop": "x"}}
-    refused = (
-        ("/generate", {"text": "hello"}, "text"),
-        ("/generate", {"text": "hello", "stream": True}, "text"),
-        ("/generate", stop, "sampling_params.stop"),
-        ("/v1/completions", {"model": "default", "prompt": "hello"}, "prompt"),
-        ("/v1/chat/completions", {**chat, "stream": True}, "messages"),
-        ("/v1/embeddings", {"model": "default", "input": "hello"}, "input"),
-        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1]}, "query"),
-        ("/tokenize", {"prompt": "hello"}, "prompt"),
-    )
-    async with session() as http:
-        for path, body, field in refused:
-            status, answer = await post(http, url + path, body)
-            said = answer["error"]["message"]
-            assert status == 400 and said.startswith(f"{field}: this server has no tokenizer"), (path, answer)
-    for path in ("/health", "/health_generate"):
-        for server in (url, *(worker.url for worker in started[way].workers)):
-            await text_of(server + path)
-    await assert_all_back(started[way])
-
-
-def serve(*args: str) -> str:
-    """What a `tandem serve` that does not start says."""
-    command = [sys.executable, "-m", "deploy", "serve", "--port", "0", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0, done.stderr
-    return done.stderr.splitlines()[-1]

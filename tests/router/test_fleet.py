@@ -181,7 +181,7 @@ async def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatc
         discovery = ["--service-discovery", "--service-discovery-namespace", NAMESPACE]
         discovery += ["--prefill-selector", "role=prefill", "--decode-selector", "role=decode"]
         discovery += ["--service-discovery-port", str(prefill.port)]
-        discovery += ["--health-check-interval-secs", "0.05"]
+        discovery += ["--health-check-interval-secs", "0.2"]
         process, url = await launch(stack, tmp_path, "--pd-disaggregation", *discovery)
         f = Fleet(url, process, decodes, [prefill])
         await until(lambda: kube.num_watching == 4)  # a watch for each role and process

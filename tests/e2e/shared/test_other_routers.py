@@ -131,26 +131,6 @@ def test_a_client_that_leaves_ends_its_request(front: Front, client: openai.Open
 
 
 @before(*SERVING)
-def test_completions_and_their_stream(client: openai.OpenAI) -> None:
-    ask: dict[str, Any] = {"model": "recall", "prompt": PROMPT, "temperature": 0, "max_tokens": 3}
-    assert client.completions.create(**ask).choices[0].text.split() == ["v42", "k03", "v91"]
-    streamed = "".join(e.choices[0].text for e in client.completions.create(**ask, stream=True))
-    assert streamed.split() == ["v42", "k03", "v91"]
-    batch = client.completions.create(**{**ask, "prompt": [PROMPT, "k01 v02 k01"], "max_tokens": 1})
-    assert [c.text.split() for c in batch.choices] == [["v42"], ["v02"]]
-
-
-@before(*SERVING)
-def test_two_samples(client: openai.OpenAI) -> None:
-    """Routers of a pair give chat a room a sample, and completions one room for both."""
-    ask: dict[str, Any] = {"n": 2, "max_tokens": 1}
-    chat = client.chat.completions.create(**CHAT, **ask)
-    assert [(c.message.content or "").strip() for c in chat.choices] == ["v42", "v42"]
-    text = client.completions.create(model="recall", temperature=0, prompt=PROMPT, **ask)
-    assert [c.text.strip() for c in text.choices] == ["v42", "v42"]
-
-
-@before(*SERVING)
 def test_logprobs_and_a_constraint(client: openai.OpenAI) -> None:
     likely = client.chat.completions.create(**CHAT, max_tokens=1, logprobs=True, top_logprobs=2).choices[0].logprobs
     assert likely is not None and likely.content is not None and len(likely.content[0].top_logprobs) == 2
@@ -220,19 +200,6 @@ def generate(front: Front, body: dict[str, Any]) -> Any:
     response = httpx.post(f"{front.url}/generate", json=body, timeout=60)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-@before(*SERVING)
-def test_errors_keep_their_message(front: Front) -> None:
-    answer = httpx.post(f"{front.url}/generate", json={"text": PROMPT, "sampling_params": {"temperature": -1}})
-    assert answer.status_code == 400 and "temperature" in answer.text
-
-
-@before(*PAIRS, "sglang-router", "smg")
-def test_it_knows_our_workers(front: Front) -> None:
-    workers = httpx.get(f"{front.url}/workers").json()["workers"]
-    wanted = ["regular" if worker.role == "unified" else worker.role for worker in front.behind.workers]
-    assert sorted(w["worker_type"] for w in workers) == sorted(wanted) and all(w["is_healthy"] for w in workers)
 
 
 @before("smg, pair", "smg")
