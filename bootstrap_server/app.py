@@ -130,7 +130,7 @@ def make_app(
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Application:
-    """`secret`: verify and sign."""
+    """Return the application, which verifies and signs with a `secret`."""
     check = SignatureCheck(None if secret is None else Verifier(secret), clock)
     browser = BrowserRule(
         host=config.host,

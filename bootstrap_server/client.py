@@ -77,7 +77,7 @@ def look_up(
     timeout_s: float = 3.0,
     send: Send = over_http,
 ) -> RouteReply:
-    """`any_but`: any worker but these. Raises BootstrapError."""
+    """Return the worker of `room`, or any outside `any_but`. Raises BootstrapError."""
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
     signer = None if secret is None else Signer(secret)
     call = Call("GET", f"/route?room={room}{others}", b"")
@@ -150,7 +150,7 @@ class Registrar:
             self._wake.wait(self.turn())
 
     def turn(self) -> float:
-        """Return the pause."""
+        """Register, renew and send rooms as due; return the pause."""
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
@@ -225,7 +225,7 @@ def _oldest(times_s: OrderedDict[int, float]) -> float:
 
 
 def _checked(server: str, status: int, body: bytes) -> bytes:
-    """Raises BootstrapError."""
+    """Return the body of a good answer. Raises BootstrapError."""
     if status == UNPROVEN:
         message = f"bootstrap server {server} did not show that it knows the secret of --cluster-secret-file"
         raise BootstrapError(message, permanent=True)

@@ -70,7 +70,7 @@ def usage() -> str:
 
 
 def operating_error(error: BaseException) -> str | None:
-    """None for a bug, which the operator cannot fix."""
+    """Return a line for an error the operator can fix, None for a bug."""
     if any(cls.__name__ in OPERATING_ERRORS for cls in type(error).__mro__):
         return " ".join(str(error).split())
     if isinstance(error, ImportError):

@@ -19,7 +19,7 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """`value_type` bool is a switch, `topic` its group of help."""
+    """A flag; `value_type` bool is a switch, `topic` its group of help."""
 
     name: str
     option: str
@@ -65,7 +65,7 @@ def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand:
 
 
 def given_argv(args: argparse.Namespace, config_class: type[FlagSet], *, skip: Collection[str] = ()) -> list[str]:
-    """Pass typed flags on."""
+    """Return the argv that passes typed flags on."""
     argv: list[str] = []
     for flag in flags_of(config_class, skip=skip):
         if hasattr(args, flag.name):
@@ -206,7 +206,7 @@ def _unknown_flag_message(text: str, known: list[str]) -> str:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """The second value: whether there are several."""
+    """Return a value's type, and whether there are several."""
     if isinstance(hint, types.UnionType):
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     if typing.get_origin(hint) is tuple:

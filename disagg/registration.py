@@ -74,7 +74,7 @@ class RouteFinder:
         self._clock = clock
 
     def find(self, bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
-        """Raises `LookupFailed`."""
+        """Return the worker of `room`, or any other. Raises `LookupFailed`."""
         try:
             reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret, send=self._send)
         except BootstrapError as error:

@@ -109,7 +109,7 @@ def engine_use(disagg: DisaggConfig, *, pp_size: int = 1, name: str = "worker") 
 
 
 def _why_kv_stays(disagg: DisaggConfig) -> str:
-    """Empty if it can move."""
+    """Return why KV memory cannot move, or ""."""
     if not disagg.has_peers or not devices_here():
         return ""
     return "the KV memory of this worker is registered with RDMA devices, which keep its pages"

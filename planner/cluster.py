@@ -30,7 +30,9 @@ MOST_WORKERS, MAX_GPUS = 999, 32  # per pool; per worker
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """`mixed`: unified workers mix decodes into prefill steps."""
+    """Numbers of workers with `tp` GPUs. `mixed`: unified workers mix decodes into prefill
+    steps.
+    """
 
     prefill: int = 0
     decode: int = 0
@@ -105,7 +107,9 @@ LATE = "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCosts:
-    """`outside_s`: HTTP and tokenizer before the scheduler. `control_s`: a message between workers.
+    """Costs outside of steps.
+
+    `outside_s`: HTTP and tokenizer before the scheduler. `control_s`: a message between workers.
     `latency_s`: of a transfer. `cores`: of a shared host, `worker_cores` bound to each worker.
     `host_*_s`: CPU seconds of that host.
     """

@@ -128,8 +128,9 @@ def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
 
 
 def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]) -> HandoverTime:
-    """Equal single requests, unified and through a pair, in turns. Prompts must fit into one chunk.
-    Raises ConfigError.
+    """Fit the hand-over to equal single requests, unified and through a pair, in turns.
+
+    Prompts must fit into one chunk. Raises ConfigError.
     """
     before = {record.idx: _ttft(record) for record in _alone(unified)}
     more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
@@ -143,8 +144,10 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
 
 
 def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Shape) -> Efficiency:
-    """`steps`: (load, seconds). `Roofline` is linear in overhead and inverse shares once each
-    step's slower side is known: least squares, then the sides again.
+    """Fit the reached shares of a data sheet, and the overhead, to (load, seconds) of steps.
+
+    `Roofline` is linear in overhead and inverse shares once each step's slower side is known: least
+    squares, then the sides again.
     """
     found = Efficiency(compute=1.0, memory=1.0, step_s=0.0)
     for _ in range(SIDES):
@@ -155,7 +158,7 @@ def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Sha
 
 
 def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
-    """Return 1, and seconds by the data sheet."""
+    """Return 1, and the seconds at the data sheet's FLOP/s and bandwidth."""
     parts = model.parts(load)
     shares = model.efficiency.compute, model.efficiency.memory
     compute = sum(part.compute_s for part in parts if part.is_compute_bound)
@@ -222,7 +225,7 @@ def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
 
 
 def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:
-    """With quiet gaps, `STRETCH` at most."""
+    """Yield token times with quiet gaps, `STRETCH` at most."""
     begin = 0
     for end in range(1, len(times)):
         if not is_quiet(times[end - 1], times[end]):

@@ -37,7 +37,7 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Rates are per second and GPU, latencies at the SLO's percentile, `busy` by role."""
+    """One run, with rates per second and GPU, latencies at the SLO's percentile, `busy` by role."""
 
     rate: float
     good_share: float
@@ -64,6 +64,7 @@ def first_verified(count: int) -> int:
 
 
 def max_misses(count: int, share: float) -> int:
+    """Return how many requests may miss the SLO before a run stops."""
     return int((count - first_verified(count)) * (1 - share) + 1e-9)
 
 

@@ -29,7 +29,7 @@ class DrafterTime:
 
 
 def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> float:
-    """A drafter also processes the model's tokens."""
+    """Return a step's time; a drafter also processes the model's tokens."""
     if plan.skips_model:
         assert drafter is not None, "a plan asks a drafter, and there is none"
         return drafter.step_s + sum(drafter.a_pass.seconds(load) for load in pass_loads(plan))
@@ -48,7 +48,7 @@ def pass_loads(plan: Plan) -> list[StepLoad]:
 
 
 def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
-    """A pass has its layers' share of the overhead."""
+    """Return the time; a pass has its layers' share of the overhead."""
     layers_s = model.efficiency.step_s * shape.layers / model.shape.layers
     return DrafterTime(
         beside=replace(model, shape=_without_head(shape), efficiency=replace(model.efficiency, step_s=0.0)),
@@ -58,12 +58,12 @@ def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
 
 
 def by_weights(model: Fitted, of: Shape, shape: Shape) -> DrafterTime:
-    """`of`: the measured shape."""
+    """Scale times measured for shape `of`."""
     return DrafterTime(beside=_scaled(model, of, _without_head(shape)), a_pass=_scaled(model, of, shape), step_s=0.0)
 
 
 def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """On the fullest GPU, with its own or the model's head."""
+    """Return the shape on the fullest GPU, with its own or the model's head."""
     drafter, lent = model.drafter, shape_of(model, tp, on_cpu=on_cpu).head_params
     assert drafter is not None
     if drafter.kind == STANDALONE:
@@ -95,7 +95,7 @@ def _wider_attention(drafter: DrafterConfig, tp: int) -> int:
 
 
 def _without_head(shape: Shape) -> Shape:
-    """No logits are read."""
+    """Drop the head: no logits are read."""
     head_bytes = shape.head_params * shape.element_bytes
     return replace(shape, head_params=0, vocab=0, read_bytes=shape.read_bytes - head_bytes)
 
@@ -145,7 +145,7 @@ def kv_pages(
     longest: int,
     on_cpu: bool = False,
 ) -> int:
-    """Raises ConfigError.
+    """Return a worker's KV pages on `tp` GPUs. Raises ConfigError.
 
     `memory_bytes` is None with --max-total-tokens. `gpu`: the flag. `longest`: request tokens.
     """
@@ -179,7 +179,7 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 
 
 def _left_for_kv(engine: EngineConfig, weights: int, *, memory_bytes: int) -> int:
-    """Per GPU, as in a worker."""
+    """Return bytes for KV per GPU, as in a worker."""
     found = MeasuredMemory(
         memory=memory_bytes,
         free=memory_bytes,

@@ -38,7 +38,7 @@ def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
 
 
 def sizes_text(found: Sequence[SizeResult], study: Study, rate: float) -> str:
-    """The smallest cluster, then the other sizes."""
+    """Write the smallest cluster for `rate` per second, then the other sizes."""
     percent = f"p{100 * study.slo.share:g}"
     header = ["layout", "GPUs", "good", f"TTFT {percent}, ms", f"TPOT {percent}, ms", "holds up to, req/s", "busy"]
     best = smallest(found, study)
@@ -208,7 +208,7 @@ def check_plot(path: str) -> None:
 
 
 def draw(outcomes: Sequence[Outcome], *, share: float, title: str, path: str) -> None:
-    """Unified layouts are dashed, perfect service is grey."""
+    """Plot a line per layout; unified ones are dashed, perfect service is grey."""
     figure = _figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     highest = max((p.rate for o in outcomes for p in o.points if p.goodput > 0), default=1.0)

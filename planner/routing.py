@@ -75,7 +75,7 @@ class Routing(Generic[T]):
             routed.first_s, routed.requests = now_s, routed.leases[-1].worker.requests_everywhere
 
     def on_end(self, routed: Routed[T], num_tokens: int, now_s: float) -> None:
-        """`num_tokens` 0: failed."""
+        """Record an answer's end (`num_tokens` 0: failed)."""
         if routed.prompt is None:
             return
         self._forecast.computed(routed.prompt)

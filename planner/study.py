@@ -39,8 +39,8 @@ DEFAULT_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """`page_bytes`: of the whole model. `history`: warms caches. `num_pages`, `speculation`: by
-    GPUs per worker.
+    """A plan. `page_bytes`: of the whole model. `history`: warms caches. `num_pages`,
+    `speculation`: by GPUs per worker.
     """
 
     config: PlanConfig
@@ -127,7 +127,7 @@ def study_of(config: PlanConfig) -> Study:
 
 
 def with_local_models(config: PlanConfig) -> PlanConfig:
-    """The hub gives a config.json. Raises ConfigError."""
+    """Replace model and drafter by local files; the hub gives a config.json. Raises ConfigError."""
     drafter = config.speculative_draft_model_path
     if drafter is not None:
         drafter = _local(drafter, option=DRAFT_PATH)
@@ -183,7 +183,7 @@ def _sizes(config: PlanConfig) -> Sequence[int]:
 
 
 def _layouts(texts: Sequence[str], *, sizes: Sequence[int], tps: Sequence[int]) -> list[ClusterLayout]:
-    """Without `texts` some of each size."""
+    """Parse layouts, or propose some of each size, with each of `tps` unless given."""
     if not texts:
         return list(dict.fromkeys(layout for size in sizes for layout in candidates(size, tps=tps)))
     named = [parse_layout(text) for text in texts]
@@ -191,14 +191,14 @@ def _layouts(texts: Sequence[str], *, sizes: Sequence[int], tps: Sequence[int]) 
 
 
 def run_study(study: Study, cluster: PlannedCluster, rate: float) -> list[RequestRecord]:
-    """Stop when no request can be good."""
+    """Run at `rate` per second, until no request can be good."""
     cluster.warm(study.history)
     until_s = max(study.slo.latest_s(sent_s=a.at / rate, output_len=a.output_len) for a in study.requests)
     return cluster.run(study.requests, rate=rate, until_s=until_s)
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
-    """`rate`: per second and GPU."""
+    """Run at `rate` per second and GPU."""
     cluster = planned_cluster(study, layout)
     records = run_study(study, cluster, rate * layout.num_gpus)
     busy = defaultdict[str, list[float]](list)
@@ -209,7 +209,7 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
 
 
 def guess_rate(study: Study, layout: ClusterLayout) -> float:
-    """Per second and GPU, below capacity."""
+    """Return a first rate per second and GPU, below capacity."""
     size = len(study.requests)
     tokens = sum(request.input_len for request in study.requests) / size
     outputs = sum(request.output_len for request in study.requests) / size
@@ -290,7 +290,7 @@ def _local(given: str, *, option: str) -> str:
 
 
 def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:
-    """`longest`: tokens of context."""
+    """Add the drafter, with `longest` tokens of context."""
     found = model
     for tp in tps:  # each checks a rank's part
         found = with_drafter(replace(engine, tp_size=tp, kv_units=None, context_length=longest), model)

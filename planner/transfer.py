@@ -66,6 +66,7 @@ class Network:
         self._rooms.pop(number, None)
 
     def shake_hands(self, room: PlannedRoom) -> None:
+        """Exchange decode's request and the reply, once both are there."""
         if room.prefill is not None and room.decode is not None:
             self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
 

@@ -67,7 +67,9 @@ def workload_of(config: LoadFlags, *, count: int) -> tuple[list[PlannedRequest],
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """History ends at a trace's middle. Arrivals of one tick are spread."""
+    """Return requests before (history) and after a trace's middle. Arrivals of one tick are
+    spread.
+    """
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
     begin = max(0, len(ordered) - count) // 2
     first = max(0, begin - count)

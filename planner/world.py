@@ -48,7 +48,7 @@ class Timeline:
         event.act()
 
     def run_until(self, time_s: float, done: Callable[[], bool] = lambda: False) -> bool:
-        """True if `done`, False at `time_s`."""
+        """Run events until `done` (True), or up to `time_s` (False)."""
         while not done():
             while self._queue and self._queue[0][2].cancelled:
                 heapq.heappop(self._queue)

@@ -179,6 +179,7 @@ class _Fleet:
                 time.sleep(0.02)
 
     def watch(self) -> None:
+        """Wait until all have ended, restarting any that dies before."""
         while running := [member for member in self._members if member.process.exitcode is None]:
             wait([member.process.sentinel for member in running], timeout=1.0)
             for member in self._members:

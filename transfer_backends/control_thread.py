@@ -138,14 +138,14 @@ class ControlThread:
             return self._core.is_quiet
 
     def drain(self) -> bool:
-        """True if writes end within `CLOSE_S`."""
+        """Return True if writes end within `CLOSE_S`."""
         deadline_s = time.monotonic() + CLOSE_S
         while not self.is_quiet and time.monotonic() < deadline_s:
             time.sleep(0.001)
         return self.is_quiet
 
     def send_bye(self) -> None:
-        """No write is in flight. Without it peers need proof of death."""
+        """Send `Bye`: no write is in flight. Without it peers need proof of death."""
         with self.locked():
             self._core.send_bye()
 

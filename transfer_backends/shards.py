@@ -63,7 +63,7 @@ def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_pie
 def plan_strips(
     src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: tuple[int, int], size_bytes: int
 ) -> Pieces:
-    """From byte `begin` (src, dst) of each item: never contiguous."""
+    """Plan `size_bytes` from byte `begin` (src, dst) of each item: never contiguous."""
     lengths = np.full(len(src_ids), size_bytes, np.uint64)
     return _pieces(src_ids, dst_ids, lengths, src=src, dst=dst, begin=begin)
 
@@ -103,7 +103,7 @@ def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: tu
 
 
 def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Pieces]:
-    """Within both limits, one piece at least."""
+    """Cut pieces into posts within both limits, one piece at least."""
     total = np.cumsum(pieces.lengths.astype(np.int64))
     begin = 0
     while begin < len(pieces):
@@ -299,7 +299,7 @@ class SideShard:
 
 
 def plan_side_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) -> tuple[SideShard, ...]:
-    """Each decode rank gets every byte once."""
+    """Return the shards of each pool, each decode rank with every byte once."""
     shards = []
     for pool in range(len(mine.pools)):
         sources = [rank.pools[pool] for rank in mine.ranks]

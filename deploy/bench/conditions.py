@@ -28,7 +28,7 @@ class ServerFacts:
 
 
 async def find_server(session: aiohttp.ClientSession, url: str, config: BenchConfig) -> ServerFacts:
-    """Raises ConfigError."""
+    """Find the model's name and check that the server has it. Raises ConfigError."""
     names = await _models(session, url, config)
     wanted = config.served_model_name or config.model
     if wanted is None and not names:

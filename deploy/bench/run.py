@@ -60,7 +60,7 @@ def requests_of(config: BenchConfig, tokens: TokenCounter) -> list[BenchRequest]
 
 
 async def run(config: BenchConfig, prepared: Prepared) -> list[Measured]:
-    """Load one target, or two in turns."""
+    """Warm up, then load one target, or two in turns."""
     requests = prepared.requests
     async with open_session(config.headers()) as session:
         targets = [

@@ -125,7 +125,7 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 
 
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Raises ConfigError.
+    """Return role -> flags by field. Raises ConfigError.
 
     Encoder workers get no flags of ranks or text model. A role without stages gets no
     --pp-layer-partition, one DP rank no DP attention, if the other role has them.

@@ -133,7 +133,7 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Return the exit status of `run`."""
+        """Keep all processes until a signal (0), or until the front or all others stay dead (1)."""
         keepers = {asyncio.create_task(self._keep(i)) for i in range(len(self._specs))}
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -158,7 +158,7 @@ class Supervisor:
         return is_front(child.spec, self._specs)
 
     async def _keep(self, i: int) -> Child:
-        """Return process `i` when it stays dead."""
+        """Start process `i` again each time it dies; return it when it stays dead."""
         child, restarts = self._children[i], self._restarts[i]
         if child.spec.name in self._healthy_s:
             restarts.became_healthy(self._started_at + self._healthy_s[child.spec.name])

@@ -83,6 +83,7 @@ class FeatureFetches(PeerPart):
         self._counters |= dict.fromkeys(COUNTED, 0)
 
     def begin(self, request: Request, now_s: float) -> None:
+        """Make `request` wait for its images' features from encoders."""
         if not request.message.encoders:
             return
         cached = len(self._memory.match_prefix(request).pages) * self._memory.allocator.page_size
@@ -91,7 +92,7 @@ class FeatureFetches(PeerPart):
                 self._wait(request, image, source, now_s)
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """The role ends the request; unneeded fetches end."""
+        """Remove a request, which the role ends; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             request = fetch.waiting.pop(rid, None)
             if request is not None:

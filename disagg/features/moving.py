@@ -43,12 +43,13 @@ class Moves(SendingPart):
         return [] if request.moves else None
 
     def _remove(self, request: Request, room: int) -> list[TokenOutput]:
-        """Its last step may still finish it."""
+        """Remove a running request from the batch; its last step may still finish it."""
         self._scheduler.held.move(request)
         self._leaving[request.rid] = request, room
         return self._part()
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+        """End a request with collected steps and an open stream, if present."""
         request, _ = self._leaving.get(rid, (None, 0))
         if request is None or request not in self._scheduler.held:
             return None

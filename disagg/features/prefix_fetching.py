@@ -72,7 +72,7 @@ class FetchPolicy:
             rate.note(num_tokens, taken_s, now_s)
 
     def wait_s(self, num_tokens: int, now_s: float) -> float | None:
-        """None to compute the tokens here.
+        """Return the maximum wait, or None to compute the tokens here.
 
         At worst, wait and computation take twice the time.
         """
@@ -168,7 +168,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         self._page_size = scheduler.memory.allocator.page_size
 
     def answer(self, request: Request, now_s: float) -> list[TokenOutput]:
-        """No request needs the prefix yet. The answer follows at the end."""
+        """Fetch a prefix that no request needs yet, and answer at the end."""
         if request.rid in self._copies:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
         self._fetch(request, now_s)
@@ -178,6 +178,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         return []
 
     def begin(self, request: Request, now_s: float) -> None:
+        """Let a request for a decode worker wait for its prefix if fetching it pays."""
         at = request.message.bootstrap
         if not request.message.alone and at is not None and at.host != FAKE_BOOTSTRAP_HOST:
             self._fetch(request, now_s)
@@ -211,7 +212,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             self._open(request, request.message.bootstrap.room, source, now_s)
 
     def leave(self, rid: str) -> None:
-        """Unneeded fetches end."""
+        """Remove a request without client; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             if fetch.waiting.pop(rid, None) is not None and not fetch.waiting:
                 self.incoming.cancel(fetch, "the client has gone")
@@ -219,6 +220,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
     # ---- the beginning
 
     def _same(self, request: Request) -> PrefixFetch | None:
+        """Find a fetch in progress for the prefix of `request`."""
         for fetch in self.incoming.transfers.values():
             carrier = fetch.request
             known = carrier.input_ids[: fetch.num_known]

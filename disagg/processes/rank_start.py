@@ -64,7 +64,7 @@ class RankProcess:
 
 
 def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) -> list[tuple[str, ...]]:
-    """() leaves all visible ones. Raises ConfigError.
+    """Assign a GPU to each rank; () leaves all visible ones. Raises ConfigError.
 
     Ranks over several machines are CPU only.
     """

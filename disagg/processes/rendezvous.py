@@ -113,7 +113,7 @@ def flags_of(engine: EngineConfig, disagg: DisaggConfig) -> dict[str, Any]:
 
 
 def check_same(engine: EngineConfig, disagg: DisaggConfig, theirs: Mapping[str, Any], *, node: int) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError with the first different flag and both values."""
     mine = flags_of(engine, disagg)
     for flag in (*dataclasses.fields(EngineConfig), *dataclasses.fields(DisaggConfig)):
         here, there = mine[flag.name], theirs.get(flag.name)
@@ -232,7 +232,7 @@ class _Meeting:
 
 @contextmanager
 def gathered(engine: EngineConfig, disagg: DisaggConfig, region: RegionPlan, *, secret: bytes) -> Iterator[Met]:
-    """Node 0's part. Raises ConfigError.
+    """Gather all nodes, as node 0, for the block. Raises ConfigError.
 
     `engine` is unresolved, since resolution may depend on the machine.
     """
@@ -295,7 +295,7 @@ def _missing(engine: EngineConfig, there: set[int], error: Exception) -> str:
 
 @contextmanager
 def joined(engine: EngineConfig, disagg: DisaggConfig, *, secret: bytes) -> Iterator[Met]:
-    """Another node's part. Raises ConfigError."""
+    """Join as another node, for the block. Raises ConfigError."""
     with ExitStack() as stack:
         meeting = _Meeting(engine=engine, disagg=disagg, secret=secret, stack=stack)
         try:

@@ -32,7 +32,7 @@ def serve(
     facts: Mapping[str, Any],
     closes: Sequence[Callable[[], None]],
 ) -> None:
-    """Resources of the loop are closed in the order of `closes`.
+    """Send `facts`, run the loop, and close what it used in the order of `closes`.
 
     Raises RanksEnded, unless the parent names the first rank. A watchdog names late ranks, too.
     """

@@ -70,7 +70,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
 
 
 def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
-    """With current weights and adapters. Raises ConfigError."""
+    """Plan the next session with current weights and adapters. Raises ConfigError."""
     if plan.engine.nnodes > 1:
         raise ConfigError(
             f"--nnodes {plan.engine.nnodes}: a worker on several machines keeps its role; start another one"

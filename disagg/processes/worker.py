@@ -51,7 +51,7 @@ def plan_on_machine(*, engine: EngineConfig, server: ServerConfig, disagg: Disag
 
 
 def undone_in_order(run: Callable[[], int]) -> int:
-    """Signals become an exception, so that `run` undoes its start."""
+    """Turn signals into an exception, so that `run` undoes its start."""
     for number in _ENDING:
         signal.signal(number, _leave)
     try:

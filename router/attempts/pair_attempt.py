@@ -103,7 +103,7 @@ class PairAttempt:
         return (self.answering,) if self.prefill is None else (self.prefill, self.answering)
 
     def settled(self) -> bool:
-        """Raises CallFailed."""
+        """Return whether the answer has started. Raises CallFailed."""
         if not self._is_decided():
             return False
         failures = [failure for call in self.calls if (failure := call.failure())]
@@ -117,7 +117,7 @@ class PairAttempt:
             call.goes_on = stays
 
     def begin_answer(self) -> None:
-        """Release the prefill worker."""
+        """Release the prefill worker: decode only answers computed prompts."""
         self.stay()
         self._end_prompt()
 
@@ -256,7 +256,7 @@ class AttemptLauncher:
         return attempt
 
     async def until_started(self, request: RequestContext, attempt: PairAttempt) -> None:
-        """Raises CallFailed, after notifying observers."""
+        """Wait for the answer's start. Raises CallFailed after notifying observers."""
         try:
             while not attempt.settled():
                 await attempt.waiter.wait()
@@ -320,6 +320,7 @@ class AttemptLauncher:
         return of_prefill, self._vouched(of_decode, prefill, rooms), to_prefill, to_decode
 
     def _rooms(self, request: RequestContext, prefill: Worker) -> tuple[int, ...]:
+        """Mint rooms of the request's DP rank, which prefill reads from the room."""
         rank, num_ranks, count = request.dp_rank, prefill.ranks.dp, request.parsed.num_samples
         if rank is None or not 0 <= rank < num_ranks:
             return self.rooms.mint(count)

@@ -93,6 +93,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         self.failed.note(failure, workers)
 
     def is_to_blame(self, max_deaths: float) -> bool:
+        """Return whether the request has ended more workers, or caused its failure."""
         return self.failed is not None and (self.failed.num_deaths > max_deaths or self.failed.is_own)
 
     def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
@@ -119,7 +120,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
 
 
 def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
-    """Return seconds. Raises BadBody."""
+    """Return a header's milliseconds as seconds. Raises BadBody."""
     text = headers.get(name)
     if text is None:
         return None

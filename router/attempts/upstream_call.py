@@ -137,7 +137,7 @@ class UpstreamCall:
         return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
 
     def failure(self) -> CallFailed | None:
-        """Only before the answer started; its reader gets later ones."""
+        """Return a failure before the answer started; later ones go to its reader."""
         if self._failure is None:
             self._failure = self._find_failure()
         return self._failure
@@ -270,6 +270,7 @@ def circuit_failed(failure: CallFailed, now_s: float) -> None:
 
 
 def circuit_blamed(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
+    """Record a fault of the workers whose request `attempt` then answered."""
     if request.failed is not None:
         for worker in request.failed.take_suspects(attempt.workers):
             worker.circuit.record(Event.FAULT, now_s)

@@ -117,7 +117,7 @@ class _Follower:
     task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
-        """Follow the worker. Messages queue during a replay."""
+        """Follow the worker until cancelled. Messages queue during a replay."""
         with self._socket(zmq.SUB, self.source.endpoint, _plain_socket) as sub:
             sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)
@@ -187,7 +187,7 @@ class _Reader:
         self._file = sock.getsockopt(zmq.FD)
 
     async def gap(self) -> Message:
-        """Return the first message after it."""
+        """Read until a gap; return the first message after it."""
         self._reads = True
         self._loop.add_reader(self._file, self._turns.add, self)
         self._turns.add(self)  # the descriptor only signals later messages

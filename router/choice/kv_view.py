@@ -172,7 +172,7 @@ class WorkerCacheView:
         return self._blocks.num_tokens
 
     def on_message(self, seq: int, events: Sequence[AnyEvent]) -> int | None:
-        """Return the first missing number."""
+        """Apply a message, or return the first missing number."""
         if seq <= self._last_live:  # numbers only grow, so the worker has restarted
             self._clear()
             self.next, self._last_live, self.whole = 0, -1, True

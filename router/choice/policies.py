@@ -112,7 +112,7 @@ class Policy(ABC):
         """Choose from `pool` (not empty) without recording it."""
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most have no state)
-        pass
+        """Record that the request is sent there."""
 
     def choose(self, pool: Pool, hints: RoutingHints) -> Placement:
         choice = self.look(pool, hints)
@@ -278,6 +278,7 @@ class Chooser:
         self.needs_session = any(policy.needs_session for policy in policies.values())
 
     async def hints(self, parsed: ParsedBody, headers: Mapping[str, str], *, size: int) -> RoutingHints:
+        """Return the hints of a body of `size` bytes; a thread reads a long one."""
         if not (self.needs_keys or self.needs_session):
             return RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
         return await BODIES.run(partial(self.hints_of, parsed, headers), size=size)

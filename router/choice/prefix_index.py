@@ -90,7 +90,7 @@ class PrefixIndex:
         return PrefixMatch(groups, self._owner, self._parts)
 
     def touch(self, worker_id: int, keys: Sequence[Hashable]) -> None:
-        """The longest expires first."""
+        """Record a request with these prefixes. The longest expires first."""
         part = self._part(worker_id)
         guessed, reported, holders, bit = part.guessed, part.reported, self._holders, part.bit
         for key in reversed(keys):

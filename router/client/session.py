@@ -18,7 +18,7 @@ _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 def open_session(
     *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0
 ) -> aiohttp.ClientSession:
-    """Without limits, decoding, proxies or cookies.
+    """Open a session without limits, decoding, proxies or cookies.
 
     The kernel closes connections dead for `dead_timeout_s`, 0 for never.
     """

@@ -112,7 +112,7 @@ class HttpUpstream:
         return origin
 
     def _free(self, origin: _Origin) -> "_Connection | None":
-        """The latest that the worker will not close soon."""
+        """Return the latest idle connection that the worker will not close soon."""
         while origin.free:
             connection = origin.free.pop()
             if not connection.closed and self._loop.time() - connection.free_since_s < KEEPALIVE_S:
@@ -210,7 +210,7 @@ class HttpReply:
             end_connection()
 
     def feed(self, data: bytes) -> bool:
-        """Return False to stop reading."""
+        """Add bytes; return False to stop reading."""
         self._chunks.append(data)
         self.num_buffered += len(data)
         return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()
@@ -250,7 +250,7 @@ def nothing() -> None:
 
 
 class _Connection(asyncio.Protocol):
-    """The parser calls `on_*`."""
+    """A socket, idle or with one request; the parser calls `on_*`."""
 
     def __init__(self, owner: HttpUpstream, origin: _Origin) -> None:
         self.origin = origin

@@ -91,6 +91,7 @@ class AdmissionQueue:
         return self._of_client[client] + others >= limit
 
     def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
+        """Return the new ticket, and others that changed."""
         self._num_arrived += 1
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
         if not self._waiting and not self.full and not self.client_full(client):  # shortcut with the same result
@@ -175,6 +176,7 @@ class RateLimiter:
         assert self.per_s > 0 and self.burst >= 1, (self.per_s, self.burst)
 
     def wait_s(self, client: str, now_s: float) -> float:
+        """Take a token, or return the seconds until the next."""
         tokens, at_s = self._buckets.pop(client, (float(self.burst), now_s))
         tokens = min(float(self.burst), tokens + max(0.0, now_s - at_s) * self.per_s)
         missing = max(0.0, 1.0 - tokens)
@@ -185,7 +187,7 @@ class RateLimiter:
 
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
-    """None without limit. The default burst is two seconds of requests."""
+    """Return a limiter, None without limit. The default burst is two seconds of requests."""
     return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
 
 
@@ -275,7 +277,7 @@ def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast)
 def look_in_time(
     policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequence[Objective], *, now_s: float
 ) -> Placement:
-    """Raises RequestRefused."""
+    """Return the policy's choice within all SLOs. Raises RequestRefused."""
     choice = policy.look(pool, hints)
     if all([objective.keeps(choice) for objective in objectives]):
         return choice
@@ -338,7 +340,7 @@ class Admission:
             self.leave(ticket)
 
     async def enter(self, request: RequestContext) -> Ticket:
-        """`leave` must follow. Raises RequestRefused, BadBody."""
+        """Wait until the request may run. `leave` must follow. Raises RequestRefused, BadBody."""
         priority = _priority(request.http, request.parsed)
         client = self._client(request.http)
         ticket, changed = self.queue.arrive(client, priority=priority, now_s=loop_time_s())

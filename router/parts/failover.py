@@ -72,7 +72,7 @@ class ResumableAnswer(ClientAnswer):
     _all_rooms: list[int] = field(default_factory=list)
 
     async def whole(self) -> Response:
-        """If it cannot continue elsewhere it restarts (CallFailed)."""
+        """Return a whole answer. If it cannot continue elsewhere it restarts (CallFailed)."""
         if not self.attempt.answering.framed:
             return await super().whole()
         try:
@@ -104,7 +104,7 @@ class ResumableAnswer(ClientAnswer):
             answering.names_owner = owner_said(self.request.headers)
 
     def _rooms_to_leave(self) -> Mapping[str, int]:
-        """Rooms of live samples by rid."""
+        """Mint a room per sample; return those of live samples by rid."""
         left, count = self.record.samples_left(), self.request.parsed.num_samples
         rooms = self.launcher.rooms
         if not left or max(left) >= count or not rooms.has_room_for(count):

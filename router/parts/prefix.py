@@ -68,7 +68,7 @@ class PrefixSources:
         return best if more else None
 
     def holders(self, hints: RoutingHints, *, like: Worker) -> Iterator[Holder]:
-        """Other workers of the same models."""
+        """Yield other workers of the same models with part of the prompt."""
         for num_blocks, bits in (matched := self._index.match(hints.keys)).groups:
             for worker_id in matched.ids(bits):
                 worker, at = self._workers.get(worker_id, (None, None))
@@ -127,9 +127,10 @@ MAX_KEPT = 4096  # prefixes whose hits are counted
 
 
 class Replication:
-    """Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it.
+    """Choice of hot prefixes to copy to a second worker, within a budget.
 
-    A copy may overdraw the budget; the next waits until it is paid back.
+    Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it. A copy may overdraw
+    the budget; the next waits until it is paid back.
     """
 
     def __init__(self, *, bytes_a_s: float) -> None:
@@ -142,7 +143,7 @@ class Replication:
         self.num_copied = self.num_failed = 0
 
     def note(self, key: Hashable, now_s: float) -> bool:
-        """Return whether it is hot."""
+        """Count a request; return whether its prefix is hot."""
         hits, at_s = self._hits.pop(key, (0.0, now_s))
         hits = hits * 0.5 ** ((now_s - at_s) / HALF_LIFE_S) + 1.0
         self._hits[key] = hits, now_s
@@ -151,7 +152,7 @@ class Replication:
         return bool(hits >= HOT_HITS)
 
     def begin(self, key: Hashable, size_bytes: int, now_s: float) -> bool:
-        """If True, `end` must follow."""
+        """Charge a copy, if allowed now; then `end` must follow."""
         self._account = min(0.0, self._account + (now_s - self._paid_s) * self._bytes_a_s)
         self._paid_s = now_s
         self._last_s = {other: at_s for other, at_s in self._last_s.items() if now_s - at_s < PAUSE_S}
@@ -171,7 +172,7 @@ class Replication:
 
 @dataclass(eq=False, kw_only=True)
 class PrefixCopies:
-    """Repeats the hot request at a second worker, which only fetches the KV.
+    """Copies hot prefixes: repeats the hot request at a second worker, which only fetches the KV.
 
     So no router needs a tokenizer.
     """
@@ -182,7 +183,7 @@ class PrefixCopies:
     _running: set[HttpReply] = field(default_factory=set)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        """Copy it if hot and at one worker only."""
+        """Count the prompt's longest known prefix, and copy it if hot and at one worker only."""
         chosen, hints, sources = attempt.placements[0], request.hints, self.prefixes.sources
         if chosen.worker.role is not Role.PREFILL or not sources.exchanges(chosen.worker):
             return

@@ -59,6 +59,7 @@ class Reconnect:
         return await serve(request)
 
     async def _digest(self, request: RequestContext) -> str:
+        """Hash the client's body, of before any change."""
         body = await request.http.read()
         return await BODIES.run(partial(digest_of, request.path, body), size=len(body))
 
@@ -97,6 +98,7 @@ class Reconnect:
 
 
 def _knows(answer: WorkerAnswer) -> bool:
+    """Return whether a worker without the stream has answered, or is gone."""
     return answer.refused or 0 < answer.status < 500
 
 

@@ -79,8 +79,10 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
 
 
 def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
-    """One worker must have room below `above`, at a request's mean size. As in Llumnix (OSDI 2024),
-    but only to avoid retraction.
+    """Count the requests to migrate from a worker with KV usage beyond `above`.
+
+    One worker must have room below it, at a request's mean size. As in Llumnix (OSDI 2024), but
+    only to avoid retraction.
     """
     report = worker.report
     if report is None or not report.running_reqs or not report.capacity_tokens:

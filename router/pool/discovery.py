@@ -114,7 +114,7 @@ class _Joined:
 
 @dataclass(slots=True)
 class PodWorkers:
-    """Decisions depend on pods and table only.
+    """Workers from pods. Decisions depend on pods and table only.
 
         pod   absent --ready--> joined --deleted, ended, deselected--> leaving --idle--> absent
 
@@ -137,6 +137,7 @@ class PodWorkers:
             self._enter(want, now_s)
 
     def reap(self) -> None:
+        """Remove idle leaving workers, except last resorts."""
         for joined in [joined for joined in self._joined.values() if joined.leaving]:
             worker = joined.worker
             if worker is not None and not worker.inflight_requests and not self.table.is_alive(worker):
@@ -164,8 +165,8 @@ class PodWorkers:
         self._joined[want.url] = _Joined(want, worker)
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
-        """Retire it. A pod being deleted (`ending`) still serves for seconds, as a last resort
-        while its successor is unchecked.
+        """Send no new requests. A pod being deleted (`ending`) still serves for seconds, as a last
+        resort while its successor is unchecked.
         """
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:

@@ -128,6 +128,7 @@ class HealthMonitor:
         await end_tasks(tasks)
 
     def on_unreachable(self, worker: Worker, *, refused: str = "", draining: bool = False) -> None:
+        """Mark a worker down if refused, or draining; check it."""
         if refused:
             self._note(worker, Check.REFUSED, refused)
         elif draining:
@@ -177,6 +178,9 @@ class HealthMonitor:
         )
 
     async def _wait(self, watch: "_Watch", due_s: float) -> None:
+        """Wait for the next check, the worker's end, or its silence with requests or late
+        heartbeats.
+        """
         while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
             beat_s = self._beat_s(watch)
             if beat_s and now_s - max(watch.checked_s, last_sign_s(watch.worker)) >= beat_s:
@@ -200,8 +204,8 @@ class HealthMonitor:
             log.debug("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
-        """Health first, then whatever is due. With good heartbeats health comes with
-        `/server_info`, and load only with requests.
+        """Run one round: health, then whatever is due, so that a worker comes up with a bootstrap
+        address. With good heartbeats health comes with `/server_info`, and load only with requests.
         """
         worker, heartbeats, asked_s = watch.worker, watch.heartbeats, loop_time_s()
         known, result, error = worker.process.incarnation, Check.OK, ""
@@ -238,7 +242,9 @@ class HealthMonitor:
             self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
-        """While the worker `answers`, calls with unsent tokens stay."""
+        """Migrate (the latest `most`) calls to others and count them. While the worker `answers`,
+        calls with unsent tokens stay.
+        """
         if self.config.disable_moves or not self.table.has_others(worker):
             return 0
         calls = calls_for_others(worker, answers=answers)
@@ -255,7 +261,9 @@ class HealthMonitor:
             self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
-        """Immovable calls get more time, as it may be a pause."""
+        """Handle repeated reports of silence. Immovable calls get more time, as it may be a
+        pause.
+        """
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
@@ -294,7 +302,7 @@ class HealthMonitor:
         return Check.FAILED, ": ".join(filter(None, (f"/health answers {status}", parse_error(body))))
 
     async def _read_info(self, watch: "_Watch") -> str:
-        """Return an error, which changes nothing."""
+        """Read role, models and bootstrap; return an error, which changes nothing."""
         worker = watch.worker
         info, error = await self._prober.first_json(worker, _INFO_PATHS)
         error = error or await self._read_models(worker, info) or self._read_role(worker, info)
@@ -313,7 +321,7 @@ class HealthMonitor:
         return ""
 
     async def _read_bootstrap(self, watch: "_Watch", info: object) -> str:
-        """Return an error.
+        """Read the bootstrap address; return an error.
 
         A given port (perhaps mapped) wins if a server answers there. Checked once per process, as a
         hanging server would delay the worker's checks.
@@ -340,8 +348,8 @@ class HealthMonitor:
         )
 
     def _read_role(self, worker: Worker, info: object) -> str:
-        """Return an error. A server without a role in a pair would ignore its peer, and compute
-        whole requests.
+        """Read the role, which may switch; return an error. A server without a role in a pair would
+        ignore its peer, and compute whole requests.
         """
         mode = parse_mode(info)
         if worker.role in PAIR and worker.runtime_type == VLLM:
@@ -360,7 +368,7 @@ class HealthMonitor:
         return ""
 
     async def _read_models(self, worker: Worker, info: object) -> str:
-        """Return an error. A server without report is no worker."""
+        """Read the models; return an error. A server without report is no worker."""
         listed = None
         if not isinstance(info, dict) or has_adapters(info) or runtime_of(info, None) == VLLM:
             listed, error = await self._prober.first_json(worker, _MODEL_PATHS)

@@ -36,6 +36,7 @@ class HealthLog:
             log.warning("%s worker %s cannot be reached: %s", worker.role, worker.url, worker.checks.error)
 
     def _is_awaited(self, worker: Worker) -> bool:
+        """Return whether it had time to start."""
         return worker.health is Health.STARTING and worker.checks.streak >= self.table.health.health_failure_threshold
 
     def on_pause(self, worker: Worker) -> None:
@@ -49,9 +50,7 @@ class HealthLog:
             log.info("%s worker %s is no longer paused", worker.role, worker.url)
 
     def on_round(self, now_s: float) -> None:
-        """- all are silent but have not failed it: up to `silence_s`, and its deadline
-        - silent or gone, and it has failed before: up to `wait_s`
-        """
+        """Name workers that fit no peer, or fit again."""
         if now_s < self._misfits_due_s:
             return
         self._misfits_due_s = now_s + MISFITS_EVERY_S

@@ -35,7 +35,9 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 @dataclass(slots=True, kw_only=True)
 class Prober:
-    """`on_silence(worker, silent)` is called repeatedly. A frozen process refuses no connection.
+    """Probes. `on_silence(worker, silent)` is called repeatedly.
+
+    HTTP probes of one worker, and detection of its silence. A frozen process refuses no connection.
     Silence before a failed check only makes requests prefer other workers. Streaming workers are
     never silent. Without heartbeats busy, silent workers are probed every quarter of the limit.
 
@@ -58,7 +60,7 @@ class Prober:
         return f"{path}: {str(error) or late}"
 
     async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
-        """Raises one of `FAILURES`."""
+        """Return status and body. Raises one of `FAILURES`."""
         silence, timeout = None, aiohttp.ClientTimeout(total=self.timeout_s)
         if self.silence_s:
             report = partial(self.on_silence, worker)
@@ -181,6 +183,7 @@ class Heartbeats:
         return self.trusted and not self.is_late and self._beat is not None and self._beat.fine
 
     def took_rest(self) -> bool:
+        """Return whether it was idle since the last call."""
         ran, self._ran = self._ran, False
         self.rests = self.fine and not ran
         return self.rests

@@ -61,7 +61,7 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _pending(row: dict[str, Any]) -> int:
-    """A share of capacity in SGLang's reports."""
+    """Return pending tokens, a share of capacity in SGLang's reports."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
     return int(share * count_of(row.get("max_total_num_tokens")))
 
@@ -107,18 +107,18 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 
 def is_bootstrap_server(status: int, body: bytes) -> bool:
-    """Ours or SGLang's, by its /health."""
+    """Return whether /health is a bootstrap server's, ours or SGLang's."""
     return status == 200 and (body == b"OK" or "rooms" in object_of(body))
 
 
 def reports_draining(body: bytes) -> bool:
-    """A draining worker's 503, by /health or error code."""
+    """Return whether a 503 is a draining worker's, by /health or error code."""
     answer = object_of(body)
     return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
 
 
 def reports_request_failed(body: bytes) -> bool:
-    """A 500 of a worker that serves others, by our codes."""
+    """Return whether a 500 is of a worker that serves others, by our codes."""
     answer = object_of(body)
     return _error(answer).get("code", answer.get("code")) in REQUEST_ERRORS
 
@@ -189,7 +189,9 @@ class EventSource:
 
 
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
-    """JSON, or text as in SGLang. Only its port is used: the router connects to no other host."""
+    """Read `kv_events_config` (JSON, or text as in SGLang). Only its port is used: the router
+    connects to no other host.
+    """
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):
         config = decode_or_none(config.encode(errors="replace"))
@@ -291,7 +293,7 @@ def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
 
 
 def lacks_route(status: int, body: bytes) -> bool:
-    """FastAPI's answer for an unknown path."""
+    """Return whether an answer is FastAPI's for an unknown path."""
     return status == 404 and object_of(body).get("detail") == "Not Found"
 
 

@@ -83,9 +83,9 @@ class Catalogue:
         return next(iter(ready or ()), self.bases[0])
 
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
-        """The base model of an adapter's workers, empty for all, as one may not have reported it.
+        """Return the base model whose workers load or unload an adapter, empty for all.
 
-        Raises UnknownModel, ValueError.
+        All of them, as one may not have reported the adapter. Raises UnknownModel, ValueError.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -312,7 +312,7 @@ class WorkerTable:
         return self.pool(worker.role, worker.models[0] if worker.models else "")
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
-        """Return whether the state changed."""
+        """Apply a check's result; return whether the state changed."""
         checks = worker.checks
         same = checks.last is not None and _kind(checks.last) is _kind(result)
         checks.streak = checks.streak + 1 if same else 1

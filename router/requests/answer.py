@@ -88,7 +88,10 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(eq=False)
 class ClientAnswer:
-    """It ends with its worker; a subclass may continue it elsewhere, and then changes `attempt`."""
+    """The answer of `attempt`, with prefill's part by `mergers`.
+
+    It ends with its worker; a subclass may continue it elsewhere, and then changes `attempt`.
+    """
 
     launcher: AttemptLauncher
     request: RequestContext
@@ -126,12 +129,13 @@ class ClientAnswer:
         return None
 
     async def _goes_on(self, failure: CallFailed) -> bool:
-        """Return whether a new attempt continues the answer."""
+        """Report the failure; return whether a new attempt continues the answer."""
         if not self.attempt.refused:  # reported before
             self.launcher.on_call_failed(failure)
         return False
 
-    def _close(self) -> None: ...
+    def _close(self) -> None:
+        """Release what the answer holds, in the end."""
 
     def _splitter(self, record: FrameRecord | None = None) -> StreamSplitter:
         kind = self.attempt.answering.reply.headers["content-type"]
@@ -140,7 +144,10 @@ class ClientAnswer:
         return StreamSplitter(kind, filters=filters, record=record)
 
     async def _relay(self, out: StreamedResponse, splitter: StreamSplitter) -> CallFailed | None:
-        """Connection errors of the client propagate."""
+        """Relay until the end or failure of the attempt's answer, which is returned.
+
+        Connection errors of the client propagate.
+        """
         request, attempt, call = self.request, self.attempt, self.attempt.answering
         reply, on_chunk, clock = call.reply, self.launcher.events.on_chunk, self.launcher.clock
         request.cut = reply.close
@@ -173,7 +180,7 @@ class ClientAnswer:
         return None
 
     async def _end(self, out: StreamedResponse, failure: CallFailed | None, last_event: bytes = b"") -> Response:
-        """`last_event`: an error of the worker, else ours."""
+        """End the client's stream, perhaps with an error: `last_event` of the worker, else ours."""
         request, attempt = self.request, self.attempt
         await request.client.end()
         failure = attempt.refused or failure
@@ -207,7 +214,7 @@ class ClientAnswer:
 
 
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
-    """See service/http/resume.py."""
+    """Change the request into one for the rest of its answer (service/http/resume.py)."""
     fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
     request.body = write_body(request.parsed)
@@ -241,7 +248,7 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed, path: str) -> Response:
-    """ApiError if there is none, or no such route."""
+    """Return a worker's error unchanged. ApiError if there is none, or no such route."""
     if lacks_route(failure.status, failure.body):
         raise no_route(failure.worker, path) from None
     if failure.reason == "status":

@@ -74,6 +74,7 @@ class LiveRequests:
             raise draining("the router is draining: it takes no new requests")
 
     async def block(self) -> None:
+        """Hold new requests until `unblock`, and wait for live ones."""
         if not self.blocked:
             log.warning("the router is blocked: new requests wait for POST /continue_generation")
         self._open.clear()
@@ -291,7 +292,7 @@ class Dispatcher:
 
 
 def concerns(part: BodyPart, body: bytes) -> bool:
-    """False positives are possible."""
+    """Return whether the part prepares a request with this body. False positives are possible."""
     return not part.needles or any([needle in body for needle in part.needles])
 
 
@@ -300,5 +301,5 @@ def _around(part: ServePart, serve: Serve) -> Serve:
 
 
 def pause_s(number: int, backoff_s: float) -> float:
-    """None, base, 2 * base..., up to `MAX_BACKOFF_S`."""
+    """Return the pause after a failed attempt: none, base, 2 * base..., up to `MAX_BACKOFF_S`."""
     return 0.0 if number == 0 else min(MAX_BACKOFF_S, backoff_s * 2 ** (number - 1))

@@ -26,6 +26,7 @@ class Merger:
         self._shifts: dict[int, int] = {}  # by choice: shift of later text offsets
 
     def follow(self, prefill_body: bytes) -> None:
+        """Take hidden states that another prefill worker recomputed."""
         for known, newer in zip(self._prefill, _items(self._api, decode_or_none(prefill_body)), strict=False):
             if states := _dict(newer, "meta_info").get("hidden_states"):
                 _dict(known, "meta_info")["hidden_states"] = states
@@ -89,7 +90,9 @@ class Merger:
 
 
 def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -> None:
-    """Logprobs go into the first event, and later ones that repeat the field."""
+    """Merge a native answer: logprobs into the first event, and later ones that repeat the
+    field.
+    """
     for name in _INPUT_LOGPROBS:
         if prefill.get(name) and not meta.get(name) and (first or name in meta):
             meta[name] = prefill[name]
@@ -129,7 +132,7 @@ def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
-    """By the first output token, which both have."""
+    """Return the shift of decode's offsets by the first output token, which both have."""
     theirs, own = known.get("text_offset") or [], columns.get("text_offset") or []
     return max(0, theirs[at] - own[0]) if len(theirs) > at and own else 0
 

@@ -50,7 +50,7 @@ class Picker:
         return catalogue.meant(named_model(parsed), ready)
 
     async def pick_later(self, request: RequestContext) -> Placements | None:
-        """Wait for a worker.
+        """Wait for a worker after `pick` found none.
 
         - if all are silent but have not failed it: up to `silence_s`, and its deadline
         - if silent or gone, and it has failed before: up to `wait_s`
@@ -65,7 +65,7 @@ class Picker:
         return None
 
     def pick(self, request: RequestContext) -> Placements | None:
-        """None if a role has no worker. Raises RequestRefused."""
+        """Pick a worker of each role, None if one is missing. Raises RequestRefused."""
         ways: Sequence[Pools] = [
             pools for pools in self.pools(request) if all([pool and not pool[0].silent for pool in pools])
         ]
@@ -76,7 +76,7 @@ class Picker:
         return self.choose(request, ways)
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
-        """The least loaded responsive worker that fits `but`."""
+        """Pick the least loaded responsive worker that fits `but`, other than it."""
         alike = self._narrow(request, self.table.pool(but.role, request.model), self.clock())
         others = [worker for worker in alike if worker is not but and fits(worker, but)]
         if not others or others[0].silent:
@@ -149,6 +149,7 @@ class Picker:
         return [pools for pools in ways if all(is_sound(pool[0]) for pool in pools)] or ways
 
     def _patience_s(self, request: RequestContext) -> float:
+        """Return how long the request may wait in all."""
         table, ways, model = self.table, request.ways, request.model
         if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0
@@ -158,7 +159,7 @@ class Picker:
         return 0.0
 
     def _may_wait(self, request: RequestContext, pools: Pools) -> bool:
-        """A complete route has no silent worker that failed the request."""
+        """Return whether a complete route has no silent worker that failed the request."""
         failed = request.failed
         return all(pool and (failed is None or not (pool[0].silent and failed.has_failed(pool[0]))) for pool in pools)
 

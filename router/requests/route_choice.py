@@ -35,8 +35,10 @@ class FittedLine(NamedTuple):
 
 
 class WorkerMetrics(NamedTuple):
-    """0: unknown. `ttft` is by tokens, `step` (ITL) by requests. `company`: probability that
-    answers run when a prompt arrives.
+    """Load and fitted times of a worker; 0 if unknown.
+
+    `ttft` is by tokens, `step` (ITL) by requests. `company`: probability that answers run when a
+    prompt arrives.
     """
 
     ttft: FittedLine
@@ -96,7 +98,7 @@ Pools = Sequence[Pool]
 
 
 class _Fits(NamedTuple):
-    """TTFT by tokens, ITL by requests."""
+    """Fitted lines of a route: TTFT by tokens, ITL by requests."""
 
     ttft: LineFit
     step: LineFit
@@ -113,14 +115,14 @@ class RouteChooser:
     _company: float = 0.0  # share of recent choices that found requests at the unified worker
 
     def choose(self, ways: Sequence[Pools], hints: RoutingHints, now_s: float, slo: Slo | None = None) -> Placements:
-        """`ways`: non-empty pools by role."""
+        """Choose a route of `ways` (non-empty pools by role) and its workers."""
         found = [tuple([self.policies[pool[0].role].look(pool, hints) for pool in pools]) for pools in ways]
         return self.take(ways, found, hints, now_s, slo)
 
     def take(
         self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, now_s: float, slo: Slo | None
     ) -> Placements:
-        """Choose among the policies' choices `found`."""
+        """Choose among the policies' choices `found`, and record it."""
         way = found[0]
         if len(found) > 1:
             wanted = self.wanted if slo is None else _objectives(slo, self.wanted)
@@ -191,7 +193,7 @@ def _known(fits: Sequence[LineFit]) -> LineFit:
 
 
 def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
-    """An idle route lacks fresh measurements, so may be faster now."""
+    """Return whether an idle route lacks fresh measurements, so may be faster now."""
     if any(one.worker.load_tokens or one.worker.requests_everywhere for one in way):
         return False
     newest_s = max(other.ttft.news_s for other in fits)
@@ -199,7 +201,7 @@ def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
 
 
 def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine]:
-    """Unknown lines come from another route."""
+    """Return a route's lines, unknown ones from another route."""
     ttft = _known([own.ttft, *(other.ttft for other in fits)])
     step = _known([own.step, *(other.step for other in fits)])
     return (
@@ -209,7 +211,7 @@ def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine
 
 
 def route_to_take(strains: Sequence[float], by: Sequence[Role], last: Role | None) -> int:
-    """The last one if little dearer."""
+    """Return the cheapest route, or the last one if little dearer."""
     best = min(range(len(strains)), key=strains.__getitem__)
     if last not in by:
         return best

@@ -333,8 +333,9 @@ class DecodeManager:
         return self.control.counters
 
     def close(self) -> bool:
-        """Wait some seconds for writes to end. Returns False if a peer may still write: keep the
-        memory mapped.
+        """Abort open transfers, wait some seconds for writes to end, stop the threads.
+
+        Returns False if a peer may still write: keep the memory mapped.
         """
         if not self.control.first_close():
             return self.control.is_quiet

@@ -94,7 +94,7 @@ class Proofs:
             self.on_proof(peer.incarnation, Liveness.DEAD, now_s)
 
     def tick(self, now_s: float) -> list[PrefillPeer]:
-        """Return dropped peers, whose bytes have settled."""
+        """Request due proofs; drop and return dead peers whose bytes have settled."""
         self._ran.tick(now_s)
         dead = [peer for peer in self._peers if peer.lost and self._is_settled(peer, now_s)]
         for peer in dead:

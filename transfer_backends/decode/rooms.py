@@ -113,7 +113,7 @@ class LookUpLine:
         self._waiting: dict[str, dict[RoomKey, None]] = {}
 
     def begin(self, server: str, key: RoomKey) -> bool:
-        """Return False and queue the room if the look-up may not start."""
+        """Return True if the look-up may start; else queue the room."""
         if self._under_way[server] >= MAX_LOOKUPS_A_SERVER:
             self._waiting.setdefault(server, {})[key] = None
             return False
@@ -231,7 +231,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             self.fail(room, reason, now_s)
 
     def close(self, room: DecodeRoom) -> None:
-        """Its abort stays pending while prefill is searched."""
+        """Forget the room, or keep its abort pending while prefill is searched."""
         if not room.drained:
             raise RuntimeError(f"room {room.key}: closed in {room.state.name} before its pages were drained")
         room.closed = True

@@ -65,7 +65,7 @@ class RankEngines:
         return self._over_all(peer, lambda engine, handle: engine.probe(handle))
 
     def trial(self, peer: RankPeer) -> tuple[RankOp, int] | None:
-        """Concurrent writes would blur the measurement."""
+        """Write only from this process: concurrent writes would blur the measurement."""
         op, size_bytes, engine = RankOp([]), 0, self._engines[0]
         for (src_rank, _), handle in peer.of_pairs.items():
             if src_rank == 0 and (started := engine.trial(handle)) is not None:
@@ -98,7 +98,7 @@ class RankEngines:
             engine.close()
 
     def _over_all(self, peer: RankPeer, start: Callable[[Engine, Any], Any]) -> RankOp:
-        """A refusal fails the operation at its end."""
+        """Start it on each pair; a refusal fails the operation at its end."""
         op = RankOp([])
         for (src_rank, _), handle in peer.of_pairs.items():
             engine = self._engines[src_rank]

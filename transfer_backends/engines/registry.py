@@ -2,22 +2,14 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from transfer_backends.contract import BackendUnavailable, Caps, FakeEngine, Region
+from transfer_backends.contract import BackendUnavailable, Caps, FakeEngine, OpState, Pieces, Region
 from transfer_backends.ports import Engine
 from transfer_backends.transports import rdma_facts
 
 # ---- Engine shared by a worker's receiver and sender, with serialized calls.
-
-
-def _locked(name: str) -> Callable[..., Any]:
-    def call(self: "SharedEngine", *args: Any, **keywords: Any) -> Any:
-        with self._lock:
-            return getattr(self._engine, name)(*args, **keywords)
-
-    return call
 
 
 class SharedEngine:
@@ -37,15 +29,47 @@ class SharedEngine:
     def caps(self) -> Caps:
         return self._engine.caps
 
-    descriptor, connect, disconnect = map(_locked, ("descriptor", "connect", "disconnect"))
-    post, probe, trial, fence = map(_locked, ("post", "probe", "trial", "fence"))
-    poll, progress = map(_locked, ("poll", "progress"))
-
     def register(self, regions: Sequence[Region]) -> None:
         with self._lock:
             if not self._registered:
                 self._registered = True
                 self._engine.register(regions)
+
+    def descriptor(self) -> bytes:
+        with self._lock:
+            return self._engine.descriptor()
+
+    def connect(self, incarnation: str, descriptor: bytes) -> Any:
+        with self._lock:
+            return self._engine.connect(incarnation, descriptor)
+
+    def disconnect(self, peer: Any) -> None:
+        with self._lock:
+            self._engine.disconnect(peer)
+
+    def post(self, peer: Any, pieces: Pieces) -> Any:
+        with self._lock:
+            return self._engine.post(peer, pieces)
+
+    def probe(self, peer: Any) -> Any:
+        with self._lock:
+            return self._engine.probe(peer)
+
+    def trial(self, peer: Any) -> tuple[Any, int] | None:
+        with self._lock:
+            return self._engine.trial(peer)
+
+    def fence(self, peer: Any) -> Any:
+        with self._lock:
+            return self._engine.fence(peer)
+
+    def poll(self, op: Any) -> OpState:
+        with self._lock:
+            return self._engine.poll(op)
+
+    def progress(self, *, eager: bool = False) -> None:
+        with self._lock:
+            self._engine.progress(eager=eager)
 
     def close(self) -> None:
         with self._lock:

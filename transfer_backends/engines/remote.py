@@ -264,7 +264,7 @@ TICK_S = 0.02  # for an engine that peers write to and that must be polled
 
 
 def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, receives: bool, host: str) -> bool:
-    """True if the leader closed the engine, False if it is gone: end this process soon.
+    """Serve until the leader closes the engine (True), or is gone (False: end this process soon).
 
     A port at `host` stays bound until this process ends: its refusal proves to remote decode
     workers that the process is dead.

@@ -60,8 +60,10 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class FabricMemory:
-    """GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU. Machines
-    of one NVLink fabric can map it, unlike memory of cudaMalloc.
+    """Raises BackendUnavailable without Mooncake's allocator.
+
+    GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU. Machines of
+    one NVLink fabric can map it, unlike memory of cudaMalloc.
     """
 
     def __init__(self, context: CudaContext, *, library: str | None = None) -> None:

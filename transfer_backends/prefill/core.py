@@ -159,9 +159,10 @@ PROGRESS_EVERY_S = 0.25  # each report wakes threads of both sides during a step
 
 
 class Completions:
-    """After a failed write prefill writes everything again (`transfer_retries`), once nothing of
-    the last try can land (paths.py). Results of earlier tries are dropped
-    (docs/design/handover.md).
+    """End of engine operations.
+
+    After a failed write prefill writes everything again (`transfer_retries`), once nothing of the
+    last try can land (paths.py). Results of earlier tries are dropped (docs/design/handover.md).
     """
 
     def __init__(

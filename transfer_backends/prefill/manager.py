@@ -124,7 +124,7 @@ class EngineDriver:
         return bool(self._running)
 
     def step(self) -> bool:
-        """True if something moved."""
+        """Return True if something moved."""
         with self._locked() as now_s:
             if self._layers is not None:
                 self._core.outbox.on_progress(self._layers.progress(), now_s)
@@ -145,7 +145,7 @@ class EngineDriver:
                 self._core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
-        """A refusal ends later ones of its try."""
+        """Start posts; a refusal ends later ones of its try."""
         refused: set[tuple[RoomKey, int]] = set()
         for post in posts:
             if (post.key, post.write_try) in refused:
@@ -357,7 +357,7 @@ class PrefillManager:
         return self.control.counters
 
     def close(self) -> None:
-        """Wait some seconds for operations."""
+        """Abort open transfers, wait some seconds for operations, send `Bye`, stop the threads."""
         if not self.control.first_close():
             return
         self.control.abort_all()

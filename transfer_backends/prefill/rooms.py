@@ -380,7 +380,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
             self._paths.drained(room.peer, room.key, room.write_try)
 
     def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
-        """The room does not exist here."""
+        """Fail a room of decode that does not exist here."""
         self._peers.send(peer, Status(*self._peers.address(peer), *key, KVPoll.Failed, 0, clip(reason)))
         self._paths.drained(peer, key, 0)
 
