@@ -26,7 +26,7 @@ from engine.pdmux.phases import TwoStreams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
-    """`radix`, `eviction_policy`: as in RadixCache. `uniform`: as in Scheduler.
+    """Sizes and rules of the bookkeeping. `radix`, `eviction_policy`: as in RadixCache.
 
     `backup_room`: for copies of retracted requests. `decode`: strategy of decode steps.
     """

@@ -65,9 +65,11 @@ def gib(size_bytes: int) -> str:
 class MemoryGauge(Protocol):
     def total(self) -> int: ...
 
-    def free(self) -> int: ...
+    def free(self) -> int:
+        """Bytes free for any process."""
 
-    def own(self) -> int: ...
+    def own(self) -> int:
+        """Bytes of this process."""
 
     def begin_peak(self) -> None: ...
 
@@ -133,7 +135,7 @@ THIS_MACHINE = LocalMachine()
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """`files`: fingerprint of the weights, if taken. `config`: resolved.
+    """A rank with its weights, whose fingerprint is `files` if taken. `config`: resolved.
 
     On a CPU `free` bytes were there before the weights, which take `weights`.
     """
@@ -148,7 +150,7 @@ class LoadedRank:
 
     @property
     def slot_bytes(self) -> int:
-        """0 without recurrent layers."""
+        """Bytes of a recurrent state, 0 without recurrent layers."""
         specs = self.model.state_specs()
         return StatePool.slot_bytes_of(specs) if specs else 0
 
@@ -159,7 +161,7 @@ class LoadedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """KV in `pool`, of layers with a pool apart in `windows`.
+    """Memory of steps: KV in `pool`, of layers with a pool apart in `windows`.
 
     `max_pages`: of a request, if not as many as the pool has and the context needs. `shadows`: of
     how many requests with recurrent states a step may verify drafts. `arrivals`: as of ImagePass.
@@ -190,7 +192,10 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeat:
-    """`exchange`: with DP attention. `future_map`, `inputs` of steps: if not this rank's own."""
+    """A rank's place, and what it has of others.
+
+    `exchange`: with DP attention. `future_map`, `inputs` of steps: if not its own.
+    """
 
     place: Place = ALONE
     exchange: RowExchange | None = None

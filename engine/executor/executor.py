@@ -253,7 +253,7 @@ class CudaStream:
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """`forward`: the step's first half if sampling is separate. `answer`: of other ranks."""
+    """A launched step. `forward`: its first half if sampling is separate. `answer`: of others."""
 
     plan: Plan
     sampling: StreamTask[StepOutput] | None = None

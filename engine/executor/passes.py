@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ForwardPass:
-    """`parts` add to steps in order. `recorded`: the first that takes a step computes it."""
+    """First half of steps. `parts` add in order; the first of `recorded` that can computes it."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ TAG_TEXT: /(.|\\n)*/
 
 
 class Structure(msgspec.Struct, kw_only=True):
-    """`schema`: between `begin` and `end`. `after_number`: follows an integer after `begin`."""
+    """Part of a structural tag. `after_number`: `schema` follows an integer after `begin`."""
 
     begin: str
     after_number: str = ""

@@ -21,7 +21,7 @@ WORD_BITS = 32
 
 
 class ReasoningGrammar:
-    """`inner`: grammar of the answer, if constrained. `start_id`: may start reasoning.
+    """Reasoning, then the answer by `inner`, if constrained. `start_id`: may start reasoning.
 
     `forced`: tokens that end the reasoning after `budget` tokens.
     """

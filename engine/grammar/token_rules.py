@@ -15,7 +15,7 @@ NO_TOKEN = "allowed_token_ids and bad_words leave no token that can follow in th
 
 
 class TokenRules:
-    """`allowed`: empty for all tokens. `inner`: the grammar to combine with.
+    """Allows or forbids tokens of `inner`. `allowed`: empty for all tokens.
 
     If no token is left, the answer ends if one of `eos_ids` may follow, otherwise it is rejected;
     with `yields` the tokens of `inner` stand (forced end of reasoning).

@@ -86,7 +86,7 @@ _RANK = re.compile(r"rank\d+")
 
 
 class PageDirectory:
-    """`DIR/N` of one worker, N the first unlocked number.
+    """Page files of one worker in `DIR/N`, N the first unlocked number.
 
     Files `<64 hex digits of the key>.kv` are written as `.tmp` and renamed.
     """

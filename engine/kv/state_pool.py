@@ -102,6 +102,7 @@ class StatePool:
 
     @property
     def slots(self) -> Tensor:
+        """[1 + num_slots, slot_bytes]"""
         return self._rows[: 1 + self.num_slots]
 
     def shadow(self, number: int) -> int:

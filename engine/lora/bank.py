@@ -118,7 +118,7 @@ class AdapterBank:
         return bool(self._runs)
 
     def compute(self, *, recorded: int | None = None) -> None:
-        """`recorded`: rows of the recorded step; None: none."""
+        """For the step begun last; `recorded`: rows of its recorded step; None: none."""
         self._steps.begin(self._runs, recorded=recorded)
 
     def rest(self) -> None:

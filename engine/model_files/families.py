@@ -82,6 +82,7 @@ class RopeFamily:
     gated_window:   `sliding_window` requires `use_sliding_window`
     window_period:  default period of full attention layers (0: none)
     context_is_scaled: max_position_embeddings includes RoPE scaling
+    some_unturned:  some layers have no RoPE
     named_rope:     RoPE only if `position_embedding_type` is "rope"
     """
 
@@ -107,6 +108,7 @@ class Family(RopeFamily):
     norms:          "before", "after" or "around" attention and MLP, "both" (around, with Gemma's
                     names), "beside": one before both, which run in parallel
     eps:            config field of the norms' epsilon, and its default
+    final_norm, out: tensor names of the last norm and of attention's output
     fused_qkv, fused_mlp: one matrix in the checkpoint for q, k, v; for gate, up
     arithmetic:     reads other differences to Llama
     defaults:       of config fields

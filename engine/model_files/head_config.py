@@ -80,7 +80,7 @@ _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": N
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """`kind`: TOKENS, LABELS or NOTHING (pooled vectors). `labels`: names.
+    """A model's head. `kind`: TOKENS, LABELS or NOTHING (pooled vectors). `labels`: names.
 
     `pooling`: "mean" or "last", as in sentence-transformers. `unit`: scale to unit length.
     """

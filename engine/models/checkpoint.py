@@ -76,7 +76,7 @@ class Checkpoint:
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
         self.is_dummy = dummy
-        self._packs_gguf = Path(model_path).is_file() and kernel_on(self.device, self.dtype) is not None
+        self._packs_gguf = not dummy and Path(model_path).is_file() and kernel_on(self.device, self.dtype) is not None
         self._tensors = (
             _open_dummies(model_path, changed) if dummy else _open_tensors(Path(model_path), stored, changed)
         )

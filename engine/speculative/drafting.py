@@ -136,7 +136,7 @@ class RowCosts:
         self._is_old = True
 
     def step(self, rows: int) -> float:
-        """In any unit before measurements."""
+        """Predict seconds, or any unit before measurements."""
         if self._is_old:
             self._table, self._is_old = self._estimates(), False
         at = _range_of(rows)
@@ -198,7 +198,8 @@ class Drafter(Protocol):
 
 
 class Costs(Protocol):
-    def step(self, rows: int) -> float: ...
+    def step(self, rows: int) -> float:
+        """Predict seconds."""
 
     def note(self, rows: int, taken_s: float) -> None: ...
 
@@ -240,7 +241,7 @@ class DraftRequest:
 
 
 class Drafting:
-    """From `drafter`, grammars, and `passes` of the executor's drafter.
+    """Choice of drafts from `drafter`, grammars, and `passes` of the executor's drafter.
 
     `most`: draft tokens per request and step. `topk`: candidates per place, if trees beat chains.
     `counts`: penalties work for several rows of a request.

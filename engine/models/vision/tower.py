@@ -24,7 +24,8 @@ class VisionTower(Protocol):
 
     feature_size: int
 
-    def encode(self, image: Pixels) -> Tensor: ...
+    def encode(self, image: Pixels) -> Tensor:
+        """[tokens, feature_size] in the model's dtype and device."""
 
 
 @dataclass(frozen=True, slots=True)
