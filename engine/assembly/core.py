@@ -10,12 +10,11 @@ from engine.core.mem_cache.backups import NOTHING, Backups, CopySize
 from engine.core.mem_cache.cache_events import PrefixEvents, events_of_tree
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.mem_cache.image_cache import ImageCache
-from engine.core.mem_cache.match_rules import ByState, ByWindow
 from engine.core.mem_cache.memory_part import MemoryPart, Windows
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_cache import MatchRule, RadixCache, TreePart, by_pages
-from engine.core.mem_cache.state_slots import StateSlots
-from engine.core.mem_cache.window_pages import WindowPages
+from engine.core.mem_cache.state_slots import ByState, StateSlots
+from engine.core.mem_cache.window_pages import ByWindow, WindowPages
 from engine.core.memory import Memory
 from engine.core.policy import Limits, Uniform
 from engine.core.prefill_planning import PrefillPlanner

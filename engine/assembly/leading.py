@@ -11,8 +11,8 @@ import torch
 
 from engine.assembly.memory import EngineMemory, MemorySizes, fitting_sizes
 from engine.config import EngineConfig
-from engine.device.device import Device, build_device
-from engine.device.largest_steps import own_steps, warm
+from engine.device.device import Device, build_device, own_steps
+from engine.device.measure import warm
 from engine.device.step_memory import EngineUse, LoadedRank, RankSeat, Recording
 from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory

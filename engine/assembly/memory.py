@@ -13,8 +13,7 @@ from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.device.feature_pool import arrivals, arriving_bytes
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
-from engine.device.largest_steps import LargestSteps, StepsOver
-from engine.device.measure import measured
+from engine.device.measure import LargestSteps, StepsOver, measured
 from engine.device.memory_plan import MeasuredMemory, kv_pages, with_fitting_prompts, with_state_slots
 from engine.device.pools import Pools, build_pools, why_kept
 from engine.device.step_memory import EngineUse, LoadedRank, StepMemory

@@ -1,14 +1,16 @@
 """An engine's device: model, KV pool and executor."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.attention.backend import CapturableBackend
 from engine.config import EngineConfig
+from engine.core.plan import Plan
 from engine.device.feature_parts import make_draft_pass
-from engine.device.forward_parts import build_forward
+from engine.device.forward_parts import build_forward, context_pages
 from engine.device.graphs import make_graphs
 from engine.device.host_copies import make_copies
 from engine.device.step_memory import RankSeat, Recording, StepMemory, memory_for_graphs
@@ -18,6 +20,7 @@ from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.passes import SamplePass
 from engine.executor.step_part import FutureMap
+from engine.executor.warm_up import by_executor
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.state_pool import StatePool
 from engine.lora.bank import AdapterBank, LoraStore
@@ -82,6 +85,24 @@ def build_device(
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
     states = None if parts.states is None else parts.states.pool
     return Device(executor, parts.layers, adapters, states, memory.windows)
+
+
+@contextmanager
+def own_steps(
+    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, seat: RankSeat, pool: KVPool
+) -> Iterator[Callable[[Plan], None]]:
+    device = build_device(
+        replace(config, enable_lora=False, max_mamba_cache_size=2),
+        model_config,
+        model,
+        StepMemory(pool=pool, max_pages=context_pages(config)),
+        records=Recording(),
+        seat=seat,
+    )
+    try:
+        yield by_executor(device.executor)
+    finally:
+        device.executor.close()
 
 
 def make_stream(config: EngineConfig, device: torch.device) -> Stream:

@@ -6,16 +6,16 @@ import torch
 
 from engine.attention.backend import make_attention_backend
 from engine.config import EngineConfig, ModelFlags
+from engine.core.plan import SlotOpen
 from engine.device.step_memory import StepMemory
 from engine.executor.image_pass import ImagePass, ImagePositions
-from engine.executor.parts import AdapterPart, BalancedExperts, WindowPart
 from engine.executor.states import States
-from engine.executor.step_part import PagedPool, StepPart
+from engine.executor.step_part import Batch, PagedPool, StepPart, StepRows
 from engine.flags.resolve import state_slots
 from engine.flags.speculation import topk_of
 from engine.kv.kv_pool import DTYPES
 from engine.kv.state_pool import StatePool
-from engine.kv.step_batch import PageTable, WindowedPageTable
+from engine.kv.step_batch import PageTable, WindowedPageTable, WindowRows
 from engine.lora.bank import AdapterBank, make_bank
 from engine.models.decoder import DenseDecoder
 from engine.sampler.sampler import TokenSampler
@@ -23,6 +23,43 @@ from engine.speculative.draft_pass import DraftPass, draft_pass
 from engine.speculative.draft_rows import DraftTrees
 from engine.speculative.draft_steps import DraftParts
 from service.flags import ConfigError
+
+
+class BalancedExperts(StepPart):
+    """Experts that may move between two steps: a recorded step runs without the host."""
+
+    def expect(self, batch: Batch) -> None:
+        assert batch.model.balance is not None, "a part of models whose experts move"
+        batch.model.balance.on_step()
+
+
+class AdapterPart(StepPart):
+    """LoRA adapters, which change the model's layers."""
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self._bank = bank
+
+    def attach(self, model: DenseDecoder) -> None:
+        self._bank.attach(model.linear_sites())
+
+    def open(self, opened: SlotOpen) -> None:
+        self._bank.open(opened)
+
+    def expect(self, batch: Batch) -> None:
+        batch.adapted = self._bank.begin(batch.items)
+
+    def begin(self, batch: Batch) -> None:
+        self._bank.compute()
+
+
+class WindowPart(StepPart):
+    """Layers with a window, which have a pool of their own."""
+
+    def __init__(self, page_table: WindowedPageTable) -> None:
+        self._table = page_table.windows
+
+    def fill(self, rows: StepRows) -> None:
+        rows.step.windows = WindowRows(self._table.rows, self._table.locate(rows.token_slots, rows.places)[0])
 
 
 def make_parts(

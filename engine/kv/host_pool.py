@@ -10,8 +10,7 @@ from torch import Tensor
 
 from engine.core.plan import PageCopy, Plan, PlanItem
 from engine.kv.kv_pool import KVPool, zeroed_bytes
-from engine.kv.page_copies import Arrival, CudaRows, DirectCopies, PageCopies, StagedCopies, word_cuts
-from engine.kv.side_stream import SideStream
+from engine.kv.page_copies import Arrival, CudaRows, DirectCopies, PageCopies, SideStream, StagedCopies, word_cuts
 from engine.kv.state_pool import StatePool
 from service.flags import ConfigError
 from service.waiter import usable_cores

@@ -23,7 +23,7 @@ from math import lcm
 
 from engine.core.mem_cache.memory_part import MemoryPart, StepEnds
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import Match, Node, TreePart
+from engine.core.mem_cache.radix_cache import Branch, Match, Node, RadixCache, TreePart
 from engine.core.memory import Memory
 from engine.core.plan import Plan, StateCopy, StateRollback
 from engine.core.request import Request
@@ -267,3 +267,28 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
 
 def grid_of(page_size: int) -> int:
     return lcm(CHUNK, page_size)
+
+
+class ByState:
+    """Usable prefixes of recurrent layers: a prefix ends at a snapshot. `whole` checks windows, too."""
+
+    def __init__(self, states: StateSlots, *, whole: Callable[[Sequence[int]], bool] = lambda window: True) -> None:
+        self._states = states
+        self._whole = whole
+
+    def __call__(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
+        path, num_cached, usable = list[Node](), 0, 0
+        window, usable_window = list[int](), 0
+        for node, shared in cache.path(tokens, branch=branch):
+            num_cached += shared * cache.page_size
+            path.append(node)
+            window += node.window[:shared]
+            if node.state and shared == len(node.pages) and self._whole(window):
+                usable, usable_window = len(path), len(window)
+        cache.touch(path)
+        if not usable:
+            return Match([], cache.root, num_cached=num_cached)
+        node = path[usable - 1]
+        self._states.touch(node)
+        pages = [page for above in path[:usable] for page in above.pages]
+        return Match(pages, node, state=node.state, num_cached=num_cached, window=tuple(window[:usable_window]))

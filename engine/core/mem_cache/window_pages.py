@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from engine.core.mem_cache.memory_part import MemoryPart, Windows
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import Inserted, Match, Node, TreePart
+from engine.core.mem_cache.radix_cache import Branch, Inserted, Match, Node, RadixCache, TreePart
 from engine.core.outputs import refusal
 from engine.core.request import Request
 from engine.messages import FinishReason
@@ -275,3 +275,16 @@ def _before(node: Node) -> int:
     while at is not None:
         count, at = count + len(at.pages), at.parent
     return count
+
+
+class ByWindow:
+    """Usable prefixes of window layers: a prefix's last window is complete."""
+
+    def __init__(self, windows: WindowPages) -> None:
+        self._windows = windows
+
+    def __call__(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
+        found = [page for node, shared in cache.path(tokens, branch=branch) for page in node.window[:shared]]
+        usable = self._windows.usable(found)
+        match = cache.match(tokens[: usable * cache.page_size], branch=branch)
+        return Match(match.pages, match.node, window=tuple(found[:usable]))

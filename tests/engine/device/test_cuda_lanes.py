@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.pdmux.cuda_lane import CudaLane
+from engine.pdmux.build import CudaLane
 
 WAIT_S = 60.0
 
