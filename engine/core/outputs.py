@@ -105,9 +105,11 @@ def check_finish(request: Request, *, bad: bool, vocab_size: int = ALL_IDS) -> F
     if reason := _no_token(request, bad=bad, vocab_size=vocab_size):
         return reason
     if len(request.output_ids) >= request.max_new_tokens:
-        return _at_limit(request)
+        found = None if request.prefill_only else _stop_text(request)
+        return found or FinishReason(kind="length")
     if request.grammar is not None and request.grammar.ended:
-        return _grammar_end(request)
+        last = request.output_ids[-1] if request.output_ids else None
+        return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
     return _stop_token(request) or _stop_text(request)
 
 
@@ -121,16 +123,6 @@ def _no_token(request: Request, *, bad: bool, vocab_size: int) -> FinishReason |
         return None
     message = f"the model sampled token {last}, which is not in its vocabulary of {vocab_size}"
     return FinishReason(kind="abort", message=message, status=500, own=True)
-
-
-def _at_limit(request: Request) -> FinishReason:
-    found = None if request.prefill_only else _stop_text(request)
-    return found or FinishReason(kind="length")
-
-
-def _grammar_end(request: Request) -> FinishReason:
-    last = request.output_ids[-1] if request.output_ids else None
-    return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
 
 
 def _stop_token(request: Request) -> FinishReason | None:

@@ -69,16 +69,13 @@ class PrefillAdder:
         """Admit `request` if it fits. CONTINUE: pages are allocated, call `take`."""
         if self._no_budget(request):
             return AddResult.OTHER
-        if request.images and request.saved_len == 0 and self._images_wait(request):
+        if request.images and request.saved_len == 0 and not self._features.has_room(request, self._limits.part_tokens):
             return AddResult.OTHER
         reserved, lands = self.reserve_for(request, without=()), request.saved_len > 0
         if not self._memory.admit(request, reserved_pages=reserved, lands=lands):
             return AddResult.NO_TOKEN
         self._reserved_pages += self._pages(self._ratio.new_growth(request))
         return AddResult.CONTINUE
-
-    def _images_wait(self, request: Request) -> bool:
-        return not self._features.has_room(request, self._limits.part_tokens)
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
         """Pages for `add`, besides known tokens, without `without`."""

@@ -148,7 +148,10 @@ class WeightUpdater(Generic[M]):
                 f"no memory for a second set of weights beside the first ({error}); --mem-fraction-static must leave room"
             ) from error
         after = fingerprint(model_path, dummy=dummy)
-        self._number_read = _number_with(weights_number(model_path, dummy=dummy), digest)
+        number = weights_number(model_path, dummy=dummy)
+        if digest:
+            number = int(hashlib.sha256(f"{number} {digest}".encode()).hexdigest()[:16], 16)
+        self._number_read = number
         self._fingerprint = f"{after}+{digest}" if digest else after
         self._source_read = source
         if after != before:
@@ -168,10 +171,6 @@ class WeightUpdater(Generic[M]):
             raise ConfigError(self._changes)
         model_path = self._source.model_path
         return WeightSource(model_path, self._changes.read(self._source.changed, model_path, tensors))
-
-
-def _number_with(number: int, digest: str) -> int:
-    return int(hashlib.sha256(f"{number} {digest}".encode()).hexdigest()[:16], 16) if digest else number
 
 
 def check_fits(running: ModelConfig, found: ModelConfig) -> None:

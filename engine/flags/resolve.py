@@ -51,7 +51,8 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
             f"got {config.max_total_tokens}"
         )
     check_load_format(config)
-    _check_eviction(config)
+    if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
+        raise ConfigError("--radix-eviction-policy priority: needs --enable-priority-scheduling")
     _check_hicache(config)
     _check_cuda_graph(config, device)
     dtype = _dtype(config.dtype, model.dtype)
@@ -235,11 +236,6 @@ def backup_pages(config: ModelFlags, *, num_pages: int, page_bytes: int, free_by
     On a GPU they are pinned, at most BACKUP_SHARE of free host memory.
     """
     return num_pages if config.device == "cpu" else min(num_pages, int(free_bytes * BACKUP_SHARE) // page_bytes)
-
-
-def _check_eviction(config: EngineConfig) -> None:
-    if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
-        raise ConfigError("--radix-eviction-policy priority: needs --enable-priority-scheduling")
 
 
 def _check_hicache(config: CacheFlags) -> None:

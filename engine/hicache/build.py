@@ -9,7 +9,7 @@ from engine.core.mem_cache.disk_tier import DiskIndex
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.flags.resolve import ahead_pages, host_pages
-from engine.hicache.page_files import HEADER_BYTES, DirectoryStore, Disk, PageDirectory, PageStore, PageView
+from engine.hicache.page_files import HEADER_BYTES, DirectoryStore, Disk, PageDirectory, PageStore
 from engine.hicache.rank_files import OtherRanks, RankDirectories, RanksStore
 from engine.kv.host_memory import HostMemory
 from engine.kv.host_pool import HostPool, allocate_host_pool
@@ -62,15 +62,11 @@ def build_host_tier(
     )
     disk = None
     if folders is not None and cache.disk is not None:
-        store = _store(folders, host_pool.page, ranks)
+        store: PageStore = DirectoryStore(folders.of(0 if ranks is None else ranks.leader), page_of=host_pool.page)
+        if ranks is not None:
+            store = RanksStore(store, folders, ranks.followers)
         disk = Disk(store, tier=cache.disk, when_done=wakeup)
     return HostTier(cache, host_pool, disk, "" if folders is None else str(folders.path))
-
-
-def _store(folders: RankDirectories, page_of: PageView, ranks: RankFiles | None) -> PageStore:
-    if ranks is None:
-        return DirectoryStore(folders.of(0), page_of=page_of)
-    return RanksStore(DirectoryStore(folders.of(ranks.leader), page_of=page_of), folders, ranks.followers)
 
 
 def open_index(folders: RankDirectories, *, file_bytes: int, max_gb: float) -> DiskIndex:

@@ -125,7 +125,8 @@ class PageDirectory:
     def all_of_it(self) -> list["PageDirectory"]:
         """Return this directory, and its ranks'. Raises ConfigError."""
         try:
-            inside = [path for path in sorted(self.path.iterdir()) if _is_of_rank(path)]
+            named = [path for path in sorted(self.path.iterdir()) if _RANK.fullmatch(path.name)]
+            inside = [path for path in named if path.is_dir() and not path.is_symlink()]
         except OSError as error:
             raise ConfigError(f"--hicache-storage-dir {self.path}: {error}") from error
         return [self, *(PageDirectory(path) for path in inside)]
@@ -196,10 +197,6 @@ class PageDirectory:
 
     def _path(self, key: bytes) -> Path:
         return self.path / f"{key.hex()}.kv"
-
-
-def _is_of_rank(path: Path) -> bool:
-    return _RANK.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 @contextlib.contextmanager

@@ -323,16 +323,12 @@ def _key(source: Path, compiler: list[str], flags: tuple[str, ...]) -> str:
 
 def cache_dir() -> Path:
     """Only we can write it. Raises BuildError."""
-    wanted = [os.environ.get(CACHE_VARIABLE), _user_cache(), f"{tempfile.gettempdir()}/tandem-kernels-{os.getuid()}"]
-    for name in wanted:
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    own, shared = f"{user_cache}/tandem/kernels", f"{tempfile.gettempdir()}/tandem-kernels-{os.getuid()}"
+    for name in (os.environ.get(CACHE_VARIABLE), own, shared):
         if name and _usable(Path(name)):
             return Path(name)
     raise BuildError(f"no private writable directory for kernels; set {CACHE_VARIABLE}")
-
-
-def _user_cache() -> str:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return f"{root}/tandem/kernels"
 
 
 def _usable(folder: Path) -> bool:

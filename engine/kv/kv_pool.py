@@ -362,7 +362,8 @@ class WeightsNumber:
 def _hash(model_path: str, *, times: bool, dummy: bool) -> str:
     digest = hashlib.sha256(DUMMY.encode() if dummy else b"")
     try:
-        for file in _files(Path(model_path)):
+        model = Path(model_path)
+        for file in [model] if model.is_file() else sorted([*model.glob("*.safetensors"), model / "config.json"]):
             status = file.stat()
             digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns if times else ''}\0".encode())
             with file.open("rb") as opened:
@@ -372,7 +373,3 @@ def _hash(model_path: str, *, times: bool, dummy: bool) -> str:
     except OSError as error:
         raise ConfigError(f"{model_path}: {error}") from error
     return digest.hexdigest()
-
-
-def _files(model: Path) -> list[Path]:
-    return [model] if model.is_file() else sorted([*model.glob("*.safetensors"), model / "config.json"])

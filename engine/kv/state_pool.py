@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core.plan import StateCopy
 from engine.kv.cache_spec import StateShard
-from engine.kv.kv_pool import DTYPES, AllocateBytes, zeroed_bytes
+from engine.kv.kv_pool import DTYPES, zeroed_bytes
 from engine.kv.step_batch import StepBatch
 
 SLOT_ALIGN_BYTES = 64
@@ -74,7 +74,6 @@ class StatePool:
         num_slots: int,
         num_shadows: int = 0,
         device: str | torch.device,
-        allocate: AllocateBytes = zeroed_bytes,
     ) -> None:
         assert specs and num_slots >= 1, (specs, num_slots)
         self.specs = tuple(specs)
@@ -83,7 +82,7 @@ class StatePool:
         self.device = torch.device(device)
         self.slot_bytes = self.slot_bytes_of(specs)
         self._num_rows = 1 + num_slots + num_shadows
-        self.buffer = allocate(self._num_rows * self.slot_bytes, self.device)
+        self.buffer = zeroed_bytes(self._num_rows * self.slot_bytes, self.device)
         self.step: StepBatch | None = None
         self._rows = self.buffer.view(self._num_rows, self.slot_bytes)
         offsets = _offsets(specs)

@@ -62,7 +62,7 @@ class AdapterControl(LoopListener):
         try:
             self._adapters.acquire(message.rid, message.lora)
         except AdapterRefused as error:
-            return _refused(message, str(error))
+            return refused(message, FinishReason(kind="abort", message=str(error), status=400, field="lora_path"))
         return None
 
     def on_added(self, request: Request, now_s: float) -> None:
@@ -141,7 +141,3 @@ class AdapterControl(LoopListener):
 
     def _refuse(self, call_id: str, message: str, *, status: int = 400) -> None:
         self._reply(ControlReply(call_id, False, message, status=status, adapters=self._adapters.loaded()))
-
-
-def _refused(request: GenerateRequest, message: str) -> TokenOutput:
-    return refused(request, FinishReason(kind="abort", message=message, status=400, field="lora_path"))

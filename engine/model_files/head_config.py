@@ -21,16 +21,8 @@ _OLD_MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "las
 _OLD_PREFIX = "pooling_mode_"
 
 
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """How vectors are pooled. `mode`: "mean" or "last". `unit`: scale to unit length."""
-
-    mode: str
-    unit: bool
-
-
-def read_pooling(folder: Path) -> Pooling | None:
-    """None for other models. Raises ConfigError."""
+def read_pooling(folder: Path) -> tuple[str, bool] | None:
+    """`pooling` and `unit` of HeadConfig; None for other models. Raises ConfigError."""
     path = folder / FILE
     if not folder.is_dir() or not path.is_file():
         return None
@@ -48,7 +40,7 @@ def read_pooling(folder: Path) -> Pooling | None:
     place = str(modules[1].get("path", ""))
     if not re.fullmatch(r"\w+", place):
         raise ConfigError(f"{path}: path {place!r} of Pooling must be the name of a folder beside it")
-    return Pooling(_mode(folder / place / "config.json"), unit="Normalize" in kinds)
+    return _mode(folder / place / "config.json"), "Normalize" in kinds
 
 
 def _mode(path: Path) -> str:
@@ -134,7 +126,7 @@ def read_head(fields: Fields, kind: str, *, folder: Path) -> HeadConfig:
         return HeadConfig(LABELS, _labels(fields))
     pooling = read_pooling(folder)
     if pooling is not None:
-        return HeadConfig(NOTHING, pooling=pooling.mode, unit=pooling.unit)
+        return HeadConfig(NOTHING, (), *pooling)
     return HeadConfig(NOTHING) if kind == NOTHING else TOKEN_HEAD
 
 

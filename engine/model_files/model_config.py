@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from engine.model_files.directory import GGUFFolder, ModelDirectory, check_gguf, check_pipeline, open_directory
 from engine.model_files.experts_config import ExpertsConfig
-from engine.model_files.families import RopeFamily
 from engine.model_files.fields import PLAIN, Arithmetic, Fields
 from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
@@ -217,7 +216,9 @@ def _model_config(folder: ModelDirectory, fields: Fields) -> ModelConfig:
     kv_heads, head_dim = (1, rope_dim(fields)) if family.latent else _kv_heads(fields, heads=heads, hidden=hidden)
     vocab = fields.count("vocab_size")
     trained = fields.count("max_position_embeddings")
-    context = _context(fields, trained, family)
+    context = fields.count("model_max_length", default=trained)  # wins (Cohere), as in SGLang and vLLM
+    if not family.context_is_scaled:
+        context = scaled_context(fields, context=context)
     bias = family.qkv_bias
     if bias is None:
         bias = fields.flag("attention_bias", default=family.default_bias)
@@ -225,11 +226,12 @@ def _model_config(folder: ModelDirectory, fields: Fields) -> ModelConfig:
     rope, layer_ropes = read_ropes(fields, kinds, family=family, context=trained, head_dim=head_dim)
     latent = read_latent(fields, rope, family) if family.latent else None
     experts = None if family.experts is None else family.experts(fields, num_layers)
+    unused_size = None if experts is None or experts.dense_layers else experts.intermediate
     return ModelConfig(
         architecture=name,
         model_type=fields.text("model_type", default=""),
         hidden_size=hidden,
-        intermediate_size=fields.count(family.mlp.width, default=_unused_size(experts)),
+        intermediate_size=fields.count(family.mlp.width, default=unused_size),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -267,16 +269,6 @@ def _ends(folder: ModelDirectory, *configs: Fields, vocab: int) -> tuple[int, ..
     """The tokenizer's EOS may be outside the vocabulary."""
     named = [fields.token_ids("eos_token_id", vocab=vocab) for fields in (*configs, folder.generation)]
     return tuple(sorted({*itertools.chain(*named), *(id for id in folder.end_ids if id < vocab)}))
-
-
-def _context(fields: Fields, trained: int, family: RopeFamily) -> int:
-    """`model_max_length` (Cohere) wins, as in SGLang and vLLM."""
-    named = fields.count("model_max_length", default=trained)
-    return named if family.context_is_scaled else scaled_context(fields, context=named)
-
-
-def _unused_size(experts: ExpertsConfig | None) -> int | None:
-    return None if experts is None or experts.dense_layers else experts.intermediate
 
 
 def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:

@@ -47,7 +47,10 @@ class QuantizedTensors:
         return plain | {f"{module}.weight" for module in self._modules}
 
     def where(self, name: str) -> str:
-        return self._files.where(self._part_of(name.removesuffix(".weight")) if self._is_quantized(name) else name)
+        if self._is_quantized(name):
+            module = name.removesuffix(".weight")
+            name = next(part for main in MAIN if (part := f"{module}.{main}") in self._all)
+        return self._files.where(name)
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[Tensor], object]:
         if not self._is_quantized(name):
@@ -70,9 +73,6 @@ class QuantizedTensors:
 
     def _is_quantized(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") in self._modules
-
-    def _part_of(self, module: str) -> str:
-        return next(part for main in MAIN if (part := f"{module}.{main}") in self._all)
 
     def _read(self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype) -> Weight:
         module = name.removesuffix(".weight")

@@ -103,10 +103,7 @@ class GroupKVMemory:
         self._followers.apply("resume_kv").wait()
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupAdapter:
-    own: Any
-    prepared: int
+Adapter = tuple[Any, int]  # own weights, and the number of the followers'
 
 
 class GroupAdapters:
@@ -114,16 +111,17 @@ class GroupAdapters:
         self._own = own
         self._followers = followers
 
-    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[_GroupAdapter]:
+    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[Adapter]:
         return start_in_thread(lambda: self.read(path), name="lora", when_done=when_done)
 
-    def read(self, path: str) -> _GroupAdapter:
+    def read(self, path: str) -> Adapter:
         """Raises ConfigError."""
-        return _GroupAdapter(*_on_all_ranks(self._followers, "adapter", lambda: self._own.read(path), path=path))
+        return _on_all_ranks(self._followers, "adapter", lambda: self._own.read(path), path=path)
 
-    def install(self, number: int, weights: _GroupAdapter) -> None:
-        applied = self._followers.apply("add_adapter", number=weights.prepared, adapter=number)
-        self._own.install(number, weights.own)
+    def install(self, number: int, weights: Adapter) -> None:
+        own, prepared = weights
+        applied = self._followers.apply("add_adapter", number=prepared, adapter=number)
+        self._own.install(number, own)
         applied.wait()
 
     def remove(self, number: int) -> None:

@@ -137,20 +137,19 @@ def links_of(
             return NetworkStageLink(others[end], hidden=region.plan.hidden, dtype=dtype)
         return StageLink(region, stage=stage, rank=place.tp_rank, dtype=dtype)
 
+    exchange = None
+    if joint is not None:
+        exchange = RowExchange(SharedMemoryCollectives(joint.region, rank=place.mlp_rank), place=place)
     return RankLinks(
         place=place,
         num_ranks=config.num_ranks * place.dp_size,
         collectives=_collectives(region, place, config, others),
-        exchange=None if joint is None else _exchange(joint.region, place),
+        exchange=exchange,
         tokens=SharedTokens(region),
         share=None,
         before=None if place.is_first_stage else link(place.pp_rank - 1, "before"),
         after=None if place.is_last_stage else link(place.pp_rank, "after"),
     )
-
-
-def _exchange(region: SharedRegion, place: Place) -> RowExchange:
-    return RowExchange(SharedMemoryCollectives(region, rank=place.mlp_rank), place=place)
 
 
 def stage_input(links: RankLinks, config: EngineConfig, model: ModelConfig) -> StageInput | None:

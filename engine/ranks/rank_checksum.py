@@ -30,7 +30,7 @@ class RankChecksum:
         def of_pages(pool: KVPool | None, *, begin: int = 0) -> PageChecksum | None:
             if pool is None or not pool.specs:  # all layers have windows
                 return None
-            own = _all_layers(held, pool) if apart else held
+            own = KVShard(held.units, held.num_units, range(pool.num_parts), pool.num_parts) if apart else held
             return PageChecksum(pool, held=own, page_sums=_page_sums_for(pool.device), begin=begin, wakeup=wakeup)
 
         self._pages, self._windows = of_pages(pools.kv), of_pages(pools.windows, begin=WINDOWS)
@@ -68,10 +68,6 @@ def alone(own: OwnChecksum) -> Callable[[Sequence[int], Tail, int | None], Value
         return value
 
     return of
-
-
-def _all_layers(held: KVShard, pool: KVPool) -> KVShard:
-    return KVShard(held.units, held.num_units, range(pool.num_parts), pool.num_parts)
 
 
 # ---- Checksum of transferred KV over all ranks of a group.

@@ -107,7 +107,8 @@ def judged_rows(
 
     `tokens`: sampled by the items that sample, in their order; None on a rank that samples nothing.
     """
-    starts, samples = first_rows(items), _samples(items)
+    starts = first_rows(items)
+    samples = {i: at for at, i in enumerate(i for i, item in enumerate(items) if item.sample)}
     chosen = [i for run in runs_of(items) if len(run) > 1 for i in run]
     number = {i: at for at, i in enumerate(chosen)}
     parents = [number[i - items[i].behind] for i in chosen]
@@ -121,10 +122,6 @@ def judged_rows(
         own = ((tokens.to(device)[at] == guesses) | (guesses < 0)).float()
     right = collectives.sum(own[:, None], dtype=torch.float32)[:, 0] > 0
     return AcceptedRows([items[i] for i in chosen], rows, above, _with_all_before(right, above, _deepest(parents)))
-
-
-def _samples(items: Sequence[PlanItem]) -> dict[int, int]:
-    return {i: at for at, i in enumerate(i for i, item in enumerate(items) if item.sample)}
 
 
 def _deepest(parents: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.model_files.head_config import Pooling, read_pooling
+from engine.model_files.head_config import read_pooling
 from service.flags import ConfigError
 from tests.models.headless import write_modules
 from tests.models.tiny_checkpoints import write_json
@@ -13,7 +13,7 @@ from tests.models.tiny_checkpoints import write_json
 MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
 
 
-def pooling(folder: Path, modules: dict[str, str], mode: dict[str, Any]) -> Pooling | None:
+def pooling(folder: Path, modules: dict[str, str], mode: dict[str, Any]) -> tuple[str, bool] | None:
     folder.mkdir(exist_ok=True)
     write_modules(folder, modules)
     if "1_Pooling" in modules:
@@ -24,9 +24,9 @@ def pooling(folder: Path, modules: dict[str, str], mode: dict[str, Any]) -> Pool
 def test_old_and_new_files_name_the_mode(tmp_path: Path) -> None:
     assert read_pooling(tmp_path) is None, "no modules.json"
     assert pooling(tmp_path, {"": "Transformer"}, {}) is None
-    assert pooling(tmp_path, MODULES, {"pooling_mode": "mean"}) == Pooling("mean", unit=True)
+    assert pooling(tmp_path, MODULES, {"pooling_mode": "mean"}) == ("mean", True)
     old = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
-    assert pooling(tmp_path, {"": "Transformer", "1_Pooling": "Pooling"}, old) == Pooling("last", unit=False)
+    assert pooling(tmp_path, {"": "Transformer", "1_Pooling": "Pooling"}, old) == ("last", False)
 
 
 @pytest.mark.parametrize(
