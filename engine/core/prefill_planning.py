@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 from engine.core.decode_planning import open_slot, plan_item
 from engine.core.estimates import StepBudget
-from engine.core.mem_cache.radix_cache import Branch
+from engine.core.mem_cache.radix_cache import Branch, equal_pages
 from engine.core.memory import Memory, growth_pages, match_limit
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.policy import TAIL_SHARE, Uniform, order
@@ -197,14 +197,7 @@ class SharedWork:
     def _common(self, request: Request, other: Request, limit: int) -> int:
         size = self._page_size
         ours, theirs = request.key_tokens(0, limit), other.key_tokens(0, min(limit, other.num_tokens))
-        low, high = 0, len(theirs) // size
-        while low < high:
-            middle = (low + high + 1) // 2
-            if ours[low * size : middle * size] == theirs[low * size : middle * size]:
-                low = middle
-            else:
-                high = middle - 1
-        return low * size
+        return equal_pages(ours, theirs, size) * size
 
 
 class PrefillPlanner:

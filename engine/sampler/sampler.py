@@ -92,7 +92,7 @@ class Sampler:
         if batch.penalties is not None:
             self._penalties.apply(logits, batch.penalties, drafts)
         if batch.bias is not None:
-            logits.index_put_((batch.bias.rows, batch.bias.ids), batch.bias.values, accumulate=True)
+            logits.index_put_(*batch.bias, accumulate=True)
         if banned:
             rows, ids = (self._upload(x, torch.int64) for x in zip(*banned, strict=True))
             logits[rows, ids] = -torch.inf
@@ -144,11 +144,8 @@ class Sampler:
         if not cells:
             return None
         rows, ids, values = zip(*cells, strict=True)
-        return _Bias(
-            rows=self._upload(rows, torch.int64),
-            ids=self._upload(ids, torch.int64),
-            values=self._upload(values, torch.float32),
-        )
+        at = self._upload(rows, torch.int64), self._upload(ids, torch.int64)
+        return at, self._upload(values, torch.float32)
 
     def _sampled_rows(self, opens: list[SlotOpen]) -> "_Sampled | None":
         at = [i for i, s in enumerate(opens) if not s.sampling.greedy]
@@ -169,11 +166,7 @@ class Sampler:
         return upload(torch.tensor(values, dtype=dtype), self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bias:
-    rows: torch.Tensor
-    ids: torch.Tensor
-    values: torch.Tensor
+_Bias = tuple[tuple[Tensor, Tensor], Tensor]  # (rows, token ids), and what is added there
 
 
 @dataclass(frozen=True, slots=True)

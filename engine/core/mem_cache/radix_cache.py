@@ -182,6 +182,19 @@ class Inserted:
     node: Node
 
 
+def equal_pages(ours: Sequence[int], theirs: Sequence[int], page_size: int) -> int:
+    """Leading pages that both have, by C slice comparison and bisection."""
+    low, high = 0, min(len(ours), len(theirs)) // page_size  # pages [0, low) agree; the answer is in [low, high]
+    while low < high:
+        middle = (low + high + 1) // 2
+        cut = slice(low * page_size, middle * page_size)
+        if ours[cut] == theirs[cut]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 # (tree, tokens, branch) -> longest usable prefix, marked used
 MatchRule = Callable[["RadixCache", Sequence[int], Branch], Match]
 
@@ -341,19 +354,11 @@ class RadixCache:
             node, at = child, end
 
     def _shared_pages(self, key: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
-        """Leading pages of `key` equal to tokens[at:], by C slice comparison and bisection."""
+        """Leading pages of `key` equal to tokens[at:]."""
         part = tuple(tokens[at : at + len(key)])
         if part == key:
             return len(key) // self.page_size
-        low, high = 0, len(part) // self.page_size  # pages [0, low) agree; the answer is in [low, high]
-        while low < high:
-            middle = (low + high + 1) // 2
-            cut = slice(low * self.page_size, middle * self.page_size)
-            if part[cut] == key[cut]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return equal_pages(key, part, self.page_size)
 
     def _split(self, node: Node, num_pages: int) -> Node:
         """Cut `node` after `num_pages` pages; return the new upper part."""

@@ -1,7 +1,7 @@
 """Layers of a vision tower (pre-norm), and its patch merger."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -193,25 +193,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class VisionMLP(Protocol):
-    def __call__(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Compute the MLP of norm(x + delta)."""
+VisionMLP = Callable[[Norm, Tensor, Tensor | None], Tensor]  # of norm(x + delta)
 
 
-class PlainMLP:
-    def __init__(self, up: Linear, down: Linear, *, activation: Callable[[Tensor], Tensor]) -> None:
-        self._up, self._down, self._activation = up, down, activation
-
-    def __call__(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
-        return self._down(self._activation(self._up.of_norm(norm, x, delta)))
+def plain_mlp(up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> VisionMLP:
+    return lambda norm, x, delta: down(activation(up.of_norm(norm, x, delta)))
 
 
-class GatedMLP:
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up, self._down = gate_up, down
-
-    def __call__(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
-        return self._down(self._gate_up.gated_of_norm(norm, x, delta))
+def gated_mlp(gate_up: Linear, down: Linear) -> VisionMLP:
+    return lambda norm, x, delta: down(gate_up.gated_of_norm(norm, x, delta))
 
 
 class VisionBlock:
@@ -246,7 +236,7 @@ def block_of(weights: VisionWeights, config: TowerConfig, names: BlockNames) -> 
     qkv = weights.linear(names.qkv, 3 * hidden // len(names.qkv), hidden)
     attention = VisionAttention(qkv, weights.linear([names.out], hidden, hidden), heads=config.num_heads)
     up, down = weights.linear(names.up, width, hidden, gates=gates), weights.linear([names.down], hidden, width)
-    mlp = GatedMLP(up, down) if gates else PlainMLP(up, down, activation=ACTIVATIONS[config.activation])
+    mlp = gated_mlp(up, down) if gates else plain_mlp(up, down, ACTIVATIONS[config.activation])
     first, second = (weights.norm(name, hidden, eps=config.eps, rms=names.rms) for name in names.norms)
     return VisionBlock((first, second), attention, mlp)
 
