@@ -187,6 +187,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
+    """Prints a page of help, and exits."""
+
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, page: Any, option: str | None = None
     ) -> NoReturn:

@@ -35,6 +35,8 @@ class StreamChoice(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
+    """Measured fields of a chunk or answer."""
+
     choices: list[StreamChoice] = []
     usage: StreamUsage | None = None
     error: msgspec.Raw = msgspec.Raw()
@@ -52,6 +54,8 @@ class StreamFailed(Exception):
 
 
 class SseParser:
+    """Parser of OpenAI's server-sent events."""
+
     def __init__(self) -> None:
         self._rest = b""
 

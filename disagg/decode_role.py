@@ -155,6 +155,7 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         self._scheduler.held.release(transfer.request)
 
     def _finish_of(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> FinishReason:
+        """Count and log a failure."""
         if failure is TransferFailure.LATE:
             self._counters["prealloc_timeouts"] += 1
             return FinishReason(kind="abort", message=reason, status=503)

@@ -188,6 +188,7 @@ class Incoming(Generic[Transfer]):
                 self._expire(transfer)
 
     def end_quarantine(self) -> None:
+        """Free memory that no peer can write any longer."""
         for transfer in [t for t in self._quarantined if t.receiver.drained()]:
             self._quarantined.remove(transfer)
             self._target.free_detached(transfer.detached)
@@ -278,6 +279,8 @@ class Incoming(Generic[Transfer]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestTransfer(IncomingTransfer):
+    """A transfer keyed by rid."""
+
     request: Request
 
     @property

@@ -88,6 +88,7 @@ class PrefillHandover:
         return self.purpose is Purpose.PROMPT
 
     def fills(self, given: int | None, need: int) -> bool:
+        """Return True if `need` pages fit those `given` by the peer."""
         return given is None or (need <= given if self.purpose is Purpose.PREFIX else need == given)
 
     def for_client(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
@@ -258,6 +259,7 @@ class PageSender:
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s
 
     def on_landed(self, handover: PrefillHandover, now_s: float) -> None:
+        """Count work for decode, and moves."""
         if handover.purpose is Purpose.RECOMPUTE:
             self.counters["recomputed"] += 1
             self.counters["recomputed_tokens"] += handover.request.handed_tokens - handover.request.stats.cached_tokens
@@ -312,6 +314,7 @@ class Outgoing:
         return outputs
 
     def abort(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
+        """End a hand-over here and at the peer."""
         if handover.stage is HandoverStage.ENDING:
             return []
         handover.sender.abort(reason.message)

@@ -17,6 +17,7 @@ MAX_SERVERS = 4096
 
 
 def registration_of(manager: PrefillManager, kv_args: KVArgs, *, dp_size: int = 1, dp_rank: int = 0) -> Registration:
+    """Return the entry of `manager` at a bootstrap server."""
     host, _, port = manager.control_address.rpartition(":")
     return Registration(
         incarnation=manager.incarnation,

@@ -26,6 +26,8 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TowerModel:
+    """The model as the image pass needs it."""
+
     vision: VisionTower
 
 
@@ -113,6 +115,8 @@ def _places(items: list[PlanItem]) -> tuple[list[int], list[int]]:
 
 
 class EncodeLaunch:
+    """A step on the stream."""
+
     def __init__(self, plan: Plan, task: StreamTask[None]) -> None:
         self.plan = plan
         self.task = task

@@ -213,6 +213,8 @@ class PullSocket(Generic[M]):
 
 
 class _Sender:
+    """A sender's connection: MessageStream frames, read ahead."""
+
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._begun = bytearray()  # an incomplete message
@@ -253,7 +255,8 @@ LINGER_S = 0.5  # for the receiver, on close
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.01, 0.2  # without receiver
 
 
-class PeerStalled(RuntimeError): ...
+class PeerStalled(RuntimeError):
+    """The receiver is dead or stuck."""
 
 
 class PushSocket:

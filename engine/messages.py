@@ -110,6 +110,8 @@ class GenerateRequest(_Message, frozen=True):
 
 
 class GenerateBatch(_Message, frozen=True):
+    """Samples of one HTTP request, to enter the same step (engine/messages.py)."""
+
     requests: list[GenerateRequest]
 
 
@@ -293,7 +295,8 @@ ToScheduler = (
 # ---- frontend -> heartbeat, a thread of the scheduler process
 
 
-class GetStep(_Call, frozen=True): ...
+class GetStep(_Call, frozen=True):
+    """Request a `StepReply`."""
 
 
 # ---- scheduler -> frontend

@@ -30,6 +30,8 @@ class Stamped:
 
 
 class Stamp:
+    """The writer. `name`: of the process."""
+
     def __init__(self, folder: str, name: str) -> None:
         self._words = mapped(Path(folder, _PREFIX + name), 8 * _WORDS)
         self.write(time.monotonic())

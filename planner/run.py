@@ -117,6 +117,8 @@ def run_plan(study: Study) -> list[Outcome]:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
+    """Processes, and the progress bar that counts their runs."""
+
     pool: RunPool
     bar: tqdm
 

@@ -153,6 +153,8 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
+    """Reached shares of a data sheet, and overheads."""
+
     compute: float
     memory: float
     step_s: float
@@ -161,6 +163,8 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class BoundPart:
+    """A part of a step that takes the longer of two times."""
+
     compute_s: float
     memory_s: float
 

@@ -79,6 +79,8 @@ _OPENAI_BOUNDS = ("max_completion_tokens", "max_tokens")
 
 
 class BadBody(ApiError):
+    """A body that cannot be routed."""
+
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(400, message, field=field)
 

@@ -257,6 +257,8 @@ class RouterConfig(
     ListenFlags,
     WorkerFlags,
 ):
+    """All flags of the router."""
+
     pass
 
 

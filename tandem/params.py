@@ -28,7 +28,7 @@ _ELSEWHERE = {
 }
 
 
-class SamplingParams(SamplingFields, StructuredFields):
+class Sampling(SamplingFields, StructuredFields):
     """`tandem.SamplingParams`: the sampling fields of the HTTP API, with vLLM's names.
 
     Others have the default of `/v1/completions`: the checkpoint's generation_config.json, and 16
@@ -44,7 +44,8 @@ class SamplingParams(SamplingFields, StructuredFields):
     response_format: ResponseFormat | None = optional("Form of the answer.", {"type": "json_object"})
 
 
-SamplingLike = SamplingParams | Mapping[str, Any] | object | None
+SamplingParams = Sampling  # its public name; engine/sampling_params.py has the checked fields
+SamplingLike = Sampling | Mapping[str, Any] | object | None
 
 
 class WantedLogprobs(NamedTuple):
@@ -100,7 +101,7 @@ def _given(params: SamplingLike) -> dict[str, Any]:
         return {}
     if isinstance(params, Mapping):
         return dict(params)
-    if isinstance(params, SamplingParams):
+    if isinstance(params, Sampling):
         found = {name: plain(getattr(params, name)) for name in type(params).model_fields}
     elif isinstance(params, msgspec.Struct):
         found = msgspec.structs.asdict(params)

@@ -54,6 +54,8 @@ Event = Frame | LinkClosed | SomeLinkClosed | PeersRefused
 
 
 class Port(Protocol):
+    """Interface of `ListenPort` and `ConnectPort`."""
+
     @property
     def wake(self) -> Callable[[], None]: ...
     def poll(self, timeout_s: float) -> list[Event]: ...

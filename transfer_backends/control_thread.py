@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class Core(Protocol):
+    """One side of all transfers."""
+
     @property
     def rooms(self) -> RoomTable[Any]: ...
     @property

@@ -87,6 +87,8 @@ class Translated:
 
 
 class CannotFollow(ValueError):
+    """A refused flag, with the reason."""
+
     pass
 
 

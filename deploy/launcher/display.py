@@ -149,6 +149,8 @@ OTHER_PROMPT = "What is the capital of France? Answer in one sentence."
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
+    """A process with its /get_server_info."""
+
     name: str
     role: str
     url: str

@@ -27,6 +27,8 @@ POLL_S = 0.05
 
 
 class MpsFailed(Exception):
+    """The daemon did not start."""
+
     pass
 
 

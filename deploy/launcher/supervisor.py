@@ -30,6 +30,8 @@ OnReady = Callable[[Sequence[Child]], Awaitable[None]]
 
 
 class StartFailed(Exception):
+    """A process ended, or was not healthy in time."""
+
     pass
 
 

@@ -205,6 +205,7 @@ class FeatureFetches(PeerPart):
     # ---- reports
 
     def state(self) -> dict[str, Any]:
+        """Report avoided encoders, so that routers choose others."""
         return {"avoided_encoders": list(self._avoided)}
 
     def waits_for_outside(self) -> bool:

@@ -307,6 +307,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             self._policy.note_fetch(num_tokens, self.incoming.now_s - fetch.given_s, self.incoming.now_s)
 
     def failed(self, fetch: PrefixFetch, failure: TransferFailure, reason: str) -> None:
+        """Let waiting requests compute the prefix."""
         if failure is TransferFailure.LATE:
             self._note_fetch(fetch, fetch.num_known)
         elif failure is TransferFailure.CORRUPT:

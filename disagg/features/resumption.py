@@ -71,6 +71,7 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
         return self._end(rid, reason)
 
     def close_to_peers(self, why: str | None) -> None:
+        """Stop preemption; peers send no work here."""
         self._may_preempt = why is None
 
     def poll(self, now_s: float) -> list[TokenOutput]:

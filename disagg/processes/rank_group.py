@@ -128,6 +128,7 @@ class _Start:
         return self.spec.disagg.disaggregation_mode != "null"
 
     def _start(self, rank: int) -> None:
+        """Start a follower on this machine."""
         assert self.region.descriptor is not None
         own, theirs = socket_pair()
         with ExitStack() as passed:
@@ -150,6 +151,7 @@ class _Start:
         self.pids[self.first + rank] = process.pid
 
     def _take(self, rank: int, met: Met) -> None:
+        """Take a follower on another machine."""
         node = node_of(rank, self.config)
         member = RemoteRank(rank, self.config.num_ranks, node, met.controls[node].peer)
         self.members[rank] = (leader_end(met.plan_of(rank), sees=self.sees), member)

@@ -57,10 +57,14 @@ class NodeWelcome(_Frame, frozen=True):
 
 
 class NodeRefused(_Frame, frozen=True):
+    """Refusal; `text` is for the operator."""
+
     text: str
 
 
 class NodeBye(_Frame, frozen=True):
+    """Node 0 has ended in order."""
+
     pass
 
 

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderParts(WorkerParts):
+    """A ready encoder; `pool` is of features."""
+
     executor: EncodeExecutor
     weights: WeightUpdater[TowerModel]
 
@@ -40,6 +42,7 @@ class EncoderParts(WorkerParts):
 def build_encoder(
     given: EngineConfig, model: ModelConfig, *, use: EngineUse = UNIFIED, progress: bool = False
 ) -> EncoderParts:
+    """`use`: of the pool's memory. Raises ConfigError."""
     vision = vision_of(model, given.model_path)
     config = encoder_config(given, model, page_size=PAGE_TOKENS, cuda=torch.cuda.is_available())
     assert config.num_threads is not None, "resolved"

@@ -100,6 +100,7 @@ def build_follower(
 
 
 def _build(rank: LoadedRank, sizes: MemorySizes, agreed: PoolSize, links: RankLinks, use: EngineUse) -> BuiltRank:
+    """Allocate what the leader has agreed, and record steps. Raises ConfigError."""
     pools, host_pool, files = sizes.pools(use, apart=agreed.apart), None, None
     if agreed.host_pages:
         flag = "--enable-hierarchical-cache"

@@ -62,6 +62,8 @@ def load_rank(
 
 
 def share_loader(config: ModelFlags, read: Load) -> Load:
+    """Return `read` of a follower, in stream order. It raises ConfigError."""
+
     def load(path: str, found: ModelConfig, *, progress: bool, **more: Any) -> DenseDecoder:
         try:
             share = read(path, found, progress=progress, **more)

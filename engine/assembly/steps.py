@@ -20,6 +20,8 @@ from engine.ranks.shared_board import SharedBoard
 
 @dataclass(frozen=True, slots=True)
 class LoopSteps:
+    """Pipeline, strategy listeners, and gauges of device and strategy."""
+
     pipeline: MakePipeline
     gauges: Callable[[], Mapping[str, float]]
     listeners: Sequence[LoopListener] = ()

@@ -58,6 +58,8 @@ class VirtualPorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
+    """`now_s`: seconds of any origin. `turns`: by default without a limit."""
+
     now_s: Callable[[], float] = time.monotonic
     turns: IterationClock = field(default_factory=lambda: IterationClock(limit_s=0))
 

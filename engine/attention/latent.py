@@ -47,6 +47,7 @@ class SparseLatents:
             self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
+        """Return [T, heads * rank]."""
         step, chooser = self._step, new.chooser
         assert step is not None and chooser is not None, "begin() comes first"
         sparse = max(step.kv_lens) > chooser.chosen
@@ -98,4 +99,5 @@ class CpuLatents:
         self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
+        """Return [T, heads * rank]."""
         return self._kernel.attend(layer, new.q, new.latents, scale=new.scale)

@@ -58,6 +58,8 @@ def open_slot(request: Request, table: RequestTable) -> SlotOpen:
 
 
 class GrammarMasks:
+    """Allowed tokens of a step's rows, from the grammars of requests."""
+
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
 
@@ -118,6 +120,7 @@ class DecodePlanner:
         return [], []
 
     def plan(self, planned: set[str], now_s: float) -> Items:
+        """Plan a token per running request, without `planned`."""
         ready = self._with_memory(self._ready(planned), now_s)
         opens = self._opens(ready)
         for request in ready:
@@ -149,6 +152,7 @@ class DecodePlanner:
     # ---- results
 
     def note(self, plan: Plan, taken_s: float) -> None:
+        """Pass on the seconds of a collected step."""
         for learn in self.learners:
             learn(plan, taken_s)
 
@@ -162,6 +166,7 @@ class DecodePlanner:
     # ---- rows and pages
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
+        """Drop the least urgent rowless requests, if rows are short."""
         rowless = [r for r in ready if r.slot is None]
         if len(rowless) <= self._table.num_free:
             return ready

@@ -33,7 +33,8 @@ class Board(Protocol):
     def post(self, rank: int, row: Row) -> None:
         """Write the next row of `rank`, and wake the other ranks' loops."""
 
-    def row(self, rank: int, step: int) -> Row | None: ...
+    def row(self, rank: int, step: int) -> Row | None:
+        """Return the rank's row of `step`, if posted."""
 
     def last_step(self, rank: int) -> int:
         """Return the rank's last posted step, or -1."""
@@ -44,6 +45,8 @@ class Board(Protocol):
 
 
 class Agreement:
+    """One rank's side; the deciding one may have a `delayer`."""
+
     def __init__(self, board: Board, *, rank: int, delayer: PrefillDelayer | None = None) -> None:
         assert delayer is None or rank == DECIDES
         self._board = board

@@ -106,6 +106,7 @@ class UpdateAgreement:
 
     @property
     def holds(self) -> bool:
+        """This rank plans no items until all have taken the weights."""
         if self._own is Vote.TAKEN and self._all_are(Vote.TAKEN):
             self._own = None
         return self._own in (Vote.READY, Vote.TAKEN)

@@ -80,6 +80,7 @@ class OutputLengthEstimator:
         self._sorted: list[int] = []
 
     def note_end(self, num_tokens: int) -> None:
+        """Record an unaborted answer."""
         if len(self._recent) == WINDOW:
             oldest = self._recent.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
@@ -200,6 +201,7 @@ class DecodeReserve:
         self._pages_for = pages_for
 
     def pages(self, coming: list[Request]) -> int:
+        """Pages to keep free for tokens that `coming` will add."""
         pages_for = self._pages_for  # a request's last page may have room
         to_finish = [pages_for(r.num_tokens + r.tokens_left) - pages_for(r.num_tokens) for r in coming]
         expected = pages_for(int(self._expected_tokens(coming)))

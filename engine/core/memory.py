@@ -44,6 +44,7 @@ class Memory:
         return part_of(kind, self.parts)
 
     def having(self, kind: type[P]) -> tuple[P, ...]:
+        """Parts of `kind`, which planning asks: none or one."""
         return tuple(part for part in self.parts if isinstance(part, kind))
 
     def of(self, kind: type[P]) -> P:
@@ -55,6 +56,7 @@ class Memory:
 
     @property
     def available(self) -> int:
+        """Pages available at once: free, or cached without readers."""
         return self.allocator.num_free + self.cache.num_evictable
 
     # ---- admission
@@ -112,6 +114,7 @@ class Memory:
         return self.cache.match_usable(request.key_tokens(0, match_limit(request)), branch=request.branch)
 
     def forget_prefixes(self, *, files: bool) -> None:
+        """Forget all prefixes (`files`: on disk, too) and parts' content; nothing is in flight."""
         self.cache.flush()
         for part in self.parts:
             part.forget(files=files)
@@ -165,6 +168,7 @@ class Memory:
         request.lock = inserted.node
 
     def take(self, n: int) -> list[int]:
+        """Take `n` pages, free or evicted, within `available`."""
         short = n - self.allocator.num_free
         if short > 0:
             self.cache.evict(short)
@@ -203,6 +207,7 @@ class Memory:
         return detached
 
     def end_quarantine(self, detached: Detached) -> None:
+        """Free memory that no peer can write any longer."""
         self.allocator.end_quarantine(detached.pages)
         for allocator, numbers in detached.beside:
             allocator.end_quarantine(numbers)

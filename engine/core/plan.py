@@ -13,6 +13,8 @@ from engine.sampling_params import SamplingParams
 
 
 class Phase(Enum):
+    """Phase of a plan's steps, where these have a stream each."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -113,6 +115,7 @@ class PlanItem(msgspec.Struct, frozen=True):
 
     @property
     def kv_len(self) -> int:
+        """Tokens in the KV cache after this step."""
         return self.start + len(self.tokens)
 
 
@@ -136,6 +139,8 @@ class PageLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy between the device and the host tier."""
+
     page: int
     host_page: int
 

@@ -30,6 +30,7 @@ class Preemption:
         return victims
 
     def make_rows(self, late: Sequence[Request]) -> None:
+        """Free a lower-priority victim's row for each of `late`."""
         coming = sum(r.slot is not None for r in self._stages.draining)
         for request in late[coming:]:
             victims = [r for r in self._candidates(request) if r.slot is not None]

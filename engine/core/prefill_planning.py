@@ -39,6 +39,8 @@ class AddResult(Enum):
 
 
 class PrefillAdder:
+    """Fills one step with `decode_tokens` of mixed decodes."""
+
     def __init__(
         self,
         state: SchedulerState,
@@ -254,6 +256,7 @@ class PrefillPlanner:
         return items, opens
 
     def in_order(self, now_s: float) -> list[Request]:
+        """Waiting requests in the order of the next step."""
         return list(self._in_order(now_s))
 
     def _adder(self, now_s: float) -> PrefillAdder:
@@ -270,6 +273,7 @@ class PrefillPlanner:
         return batches.share(len(batches.ready(running)), num_running=len(running))
 
     def _waiting(self) -> Iterable[Request]:
+        """Waiting requests by arrival."""
         return self._stages.waiting.values()
 
     def _waits(self, request: Request, now_s: float) -> bool:

@@ -142,9 +142,11 @@ class Grammar(Protocol):
     def bitmask(self) -> bytes:
         """Allowed tokens: bit t % 8 of byte t // 8; 4 * ceil(vocab_size / 32) bytes."""
 
-    def forced(self) -> Sequence[int]: ...
+    def forced(self) -> Sequence[int]:
+        """Return tokens that must come next, if known."""
 
-    def fork(self) -> "Grammar": ...
+    def fork(self) -> "Grammar":
+        """Return an independent copy."""
 
 
 # Compiled grammar shared by requests: makes an initial state. Cheap.
@@ -343,10 +345,12 @@ class Request:
 
     @property
     def tokens_left(self) -> int:
+        """Remaining tokens, with those in flight."""
         return max(0, self.max_new_tokens - len(self.output_ids))
 
     @property
     def samples_left(self) -> int:
+        """Remaining samples, without those in flight."""
         return self.max_new_tokens - len(self.output_ids) - self.pending
 
     @property
@@ -354,6 +358,7 @@ class Request:
         return self.logprobs is not None and self.logprobs.start_len >= 0 and not self.output_ids
 
     def tokens(self, start: int, end: int) -> list[int]:
+        """Return tokens start..end-1, across prompt and output."""
         prompt = len(self.input_ids)
         if end <= prompt:
             return self.input_ids[start:end]

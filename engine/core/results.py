@@ -103,9 +103,13 @@ NO_TOKEN = -1  # a peer's missing first token
 
 
 class RowRule(Protocol):
-    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None: ...
+    """Rule for collected rows of requests with parts: the strategy of decode steps."""
 
-    def accepts(self, request: Request, item: PlanItem, number: int) -> bool: ...
+    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
+        """Note a collected row before it is applied."""
+
+    def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
+        """Return whether row `number` of a collected step counts; else it has no effect."""
 
 
 class Results:
@@ -118,6 +122,7 @@ class Results:
         self._share = 1 / state.limits.micro_batches
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
+        """Process results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects, live = StepEffects(failure=result.failure, phase=plan.phase), self._state.stages.live
         memory, step_ends = self._state.memory, self._step_ends

@@ -104,6 +104,7 @@ class HandoffRequests:
         return [self._results.commit_sample(request, first)]
 
     def go_on_decoding(self, request: Request, *, cached_tokens: int) -> None:
+        """Run an adopted request moved from another decode worker."""
         self._start(request, cached_tokens=cached_tokens)
 
     def _start(self, request: Request, *, cached_tokens: int) -> None:
@@ -120,6 +121,7 @@ class HandoffRequests:
     # ---- retracted requests
 
     def take_retracted(self) -> list[Request]:
+        """Take newly retracted requests (`resume_elsewhere`)."""
         taken, self._stages.newly_retracted = self._stages.newly_retracted, []
         return taken
 
@@ -128,6 +130,7 @@ class HandoffRequests:
         self._run(request, num_landed=request.num_tokens - 1)
 
     def resume_here(self, request: Request) -> None:
+        """Queue a request for recomputation here."""
         self._memory.give_back(request)
         self._stages.held.remove(request)
         self._stages.requeue(request)
@@ -177,12 +180,14 @@ class HandoffRequests:
     # ---- ends
 
     def end(self, request: Request, reason: FinishReason) -> TokenOutput:
+        """End a failed or aborted request; `release` frees memory."""
         assert request in self._stages.held
         request.finish = reason
         self._state.counters.aborted += 1
         return output_of(request, [])
 
     def release(self, request: Request) -> None:
+        """Free an ended request; no peer may use its pages."""
         self._stages.held.remove(request)
         assert request.finish is not None, f"{request.rid} released before it ended"
         self._stages.draining.append(request)
@@ -203,6 +208,8 @@ MakeDecodeStrategy = Callable[[SchedulerState, Departures, Preemption], DecodePl
 
 
 class OneStream:
+    """Choice between prompts and decodes for the next step, or both."""
+
     def __init__(self, prefill: PrefillPlanner, decode: DecodePlanner, state: SchedulerState) -> None:
         self._prefill, self._decode, self._stages = prefill, decode, state.stages
         self._mixes = state.limits.mixed_chunk
@@ -219,7 +226,8 @@ class OneStream:
             items, opens = items + decodes, opens + opened
         return items, opens
 
-    def enter(self, plan: Plan) -> None: ...
+    def enter(self, plan: Plan) -> None:
+        """Note a plan that will be launched."""
 
 
 class Scheduler:
@@ -298,9 +306,11 @@ class Scheduler:
         return Plan(seq=self._seq, extend=False, items=[], joins=True)
 
     def fill_masks(self, plan: Plan) -> None:
+        """Set the allowed tokens of `plan`, just before its sampling is launched."""
         self._masks.fill(plan)
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
+        """Apply the results of the oldest launched step."""
         return self._results.collect(plan, result)
 
     # ---- requests
@@ -320,6 +330,7 @@ class Scheduler:
         return []
 
     def prefetch(self, request: Request) -> None:
+        """Start reading the prefix part that is only on disk."""
         for tier in self._state.lower_tiers:
             tier.prefetch(request, self.memory)
 
@@ -348,6 +359,7 @@ class Scheduler:
 
     @property
     def holds_no_kv(self) -> bool:
+        """True if requests own no pages and read none."""
         cache = self.memory.cache
         return self.memory.allocator.counts()["held"] == 0 and cache.num_evictable == cache.num_pages
 
@@ -380,6 +392,7 @@ class Scheduler:
 
     @property
     def prefillable(self) -> bool:
+        """True if the next step may compute part of a prompt."""
         return self._prefill.prefillable
 
     @property
@@ -394,6 +407,7 @@ class Scheduler:
             check()
 
     def checks(self) -> dict[str, Callable[[], None]]:
+        """Parts of `check` by owner."""
         return {
             **self.memory.checks(self.stages.all),
             "request table": self._state.table.check,

@@ -73,11 +73,13 @@ class Stages:
         return taken
 
     def take_settled(self) -> list[Request]:
+        """Remove finished and retracted requests after their last step."""
         settled = [r for r in self.draining if r.inflight == 0]
         self.draining = [r for r in self.draining if r.inflight > 0]
         return settled
 
     def take_departed(self) -> list[Request]:
+        """Remove moved requests after their last step."""
         departed = [r for r in self.leaving if r.inflight == 0]
         self.leaving = [r for r in self.leaving if r.inflight > 0]
         return departed
@@ -268,6 +270,8 @@ class Counters:
 
 
 class SchedulerState:
+    """What the parts of the scheduler share."""
+
     def __init__(self, *, limits: Limits, memory: Memory, ratio: NewTokenRatio | None = None) -> None:
         self.limits = limits
         self.memory = memory
@@ -315,6 +319,7 @@ class SchedulerState:
         return None
 
     def check(self) -> None:
+        """Check that held pages have one owner each, and the adapter limit."""
         allocator, requests = self.memory.allocator, self.stages.all()
         held = [p for r in requests for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"

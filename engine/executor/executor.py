@@ -47,6 +47,8 @@ class Ranks(Protocol):
 
 
 class NoRanks:
+    """No other ranks."""
+
     def step(self, plan: Plan) -> StepAnswer | None:
         return None
 
@@ -286,6 +288,7 @@ class DeviceStream:
         launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.left))
 
     def collect(self, launch: Launch) -> StepResult:
+        """Wait for a step's results. Raises its error; lack of device memory is a result."""
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         try:
             if launch.forward is not None:

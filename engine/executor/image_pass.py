@@ -67,6 +67,8 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
 
 
 class Seeing(Protocol):
+    """Model part that encodes."""
+
     @property
     def vision(self) -> VisionTower | None: ...
 
@@ -130,6 +132,7 @@ class ImagePass(StepPart):
         return [model.vision.encode(self._pixels(image)) for image in images]
 
     def begin(self, batch: Batch) -> None:
+        """Raises torch.OutOfMemoryError."""
         rows, features = self.rows(batch.items)
         if rows:
             batch.images = (ImageRows(upload(torch.tensor(rows), self._device), torch.cat(features)),)

@@ -69,6 +69,7 @@ class ForwardPass:
             recorded.forget()
 
     def record(self, model: DenseDecoder) -> None:
+        """Record the graphs, if any. Raises torch.OutOfMemoryError."""
         for recorded in self._recorded:
             recorded.record(model)
 

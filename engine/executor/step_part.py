@@ -132,6 +132,7 @@ class Forward:
         return replace(self, hidden=self.hidden[:n])
 
     def logits(self, model: DenseDecoder, rows: Sequence[int]) -> Tensor:
+        """Return the logits [len(rows), V] float32 of `rows`, ascending."""
         if len(rows) == len(self.hidden):
             return model.logits(self.hidden)
         return model.logits(self.hidden[upload(torch.tensor(rows), self.hidden.device)])

@@ -173,6 +173,8 @@ def _closing(plans: list[Plan]) -> list[Plan]:
 
 
 class StepExecutor(Protocol):
+    """An `Executor`, or one of its streams."""
+
     def launch(self, plan: Plan) -> Any: ...
 
     def collect(self, launch: Any) -> StepResult: ...

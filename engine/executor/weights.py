@@ -33,6 +33,8 @@ class Changed(Protocol):
 
 
 class Changes(Protocol):
+    """Reader of new tensors (engine/trainers/changes.py)."""
+
     def read(self, current: Any, model_path: str, tensors: NewTensors) -> Changed | None:
         """Return `current`, which this gave or None, with `tensors` over it. Raises ConfigError."""
 

@@ -38,6 +38,11 @@ def check_pdmux(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def itl_objective_s(config: SchedulingFlags) -> float | None:
+    """Return the objective of decode's inter-token latency, if given."""
+    return config.pdmux_itl_s
+
+
 def check_pdmux_role(config: SchedulingFlags, mode: str) -> None:
     """Raises ConfigError for a prefill or decode worker."""
     if config.enable_pdmux and mode != "null":

@@ -143,6 +143,8 @@ MAX_CACHED = 256  # grammars; an agent with many tools has dozens
 
 
 class Compiler(Protocol):
+    """Compiles grammars (compiler.py), thread-safe."""
+
     def prepare(self) -> None:
         """Do slow work that all grammars share."""
 

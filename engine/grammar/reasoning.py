@@ -103,6 +103,8 @@ class ReasoningGrammar:
 
 
 class ReasoningGates:
+    """Reasoning grammars of one model. `vocab_size`: of the logits."""
+
     def __init__(self, tokenizer: "Tokenizer", *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

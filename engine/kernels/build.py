@@ -306,6 +306,7 @@ def _first_line(text: str) -> str:
 
 
 def _compiler() -> list[str]:
+    """Raises NoCompilerError."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         found = shutil.which(name) if name else None
         if found:

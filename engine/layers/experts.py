@@ -130,6 +130,8 @@ class Experts(_GatedMatrices):
 
 
 class _TorchMatrices:
+    """Torch's grouped product, without host sync."""
+
     def __init__(self, matrices: list[Tensor]) -> None:
         self._weights = torch.stack([matrix.t() for matrix in matrices])
 
@@ -201,6 +203,7 @@ class BiasedExperts(_GatedMatrices):
             self._down_bias.copy_(other._down_bias)
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+        """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
         places = torch.arange(len(x), device=x.device)
         expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=len(rows) - 1)  # no expert: any
         both = self._gate_up.partial(x, rows) + self._gate_up_bias[expert]

@@ -88,6 +88,8 @@ class Scaled:
 
 
 class NoNorm:
+    """The identity."""
+
     def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """Add `delta` to x in place; the caller must not write the result."""
         return x if delta is None else add(x, delta)

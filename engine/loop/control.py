@@ -344,6 +344,8 @@ class KVMemory(Protocol):
 
 
 class FixedKV:
+    """KV memory that cannot be released, with the reason and remedy."""
+
     def __init__(
         self, why: str = "the KV memory of this worker cannot be released; name the tag weights alone"
     ) -> None:

@@ -29,6 +29,8 @@ L = TypeVar("L", bound=Launched)
 
 
 class StepLauncher(Protocol[L]):
+    """The executor (engine/executor/executor.py)."""
+
     def launch(self, plan: Plan) -> L: ...
 
     def launch_forward(self, plan: Plan) -> L: ...
@@ -39,6 +41,8 @@ class StepLauncher(Protocol[L]):
 
 
 class StepStrategy:
+    """Plans steps and times launches; subclasses handle several streams or schedulers."""
+
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
 

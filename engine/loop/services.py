@@ -16,6 +16,8 @@ from engine.text.incremental import MakeStops, no_stops
 
 
 class Ports(Protocol):
+    """Sources and sinks of messages."""
+
     def receive(self) -> list[ToScheduler]: ...
 
     def wait(self, timeout_s: float) -> None:
@@ -29,6 +31,8 @@ class Ports(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
+    """Flags of the same names."""
+
     eos_ids: frozenset[int]
     stream_interval: int = 1
     log_interval: int = 40

@@ -21,6 +21,8 @@ class Trainers(Protocol):
 
 
 class TrainerControl:
+    """Control of `trainers` in threads; None in an engine without."""
+
     def __init__(
         self,
         trainers: Trainers | None,

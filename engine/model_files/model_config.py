@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.model_files.directory import GGUFFolder, ModelDirectory, check_gguf, check_pipeline, open_directory
 from engine.model_files.experts_config import ExpertsConfig
+from engine.model_files.families import RopeFamily
 from engine.model_files.fields import PLAIN, Arithmetic, Fields
 from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
@@ -216,11 +217,8 @@ def _model_config(folder: ModelDirectory, fields: Fields) -> ModelConfig:
     kv_heads, head_dim = (1, rope_dim(fields)) if family.latent else _kv_heads(fields, heads=heads, hidden=hidden)
     vocab = fields.count("vocab_size")
     trained = fields.count("max_position_embeddings")
-    context = fields.count("model_max_length", default=trained)  # wins (Cohere), as in SGLang and vLLM
-    if not family.context_is_scaled:
-        context = scaled_context(fields, context=context)
-    bias = family.qkv_bias
-    if bias is None:
+    context = _context(fields, trained, family)
+    if (bias := family.qkv_bias) is None:
         bias = fields.flag("attention_bias", default=family.default_bias)
     kinds = read_kinds(fields, family=family, num_layers=num_layers)
     rope, layer_ropes = read_ropes(fields, kinds, family=family, context=trained, head_dim=head_dim)
@@ -263,6 +261,12 @@ def _model_config(folder: ModelDirectory, fields: Fields) -> ModelConfig:
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab=vocab)), None),
         eos_token_ids=_ends(folder, whole, fields, vocab=vocab),
     )
+
+
+def _context(fields: Fields, trained: int, family: RopeFamily) -> int:
+    """`model_max_length` (Cohere) wins, as in SGLang and vLLM."""
+    named = fields.count("model_max_length", default=trained)
+    return named if family.context_is_scaled else scaled_context(fields, context=named)
 
 
 def _ends(folder: ModelDirectory, *configs: Fields, vocab: int) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -164,21 +163,20 @@ class Checkpoint:
         self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float] = ()
     ) -> Integers | None:
         """`take_rows` of integer matrices with equal groups, otherwise None."""
-        if isinstance(self._tensors, QuantizedTensors):
-            read = self._tensors.integers
-        elif self._packs_gguf:
-            read = partial(packed_gguf, self._tensors)
-        else:
-            return None
         columns, parts = cut_of(inputs), []
         for name, cut, factor in zip(names, map(cut_of, rows), factors or [1.0] * len(names), strict=True):
             shape, taken = (cut.total, columns.total), (cut.taken, columns.taken)
-            part = read(name, shape, taken, self.dtype)
+            part = self._integers(name, shape, taken)
             if part is None or (parts and not part.stacks_with(parts[0])):
                 return None
             parts.append(part.times(factor).to(self.device))
         self._leave(set(names))
         return stacked(parts)
+
+    def _integers(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Integers | None:
+        if isinstance(self._tensors, QuantizedTensors):
+            return self._tensors.integers(name, shape, taken, self.dtype)
+        return packed_gguf(self._tensors, name, shape, taken, self.dtype) if self._packs_gguf else None
 
     def ignore(self, name: str) -> None:
         """A trailing dot makes `name` a prefix."""

@@ -157,6 +157,7 @@ class DenseDecoder:
         return hidden, *self._turns.at(positions)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] for token ids [T] i64, first stage only."""
         return self._embed(ids)
 
     def watch(self, layers: tuple[int, ...]) -> None:
@@ -244,6 +245,8 @@ def _of_layer(index: int, name: str) -> str:
 
 
 class _Watched:
+    """A layer whose inputs a drafter reads."""
+
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self.inputs = torch.empty(0)  # [T, hidden] of the last step
@@ -286,6 +289,8 @@ def _over_ranks(part: ModelPart, head: "Linear | NoHead") -> VocabHead:
 
 
 class DividedHead:
+    """A head whose columns lie on all ranks of the stage."""
+
     def __init__(self, part: ModelPart, own: "Linear | NoHead") -> None:
         self._own, self._collectives = own, part.collectives
         self._columns, self._total = part.share.vocab, part.config.vocab_size

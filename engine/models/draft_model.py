@@ -33,6 +33,8 @@ class DraftEntries(NamedTuple):
 
 
 class DraftModel(Protocol):
+    """A draft model. `num_heads`: query heads on this rank."""
+
     @property
     def num_heads(self) -> int: ...
 
@@ -53,6 +55,8 @@ class DraftModel(Protocol):
 
 
 class StandaloneModel:
+    """A separate draft model, with KV of all its layers."""
+
     def __init__(self, model: "DenseDecoder") -> None:
         self._model = model
         self.num_heads = model.num_heads

@@ -59,6 +59,7 @@ class ExpertBalance:
         self._seen.append(layer.loads.clone())
 
     def on_step(self) -> None:
+        """Called before each step, in the steps' thread."""
         if not self.layers:
             return  # only dense layers in this stage
         self._steps += 1

@@ -107,6 +107,8 @@ NORMS = {
 
 
 class Mixer(Protocol):
+    """Attention, or a recurrence in its place."""
+
     sites: list[LinearSite]
 
     def __call__(
@@ -116,6 +118,8 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
+    """An MLP or a mixture of experts."""
+
     sites: list[LinearSite]
 
     def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
@@ -148,6 +152,8 @@ class DenseMLP:
 
 
 class Layer:
+    """A layer with norms before attention and MLP."""
+
     def __init__(
         self, part: ModelPart, prefix: str, *, attention: Callable[[], Mixer], mlp: Callable[[], FeedForward]
     ) -> None:

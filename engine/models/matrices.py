@@ -11,6 +11,8 @@ from service.flags import ConfigError
 
 
 class Matrices:
+    """Matrices as they are stored: integers, or floats."""
+
     def taken(
         self,
         checkpoint: Checkpoint,
@@ -44,6 +46,8 @@ STORED = Matrices()
 
 
 class QuantizedMatrices(Matrices):
+    """Floats of the checkpoint, quantized by `scheme`."""
+
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
 

@@ -45,6 +45,8 @@ class Collectives(Protocol):
 
 
 class SingleRank:
+    """The group of one rank, whose part is the whole."""
+
     rank, size = 0, 1
 
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:

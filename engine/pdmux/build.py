@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 
 class Build(Protocol):
+    """`build_device` with its other arguments given: the streams differ in these."""
+
     def __call__(self, *, records: Recording, stream: Stream) -> Device: ...
 
 

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.core.decode_planning import Items
 from engine.core.plan import Phase, Plan
 from engine.core.scheduler import OneStream
+from engine.flags.pdmux import itl_objective_s
 
 PACE = 0.75  # of the objective: steps vary, and the loop takes time
 ROOMY = 0.5  # of the objective: below it with one part less, a part returns
@@ -93,10 +94,12 @@ class LaneShare:
 
 def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
     """Share of decode; `parts`: of the device."""
-    return LaneShare(parts=parts, itl_s=config.pdmux_itl_s, waits=config.device == "cpu")
+    return LaneShare(parts=parts, itl_s=itl_objective_s(config), waits=config.device == "cpu")
 
 
 class TwoStreams(OneStream):
+    """Prompts in one stream, decodes in the other (PD multiplexing)."""
+
     def plan(self, now_s: float, *, admits: bool, phase: Phase | None) -> Items:
         assert phase is not None, "each plan has a phase in two streams"
         return self._prefill.plan(now_s, admits=admits) if phase is Phase.PREFILL else self._decode.plan(set(), now_s)

@@ -104,7 +104,8 @@ class Mail(Protocol):
 
     def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool: ...
 
-    def notify(self) -> None: ...
+    def notify(self) -> None:
+        """Let waiting threads check again."""
 
     def close(self) -> None: ...
 
@@ -194,6 +195,8 @@ class LivenessProbe:
 
 
 class Process(Protocol):
+    """A follower's process, for error messages."""
+
     @property
     def name(self) -> str:
         """Return a name such as "rank 2 of 4 (pid 4711)"."""
@@ -205,7 +208,8 @@ class Process(Protocol):
 Member = tuple[Channel[ToLeader], Process]
 
 
-class GroupEnded(RuntimeError): ...
+class GroupEnded(RuntimeError):
+    """Named end of a follower, with its reason."""
 
 
 # (what to print, whether the operator caused it): from the reading thread, or the thread that sends
@@ -318,6 +322,7 @@ class Followers:
         self._note(partial(self.answers.note_end, text))
 
     def silent(self, *, within_s: float) -> list[int]:
+        """Ranks that take no messages within `within_s`. Any thread may call it."""
         asked, answers = self.apply("answer").number, self.answers
         self._mail.wait_for(lambda: answers.end is not None or answers.has_all(asked), within_s)
         with self._lock:
@@ -395,6 +400,8 @@ class Followers:
 
 
 class Pending:
+    """Answers of all followers, in flight."""
+
     def __init__(self, followers: Followers, number: int) -> None:
         self._followers = followers
         self.number = number

@@ -52,6 +52,8 @@ class Group:
 
 
 class GroupWeights:
+    """New weights on all ranks; `load` and `install` are the leader's own."""
+
     def __init__(
         self, followers: Followers, *, load: Callable[..., DenseDecoder], install: Callable[[DenseDecoder], None]
     ) -> None:

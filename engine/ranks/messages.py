@@ -134,6 +134,8 @@ class Prepare(_Frame, frozen=True):
 
 
 class Apply(_Frame, frozen=True):
+    """Run action `name` after all earlier steps; answered by `Done`."""
+
     number: int
     name: str
     args: dict[str, Any]

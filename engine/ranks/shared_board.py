@@ -18,6 +18,8 @@ assert len(_KINDS) <= ROW_NUMBERS
 
 
 class SharedBoard:
+    """`Board` and `VoteBoard` of a DP rank; `wakes` wake other ranks' loops."""
+
     def __init__(self, region: SharedRegion, *, rank: int, wakes: Mapping[int, Callable[[], None]]) -> None:
         plan = region.plan
         self.num_ranks = plan.dp_ranks

@@ -26,6 +26,8 @@ from engine.speculative.ngram import NgramDrafter
 
 
 class SpeculativeDecode(DecodePlanner):
+    """Strategy of decode steps that verify drafts, chosen by `drafting`."""
+
     verifies = True
 
     def __init__(

@@ -68,6 +68,8 @@ REASONING_FORMATS = {
 
 
 class Opening(Enum):
+    """The reasoning at a prompt's end."""
+
     OPEN = "open"
     CLOSED = "closed"
     UNDECIDED = "undecided"
@@ -86,6 +88,8 @@ def opening_of(format: ReasoningFormat, prompt: str, *, prefix: str = "") -> Ope
 
 
 class ReasoningTokens:
+    """Counts reasoning tokens with markers. `ends`: any ends it."""
+
     def __init__(
         self, *, start: str, ends: tuple[str, ...], opening: Opening, token_bytes: Callable[[int], bytes]
     ) -> None:
@@ -126,6 +130,8 @@ _LOOK = {Opening.UNDECIDED: ReasoningTokens._look_for_start, Opening.OPEN: Reaso
 
 
 class Trimmed:
+    """Strips a growing text at both ends."""
+
     def __init__(self) -> None:
         self._space: list[str] = []
         self._begun = False

@@ -119,7 +119,8 @@ _TEXT = -1  # stands for texts between special tokens
 LONG_IDS = 1024  # at least this many ids: decode with the GIL released
 
 
-class TooManyTokens(Exception): ...
+class TooManyTokens(Exception):
+    """A text exceeds the allowed tokens."""
 
 
 class Tokenizer:

@@ -28,6 +28,8 @@ REMEDY = "POST /destroy_weights_update_group, and open another"
 
 
 class TrainerGroup(Protocol):
+    """A rank's end of a group."""
+
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return what the trainer broadcasts next, on the host. Raises RuntimeError."""
 
@@ -93,6 +95,8 @@ class TrainerGroups:
 
 
 class GroupTrainers:
+    """`TrainerGroups` of a leader, `own`, with its followers."""
+
     def __init__(self, own: TrainerGroups, followers: Followers) -> None:
         self._own = own
         self._followers = followers
@@ -144,6 +148,7 @@ class GroupTrainers:
 
 
 def follower_readers(groups: TrainerGroups) -> dict[str, Callable[..., None]]:
+    """Return what followers do in threads for `GroupTrainers`, by name."""
     return {
         "join_trainer": lambda asked: groups.join(msgspec.convert(asked, JoinTrainer)),
         "receive_tensors": lambda tensors: _drop(groups.receive(msgspec.convert(tensors, NewTensors), keeps=False)),

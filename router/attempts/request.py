@@ -47,6 +47,8 @@ class RequestRefused(ApiError):
 
 
 class ClientStream:
+    """Begins and ends a stream to the client."""
+
     async def open(self, http: HttpRequest, *, status: int, headers: Mapping[str, str]) -> StreamedResponse:
         return open_stream(http, status=status, headers=headers)
 
@@ -141,6 +143,8 @@ CallPart = Callable[["PromptCall"], None]  # changes the call of an attempt befo
 
 
 class BodyPart(Protocol):
+    """Changes bodies before the request is routed."""
+
     @property
     def apis(self) -> Iterable[Api]: ...
 

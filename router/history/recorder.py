@@ -250,6 +250,8 @@ class RequestTraces:
 
 
 class _PastCall(msgspec.Struct, frozen=True):
+    """A finished call; `error` is empty on success."""
+
     worker: Worker
     sent_s: float
     over_s: float

@@ -41,6 +41,8 @@ class Holder(NamedTuple):
 
 
 class PrefixSources:
+    """Prefill workers that exchange prefixes, by `index`."""
+
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._workers: dict[int, tuple[Worker, PrefixHolder]] = {}

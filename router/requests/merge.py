@@ -17,6 +17,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Merger:
+    """Merges into the answers to one request."""
+
     def __init__(self, api: Api, prefill_body: bytes) -> None:
         self._api = api
         prefill = decode_or_none(prefill_body)

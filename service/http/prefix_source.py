@@ -16,7 +16,10 @@ PURPOSE = "prefix source"
 
 
 class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, and an estimate `num_tokens`. `copy`: only fetch it, without decode worker."""
+    """A worker with the prefix, and the estimate `num_tokens` of its length.
+
+    `copy`: only fetch the prefix, without decode worker.
+    """
 
     control: Annotated[str, msgspec.Meta(max_length=300)]
     incarnation: Annotated[str, msgspec.Meta(max_length=300)]

@@ -254,7 +254,7 @@ get, post, put, delete = (partial(HttpRoute, method) for method in ("GET", "POST
 
 
 class ModelHead(NamedTuple):
-    """What a route needs, and what to use instead. 404, as OpenAI's SDK would retry a 501."""
+    """The needs of a route, and its replacement. 404, as OpenAI's SDK would retry a 501."""
 
     needs: str
     instead: str

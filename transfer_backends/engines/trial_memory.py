@@ -15,6 +15,8 @@ GPU_BYTES = 64 << 20  # 0.2 ms over NVLink
 
 
 class GpuAllocator(Protocol):
+    """Interface of `CudaContext` and `FabricMemory`."""
+
     def allocate(self, size_bytes: int) -> int: ...
     def free(self, address: int) -> None: ...
 

@@ -154,6 +154,8 @@ class DecodePeer(Peer):
 
 @dataclass(frozen=True)
 class ConnectPeer:
+    """Connect the engine and probe the path."""
+
     incarnation: str
     descriptor: bytes
     origin: Origin

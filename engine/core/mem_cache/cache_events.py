@@ -58,6 +58,7 @@ class CacheEvents(TreePart):
     # ---- names and events
 
     def enter(self, node: Node) -> None:
+        """Name the pages of a new leaf."""
         link, before = self._before(node)
         names = page_names(link, _shown(before), _shown(node.key), self._page_size)
         for page, (name, link) in zip(node.pages, names, strict=True):
@@ -66,6 +67,7 @@ class CacheEvents(TreePart):
                 self._links[page] = link
 
     def leave(self, node: Node) -> None:
+        """Forget the names of a removed leaf."""
         for page in node.pages:
             del self._names[page]
             self._links.pop(page, None)
@@ -86,6 +88,7 @@ class CacheEvents(TreePart):
         )
 
     def retract(self, node: Node, start: int, end: int) -> None:
+        """Announce that pages `start`..`end` - 1 of `node` are unusable."""
         if end > start:
             self._events.append(BlockRemoved(self._hashes(node, start, end), MEDIUM))
 
@@ -114,6 +117,7 @@ class CacheEvents(TreePart):
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
+        """Take changes since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 

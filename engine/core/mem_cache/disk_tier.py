@@ -102,6 +102,7 @@ class DiskIndex:
         return len(self._sizes)
 
     def has(self, key: bytes) -> bool:
+        """The file can be read."""
         return key in self._sizes and key not in self._writing
 
     def holds(self, key: bytes) -> bool:

@@ -83,6 +83,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             self._write_when_used(inserted.node)
 
     def on_read(self, node: Node) -> None:
+        """Note an admitted reader of the path to `node`."""
         path: list[Node] = []
         at: Node | None = node
         while at is not None and at.parent is not None:
@@ -131,6 +132,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
     # ---- admission
 
     def prefetch(self, request: Request, memory: Memory) -> None:
+        """Read files up to the first gap."""
         if self.disk is not None:
             start = len(memory.match_prefix(request).pages)
             keys = self.keys.of(request, self._end_of(request))

@@ -33,6 +33,8 @@ Use = tuple[int, int]  # request serial, image number
 
 @dataclass(slots=True, eq=False)
 class _Features:
+    """Features of one image, in `uses` by uncomputed tokens."""
+
     size_bytes: int
     uses: set[Use] = field(default_factory=set)
 
@@ -204,6 +206,7 @@ class ImageCache(MemoryPart, Features):
         return phase is not Phase.DECODE and bool(self._forgets or self._lands)
 
     def attach(self, plan: Plan) -> None:
+        """Add requested work to this plan, unless it only decodes."""
         if plan.phase is Phase.DECODE:
             return
         plan.encodes, self._encodes = self._encodes, []

@@ -40,6 +40,7 @@ class MemoryPart:
         return None
 
     def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
+        """Check for room, after `without` have left."""
         return True
 
     def open(self, request: Request, match: Match, *, lands: bool) -> None:
@@ -84,7 +85,8 @@ class MemoryPart:
         """Check for a required step without request tokens."""
         return False
 
-    def attach(self, plan: Plan) -> None: ...
+    def attach(self, plan: Plan) -> None:
+        """Add requested work to this plan."""
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
         """Note a collected step; `failed`: out of device memory."""
@@ -134,6 +136,8 @@ class StepEnds:
 
 
 class Windows:
+    """Window pages of requests; none by default."""
+
     def window_of(self, request: Request, num_tokens: int) -> list[int]:
         """Return pages read by the query after `num_tokens` tokens."""
         return []
@@ -150,6 +154,7 @@ class RetractedKV:
 
     @property
     def num_pages(self) -> int:
+        """Pages in copies."""
         return 0
 
     def begin(self, request: Request) -> bool:
@@ -193,16 +198,19 @@ class LowerTier:
 
     @property
     def files_come(self) -> bool:
+        """Check for file reads in progress."""
         return False
 
     def prefetch(self, request: Request, memory: "Memory") -> None:
         """Start reading the part of its prefix that is only on disk."""
 
     def awaits(self, request: Request, now_s: float) -> bool:
+        """Check for disk reads that `request` waits for."""
         return False
 
     def load_ahead(self, request: Request, memory: "Memory", *, earlier: Sequence[Request], most: int) -> None:
         """Load up to `most` pages after a waiting request's cached prefix, as evictable pages."""
 
     def is_settled(self, pages: Sequence[int]) -> bool:
+        """Check that no planned step still copies `pages` to or from the tier."""
         return True

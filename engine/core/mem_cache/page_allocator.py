@@ -143,6 +143,7 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """Keys of whole pages after key `before` or the seed."""
     assert len(tokens) % page_size == 0
     keys = []
     for at in range(0, len(tokens), page_size):

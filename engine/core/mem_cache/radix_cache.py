@@ -81,7 +81,10 @@ class Node:
 
 
 class TreePart:
-    def on_stored(self, node: Node) -> None: ...
+    """Base of tree followers, with empty hooks."""
+
+    def on_stored(self, node: Node) -> None:
+        """Note a new leaf."""
 
     def on_split(self, upper: Node, lower: Node) -> None:
         """Move the first pages' data from `lower` to `upper`."""
@@ -200,6 +203,7 @@ MatchRule = Callable[["RadixCache", Sequence[int], Branch], Match]
 
 
 def by_pages(cache: "RadixCache", tokens: Sequence[int], branch: Branch) -> Match:
+    """Rule of models with pages only."""
     return cache.match(tokens, branch=branch)
 
 
@@ -332,6 +336,7 @@ class RadixCache:
                 self._remove(node)
 
     def flush(self) -> None:
+        """Drop everything; nothing is locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
         while (leaf := self._eviction_order.pop()) is not None:
             self._remove(leaf, evicted=False)
@@ -406,6 +411,7 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def check(self) -> None:
+        """Check counters, locks, keys, page states, and evictable leaves."""
         noted = self._eviction_order.serials()
         pages: list[int] = []
         evictable = 0

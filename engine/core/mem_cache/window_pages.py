@@ -63,6 +63,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return self.allocator.num_free + len(self._idle)
 
     def first_page(self, num_tokens: int) -> int:
+        """First page that a query after `num_tokens` reads."""
         return max(0, num_tokens - self.window + 1) // self.allocator.page_size
 
     # ---- admission
@@ -129,6 +130,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return [(self.allocator, self.quarantine(request))] if request.pages else []
 
     def quarantine(self, request: Request) -> list[int]:
+        """Detach pages of an adopted request that a peer may still write."""
         pages = request.windows.pages[request.windows.first :]
         self.allocator.quarantine(pages)
         request.windows.pages, request.windows.first = [], 0

@@ -104,6 +104,8 @@ class _SplitRule(NamedTuple):
 
 
 class _Work(NamedTuple):
+    """List of a step's splits, and what programs note of finished ones."""
+
     list_ptr: Any  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
     batch: Any
     done_ptr: Any  # [B, kv_heads] int32: finished splits, 0 before and after

@@ -25,6 +25,8 @@ from engine.models.vision.tower import Patches, Pixels, VisionTower, places
 
 
 class _Layers:
+    """What towers share: patches, and `depth` layers."""
+
     def __init__(
         self, weights: VisionWeights, config: TowerConfig, processing: ImageProcessing, names: BlockNames, *, depth: int
     ) -> None:
