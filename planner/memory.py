@@ -6,9 +6,10 @@ from engine.config import EngineConfig
 from engine.core.plan import Plan
 from engine.device.memory_plan import MeasuredMemory, static_left
 from engine.flags.resolve import num_pages
-from engine.kv.cache_spec import drafter_specs, layer_spec, page_bytes_of
+from engine.kv.cache_spec import page_bytes_of
 from engine.model_files.drafter_config import STANDALONE, DrafterConfig
 from engine.model_files.model_config import ModelConfig
+from engine.models.cache_specs import drafter_specs, layer_spec
 from engine.parallel.layout import check_layout, share_of
 from planner.step_time import Fitted, Roofline, Shape, StepLoad, StepTime, fullest, load_of, shape_of
 from service.flags import ConfigError

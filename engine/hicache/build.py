@@ -62,9 +62,8 @@ def build_host_tier(
     )
     disk = None
     if folders is not None and cache.disk is not None:
-        store: PageStore = DirectoryStore(folders.of(0 if ranks is None else ranks.leader), page_of=host_pool.page)
-        if ranks is not None:
-            store = RanksStore(store, folders, ranks.followers)
+        own = DirectoryStore(folders.of(0 if ranks is None else ranks.leader), page_of=host_pool.page)
+        store: PageStore = own if ranks is None else RanksStore(own, folders, ranks.followers)
         disk = Disk(store, tier=cache.disk, when_done=wakeup)
     return HostTier(cache, host_pool, disk, "" if folders is None else str(folders.path))
 

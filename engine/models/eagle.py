@@ -13,11 +13,12 @@ import weakref
 import torch
 from torch import Tensor
 
-from engine.kv.cache_spec import CacheSpec, reading_layer_specs
+from engine.kv.cache_spec import CacheSpec
 from engine.layers.linear import Linear, NoNorm, add
 from engine.layers.rope import LayerRopes
 from engine.model_files.drafter_config import EAGLE3, DrafterConfig
 from engine.model_files.head_config import family_of
+from engine.models.cache_specs import reading_layer_specs
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftEntries

@@ -6,12 +6,13 @@ from itertools import accumulate
 
 import torch
 
-from engine.kv.cache_spec import CacheSpec, layer_spec
+from engine.kv.cache_spec import CacheSpec
 from engine.layers.linear import LayerNorm, Linear, Norm, RowLinear, SiteShape, rms_norm
 from engine.layers.rope import head_order
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
+from engine.models.cache_specs import layer_spec
 from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance
 from engine.models.matrices import STORED, Matrices

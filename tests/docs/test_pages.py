@@ -17,7 +17,7 @@ from tests.docs.pages import PAGES, REPORTS, anchors, without_blocks
 from tests.packages import PACKAGES, ROOT
 
 # Flags of other programs, of benchmarks and of tools.
-_FOREIGN = """--backend --base-url --build-arg --delete-emptydir-data --force --format --grace-period --ignore-daemonsets --list --max-concurrency --merge --no-deps
+_FOREIGN = """--backend --base-url --build-arg --delete-emptydir-data --force --format --grace-period --ignore-daemonsets --list --max-concurrency --merge --no-deps --rollout-external-engine-addrs
     --num-prompts --parts --replicas --scenario --shm-size --small --wait"""
 FOREIGN = frozenset(_FOREIGN.split())
 TOP = (
