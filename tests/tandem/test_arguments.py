@@ -14,8 +14,8 @@ from service.flags import ConfigError
 from service.http.errors import ApiError
 from tandem.errors import RequestError
 from tandem.flags import argv_of, parse_flags
-from tandem.llm import conversations, each_fields, listed, pairs_of
-from tandem.params import SamplingParams, WantedLogprobs, encoded, fields_of, take_logprobs
+from tandem.llm import conversations, each_fields, listed, score_inputs
+from tandem.params import Sampling, WantedLogprobs, encoded, fields_of, take_logprobs
 
 # ---- the package
 
@@ -108,7 +108,7 @@ class Constraint:
 def test_parameters_come_in_many_forms() -> None:
     whole = {"temperature": 0.5, "max_tokens": 4}
     assert fields_of(None, whole) == whole
-    assert fields_of(whole, {}) == fields_of(SamplingParams(**whole), {}) == whole
+    assert fields_of(whole, {}) == fields_of(Sampling(**whole), {}) == whole
     assert fields_of({"temperature": 0.5, "max_new_tokens": 4}, {}) == whole
     assert fields_of(Theirs(), {"max_tokens": 2}) == {"temperature": 1.0, "max_tokens": 2, "stop": []}
     assert encoded(fields_of(None, {"structured_outputs": Constraint(choice=["a"])})) == (
@@ -118,7 +118,7 @@ def test_parameters_come_in_many_forms() -> None:
 
 def test_a_constructor_names_an_unknown_field() -> None:
     with pytest.raises(ValueError, match="temprature"):
-        SamplingParams(temprature=1)  # type: ignore[call-arg]
+        Sampling(temprature=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,16 @@ def test_one_input_or_several() -> None:
     assert listed({"prompt": "a"}) == [{"prompt": "a"}]
     message = {"role": "user", "content": "a"}
     assert conversations([message]) == conversations([[message]]) == [[message]]
-    assert pairs_of("q", ["a", "b"]) == [("q", "a"), ("q", "b")] and pairs_of(["q", "r"], ["a", "b"]) == [
-        ("q", "a"),
-        ("r", "b"),
-    ]
-    with pytest.raises(RequestError, match="text_1: has 2 texts, text_2 has 3; give one, or as many"):
-        pairs_of(["q", "r"], ["a", "b", "c"])
+    assert score_inputs("q", ["a", "b"], {}) == ({}, [("q", "a"), ("q", "b")])
+    named = {"query": ["q", "r"], "items": ["a", "b"], "apply_softmax": True}
+    assert score_inputs(None, None, named) == ({"apply_softmax": True}, [("q", "a"), ("r", "b")])
+    for texts, more, message in (
+        ((["q", "r"], ["a", "b", "c"]), {}, "text_1: has 2 texts, text_2 has 3; give one, or as many"),
+        (("q", None), {}, "text_2: is missing"),
+        (("q", "a"), {"query": "q"}, "text_1: is given by two names"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            score_inputs(*texts, more)
 
 
 def test_parameters_for_all_or_one_each() -> None:

@@ -171,7 +171,7 @@ PLAIN = {
     *("input_ids", "sampling_params", "rid", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num"),
     *("token_ids_logprob", "priority", "return_hidden_states", "lora_path", "cache_salt", "extra_key", "best_of"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "model", "user"),
-    *("stream_options", "max_tokens", "min_tokens", "image_data", "video_data"),
+    *("stream_options", "max_tokens", "min_tokens", "image_data", "video_data", "spaces_between_special_tokens"),
 }
 
 
