@@ -134,7 +134,7 @@ def test_death_at_start_shows_the_last_error_and_ends_the_rest(start: Start, tmp
     assert "Traceback" not in said
     assert not launch.ready_file.exists()
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{launch.ports[0]}/health", timeout=1)
+        urllib.request.urlopen(f"http://127.0.0.1:{launch.ports[0]}/health", timeout=1).close()
 
 
 def test_what_dies_starts_again_at_its_port_and_keeps_its_log(start: Start, tmp_path: Path) -> None:

@@ -45,13 +45,11 @@ class Shared:
 
 
 class OneWorker:
-    """In place of a cluster: the server."""
+    """In place of a cluster: the server, with a client that the test closes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, client: openai.OpenAI) -> None:
         self.url = url
-
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none")
+        self.openai = lambda: client
 
 
 def test_there_are_five_short_ones() -> None:
@@ -68,10 +66,11 @@ def test_an_example_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, engine in (("LLM", llm), ("AsyncLLM", async_llm), ("Cluster", OneWorker(server))):
-        monkeypatch.setattr(tandem, name, Shared(engine))
-    monkeypatch.setattr(openai.resources.chat.completions.Completions, "create", _by_any_name)
-    runpy.run_path(str(path), run_name="__main__")
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none") as client:
+        for name, engine in (("LLM", llm), ("AsyncLLM", async_llm), ("Cluster", OneWorker(server, client))):
+            monkeypatch.setattr(tandem, name, Shared(engine))
+        monkeypatch.setattr(openai.resources.chat.completions.Completions, "create", _by_any_name)
+        runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
 
 

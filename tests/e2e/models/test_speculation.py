@@ -51,7 +51,8 @@ def test_a_server_says_how_drafts_fared(tmp_path: Path) -> None:
     with tandem(tmp_path, "serve", "--port", "0", *flags) as server:
         answer = json.loads(_post(f"{server.url}/generate", body))
         lines = _post(f"{server.url}/generate", {**body, "stream": True}).decode().splitlines()
-        metrics = urlopen(f"{server.url}/metrics", timeout=30).read().decode()
+        with urlopen(f"{server.url}/metrics", timeout=30) as shown:
+            metrics = shown.read().decode()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert answer["output_ids"] == chunks[-1]["output_ids"] == RIGHT[rid] and len(chunks) < new / 3
     info, streamed = answer["meta_info"], chunks[-1]["meta_info"]

@@ -30,6 +30,12 @@ def caller(qwen: Worker) -> Iterator[anthropic.Anthropic]:
         yield c
 
 
+@pytest.fixture(scope="module")
+def reasoner(thinker: Worker) -> Iterator[anthropic.Anthropic]:
+    with client_of(thinker) as c:
+        yield c
+
+
 def client_of(worker: Worker, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=worker.url, api_key=key, max_retries=0)
 
@@ -171,12 +177,11 @@ def test_tools_go_round(caller: anthropic.Anthropic) -> None:
     assert last.stop_reason in ("tool_use", "stop_sequence")
 
 
-def test_thinking_is_a_block_of_its_own(thinker: Worker) -> None:
-    client = client_of(thinker)
+def test_thinking_is_a_block_of_its_own(reasoner: anthropic.Anthropic, thinker: Worker) -> None:
     content = f"Hm.</think>Now.\n{CALL}"
     thinking = {"type": "enabled", "budget_tokens": 1024}
     asked: Any = {"max_tokens": 120, "stop_sequences": ["<|assistant|>"], "tools": [TOOL], "thinking": thinking}
-    answer = ask(client, content, **asked)
+    answer = ask(reasoner, content, **asked)
     reasoning = thinker.scheduler.seen[-1].sampling.reasoning
     assert reasoning is not None and reasoning.budget == 1024
     thought, text, call = answer.content
@@ -184,13 +189,13 @@ def test_thinking_is_a_block_of_its_own(thinker: Worker) -> None:
     assert (text.text, call.name) == ("Now.", "add")
     assert answer.usage.output_tokens_details.thinking_tokens == len("<|user|>Hm.</think>")
     messages: Any = [{"role": "user", "content": content}]
-    with client.messages.stream(model="tiny", messages=messages, **asked) as stream:
+    with reasoner.messages.stream(model="tiny", messages=messages, **asked) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     assert shown(final) == shown(answer)
     assert "thinking" in kinds and final.usage.output_tokens == answer.usage.output_tokens
     asked["thinking"] = {**thinking, "display": "omitted"}
-    assert [block.type for block in ask(client, content, **asked).content] == ["text", "tool_use"]
+    assert [block.type for block in ask(reasoner, content, **asked).content] == ["text", "tool_use"]
 
 
 def test_a_call_that_is_cut_has_an_empty_input(caller: anthropic.Anthropic) -> None:
