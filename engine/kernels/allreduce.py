@@ -42,7 +42,7 @@ class _Gather(ctypes.Structure):
     _fields_ = fields(("part", "all", "lines", "abort"), ("rows", "columns", "first", "total", "rank", "ranks"))
 
 
-SOURCE = CSource("allreduce", 4, {"wait": _Wait, "sum": _Sum, "rows": _Rows, "take": _Take, "gather": _Gather})
+SOURCE = CSource("allreduce", {"wait": _Wait, "sum": _Sum, "rows": _Rows, "take": _Take, "gather": _Gather})
 
 
 class SharedLines(NamedTuple):

@@ -140,7 +140,6 @@ class CSource:
     """A file of csrc. `functions`: the structure whose address each takes, by name."""
 
     name: str
-    abi: int
     functions: Mapping[str, type[ctypes.Structure]]
     flags: tuple[str, ...] = ()
 
@@ -149,13 +148,11 @@ class CSource:
         return CSRC / f"{self.name}.c"
 
     def load(self, *, kind: Kind | None = None) -> ctypes.CDLL | None:
-        """`load_library`, checked and typed."""
+        """`load_library`, typed."""
         library = load_library(self.path, flags=self.flags, kind=kind)
         return None if library is None else self.typed(library)
 
     def typed(self, library: ctypes.CDLL) -> ctypes.CDLL:
-        abi = getattr(library, f"tandem_{self.name}_abi")()
-        assert abi == self.abi, self.name
         for name, structure in self.functions.items():
             getattr(library, f"tandem_{name}").argtypes = [ctypes.POINTER(structure)]
         return library
@@ -165,7 +162,7 @@ class CSource:
         return None if library is None else make(library)
 
 
-TEAM = CSource("team", 2, {}, flags=("-pthread",))
+TEAM = CSource("team", {}, flags=("-pthread",))
 
 
 def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None = None) -> ctypes.CDLL | None:

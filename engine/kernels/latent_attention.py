@@ -46,7 +46,7 @@ class _Scores(ctypes.Structure):
     )
 
 
-SOURCE = CSource("latent_attention", 6, {"latent_attention": _Args, "index_scores": _Scores})
+SOURCE = CSource("latent_attention", {"latent_attention": _Args, "index_scores": _Scores})
 
 
 class LatentKernel:

@@ -43,7 +43,7 @@ class _Each(ctypes.Structure):
     _fields_ = [("like", LinearArgs), *fields(("rows",), ("matrices", "apart"))]
 
 
-SOURCE = CSource("linear", 8, {"linear": LinearArgs, "linear_pack": _Packing, "linear_each": _Each})
+SOURCE = CSource("linear", {"linear": LinearArgs, "linear_pack": _Packing, "linear_each": _Each})
 
 
 class PackedWeights(NamedTuple):

@@ -227,7 +227,7 @@ class _DecodeArgs(ctypes.Structure):
     _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "is_fp8"), SCORES)
 
 
-DECODE = CSource("paged_decode", 10, {"paged_decode": _DecodeArgs})
+DECODE = CSource("paged_decode", {"paged_decode": _DecodeArgs})
 
 
 class PagedDecode:
@@ -308,7 +308,7 @@ class _ExtendArgs(ctypes.Structure):
     _fields_ = fields((*POINTERS, *_EXTEND_TABLES), (*STRIDES, "table_width", *_NUMBERS), SCORES)
 
 
-EXTEND = CSource("paged_extend", 7, {"paged_extend": _ExtendArgs})
+EXTEND = CSource("paged_extend", {"paged_extend": _ExtendArgs})
 
 
 class PagedExtend:

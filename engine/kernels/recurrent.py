@@ -55,7 +55,7 @@ class _ConvArgs(ctypes.Structure):
     )
 
 
-CONV = CSource("conv", 2, {"conv": _ConvArgs})
+CONV = CSource("conv", {"conv": _ConvArgs})
 
 
 class ConvKernel:
@@ -128,7 +128,7 @@ class _DeltaArgs(ctypes.Structure):
     )
 
 
-DELTA = CSource("delta", 2, {"delta": _DeltaArgs})
+DELTA = CSource("delta", {"delta": _DeltaArgs})
 
 
 class DeltaKernel:
@@ -226,7 +226,7 @@ class _MambaArgs(ctypes.Structure):
     )
 
 
-MAMBA = CSource("mamba", 2, {"mamba": _MambaArgs})
+MAMBA = CSource("mamba", {"mamba": _MambaArgs})
 
 
 class MambaKernel:

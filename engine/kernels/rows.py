@@ -45,7 +45,6 @@ class _SigmoidGate(ctypes.Structure):
 
 ELEMENTWISE = CSource(
     "elementwise",
-    5,
     {
         **dict.fromkeys(("rms_norm", "offset_norm", "add", "scale"), _Norm),
         **dict.fromkeys(("silu_mul", "gelu_mul"), _Gate),
@@ -211,7 +210,7 @@ class _Sample(ctypes.Structure):
 
 
 # noise has the same bits everywhere: no fused multiply-add
-SAMPLE = CSource("sample", 2, {"sample": _Sample}, flags=("-ffp-contract=off",))
+SAMPLE = CSource("sample", {"sample": _Sample}, flags=("-ffp-contract=off",))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def changes(source: str) -> Iterator[tuple[int, str]]:
 
 def _only_asks(called: ast.expr) -> bool:
     if isinstance(called, ast.Attribute):
-        return called.attr in QUESTIONS or called.attr.endswith("_abi")
+        return called.attr in QUESTIONS
     return isinstance(called, ast.Name) and called.id in BUILTINS | QUESTIONS
 
 

@@ -12,7 +12,6 @@
 #include "vectors.h"
 #include "waiting.h"
 
-#define ABI_VERSION 4
 #define MOST_RANKS 64
 #define RANKS_ENDED 2 /* engine/kernels/build.py */
 #define OUT_OF_STEP 3
@@ -57,8 +56,6 @@ static int wait_for(const int64_t *word, int64_t value, const int64_t *abort) {
         nanosleep(&t, 0);
     }
 }
-
-int tandem_allreduce_abi(void) { return ABI_VERSION; }
 
 /* Arguments are mirrored by allreduce.py. Each function returns 0, or a code: a tape asks (team.c). */
 

@@ -4,7 +4,6 @@
 #include "states.h"
 #include "team.h"
 
-#define ABI_VERSION 2
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 #define MAX_TAPS 8
 
@@ -45,8 +44,6 @@ INLINE void convolve(const struct conv *a, int64_t request, int64_t at, const in
     }
     for (int64_t i = 0; i < past && n * past > i * LANES; i++) store_some(state, i * LANES, load_f32(kept + i * LANES), n * past - i * LANES, is_bf16);
 }
-
-int tandem_conv_abi(void) { return ABI_VERSION; }
 
 /* Returns 0: a tape asks (team.c). */
 int tandem_conv(const struct conv *a) {

@@ -7,8 +7,6 @@
 #include "states.h"
 #include "team.h"
 
-#define ABI_VERSION 2
-
 /* Mirrored by delta.py. */
 struct delta {
     const struct state_rows *step;
@@ -79,8 +77,6 @@ INLINE void pass_head(const struct delta *a, int64_t request, int64_t head, cons
     for (int64_t at = 0; at < a->values; at += BLOCK) pass_tokens(a, request, head, at, state, keys, is_bf16);
     for (int64_t t = a->step->starts[request]; t < a->step->starts[request + 1]; t++) norm_and_gate(a, t, head, is_bf16);
 }
-
-int tandem_delta_abi(void) { return ABI_VERSION; }
 
 /* Returns 0: a tape asks (team.c). */
 int tandem_delta(const struct delta *a) {

@@ -4,7 +4,6 @@
 #include "rows.h"
 #include "team.h"
 
-#define ABI_VERSION 5
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 
 /* A head, in place: rounded after the norm, after its weight, after the cosine and at the end. */
@@ -38,8 +37,6 @@ static void turn_row(bf16 *x, const bf16 *weight, const bf16 *cosine, const bf16
 
 /* The threads share rows that are worth it. */
 static struct loop rows_of(int64_t rows, int64_t elements) { return team_loop(rows, elements < PARALLEL_ELEMENTS ? rows : 0); }
-
-int tandem_elementwise_abi(void) { return ABI_VERSION; }
 
 /* Arguments are mirrored by rows.py. Each function returns 0: a tape asks (team.c). */
 

@@ -17,7 +17,6 @@
 #include "attention.h"
 #include "team.h"
 
-#define ABI_VERSION 6
 #define BLOCK 64 /* tokens whose scores are held at once */
 #define TILE 16  /* query vectors of a work item, at most */
 #define SUB 4    /* vectors, and tokens, computed together */
@@ -316,8 +315,6 @@ static int tile_of(const struct args *a) {
 static int64_t group_of(const struct args *a, int64_t request) {
     return a->chosen ? a->heads : (a->step->starts[request + 1] - a->step->starts[request]) * a->heads;
 }
-
-int tandem_latent_attention_abi(void) { return ABI_VERSION; }
 
 /* Writes the new tokens' latents, then attends. Returns 0, or -1 when out of memory. */
 int tandem_latent_attention(const struct args *a) {

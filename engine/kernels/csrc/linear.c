@@ -33,7 +33,6 @@
 #include "team.h"
 #include "tiles/tiles.h"
 
-#define ABI_VERSION 8
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
@@ -721,8 +720,6 @@ static void pack_panel(const struct packing *p, int64_t panel) {
 }
 
 /* ---- the library's face */
-
-int tandem_linear_abi(void) { return ABI_VERSION; }
 
 int tandem_linear_kind(void) { return best_kind(); }
 

@@ -6,8 +6,6 @@
 #include "states.h"
 #include "team.h"
 
-#define ABI_VERSION 2
-
 /* Mirrored by mamba.py. */
 struct mamba {
     const struct state_rows *step;
@@ -80,8 +78,6 @@ static void finish(const struct mamba *a, int64_t t, int64_t group) {
         store_some(a->out, t * inner + from + i, x, n, (int)a->is_bf16);
     }
 }
-
-int tandem_mamba_abi(void) { return ABI_VERSION; }
 
 /* Returns 0: a tape asks (team.c). */
 int tandem_mamba(const struct mamba *a) {

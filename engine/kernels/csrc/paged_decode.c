@@ -24,7 +24,6 @@
 #include "fp8.h"
 #include "team.h"
 
-#define ABI_VERSION 10
 #define BLOCK 64         /* tokens whose scores are held at once */
 #if defined(HAVE_AVX512)
 #define SUB 8            /* query heads computed together */
@@ -468,8 +467,6 @@ static int64_t runs_of(const struct args *a) {
     runs = (runs + a->units - 1) / a->units * a->units;
     return runs < a->kv_heads ? runs : a->kv_heads;
 }
-
-int tandem_paged_decode_abi(void) { return ABI_VERSION; }
 
 /* Writes the new tokens' K and V, then attends. Returns 0, or -1 when out of memory. */
 int tandem_paged_decode(const struct args *a) {

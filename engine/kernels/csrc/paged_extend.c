@@ -27,7 +27,6 @@
 #include "tiles/tiles.h"
 #include "vectors.h"
 
-#define ABI_VERSION 7
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
 #define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
@@ -362,8 +361,6 @@ static int extend(const struct args *a) {
 }
 
 /* ---- the library's face */
-
-int tandem_paged_extend_abi(void) { return ABI_VERSION; }
 
 int tandem_paged_extend_kind(void) { return best_kind(); }
 

@@ -10,7 +10,6 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define ABI_VERSION 2
 #define BINS 2048 /* of gap bits >> 20 */
 #define LARGEST_NOISE 22.9f
 
@@ -182,8 +181,6 @@ static int64_t sample_row(const struct row *row, int64_t top_k, float top_p, int
         token = best_score(row, bound, greedy);
     }
 }
-
-int tandem_sample_abi(void) { return ABI_VERSION; }
 
 /* Mirrored by rows.py. */
 struct sample {

@@ -25,7 +25,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define ABI_VERSION 2
 #define LINE_BYTES 64
 #define HUGE_BYTES (2 << 20)
 #define LARGE_BYTES (128 << 10) /* memory from here on is in whole huge pages: small ones miss the TLB, and fetches end with them */
@@ -405,8 +404,6 @@ static struct team *team_of_thread(void) {
 }
 
 /* ---- the library's face */
-
-int tandem_team_abi(void) { return ABI_VERSION; }
 
 /* What kernels share their work by. */
 const struct team_calls *tandem_team_calls(void) {
