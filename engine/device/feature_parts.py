@@ -25,7 +25,7 @@ from engine.speculative.draft_steps import DraftParts
 from service.flags import ConfigError
 
 
-class BalancedExperts(StepPart):
+class _BalancedExperts(StepPart):
     """Experts that may move between two steps: a recorded step runs without the host."""
 
     def expect(self, batch: Batch) -> None:
@@ -33,7 +33,7 @@ class BalancedExperts(StepPart):
         batch.model.balance.on_step()
 
 
-class AdapterPart(StepPart):
+class _AdapterPart(StepPart):
     """LoRA adapters, which change the model's layers."""
 
     def __init__(self, bank: AdapterBank) -> None:
@@ -52,7 +52,7 @@ class AdapterPart(StepPart):
         self._bank.compute()
 
 
-class WindowPart(StepPart):
+class _WindowPart(StepPart):
     """Layers with a window, which have a pool of their own."""
 
     def __init__(self, page_table: WindowedPageTable) -> None:
@@ -79,11 +79,11 @@ def make_parts(
     if topk_of(config) > 1:
         parts.append(DraftTrees(page_table))
     if isinstance(page_table, WindowedPageTable):
-        parts.append(WindowPart(page_table))
+        parts.append(_WindowPart(page_table))
     if model.balance is not None:
-        parts.append(BalancedExperts())
+        parts.append(_BalancedExperts())
     if adapters is not None:
-        parts.append(AdapterPart(adapters))
+        parts.append(_AdapterPart(adapters))
     if states is not None:
         parts.append(states)
     if model.sees:

@@ -105,7 +105,7 @@ class GroupKVMemory:
         self._followers.apply("resume_kv").wait()
 
 
-Adapter = tuple[Any, int]  # own weights, and the number of the followers'
+_Adapter = tuple[Any, int]  # own weights, and the number of the followers'
 
 
 class GroupAdapters:
@@ -113,14 +113,14 @@ class GroupAdapters:
         self._own = own
         self._followers = followers
 
-    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[Adapter]:
+    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[_Adapter]:
         return start_in_thread(lambda: self.read(path), name="lora", when_done=when_done)
 
-    def read(self, path: str) -> Adapter:
+    def read(self, path: str) -> _Adapter:
         """Raises ConfigError."""
         return _on_all_ranks(self._followers, "adapter", lambda: self._own.read(path), path=path)
 
-    def install(self, number: int, weights: Adapter) -> None:
+    def install(self, number: int, weights: _Adapter) -> None:
         own, prepared = weights
         applied = self._followers.apply("add_adapter", number=prepared, adapter=number)
         self._own.install(number, own)

@@ -25,7 +25,7 @@ from engine.core.request import LoadedAhead, Request
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
-USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # by requests that computed or read a node
+_USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # by requests that computed or read a node
 TIERS = ("device", "host", "disk")
 COUNTED = (*(f"{tier}_hit_tokens" for tier in TIERS), "skipped_pages", "saved_pages", "loaded_pages")
 COUNTED += ("loaded_ahead_pages", "unwritten_pages", "written_pages", "read_pages", "bad_files", "failed_writes")
@@ -53,7 +53,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self.counted = dict.fromkeys((f"hicache_{name}" for name in COUNTED), 0)
         self.keys = RequestKeys(identity, run_id=run_id)
         self._writes_back = write_policy == "write_back"
-        self._uses_to_write = USES_TO_WRITE.get(write_policy)
+        self._uses_to_write = _USES_TO_WRITE.get(write_policy)
         self._out: list[PageCopy] = []  # requested since the last plan
         self._in: list[PageCopy] = []
         self._found: list[int] = []  # by `open`, for `start`
