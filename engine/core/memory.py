@@ -163,8 +163,7 @@ class Memory:
         request.dup_pages += request.pages[start : inserted.existing]
         request.shared_pages = end
         self.cache.lock(inserted.node)
-        if request.lock is not None:
-            self.cache.unlock(request.lock)
+        self._unlock(request)
         request.lock = inserted.node
 
     def take(self, n: int) -> list[int]:
@@ -180,8 +179,7 @@ class Memory:
         """Release all memory; computed pages stay cached. No step is in flight."""
         assert request.inflight == 0, f"{request.rid}: pages given back while a step may write them"
         self.share(request)
-        if request.lock is not None:
-            self.cache.unlock(request.lock)
+        self._unlock(request)
         self.allocator.free(request.own_pages())
         for part in self.parts:
             part.free(request)
@@ -199,8 +197,7 @@ class Memory:
         """Detach own memory that a peer may still write; unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
         pages = request.own_pages()
-        if request.lock is not None:
-            self.cache.unlock(request.lock)
+        self._unlock(request)
         self.allocator.quarantine(pages)
         detached = Detached(pages, [piece for part in self.parts for piece in part.detach(request)])
         _forget(request)
@@ -214,6 +211,10 @@ class Memory:
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
         return tuple(piece for part in self.parts for piece in part.tail(request, num_tokens))
+
+    def _unlock(self, request: Request) -> None:
+        if request.lock is not None:
+            self.cache.unlock(request.lock)
 
     # ---- plans
 
