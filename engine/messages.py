@@ -110,7 +110,7 @@ class GenerateRequest(_Message, frozen=True):
 
 
 class GenerateBatch(_Message, frozen=True):
-    """Samples of one HTTP request, to enter the same step (engine/messages.py)."""
+    """Samples of one HTTP request, to enter the same step."""
 
     requests: list[GenerateRequest]
 

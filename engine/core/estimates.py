@@ -119,11 +119,10 @@ ROUNDING_TOKENS = 1e-6
 
 
 class StepBudget:
-    """`first_rate`: initial seconds per unit. All arguments are positive.
+    """Prompt tokens that a step may have to end in time, learned from durations.
 
-    Prompt tokens that a step may have to end in time, learned from durations. *Work*: a token is
-    one unit, plus one per `attention_tokens` tokens before it; encoding an image counts as its
-    tokens. The next step may have
+    *Work*: a token is one unit, plus one per `attention_tokens` tokens before it, and per token of
+    an encoded image. `first_rate`: initial seconds per unit. The next step may have
 
       work = allowed seconds / rate,   rate = seconds of the last steps / their work
 

@@ -158,9 +158,9 @@ def _checked(sizes: Sequence[int]) -> list[int]:
 
 
 class DecodeGraphs:
-    """`sizes`: batch sizes, ascending.
+    """Decode steps by batch size, ascending `sizes`; a batch takes the next one.
 
-    A batch takes the next size. Padded rows are token 0 at position 0 of the scratch row, write to
+    Padded rows are token 0 at position 0 of the scratch row, write to
     page 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions,
     slots, output lengths; RoPE positions if multimodal), page table, sampler table, future map, KV
     pool, weights. Lengths follow from positions on the device. With grammar masks no row is sampled
@@ -284,7 +284,7 @@ MAX_REQUESTS = 16  # of a recorded step: attention starts programs for each, als
 
 
 class PrefillGraphs:
-    """`sizes`: numbers of new tokens to record, ascending.
+    """Short prompt steps by number of new tokens, ascending `sizes`.
 
     The host launches the kernels of some hundred tokens slower than a GPU computes them. A step
     takes the graph of the next size: its padded tokens belong to no request and write to page 0,

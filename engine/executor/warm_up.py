@@ -200,10 +200,9 @@ log = logging.getLogger(__name__)
 
 
 class CompileLog:
-    """One per process, as hooks are global; `num_late` counts kernels since `serve`.
+    """Detects Triton compilations while serving, which stop steps for seconds.
 
-    Detection of Triton compilations while serving, which stop steps for seconds. Uses Triton's
-    hooks around compilation and disk cache (3.6 and 3.7).
+    One per process: it sets Triton's global hooks (3.6 and 3.7). `num_late`: kernels since `serve`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -27,7 +27,7 @@ _AT = len(MAGIC) + 4
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """`key`: chained hash of all tokens up to the page's end.
+    """Header of a page file. `key`: chained hash of all tokens up to the page's end.
 
     | magic 8 | header length 4, little-endian | msgpack of `Header` | zeros | page bytes |
     |<------------------------ HEADER_BYTES ------------------------------>|<- page_bytes ->|

@@ -1,7 +1,7 @@
 """Build of C kernels at first use, with a per-user cache.
 
 A file name hashes source, headers, compiler and flags, so a changed source or shared home never
-loads a wrong one. Flags are of a CPU kind (build.py), for equal bits on all machines of a kind.
+loads a wrong one. Flags are of a CPU kind, for equal bits on all its machines.
 """
 
 import ctypes

@@ -34,9 +34,9 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class LikeLayers(NamedTuple):
-    """`rows` of a token, `row_bytes` each, `apart` bytes apart, from byte `begin` of a unit.
+    """Equal layers of a unit as one strided view, so that few kernels copy a whole token.
 
-    Strided views of a pool's tokens: equal layers form one view, so few kernels copy a whole token.
+    `rows` of `row_bytes` each, `apart` bytes apart, from byte `begin`.
     """
 
     begin: int
@@ -284,7 +284,7 @@ class KVPool:
 
 # ---- Identity of this engine's KV, without which no process finds its pages.
 
-LAYOUT_VERSION = 2  # of engine/kv/kv_pool.py
+LAYOUT_VERSION = 2
 SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # per file of a checkpoint
 
 

@@ -4,8 +4,8 @@ With word i of unit u of page j, modulo 2^64, N units a page, W words a unit wit
 
   sum over j, u, i of mix(w[j, u, i] + (((j * N + u) * W + i) + 1) * ODD)
 
-Positions are the model's, so sums of any ranks add up (`combine` in held.py). Bits after a
-request's last token count as zero. `mix` is a bijection (page_checksum.py): one changed word always
+Positions are the model's, so sums of any ranks add up (`combine`). Bits after a
+request's last token count as zero. `mix` is a bijection: one changed word always
 changes the sum, other damage passes once in 2^64. No defence against forgers.
 """
 
@@ -161,11 +161,10 @@ assert RECURRENT_WORD.itemsize == STATE.itemsize
 
 
 class StateChecksum:
-    """`layers`: the pool's among the model's recurrent ones.
+    """Checksum of recurrent states by byte positions, a part for each contiguous range.
 
-    Checksum of recurrent states, as in engine/kv/page_checksum.py with byte positions. Words have 2
-    bytes in conv inputs and 4 in recurrent states, so ranks may split between channels and heads.
-    Each contiguous range is a part.
+    Words have 2 bytes in conv inputs and 4 in recurrent states, so ranks may split between channels
+    and heads. `layers`: the pool's among the model's recurrent ones.
     """
 
     def __init__(self, pool: StatePool, *, layers: range, wakeup: Callable[[], None] = lambda: None) -> None:

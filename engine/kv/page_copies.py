@@ -119,10 +119,9 @@ class _Copy2D(ctypes.Structure):
 
 
 class CudaRows:
-    """Raises OSError without a CUDA driver.
+    """Copies strided host rows to the GPU in one operation (cuMemcpy2DAsync).
 
-    Strided host rows to the GPU in one operation (cuMemcpy2DAsync). torch would gather them on the
-    host first, synchronously.
+    torch would gather them on the host first. Raises OSError without a CUDA driver.
     """
 
     def __init__(self, *, library: str = LIBRARY) -> None:

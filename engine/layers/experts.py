@@ -174,7 +174,7 @@ def _pack(matrices: list[Weight], *, gates: bool) -> _Matrices:
 
 
 class BiasedExperts(_GatedMatrices):
-    """Rows of gate and up alternate.
+    """Experts with biases and a clamped gate (gpt-oss); rows of gate and up alternate.
 
     Biases are fp32; `down_bias` is None on ranks that must not add it.
     out = down((up + 1) * gate * sigmoid(alpha * gate)), gate <= `limit`, |up| <= `limit`.

@@ -186,13 +186,12 @@ class ShortConv:
 
 
 class GatedDelta:
-    """Value head h reads key head h // (value heads / key heads).
-
-    Gated DeltaNet without its products (Yang et al. 2024, arXiv:2412.06464).
+    """Gated DeltaNet without its products (Yang et al. 2024, arXiv:2412.06464).
 
     S <- exp(g) S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q       per value head, in fp32
 
-    delta.c goes by token; torch takes prompts in chunks (engine/layers/recurrence.py).
+    Value head h reads key head h // (value heads / key heads). delta.c goes by token; torch takes
+    prompts in chunks.
     """
 
     def __init__(self, weights: DeltaWeights, *, keys: int, dtype: torch.dtype) -> None:
@@ -243,14 +242,12 @@ def _delta_chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tenso
 
 
 class Mamba:
-    """Head h reads B and C of group h // (heads / groups).
-
-    Mamba2 without its products (Dao and Gu 2024, arXiv:2405.21060).
+    """Mamba2 without its products (Dao and Gu 2024, arXiv:2405.21060).
 
     t = softplus(raw + bias);  S <- exp(t A) S + B (t x)^T;  o = S^T C + D x
 
-    Per head, in fp32, with A < 0 and B, C of its group. mamba.c goes by token; torch takes prompts
-    in chunks (engine/layers/recurrence.py).
+    Per head, in fp32, with A < 0; head h reads B and C of group h // (heads / groups). mamba.c goes
+    by token; torch takes prompts in chunks.
     """
 
     def __init__(self, weights: MambaWeights, *, keys: int, dtype: torch.dtype) -> None:

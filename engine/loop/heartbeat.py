@@ -22,9 +22,9 @@ from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 
 
 class IterationClock:
-    """`limit_s`: maximum iteration; 0 or less has no limit. Loading is unlimited.
+    """Activity of the loop's thread and its start, for any thread.
 
-    Activity of the loop's thread and its start, for any thread.
+    `limit_s`: longest iteration, 0 or less for none. Loading is unlimited.
 
         loading --loaded--> resting <--turning, resting--> turning        any --end--> ended
 

@@ -145,16 +145,14 @@ def _linear(part: ModelPart, name: str, inputs: int) -> Linear:
 
 
 class NextnLayer(ReadingLayer):
-    """Call `use` first. Raises ConfigError.
-
-    NextN drafter: the model's own layer for the token after the next (MTP).
+    """NextN drafter: the model's own layer for the token after the next (MTP).
 
     x = join [norm of the token's embedding | norm of the model's hidden state before it]
     out = norm (x + layer (x)), read by the model's head and by the next draft step
 
     It has attention with KV, in hybrids too. DeepSeek-V3 Technical Report (arXiv:2412.19437),
     section 2.2. Hidden states after the last norm, and `mtp.` names of hybrids, as in vLLM and
-    SGLang.
+    SGLang. Call `use` first. Raises ConfigError.
     """
 
     def __init__(self, part: ModelPart) -> None:

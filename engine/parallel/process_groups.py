@@ -41,10 +41,10 @@ class SymmetricMemory:
 
 
 class NcclCollectives:
-    """`Collectives` over a torch process group. The leader ends a stuck call by killing ranks.
+    """`Collectives` of GPUs, never run on one: order and arithmetic are tested over gloo.
 
-    Collectives of GPUs, never run on one: order and arithmetic are tested over gloo. NCCL moves
-    bytes; torch adds in `tree_sum`'s order, for any batch and message size.
+    NCCL moves bytes; torch adds in `tree_sum`'s order, for any batch and message size. The leader
+    ends a stuck call by killing ranks.
 
       small   partials in symmetric memory, read by all ranks: about as fast as a kernel launch
       large   each rank adds its slice of all partials, then all gather

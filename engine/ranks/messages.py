@@ -1,4 +1,4 @@
-"""Messages of leader and followers: msgpack of tagged arrays, one per frame (messages.py).
+"""Messages of leader and followers: msgpack of tagged arrays, one per frame.
 
     leader   -> follower: PoolSize, Step, Prepare, Apply
     follower -> leader:   Loaded, Ready, Serving, Done, Failed

@@ -8,7 +8,7 @@ Rows are taken by acceptance probability, in the number that maximizes
 
   expected tokens of the step / seconds of a step with these rows
 
-Both are learned (drafting.py, RowCosts), so drafts are short and end in full batches. A model
+Both are learned (Chances, RowCosts), so drafts are short and end in full batches. A model
 drafter's steps (engine/speculative/draft_pass.py) count, too.
 """
 

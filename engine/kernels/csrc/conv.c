@@ -7,7 +7,7 @@
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 #define MAX_TAPS 8
 
-/* Mirrored by conv.py. */
+/* Mirrored by recurrent.py. */
 struct conv {
     const struct state_rows *step;
     const void *x;       /* [rows, channels], x_stride elements apart */

@@ -7,7 +7,7 @@
 #include "states.h"
 #include "team.h"
 
-/* Mirrored by delta.py. */
+/* Mirrored by recurrent.py. */
 struct delta {
     const struct state_rows *step;
     const void *mixed;  /* [rows, q | k | v] dense: key heads [keys], as many, value heads [values] */

@@ -6,7 +6,7 @@
 #include "states.h"
 #include "team.h"
 
-/* Mirrored by mamba.py. */
+/* Mirrored by recurrent.py. */
 struct mamba {
     const struct state_rows *step;
     const void *mixed;  /* [rows, x | B | C] dense: heads * values, groups * keys twice */
