@@ -141,9 +141,7 @@ def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return x.add_(delta) if kernel is None else kernel.add(x, delta)
 
 
-# ---- Linear layers; bf16 on CPUs is packed for our kernel or oneDNN.
-#
-# Integer weights stay packed only in our kernel.
+# ---- Linear layers.
 
 Delta = Callable[[torch.Tensor, torch.Tensor], None]
 

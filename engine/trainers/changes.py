@@ -5,7 +5,6 @@ All are there before any is used, so an update changes all of them or none.
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -17,20 +16,17 @@ from engine.messages import NewTensors
 from engine.model_files.model_config import load_model_config
 from engine.model_files.tensor_names import canonical_name
 from engine.models.checkpoint import Safetensors, is_derived
+from engine.trainers.groups import GroupTrainers, TrainerGroups
 from engine.trainers.tensor_files import ChangedTensors, TensorFile
 from service.flags import ConfigError
 
 HEAD = "lm_head.weight"
 
 
-class Receives(Protocol):
-    def receive(self, tensors: NewTensors) -> dict[str, Tensor]: ...
-
-
 class TensorChanges:
     """Reader of `NewTensors`. `dummies`: paths with generated weights; `groups`: of trainers."""
 
-    def __init__(self, groups: Receives, *, dummies: Collection[str] = ()) -> None:
+    def __init__(self, groups: TrainerGroups | GroupTrainers, *, dummies: Collection[str] = ()) -> None:
         self._groups = groups
         self._dummies = dummies
 
