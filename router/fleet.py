@@ -195,7 +195,7 @@ SUMMED_GAUGES = (
 )
 
 
-class PeerProcesses:
+class PeerProcesses(UnixPeers):
     """Pool changes, and counts for /metrics.
 
     Over unix sockets with a shared key; requests of peers are not forwarded again.
@@ -203,13 +203,7 @@ class PeerProcesses:
 
     def __init__(self, slot: ProcessSlot | None) -> None:
         self._slot = slot
-        self._peers = UnixPeers(
-            () if slot is None else slot.peers, headers={} if slot is None else {KEY_HEADER: slot.key}
-        )
-
-    @property
-    def num(self) -> int:
-        return self._peers.num
+        super().__init__(() if slot is None else slot.peers, headers={} if slot is None else {KEY_HEADER: slot.key})
 
     def is_peer(self, request: HttpRequest) -> bool:
         key = request.headers.get(KEY_HEADER, "")
@@ -224,9 +218,6 @@ class PeerProcesses:
         if self.num and not self.is_peer(request):
             await self.request(request.method, path or request.path, body, timeout_s=timeout_s)
 
-    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> list[bytes]:
-        return await self._peers.request(method, path, body, timeout_s=timeout_s)
-
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
         """Copy a peer's pool, which may have changed since the start."""
         for body in (await self.request("GET", "/workers"))[:1]:
@@ -238,6 +229,3 @@ class PeerProcesses:
                 if all(worker.url != url for worker in table.workers()):
                     port = view["bootstrap_port"]
                     table.add(url, role=Role(view["role"]), bootstrap_port=port, now_s=now_s)
-
-    async def close(self) -> None:
-        await self._peers.close()

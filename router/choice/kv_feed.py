@@ -118,7 +118,7 @@ class _Follower:
 
     async def run(self) -> None:
         """Follow the worker until cancelled. Messages queue during a replay."""
-        with self._socket(zmq.SUB, self.source.endpoint, _plain_socket) as sub:
+        with self._socket(zmq.SUB, self.source.endpoint, zmq.Socket) as sub:  # futures cost more than most messages
             sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)
             reader = _Reader(sub, self._read, self.turns)
@@ -158,8 +158,8 @@ class _Follower:
             except (TimeoutError, BadEvent, IndexError) as error:
                 log.warning("KV events of %s: no replay (%s)", endpoint, str(error) or "too slow")
 
-    def _socket(self, kind: int, endpoint: str, made_by: Callable[..., Any] | None) -> Any:
-        sock: Any = self.context.socket(kind, socket_class=made_by)
+    def _socket(self, kind: int, endpoint: str, socket_class: Callable[..., Any] | None) -> Any:
+        sock: Any = self.context.socket(kind, socket_class=socket_class)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -168,11 +168,6 @@ class _Follower:
             guard_connector(sock, self.secret)
         sock.connect(endpoint)
         return sock
-
-
-def _plain_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """A socket without futures, which cost more than most messages."""
-    return zmq.Socket(context, kind)
 
 
 class _Reader:

@@ -96,7 +96,8 @@ class TokenBlocks:
         if size < 1 or len(event.token_ids) != size * len(event.block_hashes):
             return
         hashes = event.block_hashes[: MAX_BLOCKS - len(self._blocks)]
-        before, place, is_new = self._before(event), 0, self._are_new(hashes)
+        before, place = self._before(event), 0
+        is_new = self._blocks.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes)
         while place < len(hashes):
             known = None if is_new else self._blocks.get(hashes[place])
             if known is None:
@@ -125,9 +126,6 @@ class TokenBlocks:
     def clear(self) -> None:
         self._blocks.clear()
         self.num_tokens = 0
-
-    def _are_new(self, hashes: list[BlockHash]) -> bool:
-        return self._blocks.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes)
 
     def _add(self, before: _Block, event: BlockStored, hashes: list[BlockHash], place: int) -> _Block:
         size, count = event.block_size, len(hashes)

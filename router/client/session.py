@@ -63,11 +63,6 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
     refused: bool = False
 
 
-def _in_pieces(body: bytes) -> bytes | io.BytesIO | None:
-    """Wrap a long body, to write it as the worker reads it."""
-    return io.BytesIO(body) if len(body) > READ_BUFFER_BYTES else body or None
-
-
 async def call_worker(
     session: aiohttp.ClientSession,
     method: str,
@@ -84,7 +79,7 @@ async def call_worker(
         async with session.request(
             method,
             URL(url, encoded=True),
-            data=_in_pieces(body),
+            data=io.BytesIO(body) if len(body) > READ_BUFFER_BYTES else body or None,  # a long one goes in pieces
             headers=headers,
             timeout=timeout,
             allow_redirects=False,

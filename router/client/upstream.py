@@ -213,10 +213,9 @@ class HttpReply:
         """Add bytes; return False to stop reading."""
         self._chunks.append(data)
         self.num_buffered += len(data)
-        return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()
-
-    def _is_stream(self) -> bool:
-        return self.headers.get("content-type", "").startswith((*STREAM_TYPES, FRAMES_TYPE))
+        if self.num_buffered <= READ_BUFFER_BYTES:
+            return True
+        return not self.headers.get("content-type", "").startswith((*STREAM_TYPES, FRAMES_TYPE))
 
     def finish(self) -> None:
         self._timer.cancel()

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -92,20 +92,16 @@ _log = math.log
 Counted = TypeVar("Counted")
 
 
-class Watched(Protocol):
-    def shown(self) -> DashboardRequest: ...
-
-
 class Recorder:
     def __init__(self, now_s: Callable[[], float], *, place: int = 0) -> None:
         self.now_s = now_s
         self._place = place
         self._serial = 0
-        self._running: dict[str, Watched] = {}
-        self._ended: deque[Watched] = deque(maxlen=KEPT_REQUESTS)
+        self._running: dict[str, RequestTrace] = {}
+        self._ended: deque[RequestTrace] = deque(maxlen=KEPT_REQUESTS)
         self._seconds: deque[Second] = deque([Second(int(now_s()))], maxlen=KEPT_SECONDS)
 
-    def begin(self, request: Watched, now_s: float) -> str:
+    def begin(self, request: "RequestTrace", now_s: float) -> str:
         """Return its key, unique among processes."""
         self._serial += 1
         key = f"{self._place}-{self._serial}"
@@ -114,7 +110,7 @@ class Recorder:
             self._running[key] = request
         return key
 
-    def end(self, request: Watched, key: str, *, failed: bool, now_s: float) -> None:
+    def end(self, request: "RequestTrace", key: str, *, failed: bool, now_s: float) -> None:
         self._running.pop(key, None)
         self._ended.append(request)
         second = self.second(now_s)

@@ -65,7 +65,7 @@ class PrefixSources:
         if not hints.keys or not self.exchanges(chosen.worker):
             return None
         found = self.holders(hints, like=chosen.worker)
-        best = max(found, key=_most, default=None)
+        best = max(found, key=lambda one: (one.num_blocks, *(-part for part in load_key(one.worker))), default=None)
         more = best is not None and best.num_blocks * BLOCK_TOKENS >= chosen.cached_tokens + BLOCK_TOKENS
         return best if more else None
 
@@ -89,10 +89,6 @@ class PrefixSources:
 
     def note_copied(self, worker: Worker, hints: RoutingHints, *, num_blocks: int) -> None:
         self._index.touch(worker.worker_id, hints.keys[:num_blocks])
-
-
-def _most(holder: Holder) -> tuple[float, ...]:
-    return (holder.num_blocks, *(-part for part in load_key(holder.worker)))
 
 
 @dataclass(eq=False, kw_only=True)

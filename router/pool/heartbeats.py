@@ -250,7 +250,9 @@ class Heartbeats:
         self._ran = self._ran or not all(one.rests for one in beats)
         if not self.trusted:
             if self._in_a_row >= BEATS:
-                self._trust()
+                limit_s = LATE * self._limit_s
+                self._late = SilenceTimer(limit_s=limit_s, received_s=lambda: self._beat_s, report=self._on_late)
+                self.worker.beats = True
             return
         self.worker.process.busy_s = beat.busy_s
         if was_late:
@@ -259,10 +261,6 @@ class Heartbeats:
         runs_again, self.rests = self.rests and self._ran, self.rests and not self._ran
         if was_late or runs_again or (before is not None and before.fine != beat.fine):
             self.ask()
-
-    def _trust(self) -> None:
-        self._late = SilenceTimer(limit_s=LATE * self._limit_s, received_s=lambda: self._beat_s, report=self._on_late)
-        self.worker.beats = True
 
     def _on_late(self, late: bool) -> None:
         if not late or self.is_late:

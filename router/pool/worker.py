@@ -212,7 +212,9 @@ class Loads:
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Count this router's load once."""
         worker.report = report
-        reported = 0 if report is None else _reported_tokens(worker.role, report)
+        reported = 0
+        if report is not None:  # waiting tokens for prefill, as a cache is no load, else also KV
+            reported = report.waiting_tokens + (report.used_tokens if worker.role.holds_kv else 0)
         worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)
 
     def _on_load(self, worker: Worker) -> None:
@@ -228,8 +230,3 @@ class Loads:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
-
-
-def _reported_tokens(role: Role, report: LoadReport) -> int:
-    """Waiting tokens for prefill, as a cache is no load, else also KV."""
-    return report.used_tokens + report.waiting_tokens if role.holds_kv else report.waiting_tokens
