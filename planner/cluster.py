@@ -251,13 +251,10 @@ class PlannedCluster:
                     self.routing.on_first_token(live.routed, now_s)
                 _record(live, output, now_s)
             if output.finish is not None:
-                self._note_drafts(output)
+                if output.drafts is not None:
+                    self._decode_steps += output.drafts.steps
+                    self._accepted += output.drafts.accepted
                 self._end_at(live, worker, output)
-
-    def _note_drafts(self, output: TokenOutput) -> None:
-        if output.drafts is not None:
-            self._decode_steps += output.drafts.steps
-            self._accepted += output.drafts.accepted
 
     def _end_at(self, live: _LiveRequest, worker: PlanWorker, output: TokenOutput) -> None:
         live.open_workers.remove(worker)

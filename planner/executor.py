@@ -68,7 +68,9 @@ class Host:
         """Return the end of `work_s` on each thread, not slowed by its owner."""
         if self._cores is None or work_s <= 0:
             return at_s + work_s
-        self._forget(at_s)
+        if at_s > self._latest_s + 1.0:
+            self._latest_s = at_s
+            self._occupancies = [one for one in self._occupancies if one.end_s > at_s - KEPT_S]
         others = [one for one in self._occupancies if one.end_s > at_s and one.owner != owner]
         end_s = self._share(others, at_s, work_s + self._owed_s.pop(owner, 0.0), threads)
         self._occupancies.append(_Occupancy(owner, at_s, end_s, threads))
@@ -97,11 +99,6 @@ class Host:
             share / (1 + one.beside * (used - one.num * share) / max(1.0, self._cores - one.num))
             for one, share in zip(running, shares, strict=True)
         ]
-
-    def _forget(self, at_s: float) -> None:
-        if at_s > self._latest_s + 1.0:
-            self._latest_s = at_s
-            self._occupancies = [one for one in self._occupancies if one.end_s > at_s - KEPT_S]
 
 
 def core_shares(cores: float, home_cores: float | None, running: Iterable[Threads]) -> list[float]:
@@ -225,12 +222,10 @@ class Speculation:
     match_rate: float = 1.0
 
     def decode(self) -> MakeDecodeStrategy:
-        return partial(SpeculativeDecode, drafting=self._drafting())
-
-    def _drafting(self) -> Drafting:
+        drafting = Drafting(None, most=self.most, passes=self.most)
         if self.time is None:
-            return Drafting(Guesses(self.most, self.match_rate), most=self.most)
-        return Drafting(None, most=self.most, passes=self.most)
+            drafting = Drafting(Guesses(self.most, self.match_rate), most=self.most)
+        return partial(SpeculativeDecode, drafting=drafting)
 
     def draws(self) -> Callable[[], bool]:
         uniform = random.Random(SEED).random

@@ -83,7 +83,7 @@ def read_pair(path: str) -> list[list[RequestRecord]]:
 
 def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
     """ConfigError for too few records."""
-    alone = [pair for records in reports for pair in _prefills(records)]
+    alone = [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for records in reports for r in _alone(records)]
     stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
     num_gaps = sum(stretch.gaps for stretch in stretches)
     if len(alone) < MIN_PREFILLS or len({tokens for tokens, _ in alone}) < 3:
@@ -218,10 +218,6 @@ def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     ends = sorted(r.sent_s + r.e2e_s for r in records)
     there = [bisect_left(begins, r.sent_s + _ttft(r)) - bisect_right(ends, r.sent_s) for r in records]
     return [record for record, num in zip(records, there, strict=True) if num == 1]
-
-
-def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
-    return [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for r in _alone(records)]
 
 
 def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:

@@ -70,7 +70,8 @@ def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> S
         return shape_of(drafter.layers, tp, on_cpu=on_cpu)
     layer = shape_of(replace(drafter.layers, num_layers=1, nextn_layers=0), tp, on_cpu=on_cpu)
     size, own_head = layer.element_bytes, -(-drafter.head_rows // tp) * layer.hidden
-    joins = _join_params(drafter) + _wider_attention(drafter, tp)
+    joins = drafter.layers.hidden_size * (len(drafter.inside) or 2) * drafter.hidden  # unsharded
+    joins += _wider_attention(drafter, tp)
     layer_bytes = layer.read_bytes - (layer.head_params - joins) * size
     head = own_head or lent
     return replace(
@@ -80,11 +81,6 @@ def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> S
         weight_bytes=layer_bytes + own_head * size,
         read_bytes=layer_bytes + head * size,
     )
-
-
-def _join_params(drafter: DrafterConfig) -> int:
-    """Weights of the joining product, unsharded."""
-    return drafter.layers.hidden_size * (len(drafter.inside) or 2) * drafter.hidden
 
 
 def _wider_attention(drafter: DrafterConfig, tp: int) -> int:

@@ -3,12 +3,10 @@
 import logging
 import multiprocessing
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from types import TracebackType
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -23,9 +21,11 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class RunPool:
-    """The processes end with this one."""
+    """Processes, and a progress bar that counts their runs; they end with this one."""
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
+        jobs = min(config.jobs, jobs)
+        self.bar = tqdm(unit="run", disable=config.disable_progress or None)
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._children = [self._start(config) for _ in range(jobs)]
         self._threads = ThreadPoolExecutor(jobs)
@@ -36,9 +36,8 @@ class RunPool:
     def __enter__(self) -> "RunPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
         for child in self._children:
             child.kill()
         self._threads.shutdown(cancel_futures=True)
@@ -110,38 +109,19 @@ class Outcome:
 
 def run_plan(study: Study) -> list[Outcome]:
     searches = {layout: _search(study, layout) for layout in study.layouts}
-    with runs(study, jobs=len(searches)) as pool:
+    with RunPool(study.config, jobs=len(searches)) as pool:
         search_all(pool, searches)
     return [outcome_of(layout, search) for layout, search in searches.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Processes, and the progress bar that counts their runs."""
-
-    pool: RunPool
-    bar: tqdm
-
-
-@contextmanager
-def runs(study: Study, *, jobs: int) -> Iterator[Runs]:
-    """At most --jobs, which end with the context."""
-    config = study.config
-    with (
-        RunPool(config, jobs=min(config.jobs, jobs)) as pool,
-        tqdm(unit="run", disable=config.disable_progress or None) as bar,
-    ):
-        yield Runs(pool, bar)
-
-
-def search_all(runs: Runs, searches: Mapping[ClusterLayout, Search | Grid]) -> None:
+def search_all(pool: RunPool, searches: Mapping[ClusterLayout, Search | Grid]) -> None:
     """Run all searches, in parallel."""
     running: dict[Future[Point], ClusterLayout] = {}
 
     def submit_next(layout: ClusterLayout) -> None:
         rate = searches[layout].next_rate()
         if rate is not None:
-            running[runs.pool.submit(layout, rate)] = layout
+            running[pool.submit(layout, rate)] = layout
 
     for layout in searches:
         submit_next(layout)
@@ -150,8 +130,8 @@ def search_all(runs: Runs, searches: Mapping[ClusterLayout, Search | Grid]) -> N
         for future in done:
             layout = running.pop(future)
             searches[layout].add(future.result())
-            runs.bar.set_postfix_str(_best_so_far(searches), refresh=False)
-            runs.bar.update()
+            pool.bar.set_postfix_str(_best_so_far(searches), refresh=False)
+            pool.bar.update()
             submit_next(layout)
 
 

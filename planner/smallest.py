@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from planner.cluster import ClusterLayout
 from planner.goodput import Grid, Point, Search
-from planner.run import Outcome, Runs, outcome_of, runs, search_all
+from planner.run import Outcome, RunPool, outcome_of, search_all
 from planner.study import Study
 
 MORE_SIZES = 2  # beyond the smallest
@@ -46,7 +46,7 @@ def find_smallest(study: Study, rate: float) -> list[SizeResult]:
     Returns all tried sizes.
     """
     found: list[SizeResult] = []
-    with runs(study, jobs=study.config.jobs) as pool:
+    with RunPool(study.config, jobs=study.config.jobs) as pool:
         for layouts in sizes(study.layouts):
             found.append(_best_of(pool, study, layouts, rate))
             if sum(_is_good(one.point, study) for one in found) > MORE_SIZES:
@@ -78,14 +78,14 @@ def better(points: Mapping[ClusterLayout, Point]) -> ClusterLayout:
     return min(points, key=key)
 
 
-def _best_of(pool: Runs, study: Study, layouts: Sequence[ClusterLayout], rate: float) -> SizeResult:
+def _best_of(pool: RunPool, study: Study, layouts: Sequence[ClusterLayout], rate: float) -> SizeResult:
     grids = {one: Grid(rates=[rate / one.num_gpus], share=study.slo.share) for one in layouts}
     search_all(pool, grids)
     best = better({layout: grid.points[0] for layout, grid in grids.items()})
     return SizeResult(best, grids[best].points[0], outcome_of(best, grids[best]))
 
 
-def _with_highest(pool: Runs, study: Study, one: SizeResult) -> SizeResult:
+def _with_highest(pool: RunPool, study: Study, one: SizeResult) -> SizeResult:
     if not _is_good(one.point, study):
         return one
     highest = study.max_verified_per_s / one.layout.num_gpus

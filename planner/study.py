@@ -34,6 +34,13 @@ NUM_WORKERS, MAX_WORKERS = 4, 8  # of the default layouts; with --request-rate
 NUM_REQUESTS, MAX_REQUESTS = 300, 1000
 LONG = 5  # times the limit of TTFT that a run lasts; a shorter one measures queues
 DEFAULT_BATCH = 32
+MAX_QUEUED_REQUESTS = 100_000
+SHARED_FLAGS = (  # with `tandem serve`
+    *("page_size", "chunked_prefill_size", "max_running_requests", "mem_fraction_static", "max_total_tokens"),
+    *("schedule_policy", "schedule_conservativeness", "disable_overlap_schedule", "disable_radix_cache"),
+    *("speculative_algorithm", "speculative_draft_model_path"),
+    *("speculative_num_steps", "speculative_num_draft_tokens"),
+)
 DEFAULT_LOAD = 0.6
 
 
@@ -249,23 +256,9 @@ def _engine(config: PlanConfig) -> EngineConfig:
         raise ConfigError(
             f"--mixed-chunk-size: must be at least --page-size ({config.page_size}), got {config.mixed_chunk_size}"
         )
+    shared = {name: getattr(config, name) for name in SHARED_FLAGS}
     return EngineConfig(
-        device="cuda",
-        page_size=config.page_size,
-        chunked_prefill_size=config.chunked_prefill_size,
-        max_prefill_tokens=MAX_PREFILL_TOKENS,
-        max_running_requests=config.max_running_requests,
-        max_queued_requests=100_000,
-        mem_fraction_static=config.mem_fraction_static,
-        max_total_tokens=config.max_total_tokens,
-        schedule_policy=config.schedule_policy,
-        schedule_conservativeness=config.schedule_conservativeness,
-        disable_overlap_schedule=config.disable_overlap_schedule,
-        disable_radix_cache=config.disable_radix_cache,
-        speculative_algorithm=config.speculative_algorithm,
-        speculative_draft_model_path=config.speculative_draft_model_path,
-        speculative_num_steps=config.speculative_num_steps,
-        speculative_num_draft_tokens=config.speculative_num_draft_tokens,
+        device="cuda", max_prefill_tokens=MAX_PREFILL_TOKENS, max_queued_requests=MAX_QUEUED_REQUESTS, **shared
     )
 
 
