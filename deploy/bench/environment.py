@@ -34,7 +34,7 @@ def describe() -> dict[str, object]:
         "commit": commit(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -71,10 +71,6 @@ def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory_gib() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
 
 
 def _version(name: str) -> str | None:

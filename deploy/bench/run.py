@@ -68,7 +68,7 @@ async def run(config: BenchConfig, prepared: Prepared) -> list[Measured]:
             for server in prepared.servers
         ]
         for target in targets:
-            await run_load(target.send, _warmup(requests, config.warmup), concurrency=1)
+            await run_load(target.send, [_reversed(one) for one in requests[: config.warmup]], concurrency=1)
         with tqdm(total=len(requests) * len(targets), unit="req", disable=config.disable_progress or None) as bar:
             return await run_in_turns(
                 [target.send for target in targets],
@@ -153,12 +153,8 @@ def _noting(bar: tqdm) -> OnDone:
     return note
 
 
-def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
-    """Other prompts, to cache nothing measured."""
-    return [_reversed(request) for request in requests[:count]]
-
-
 def _reversed(request: BenchRequest) -> BenchRequest:
+    """Another prompt, to cache nothing measured."""
     words = request.prompt
     prompt = " ".join(reversed(words.split())) if isinstance(words, str) else tuple(reversed(words))
     output_len = min(request.output_len, 4)

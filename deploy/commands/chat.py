@@ -19,7 +19,9 @@ def run(argv: Sequence[str]) -> int:
 
     check_url("--url", config.url)
     if sys.stdin.isatty():
-        _require_terminal()
+        if not sys.stdout.isatty():
+            raise ConfigError("standard output is no terminal: pipe the message in, too (echo hello | tandem chat)")
+        require("chat")
     if up is None:
         return asyncio.run(_talk(config, config.url))
     from deploy.chat.local_cluster import NotStarted, local_cluster
@@ -60,12 +62,6 @@ def _cluster_flags(args: argparse.Namespace, config: ChatConfig) -> list[str] | 
             f"give --model {model} to choose a model of that server, or leave --url out"
         )
     return [model, *(args.up or ())]
-
-
-def _require_terminal() -> None:
-    if not sys.stdout.isatty():
-        raise ConfigError("standard output is no terminal: pipe the message in, too (echo hello | tandem chat)")
-    require("chat")
 
 
 async def _talk(config: ChatConfig, url: str) -> int:

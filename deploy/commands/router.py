@@ -86,11 +86,7 @@ def _prefill(words: list[str]) -> tuple[str, int | None]:
         return words[0], None
     if len(words) == 2 and words[1].isdigit():
         return words[0], int(words[1])
-    raise _usage(f"--prefill: takes URL [BOOTSTRAP_PORT], got {' '.join(words)!r}")
-
-
-def _usage(message: str) -> SystemExit:
-    build_parser().error(message)
+    build_parser().error(f"--prefill: takes URL [BOOTSTRAP_PORT], got {' '.join(words)!r}")
 
 
 def _announce(url: str) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from service.extras import install
 
@@ -30,18 +30,6 @@ class ProcessProgress:
     text: str
     elapsed_s: float
     healthy_s: float | None = None
-
-
-class Display(Protocol):
-    def update(self, states: Sequence[ProcessProgress]) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-def make_display(out: TextIO = sys.stderr) -> Display:
-    return LiveDisplay(out) if out.isatty() else PlainDisplay(out)
 
 
 def render(states: Sequence[ProcessProgress]) -> list[str]:
@@ -80,7 +68,8 @@ class PlainDisplay:
             event = (state.name, state.healthy_s is not None)
             if event not in self._said:
                 self._said.add(event)
-                self.message(f"{state.name}: starting" if state.healthy_s is None else _healthy(state))
+                what = "starting" if state.healthy_s is None else f"healthy after {state.healthy_s:.1f} s"
+                self.message(f"{state.name}: {what}")
 
     def message(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -89,8 +78,11 @@ class PlainDisplay:
         pass
 
 
-def _healthy(state: ProcessProgress) -> str:
-    return f"{state.name}: healthy after {state.healthy_s:.1f} s"
+Display = LiveDisplay | PlainDisplay
+
+
+def make_display() -> Display:
+    return LiveDisplay(sys.stderr) if sys.stderr.isatty() else PlainDisplay(sys.stderr)
 
 
 def _line(state: ProcessProgress, width: int) -> str:
@@ -187,12 +179,9 @@ def _lacking(members: Sequence[Member]) -> list[str]:
 def _capacity(member: Member) -> str:
     tokens = member.info.get("max_total_num_tokens")
     what = "features of" if member.role == "encode" else "KV"
-    return ", ".join([*([f"{what} {tokens:,} tokens"] if tokens else []), *_sizes(member)])
-
-
-def _sizes(member: Member) -> list[str]:
-    found = {name: member.info.get(f"{name.lower()}_size", 1) for name in ("TP", "PP", "DP")}
-    return [f"{name} {size}" for name, size in found.items() if size > 1]
+    sizes = {name: member.info.get(f"{name.lower()}_size", 1) for name in ("TP", "PP", "DP")}
+    several = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([*([f"{what} {tokens:,} tokens"] if tokens else []), *several])
 
 
 def _try_it(front: str, model: str, shipped: bool, auth: bool) -> list[str]:

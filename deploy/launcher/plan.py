@@ -176,17 +176,12 @@ def _ports_of(config: ClusterConfig, free: Sequence[int]) -> _Ports:
 def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
     """C kernels may use all cores, as their threads do not wait for descheduled ones. Torch's
     threads and ranks meet at barriers, so get a share; their OpenMP threads sleep at once
-    (disagg/processes/children.py).
+    (disagg/processes/children.py). One limit for all, as one server may fork them.
     """
     total = sum(worker.ranks for worker in workers)
-    return [replace(worker, env=WORKER_ENV | _share(worker.ranks, cores, total)) for worker in workers]
-
-
-def _share(ranks: int, cores: int, total: int) -> dict[str, str]:
-    """One limit for all, as one server may fork them."""
-    threads = cores if ranks == 1 else max(1, cores * ranks // total)
-    limit = max(1, cores // total)
-    return {"OMP_NUM_THREADS": str(threads), "OMP_THREAD_LIMIT": str(limit), "GOMP_SPINCOUNT": "0"}
+    env = WORKER_ENV | {"OMP_THREAD_LIMIT": str(max(1, cores // total)), "GOMP_SPINCOUNT": "0"}
+    threads = [cores if worker.ranks == 1 else max(1, cores * worker.ranks // total) for worker in workers]
+    return [replace(worker, env=env | {"OMP_NUM_THREADS": str(n)}) for worker, n in zip(workers, threads, strict=True)]
 
 
 def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:

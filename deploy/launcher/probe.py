@@ -45,7 +45,7 @@ MAX_RESERVED = 256  # later choices: by then the servers of the first ones liste
 _reserved = deque[int]()  # descriptors
 
 
-def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Distinct ports below the kernel's range for outgoing connections.
 
     A port of that range could become a connection's source port before the server listens. On Linux
@@ -58,14 +58,14 @@ def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
         if len(found) == count:
             return found
         port = rng.randrange(LOWEST_PORT, ceiling)
-        if port not in found and _is_free(host, port) and _reserve(port):
+        if port not in found and _is_free(port) and _reserve(port):
             found.append(port)
     raise ConfigError(f"no {count} free ports between {LOWEST_PORT} and {ceiling}; end some servers on this machine")
 
 
-def _is_free(host: str, port: int) -> bool:
+def _is_free(port: int) -> bool:
     try:
-        require_free(host, port, flag="--port")
+        require_free("127.0.0.1", port, flag="--port")
     except ConfigError:
         return False
     return True

@@ -170,18 +170,13 @@ def num_ranks(values: Mapping[str, Any]) -> int:
     return int(tp * pp * (1 if values.get("enable_dp_attention") else dp))
 
 
-def _attention_ranks(values: Mapping[str, Any]) -> int:
-    """Same as `EngineConfig.attention_tp_size`."""
-    return int(values.get("tp_size", 1)) // _dp_attention_size(values)
-
-
 def _dp_attention_size(values: Mapping[str, Any]) -> int:
     return int(values.get("dp_size", 1)) if values.get("enable_dp_attention") else 1
 
 
 def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) -> int | None:
     """Return common --kv-units, if roles divide KV heads differently."""
-    sizes = {_attention_ranks(values) for values in by_role.values()}
+    sizes = {int(values.get("tp_size", 1)) // _dp_attention_size(values) for values in by_role.values()}  # of attention
     given = any(values.get("kv_units") is not None for values in by_role.values())
     return None if given or len(sizes) == 1 else common_units(model, tp_sizes=sorted(sizes))
 
