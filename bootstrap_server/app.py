@@ -38,17 +38,16 @@ log = logging.getLogger(__name__)
 class SignatureCheck:
     """Verifies calls, signs answers, counts refusals."""
 
-    def __init__(self, verifier: Verifier | None, clock: Callable[[], float]) -> None:
+    def __init__(self, verifier: Verifier | None) -> None:
         self.num_refused = 0
         self._verifier = verifier
-        self._clock = clock
         self._next_log_s = 0.0
 
     async def answer(self, request: HttpRequest, handler: Handler) -> Response:
         verifier = self._verifier
         if verifier is None or request.path in OPEN_PATHS:
             return await handler(request)
-        now_s = self._clock()
+        now_s = time.monotonic()
         call = Call(request.method, request.target, await request.read())
         verdict, nonce = verifier.verify(request.headers.get(AUTH_HEADER, ""), call, now_s)
         if verdict is Verdict.FORGED:
@@ -82,10 +81,12 @@ def _unsigned(challenge: str) -> Response:
 STATUSES = (200, 400, 401, 404, 500, 503)
 
 
-class BootstrapMetrics:
+class BootstrapMetrics(Collector):
     def __init__(self, registry: Registry, num_refused: Callable[[], int]) -> None:
+        self._registry = registry
+        self._num_refused = num_refused
         self._metrics = CollectorRegistry(auto_describe=False)
-        self._metrics.register(_Registered(registry, num_refused))
+        self._metrics.register(self)
         self._calls = Counter(
             "tandem_bootstrap_calls", "calls that were answered", ["call", "status"], registry=self._metrics
         )
@@ -100,12 +101,6 @@ class BootstrapMetrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self._metrics)
-
-
-class _Registered(Collector):
-    def __init__(self, registry: Registry, num_refused: Callable[[], int]) -> None:
-        self._registry = registry
-        self._num_refused = num_refused
 
     def collect(self) -> Iterator[Metric]:
         workers, rooms = float(self._registry.num_workers), float(self._registry.num_rooms)
@@ -123,15 +118,9 @@ LIMITS = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(
-    registry: Registry,
-    *,
-    config: BootstrapConfig,
-    secret: bytes | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Application:
+def make_app(registry: Registry, *, config: BootstrapConfig, secret: bytes | None = None) -> Application:
     """Return the application, which verifies and signs with a `secret`."""
-    check = SignatureCheck(None if secret is None else Verifier(secret), clock)
+    check = SignatureCheck(None if secret is None else Verifier(secret))
     browser = BrowserRule(
         host=config.host,
         has_keys=secret is not None,
@@ -139,7 +128,7 @@ def make_app(
         key_flag="--cluster-secret-file",
     )
     metrics = BootstrapMetrics(registry, lambda: check.num_refused)
-    api = BootstrapHandlers(registry, clock, check, metrics).api()
+    api = BootstrapHandlers(registry, check, metrics).api()
     routes = Routes(api.table)
     for path, methods in routes.paths().items():
         for method in methods if path not in OPEN_PATHS else ():
@@ -160,13 +149,10 @@ def make_app(
 
 
 class BootstrapHandlers:
-    def __init__(
-        self, registry: Registry, clock: Callable[[], float], check: SignatureCheck, metrics: BootstrapMetrics
-    ) -> None:
+    def __init__(self, registry: Registry, check: SignatureCheck, metrics: BootstrapMetrics) -> None:
         self._check = check
         self._metrics = metrics
         self._registry = registry
-        self._clock = clock
         self._server_id = uuid.uuid4().hex
 
     def api(self) -> ApiRouter:
@@ -184,7 +170,7 @@ class BootstrapHandlers:
         )
 
     def _now(self) -> float:
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._registry.expire(now_s)
         return now_s
 

@@ -26,6 +26,7 @@ from bootstrap_server.protocol import (
 from service.http.errors import JSON_ERRORS
 from service.security.keys import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
+TIMEOUT_S = 3.0  # of a call
 FIRST_RETRY_S = 0.1
 LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout
 REMEMBER_S = 120.0  # as servers do (room_ttl_s), and longer than decode looks for a room
@@ -74,7 +75,7 @@ def look_up(
     *,
     any_but: Sequence[str] | None = None,
     secret: bytes | None = None,
-    timeout_s: float = 3.0,
+    timeout_s: float = TIMEOUT_S,
     send: Send = over_http,
 ) -> RouteReply:
     """Return the worker of `room`, or any outside `any_but`. Raises BootstrapError."""
@@ -99,7 +100,6 @@ class Registrar:
         worker: Registration,
         *,
         secret: bytes | None = None,
-        timeout_s: float = 3.0,
         is_own: bool = False,
         clock: Callable[[], float] = time.monotonic,
         send: Send = over_http,
@@ -109,7 +109,6 @@ class Registrar:
         self._server = server
         self._worker = worker
         self._signer = None if secret is None else Signer(secret)
-        self._timeout_s = timeout_s
         self._longest_pause_s = math.inf if is_own else LONGEST_PAUSE_S
         self._clock = clock
         self._send = send
@@ -198,7 +197,9 @@ class Registrar:
         for room in rooms:
             self._known.pop(room, None)
             self._known[room] = now_s
-        while self._known and (len(self._known) > MAX_WAITING_ROOMS or _oldest(self._known) <= now_s - REMEMBER_S):
+        while self._known and (
+            len(self._known) > MAX_WAITING_ROOMS or next(iter(self._known.values())) <= now_s - REMEMBER_S
+        ):
             self._known.popitem(last=False)
 
     def _take(self) -> list[int]:
@@ -216,12 +217,8 @@ class Registrar:
 
     def _request(self, method: str, path: str, value: Any) -> bytes:
         call = Call(method, path, b"" if value is None else msgspec.json.encode(value))
-        sent = self._send(self._server, call, signer=self._signer, timeout_s=self._timeout_s)
+        sent = self._send(self._server, call, signer=self._signer, timeout_s=TIMEOUT_S)
         return _checked(self._server, *sent)
-
-
-def _oldest(times_s: OrderedDict[int, float]) -> float:
-    return next(iter(times_s.values()))
 
 
 def _checked(server: str, status: int, body: bytes) -> bytes:
