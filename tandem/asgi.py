@@ -23,22 +23,20 @@ from tandem.async_llm import AsyncLLM
 T = TypeVar("T")
 
 
-def app(
-    model: str = "", *, allowed_hosts: Sequence[str] = ("*",), allowed_origins: Sequence[str] = (), **flags: Any
-) -> "WorkerApp":
-    """Return a worker's HTTP API as an ASGI application, with an `LLM`'s arguments.
+class WorkerApp(AsyncLLM):
+    """A worker's HTTP API as an ASGI application, with an `LLM`'s arguments. `close` ends it.
 
     The model loads beside the caller; requests wait for it. `allowed_hosts`, `allowed_origins`: as
     the flags of `tandem serve`; the application around it may be stricter.
     """
-    return WorkerApp(model, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins, **flags)
-
-
-class WorkerApp(AsyncLLM):
-    """An `AsyncLLM` that is an ASGI application, too. `close` ends it."""
 
     def __init__(
-        self, model: str, *, allowed_hosts: Sequence[str], allowed_origins: Sequence[str], **flags: Any
+        self,
+        model: str = "",
+        *,
+        allowed_hosts: Sequence[str] = ("*",),
+        allowed_origins: Sequence[str] = (),
+        **flags: Any,
     ) -> None:
         super().__init__(model, **flags)
         self._allowed_hosts, self._allowed_origins = allowed_hosts, allowed_origins
@@ -75,6 +73,9 @@ class WorkerApp(AsyncLLM):
         )
         served = replace(services, browser=browser)
         return make_app(served, make_handle(served, max_open=services.client.max_live + SPARE_REQUESTS))
+
+
+app = WorkerApp
 
 
 class _Client:

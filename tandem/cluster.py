@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from deploy.chat.local_cluster import NotStarted, local_cluster
@@ -52,9 +51,7 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def openai(self, **options: Any) -> "OpenAI":

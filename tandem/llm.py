@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -81,9 +80,7 @@ class LLM(LocalEngine):
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def generate(

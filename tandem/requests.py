@@ -33,7 +33,7 @@ from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, reque
 from engine.frontend.client.generation import Generation
 from engine.frontend.routes import ORDERS
 from engine.frontend.services import Services
-from engine.messages import GenerateRequest, LogprobOptions
+from engine.messages import GenerateRequest
 from engine.text.sample import TextAnswers
 from service.http.body import Body, field_types
 from service.http.errors import bad_field
@@ -115,7 +115,7 @@ def _planned(
     options = wanted.options
     return PreparedRequest(
         id=id,
-        requests=made if options is None else [_with_logprobs(request, options) for request in made],
+        requests=made if options is None else [msgspec.structs.replace(one, logprobs=options) for one in made],
         prompt=prompt if isinstance(prompt, str) else None,
         wanted=wanted,
         answers=answers,
@@ -128,10 +128,6 @@ def _check_loaded(s: Services, plan: SamplesPlan) -> None:
     if plan.model.lora and plan.model.lora not in s.leaders.adapters:
         loaded = ", ".join(s.leaders.adapters) or "none"
         raise bad_field("lora_path", f"no adapter {plan.model.lora!r} is loaded; loaded: {loaded}")
-
-
-def _with_logprobs(request: GenerateRequest, options: LogprobOptions) -> GenerateRequest:
-    return msgspec.structs.replace(request, logprobs=options)
 
 
 def _prompt_in(prompt: Prompt) -> str | list[int]:

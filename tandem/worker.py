@@ -56,7 +56,9 @@ class LocalWorker:
     def submit(self, call: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Run `call` on the worker's loop. Raises EngineDeadError."""
         try:
-            self._check_process()  # before the lock, which another thread may have held at the fork
+            if self._is_fork:  # before the lock, which another thread may have held at the fork
+                text = f"this engine is of process {self._pid}, which forked this one; make an LLM here"
+                raise EngineDeadError(text, code=ENGINE_DEAD)
             with self._lock:
                 if self._over is None:
                     return asyncio.run_coroutine_threadsafe(_in_python(call), self._loop)
@@ -104,11 +106,6 @@ class LocalWorker:
     @property
     def _is_fork(self) -> bool:
         return os.getpid() != self._pid
-
-    def _check_process(self) -> None:
-        if self._is_fork:
-            text = f"this engine is of process {self._pid}, which forked this one; make an LLM here"
-            raise EngineDeadError(text, code=ENGINE_DEAD)
 
     def _run(self) -> None:
         error: BaseException = EngineDeadError(CLOSED)
