@@ -349,7 +349,7 @@ def _first_missing(held: Sequence[Extent], item_bytes: int) -> int | None:
 def _shards_to(
     pool: int, number: int, target: SideMemory, sources: Sequence[SideMemory], *, turn: int
 ) -> list[SideShard]:
-    in_common = [_size_of(_common_extents(source.extents, target.extents)) for source in sources]
+    in_common = [sum(part.strip.size for part in _common_extents(source.extents, target.extents)) for source in sources]
     order = sorted(range(len(sources)), key=lambda i: (-in_common[i], (i - turn - number) % len(sources)))
     wanted, shards = list(target.extents), []
     for i in order:
@@ -393,10 +393,6 @@ def _common_extents(mine: Iterable[Extent], theirs: Iterable[Extent]) -> list[_F
         else:
             j += 1
     return found
-
-
-def _size_of(found: Iterable[_Found]) -> int:
-    return sum(part.strip.size for part in found)
 
 
 def _without(wanted: Iterable[Extent], found: Sequence[_Found]) -> list[Extent]:

@@ -39,14 +39,10 @@ class Moves(SendingPart):
         if request is None:
             return None
         if request in self._scheduler.stages.running:
-            return self._remove(request, room)
+            self._scheduler.held.move(request)  # its last step may still finish it
+            self._leaving[request.rid] = request, room
+            return self._part()
         return [] if request.moves else None
-
-    def _remove(self, request: Request, room: int) -> list[TokenOutput]:
-        """Remove a running request from the batch; its last step may still finish it."""
-        self._scheduler.held.move(request)
-        self._leaving[request.rid] = request, room
-        return self._part()
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
         """End a request with collected steps and an open stream, if present."""

@@ -112,12 +112,6 @@ def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
     )
 
 
-def _registers_rooms(plan: SessionPlan) -> bool:
-    """Rooms may be at any DP rank, not the one of their number."""
-    rule = rule_of(plan.server.load_balance_method, mode=plan.role)
-    return plan.engine.dp_size > 1 and rule is not Rule.ROOM
-
-
 def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
     if not plan.has_bootstrap_server:
         return None
@@ -128,7 +122,8 @@ def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
     )
     return BootstrapServer(
         config,
-        shared=_registers_rooms(plan),
+        # else a room is at the DP rank of its number
+        shared=plan.engine.dp_size > 1 and rule_of(plan.server.load_balance_method, mode=plan.role) is not Rule.ROOM,
         secret=read_secret(plan.disagg.cluster_secret_file),
         port_flag=BOOTSTRAP_PORT_FLAG,
     )

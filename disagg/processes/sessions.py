@@ -96,7 +96,9 @@ class _Worker:
 
         def on_ready() -> None:
             session.was_ready = True
-            _report_ready(self.ports[0].url, plan)
+            url = self.ports[0].url
+            log.info("serving at %s (%s)", url, plan.role)
+            write_ready_file(plan.server.ready_file, {"url": url, "role": plan.role, "pid": os.getpid()})
             spare_what_lives()
 
         can_switch = plan.role in ("prefill", "decode")
@@ -130,8 +132,3 @@ def _status(end: _End) -> int:
 
 def _switch(plan: SessionPlan, role: str) -> dict[str, Any]:
     return {"from": plan.role, "to": role, "error": None}
-
-
-def _report_ready(url: str, plan: SessionPlan) -> None:
-    log.info("serving at %s (%s)", url, plan.role)
-    write_ready_file(plan.server.ready_file, {"url": url, "role": plan.role, "pid": os.getpid()})

@@ -6,7 +6,7 @@ once per room.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from transfer_backends.contract import LookupFailed, Route
@@ -113,24 +113,18 @@ class LookUp:
     any_but: tuple[str, ...] | None = None
 
 
+@dataclass(eq=False)
 class PrefillFinder:
     """`ended`: dead incarnations, and until when they are remembered."""
 
-    def __init__(
-        self,
-        rooms: DecodeRooms,
-        peers: PeerTable[PrefillPeer],
-        connections: Connections,
-        ended: Mapping[str, float],
-        line: LookUpLine,
-    ) -> None:
-        self._rooms = rooms
-        self._peers = peers
-        self._connections = connections
-        self._ended = ended
-        self._line = line
-        self._routes: dict[str, dict[int, Route]] = {}  # by rank, for bootstrap servers with one prefill worker
-        self._shared: dict[str, None] = {}  # bootstrap servers with several workers
+    _rooms: DecodeRooms
+    _peers: PeerTable[PrefillPeer]
+    _connections: Connections
+    _ended: Mapping[str, float]
+    _line: LookUpLine
+    # by rank, for bootstrap servers with one prefill worker
+    _routes: dict[str, dict[int, Route]] = field(default_factory=dict)
+    _shared: dict[str, None] = field(default_factory=dict)  # bootstrap servers with several workers
 
     def seek(self, room: DecodeRoom, now_s: float) -> None:
         room.retry.at_s = None

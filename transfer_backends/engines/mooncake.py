@@ -118,7 +118,8 @@ class MooncakeEngine:
     def register(self, regions: Sequence[Region]) -> None:
         self._enter()
         for region in (*regions, self._trial.region):
-            status = self._engine.register_memory(region.base_ptr, region.size_bytes, _location(region.device))
+            location = "*" if region.device is None else f"cuda:{region.device}"
+            status = self._engine.register_memory(region.base_ptr, region.size_bytes, location)
             if status != 0:
                 raise EngineError(f"Mooncake cannot register {region.size_bytes} bytes (status {status})")
             self._addresses.append(region.base_ptr)
@@ -204,7 +205,3 @@ def _of_nvlink(caps: Caps, protocol: str) -> Caps:
     """Limits without network delay; the name has the transport, which both sides need."""
     name = f"{caps.name}_{protocol}"
     return replace(of_gpu(caps, inside_machine=NVLINK), name=name, resend_s=0.0, carries_host_memory=False)
-
-
-def _location(device: int | None) -> str:
-    return "*" if device is None else f"cuda:{device}"

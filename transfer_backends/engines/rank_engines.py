@@ -24,6 +24,13 @@ class RankOp:
     failed: bool = False
 
 
+NARROWEST = (
+    *("max_inflight", "max_inflight_bytes", "max_post_pieces", "max_post_bytes", "max_piece_bytes"),
+    *("full_window_s", "longest_nap_s"),
+)
+WIDEST = ("target_must_poll", "settle_s", "resend_s")
+
+
 class RankEngines:
     """`ports.Engine` over ranks; `engines[0]` is this process's."""
 
@@ -116,17 +123,5 @@ def combine(caps: Sequence[Caps]) -> Caps:
     """The narrowest window and the longest waits of all."""
     if len({one.name for one in caps}) > 1:
         raise EngineError(f"ranks of one worker have different transfer engines: {[one.name for one in caps]}")
-    return replace(
-        caps[0],
-        max_inflight=min(one.max_inflight for one in caps),
-        max_inflight_bytes=min(one.max_inflight_bytes for one in caps),
-        max_post_pieces=min(one.max_post_pieces for one in caps),
-        max_post_bytes=min(one.max_post_bytes for one in caps),
-        max_piece_bytes=min(one.max_piece_bytes for one in caps),
-        target_must_poll=any(one.target_must_poll for one in caps),
-        settle_s=max(one.settle_s for one in caps),
-        resend_s=max(one.resend_s for one in caps),
-        full_window_s=min(one.full_window_s for one in caps),
-        longest_nap_s=min(one.longest_nap_s for one in caps),
-        carries_host_memory=caps[0].carries_host_memory,
-    )
+    least = {name: min(getattr(one, name) for one in caps) for name in NARROWEST}
+    return replace(caps[0], **least, **{name: max(getattr(one, name) for one in caps) for name in WIDEST})

@@ -122,12 +122,11 @@ class RemoteEngine:
     it.
     """
 
-    def __init__(self, sock: socket.socket, *, name: str, timeout_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(self, sock: socket.socket, *, name: str, timeout_s: float) -> None:
         """`timeout_s`: for the follower's start. Raises `EngineError`."""
         self.lost: str | None = None
         self._name = name
         self._follower = MessageStream(sock)
-        self._clock = clock
         self._pending: dict[int, RemoteOp] = {}
         self._last_number = 0
         self._poll_often_at_s = -POLL_OFTEN_EVERY_S
@@ -184,7 +183,7 @@ class RemoteEngine:
     def progress(self, *, eager: bool = False) -> None:
         """`eager`: the follower polls more often for a while."""
         self._exchange()
-        now_s = self._clock()
+        now_s = time.monotonic()
         if eager and now_s - self._poll_often_at_s >= POLL_OFTEN_EVERY_S:
             self._poll_often_at_s = now_s
             self._put(PollOften())

@@ -9,6 +9,7 @@ control thread    this module    messages (`offers`: of rooms), lost links, dead
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,7 @@ def _request_of(message: Recompute) -> RecomputeRequest:
 PROGRESS_EVERY_S = 0.25  # each report wakes threads of both sides during a step
 
 
+@dataclass(eq=False)
 class Completions:
     """End of engine operations.
 
@@ -165,21 +167,12 @@ class Completions:
     last try can land (paths.py). Results of earlier tries are dropped (docs/design/handover.md).
     """
 
-    def __init__(
-        self,
-        rooms: PrefillRooms,
-        outbox: Outbox,
-        paths: Paths,
-        peers: PeerTable[DecodePeer],
-        *,
-        transfer_retries: int,
-    ) -> None:
-        self._rooms = rooms
-        self._outbox = outbox
-        self._paths = paths
-        self._peers = peers
-        self._counters = peers.effects.counters
-        self._transfer_retries = transfer_retries
+    _rooms: PrefillRooms
+    _outbox: Outbox
+    _paths: Paths
+    _peers: PeerTable[DecodePeer]
+    _counters: dict[str, int]
+    transfer_retries: int
 
     def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
         """If not `ok`, bytes may still land until a fence."""
@@ -240,7 +233,7 @@ class Completions:
             self._rooms.report_progress(room, now_s)
 
     def _try_again(self, room: PrefillRoom, peer: DecodePeer, error: str, now_s: float) -> None:
-        if room.write_try >= self._transfer_retries or not peer.answers:
+        if room.write_try >= self.transfer_retries or not peer.answers:
             times = f" ({room.write_try + 1} times)" if room.write_try else ""
             self._rooms.fail(room, f"writing to the decode worker failed{times}: {error}")
             return
@@ -284,7 +277,7 @@ class PrefillCore:
         self.outbox = Outbox(self.peers, args=kv_args, caps=caps)
         self.rooms = PrefillRooms(self.peers, self.paths, self.inbox, self.outbox, args=kv_args)
         self.completions = Completions(
-            self.rooms, self.outbox, self.paths, self.peers, transfer_retries=config.transfer_retries
+            self.rooms, self.outbox, self.paths, self.peers, self.effects.counters, config.transfer_retries
         )
         self._config = config
         self._next_scan_s = 0.0

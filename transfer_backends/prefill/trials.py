@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transfer_backends.contract import Caps, Clock, PeerPath
@@ -44,28 +44,19 @@ class Trial:
         return self.command.incarnation
 
 
+@dataclass(eq=False, kw_only=True)
 class Trials:
     """Any thread reads `paths`."""
 
-    def __init__(
-        self,
-        *,
-        caps: Caps,
-        machine: str,
-        on_gpu: bool,
-        clock: Clock,
-        sockets: Callable[[], Sockets] = tcp_bytes_acked,
-        rdma: Callable[[], RdmaFacts] = rdma_facts,
-    ) -> None:
-        self._caps = caps
-        self._machine = machine
-        self._on_gpu = on_gpu
-        self._clock = clock
-        self._sockets = sockets
-        self._rdma = rdma
-        self._known: dict[str, Sockets] = {}
-        self._paths: OrderedDict[str, PeerPath] = OrderedDict()
-        self._lock = threading.Lock()
+    caps: Caps
+    machine: str
+    on_gpu: bool
+    clock: Clock
+    sockets: Callable[[], Sockets] = tcp_bytes_acked
+    rdma: Callable[[], RdmaFacts] = rdma_facts
+    _known: dict[str, Sockets] = field(default_factory=dict)
+    _paths: OrderedDict[str, PeerPath] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def paths(self) -> list[PeerPath]:
@@ -73,11 +64,11 @@ class Trials:
             return list(self._paths.values())[-MAX_REPORTED:]
 
     def before_connect(self, incarnation: str) -> None:
-        self._known[incarnation] = self._sockets()
+        self._known[incarnation] = self.sockets()
 
     def start(self, command: ConnectPeer, engine: Engine, peer: Any) -> tuple[Trial, Any] | None:
         """None if the engine moves no bytes."""
-        before, started_s = self._sockets(), self._clock()
+        before, started_s = self.sockets(), self.clock()
         started = engine.trial(peer)
         if started is None:
             return None
@@ -85,14 +76,14 @@ class Trials:
         return Trial(command, size_bytes, self._known.get(command.incarnation), before, started_s), op
 
     def end(self, trial: Trial) -> None:
-        seconds = self._clock() - trial.started_s
-        new, everything = delivered(trial.known, trial.before, self._sockets())
+        seconds = self.clock() - trial.started_s
+        new, everything = delivered(trial.known, trial.before, self.sockets())
         seen = Evidence(trial.size_bytes, seconds, new, everything)
-        caps = self._caps
+        caps = self.caps
         around = surroundings_of(
-            self._machine,
+            self.machine,
             trial.command.origin.machine,
-            rdma=self._rdma() if caps.carries_host_memory else RdmaFacts(has_rdma=False),  # RDMA would carry it
+            rdma=self.rdma() if caps.carries_host_memory else RdmaFacts(has_rdma=False),  # RDMA would carry it
             inside=caps.inside_machine,
             backend=caps.name,
             ucx_tls=os.environ.get("UCX_TLS", ""),
@@ -110,7 +101,7 @@ class Trials:
             self._paths.pop(trial.incarnation, None)
             self._paths[trial.incarnation] = path
         log.info("KV to decode worker %r: transport %s, %.2f GB/s", path.address, transport, path.bytes_a_s / 1e9)
-        if self._on_gpu and (cause := explain_slow_gpu(transport, seen, around)) is not None:
+        if self.on_gpu and (cause := explain_slow_gpu(transport, seen, around)) is not None:
             log.warning(
                 "KV of a GPU goes to decode worker %r at %.2f GB/s (%s): %s",
                 path.address,
