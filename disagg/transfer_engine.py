@@ -13,9 +13,9 @@ from engine.kv.state_pool import StatePool
 from engine.ranks.rank_parts import RankPools
 from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool, TransferConfig
 from transfer_backends.engines.cuda_context import CudaContext
+from transfer_backends.engines.environment import devices_here
 from transfer_backends.engines.mooncake import protocol_here
 from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
-from transfer_backends.engines.rdma_devices import devices_here
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.engines.trial_memory import FabricMemory
 from transfer_backends.ports import Engine

@@ -16,9 +16,8 @@ from deploy.launcher.mps import mps_for
 from deploy.launcher.plan import Gpus, ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.probe import free_ports, get_json
 from deploy.launcher.process import Child
-from deploy.launcher.restarts import RestartPolicy
 from deploy.launcher.roles import ClusterConfig
-from deploy.launcher.supervisor import Supervisor
+from deploy.launcher.supervisor import RestartPolicy, Supervisor
 from deploy.launcher.up_flags import (
     build_parser,
     flags_by_role,

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from deploy.launcher.display import Display, ProcessProgress
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.probe import is_healthy
 from deploy.launcher.process import Child, Guard
-from deploy.launcher.restarts import RestartPolicy, Restarts
 from service.process.stop_signals import StopSignals
 
 POLL_S = 0.05
@@ -26,7 +26,55 @@ PROBE_TIMEOUT_S = 2.0
 KILL_AFTER_S = 3.5  # all must end within 5 s, also on a busy machine
 DRAIN_MARGIN_S = 4.0  # after its drain a process hands requests back and ends its children
 
+MAX_DOUBLINGS = 30
+
 OnReady = Callable[[Sequence[Child]], Awaitable[None]]
+
+
+# ---- Pauses before dead processes start again. Pure.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """Pauses of `first_s`, doubled by each death up to `longest_s`; reset by `stable_s` of health.
+
+    The front, which clients reach, starts `front_tries` times in a row.
+    """
+
+    always: bool = True
+    first_s: float = 1.0
+    longest_s: float = 30.0
+    stable_s: float = 60.0
+    front_tries: int = 5
+
+
+class Restarts:
+    """Deaths of one process in a row. Times are of one clock, in seconds."""
+
+    def __init__(self, policy: RestartPolicy, *, is_front: bool) -> None:
+        self._policy = policy
+        self._is_front = is_front
+        self._deaths = 0
+        self._healthy_at_s: float | None = None
+
+    def became_healthy(self, now_s: float) -> None:
+        self._healthy_at_s = now_s
+
+    def pause_s(self, status: int | None, now_s: float) -> float | None:
+        """None: it stays dead."""
+        policy = self._policy
+        if status == 0 or not policy.always:  # 0: it drained after a signal
+            return None
+        if self._healthy_at_s is not None and now_s - self._healthy_at_s >= policy.stable_s:
+            self._deaths = 0
+        self._healthy_at_s = None
+        self._deaths += 1
+        if self._is_front and self._deaths > policy.front_tries:
+            return None
+        return min(policy.first_s * 2.0 ** min(self._deaths - 1, MAX_DOUBLINGS), policy.longest_s)
+
+
+# ---- supervisor
 
 
 class StartFailed(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 from disagg.config import DisaggConfig, SchedulerSpec
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
-from transfer_backends.engines.rdma_devices import IB_FLAG, devices_here, named_devices, ucx_settings
+from transfer_backends.engines.environment import IB_FLAG, devices_here, named_devices, ucx_settings
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from deploy.launcher.display import make_display
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.process import Child
-from deploy.launcher.restarts import RestartPolicy
-from deploy.launcher.supervisor import Supervisor
+from deploy.launcher.supervisor import RestartPolicy, Supervisor
 from service.process.files import write_ready_file
 
 SCRIPT = Path(__file__).with_name("scripted.py")

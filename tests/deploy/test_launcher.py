@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deploy.launcher.probe import free_ports
-from deploy.launcher.restarts import RestartPolicy, Restarts
+from deploy.launcher.supervisor import RestartPolicy, Restarts
 from tests.e2e.cluster import wait_until
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")

@@ -19,9 +19,8 @@ import msgspec
 
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
-from transfer_backends.engines.environment import quiet, set_defaults
+from transfer_backends.engines.environment import devices_here, named_devices, quiet, set_defaults
 from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC, Machine, choose, of_gpu, settings
-from transfer_backends.engines.rdma_devices import devices_here, named_devices
 from transfer_backends.engines.trial_memory import FabricMemory, TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import MOONCAKE, installed_torch, torch_cuda_major, wheel_of
 from transfer_backends.transports import NVLINK

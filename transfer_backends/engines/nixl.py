@@ -28,9 +28,16 @@ import numpy as np
 from service.security.browser import is_loopback
 from transfer_backends.contract import TCP_RESEND_S, BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
-from transfer_backends.engines.environment import defaults_inside, quiet, set_defaults
+from transfer_backends.engines.environment import (
+    UCX_VARIABLE,
+    defaults_inside,
+    devices_here,
+    named_devices,
+    quiet,
+    set_defaults,
+    ucx_settings,
+)
 from transfer_backends.engines.mooncake_protocols import of_gpu
-from transfer_backends.engines.rdma_devices import UCX_VARIABLE, devices_here, named_devices, ucx_settings
 from transfer_backends.engines.trial_memory import TrialMemory, trial_pieces
 from transfer_backends.engines.wheels import NIXL, installed_torch, wheel_of
 from transfer_backends.transports import CMA, CUDA_IPC, UNKNOWN

@@ -18,8 +18,8 @@ from tests.transfer.cores import JoinedCores
 from tests.transfer.engines.cuda_driver import build_driver, build_library
 from tests.transfer.rig import ROOT
 from transfer_backends.contract import BackendUnavailable, Caps, FakeEngine, KVArgs, OpState, Pieces, Region
+from transfer_backends.engines.environment import named_devices, ucx_settings
 from transfer_backends.engines.mooncake_protocols import FORCED_BY, Machine, choose, of_gpu, settings
-from transfer_backends.engines.rdma_devices import named_devices, ucx_settings
 from transfer_backends.prefill.manager import Connected, EngineDriver
 from transfer_backends.prefill.trials import Trials
 from transfer_backends.sides import KVPoll
