@@ -91,13 +91,12 @@ def _unknown(text: str) -> ConfigError:
 
 def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLayout]:
     """All have equally many GPUs, as larger pools queue better."""
-    gpus = num_workers * max(tps)
-    return [layout for tp in tps if gpus % tp == 0 for layout in _of_size(gpus // tp, tp)]
-
-
-def _of_size(workers: int, tp: int) -> list[ClusterLayout]:
-    split = [ClusterLayout(prefill=p, decode=workers - p, tp=tp) for p in range(1, workers)]
-    return [ClusterLayout(unified=workers, tp=tp), ClusterLayout(unified=workers, mixed=True, tp=tp), *split]
+    found, gpus = list[ClusterLayout](), num_workers * max(tps)
+    for tp in [tp for tp in tps if gpus % tp == 0]:
+        workers = gpus // tp
+        found += [ClusterLayout(unified=workers, tp=tp), ClusterLayout(unified=workers, mixed=True, tp=tp)]
+        found += [ClusterLayout(prefill=p, decode=workers - p, tp=tp) for p in range(1, workers)]
+    return found
 
 
 # ---- cluster

@@ -75,7 +75,7 @@ class Reconnect:
                 found = await answer
                 if found.status == 200:
                     return msgspec.json.decode(found.body, type=RetainedRest)
-                all_know = all_know and _knows(found)
+                all_know = all_know and (found.refused or 0 < found.status < 500)  # it has answered, or is gone
         finally:
             for task in asked:
                 task.cancel()
@@ -95,11 +95,6 @@ class Reconnect:
             f"A stream is kept for {self.window_s:g} s after its connection broke (--resume-window), by the worker that wrote it; "
             "send the request without this header to begin again"
         )
-
-
-def _knows(answer: WorkerAnswer) -> bool:
-    """Return whether a worker without the stream has answered, or is gone."""
-    return answer.refused or 0 < answer.status < 500
 
 
 def digest_of(path: str, body: bytes) -> str:

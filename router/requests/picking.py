@@ -114,27 +114,23 @@ class Picker:
         """Raises RequestRefused."""
         found: list[tuple[Pools, Placements]] = []
         refused: RequestRefused | None = None
+        look, hints, now_s = self.look_in_time, request.hints, self.clock()
         for pools in ways:
             try:
-                found.append((pools, self._look_in_time(request, slo, pools)))
+                found.append((pools, tuple([look(self.policies[p[0].role], p, hints, slo, now_s) for p in pools])))
             except RequestRefused as error:
                 refused = refused or error
         if refused is not None and not found:
             raise refused
-        now_s = self.clock()
         sound = self._sound(request, [pools for pools, _ in found], now_s)
         if self.ways is not None and len(found) > 1:
             placements = [way for pools, way in found if any(pools is one for one in sound)]
-            return self.ways.take(sound, placements, request.hints, now_s, slo)
+            return self.ways.take(sound, placements, hints, now_s, slo)
         best = _least_loaded(sound)
         chosen = next(way for pools, way in found if pools is best)
         for choice in chosen:
-            self.policies[choice.worker.role].note(choice, request.hints)
+            self.policies[choice.worker.role].note(choice, hints)
         return chosen
-
-    def _look_in_time(self, request: RequestContext, slo: Slo, pools: Pools) -> Placements:
-        look, hints, now_s = self.look_in_time, request.hints, self.clock()
-        return tuple([look(self.policies[pool[0].role], pool, hints, slo, now_s) for pool in pools])
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
         """Routes without failed workers or open circuits, else all.
