@@ -259,8 +259,6 @@ class RouterConfig(
 ):
     """All flags of the router."""
 
-    pass
-
 
 def check_config(config: RouterConfig) -> None:
     """Raises ConfigError."""

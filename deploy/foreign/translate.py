@@ -89,8 +89,6 @@ class Translated:
 class CannotFollow(ValueError):
     """A refused flag, with the reason."""
 
-    pass
-
 
 def translate(argv: Sequence[str], *, known: Collection[str], foreign: ForeignFlags) -> Translated:
     words, done = deque(argv), Translated([], [])

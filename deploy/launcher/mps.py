@@ -29,8 +29,6 @@ POLL_S = 0.05
 class MpsFailed(Exception):
     """The daemon did not start."""
 
-    pass
-
 
 class MpsDaemon:
     """A control daemon in `folder`."""

@@ -80,8 +80,6 @@ class Restarts:
 class StartFailed(Exception):
     """A process ended, or was not healthy in time."""
 
-    pass
-
 
 class Supervisor:
     """`on_again`: called with all processes each time one was started again."""

@@ -65,8 +65,6 @@ class NodeRefused(_Frame, frozen=True):
 class NodeBye(_Frame, frozen=True):
     """Node 0 has ended in order."""
 
-    pass
-
 
 _ToRead = NodeHello | NodeWelcome | NodeRefused | NodeBye
 _DECODER = msgspec.json.Decoder(_ToRead)
