@@ -119,30 +119,13 @@ def plan_cluster(
     `front`: the clients' port. `cores`, `gpus`: for all ranks.
     """
     if config.unified:
-        alone = flags.get("unified", RoleFlags())
-        unified = [_worker("unified-0", "unified", config.host, front, (), alone)]
+        unified = [_worker("unified-0", "unified", config.host, front, (), flags)]
         return _seated(unified, gpus, share=False) if gpus.names else unified
-    ports = _ports_of(config, free)
-    workers = [
-        _member(f"{role}-{i}", role, member, config.transfer_backend, flags.get(role, RoleFlags()))
-        for role in ("prefill", "decode")
-        for i, member in enumerate(ports.pairs[role])
-    ]
-    backend = (f"{BACKEND}={config.transfer_backend}",)
-    workers += _alone("unified", ports.unified, backend if ports.encode else (), flags)
-    workers += _alone("encode", ports.encode, backend, flags)
+    workers, named = _workers(config, free, flags)
     workers = _sharing(workers, cores)
     if gpus.names:
         workers = _seated(workers, gpus, share=config.share_gpus)
-    argv = [f"--host={config.host}", f"--port={front}", "--pd-disaggregation"]
-    for http, bootstrap in ports.pairs["prefill"]:
-        argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
-    for http, _ in ports.pairs["decode"]:
-        argv += ["--decode", url_of(LOOPBACK, http)]
-    if ports.unified:
-        argv += ["--mixed", "--worker-urls", *(url_of(LOOPBACK, http) for http in ports.unified)]
-    for http in ports.encode:
-        argv += ["--encode", url_of(LOOPBACK, http)]
+    argv = [f"--host={config.host}", f"--port={front}", "--pd-disaggregation", *named]
     router = ProcessSpec(
         name="router",
         role="router",
@@ -154,23 +137,26 @@ def plan_cluster(
     return [*workers, router]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ports:
-    """`pairs`: ports of HTTP and of the bootstrap server."""
-
-    pairs: Mapping[str, Sequence[tuple[int, int]]]
-    unified: Sequence[int]
-    encode: Sequence[int]
-
-
-def _ports_of(config: ClusterConfig, free: Sequence[int]) -> _Ports:
-    end = 2 * (config.prefill + config.decode)
-    pairs = list(zip(free[:end:2], free[1:end:2], strict=True))
-    return _Ports(
-        pairs={"prefill": pairs[: config.prefill], "decode": pairs[config.prefill :]},
-        unified=free[end : end + config.mixed],
-        encode=free[end + config.mixed :],
-    )
+def _workers(
+    config: ClusterConfig, free: Sequence[int], flags: Mapping[str, RoleFlags]
+) -> tuple[list[ProcessSpec], list[str]]:
+    """The workers, and the flags that name them to the router."""
+    ports, backend = iter(free), f"{BACKEND}={config.transfer_backend}"
+    workers, named = list[ProcessSpec](), list[str]()
+    for role, count in (("prefill", config.prefill), ("decode", config.decode)):
+        for i in range(count):
+            http, bootstrap = next(ports), next(ports)
+            own: tuple[str, ...] = (f"--disaggregation-bootstrap-port={bootstrap}", backend)
+            workers.append(_worker(f"{role}-{i}", role, LOOPBACK, http, own, flags))
+            named += [f"--{role}", workers[-1].url, *([str(bootstrap)] if role == "prefill" else [])]
+    for i in range(config.mixed):
+        own = (backend,) if config.encode else ()
+        workers.append(_worker(f"unified-{i}", "unified", LOOPBACK, next(ports), own, flags))
+        named += [*(["--mixed", "--worker-urls"] if i == 0 else []), workers[-1].url]
+    for i in range(config.encode):
+        workers.append(_worker(f"encode-{i}", "encode", LOOPBACK, next(ports), (backend,), flags))
+        named += ["--encode", workers[-1].url]
+    return workers, named
 
 
 def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
@@ -210,21 +196,13 @@ def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec
     return replace(worker, argv=argv, env={**worker.env, VISIBLE: ",".join(seat.gpus)})
 
 
-def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: RoleFlags) -> ProcessSpec:
-    http, bootstrap = ports
-    own = (f"--disaggregation-bootstrap-port={bootstrap}", f"{BACKEND}={backend}")
-    return _worker(name, role, LOOPBACK, http, own, flags)
-
-
-def _alone(role: str, ports: Sequence[int], own: Sequence[str], flags: Mapping[str, RoleFlags]) -> list[ProcessSpec]:
+def _worker(
+    name: str, role: str, host: str, port: int, own: Sequence[str], flags: Mapping[str, RoleFlags]
+) -> ProcessSpec:
     given = flags.get(role, RoleFlags())
-    return [_worker(f"{role}-{i}", role, LOOPBACK, http, own, given) for i, http in enumerate(ports)]
-
-
-def _worker(name: str, role: str, host: str, port: int, own: Sequence[str], flags: RoleFlags) -> ProcessSpec:
     mode = "null" if role == "unified" else role
-    argv = _tandem("serve", f"--disaggregation-mode={mode}", f"--host={host}", f"--port={port}", *own, *flags.args)
-    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(host, port), env=WORKER_ENV, ranks=flags.ranks)
+    argv = _tandem("serve", f"--disaggregation-mode={mode}", f"--host={host}", f"--port={port}", *own, *given.args)
+    return ProcessSpec(name=name, role=role, argv=argv, url=url_of(host, port), env=WORKER_ENV, ranks=given.ranks)
 
 
 def _tandem(*args: str) -> tuple[str, ...]:
