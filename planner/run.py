@@ -25,10 +25,10 @@ class RunPool:
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
         jobs = min(config.jobs, jobs)
-        self.bar = tqdm(unit="run", disable=config.disable_progress or None)
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._children = [self._start(config) for _ in range(jobs)]
         self._threads = ThreadPoolExecutor(jobs)
+        self.bar = tqdm(unit="run", disable=config.disable_progress or None)
 
     def submit(self, layout: ClusterLayout, rate: float) -> "Future[Point]":
         return self._threads.submit(self._run, layout, rate)
