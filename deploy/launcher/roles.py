@@ -132,10 +132,9 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
-        if config.mixed:
-            raise ConfigError(f"--mixed {config.mixed}: --unified starts one worker alone; leave one of them out")
-        if config.encode:
-            raise ConfigError(f"--encode {config.encode}: --unified starts one worker alone; leave one of them out")
+        for flag_name in ("mixed", "encode"):
+            if count := getattr(config, flag_name):
+                raise ConfigError(f"--{flag_name} {count}: --unified starts one worker alone; leave one of them out")
         for role, name, size in ((role, name, size) for role, sizes in own.items() for name, size in sizes.items()):
             raise ConfigError(f"--{role}-{_option(name)} {size}: --unified has no such worker; give --{_option(name)}")
         return {"unified": dict(given)}
