@@ -5,7 +5,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 from engine.text.json_value import SPACE, JsonValue, json_text
@@ -14,18 +13,6 @@ from engine.text.parts import CallScanner
 # ---- Tool calls as {"name": ..., "arguments" | "parameters": {...}}.
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-
-
-class _State(Enum):
-    BEGIN = "begin"
-    KEY = "key"
-    IN_KEY = "in key"
-    COLON = "colon"
-    VALUE = "value"
-    NEXT = "next"
-
-
-_BETWEEN = (_State.BEGIN, _State.KEY, _State.COLON, _State.NEXT)
 
 
 class JsonCall(CallScanner):
@@ -37,7 +24,7 @@ class JsonCall(CallScanner):
     def __init__(self) -> None:
         self._name: str | None = None
         self._has_arguments = False
-        self._state = _State.BEGIN
+        self._step: Callable[[JsonCall, str, int], int] = JsonCall._begin  # the next one
         self._key: object = None
         self._value = JsonValue()  # the current key or value
         self._arguments: JsonValue | None = None
@@ -45,15 +32,15 @@ class JsonCall(CallScanner):
     def feed(self, text: str) -> int:
         at = 0
         while at < len(text) and not self.done and not self.broken:
-            skips = self._state in _BETWEEN and text[at] in SPACE
-            at = at + 1 if skips else _STEPS[self._state](self, text, at)
+            skips = text[at] in SPACE and self._step not in (JsonCall._read_in_key, JsonCall._read_value)
+            at = at + 1 if skips else self._step(self, text, at)
         self.name = self._name if self._has_arguments else None
         return at
 
     def end(self) -> None:
         if self.done or self.broken:
             return
-        if self._state is _State.VALUE and self._value is self._arguments:
+        if self._step is JsonCall._read_value and self._value is self._arguments:
             self._value.end()
             if self._value.done:
                 self._end_value()
@@ -68,7 +55,7 @@ class JsonCall(CallScanner):
     # ---- steps: each reads from `at` and returns where it stopped
 
     def _begin(self, text: str, at: int) -> int:
-        self._state, self.broken = _State.KEY, text[at] != "{"
+        self._step, self.broken = JsonCall._read_key, text[at] != "{"
         return at + 1
 
     def _read_key(self, text: str, at: int) -> int:
@@ -76,19 +63,19 @@ class JsonCall(CallScanner):
             return self._close(at)
         if text[at] != '"':
             return self._stop(at)
-        self._state, self._value = _State.IN_KEY, JsonValue()
+        self._step, self._value = JsonCall._read_in_key, JsonValue()
         return at
 
     def _read_in_key(self, text: str, at: int) -> int:
         at = self._value.feed(text, at)
         if self._value.done:
-            self._state, self._key = _State.COLON, json.loads(self._value.new())
+            self._step, self._key = JsonCall._read_colon, json.loads(self._value.new())
         return at
 
     def _read_colon(self, text: str, at: int) -> int:
         if text[at] != ":":
             return self._stop(at)
-        self._state, self._value = _State.VALUE, JsonValue()
+        self._step, self._value = JsonCall._read_value, JsonValue()
         if self._key in ARGUMENT_KEYS and self._arguments is None:
             self._arguments = self._value
         return at + 1
@@ -109,13 +96,13 @@ class JsonCall(CallScanner):
             return self._close(at)
         if text[at] != ",":
             return self._stop(at)
-        self._state = _State.KEY
+        self._step = JsonCall._read_key
         return at + 1
 
     # ---- moves
 
     def _end_value(self) -> None:
-        self._state = _State.NEXT
+        self._step = JsonCall._read_next
         if self._value is self._arguments:
             if self._value.first != "{":
                 self._new = _as_object(self._value.new())
@@ -135,16 +122,6 @@ class JsonCall(CallScanner):
         self.done = self._name is not None and self._has_arguments
         self.broken = not self.done
         return at
-
-
-_STEPS: dict[_State, Callable[[JsonCall, str, int], int]] = {
-    _State.BEGIN: JsonCall._begin,
-    _State.KEY: JsonCall._read_key,
-    _State.IN_KEY: JsonCall._read_in_key,
-    _State.COLON: JsonCall._read_colon,
-    _State.VALUE: JsonCall._read_value,
-    _State.NEXT: JsonCall._read_next,
-}
 
 
 def _as_object(text: str) -> str:

@@ -7,7 +7,6 @@ errors end and close the value.
 import json
 import re
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 SPACE = " \t\n\r"
@@ -30,17 +29,6 @@ def json_text(value: Any) -> str:
     return text.encode(errors="replace").decode()  # a lone surrogate is no character
 
 
-class _State(Enum):
-    VALUE = "value"  # expects a value
-    ITEM = "item"  # expects an item or the list's end
-    KEY = "key"  # expects a key or the object's end
-    IN_KEY = "in key"
-    COLON = "colon"
-    IN_STRING = "in string"
-    IN_SCALAR = "in scalar"
-    NEXT = "next"  # expects a comma or an end
-
-
 class JsonValue:
     """`first`: its first character. `done`: complete. `broken`: the text cannot belong to it."""
 
@@ -48,7 +36,7 @@ class JsonValue:
         self.first = ""
         self.done = False
         self.broken = False
-        self._state = _State.VALUE
+        self._step: Callable[[JsonValue, str, int], int] = JsonValue._read_value  # the next one
         self._open: list[str] = []  # closing brackets of open ones, the next one last
         self._held = ""  # comma, key, colon, space: given out once a value follows
         self._num_held = 0  # characters not given out: `_held` and a scalar
@@ -63,13 +51,13 @@ class JsonValue:
         A broken value ends before what was held back.
         """
         while at < len(text) and not self.done and not self.broken:
-            at = _STEPS[self._state](self, text, at)
+            at = self._step(self, text, at)
         return at - self._num_held if self.broken else at
 
     def end(self) -> None:
         """Close the value; drop what was held back. An unstarted value is broken."""
         if not self.done and not self.broken:
-            whole = self._finish_scalar() or bool(self._open) or self._state is _State.IN_STRING
+            whole = self._finish_scalar() or bool(self._open) or self._step is JsonValue._read_in_string
             self._close()
             self.done, self.broken = whole, not whole
 
@@ -86,13 +74,13 @@ class JsonValue:
         if c in _CLOSERS:
             self._give(c)
             self._open.append(_CLOSERS[c])
-            self._state = _State.KEY if c == "{" else _State.ITEM
+            self._step = JsonValue._read_key if c == "{" else JsonValue._read_item
         elif c == '"':
             self._give(c)
-            self._state = _State.IN_STRING
+            self._step = JsonValue._read_in_string
         elif _SCALAR_CHARS.match(c):
             self.first = self.first or c
-            self._state = _State.IN_SCALAR
+            self._step = JsonValue._read_in_scalar
             return at
         else:
             return self._break(at)
@@ -102,7 +90,7 @@ class JsonValue:
         if text[at] == "]":
             return self._end_bracket(at)
         if text[at] not in SPACE:
-            self._state = _State.VALUE
+            self._step = JsonValue._read_value
         return self._read_value(text, at)
 
     def _read_key(self, text: str, at: int) -> int:
@@ -113,13 +101,13 @@ class JsonValue:
             return self._end_bracket(at)
         if c != '"':
             return self._break(at)
-        self._state = _State.IN_KEY
+        self._step = JsonValue._read_in_key
         return self._hold(c, at)
 
     def _read_colon(self, text: str, at: int) -> int:
         c = text[at]
         if c == ":":
-            self._state = _State.VALUE
+            self._step = JsonValue._read_value
         elif c not in SPACE:
             return self._break(at)
         return self._hold(c, at)
@@ -132,7 +120,7 @@ class JsonValue:
             return self._end_bracket(at)
         if c != ",":
             return self._break(at)
-        self._state = _State.KEY if self._open[-1] == "}" else _State.ITEM
+        self._step = JsonValue._read_key if self._open[-1] == "}" else JsonValue._read_item
         self._comma = True
         return self._hold(c, at)
 
@@ -140,7 +128,7 @@ class JsonValue:
         end, shown, ended = self._string(text, at)
         self._held += shown
         self._num_held += end - at
-        self._state = _State.COLON if ended else _State.IN_KEY
+        self._step = JsonValue._read_colon if ended else JsonValue._read_in_key
         return end
 
     def _read_in_string(self, text: str, at: int) -> int:
@@ -214,7 +202,7 @@ class JsonValue:
         return at + 1
 
     def _end_value(self) -> None:
-        self._state = _State.NEXT
+        self._step = JsonValue._read_next
         self.done = not self._open
 
     def _break(self, at: int) -> int:
@@ -223,17 +211,5 @@ class JsonValue:
         return at
 
     def _close(self) -> None:
-        self._new += ('"' if self._state is _State.IN_STRING else "") + "".join(reversed(self._open))
+        self._new += ('"' if self._step is JsonValue._read_in_string else "") + "".join(reversed(self._open))
         self._open = []
-
-
-_STEPS: dict[_State, Callable[[JsonValue, str, int], int]] = {
-    _State.VALUE: JsonValue._read_value,
-    _State.ITEM: JsonValue._read_item,
-    _State.KEY: JsonValue._read_key,
-    _State.IN_KEY: JsonValue._read_in_key,
-    _State.COLON: JsonValue._read_colon,
-    _State.IN_STRING: JsonValue._read_in_string,
-    _State.IN_SCALAR: JsonValue._read_in_scalar,
-    _State.NEXT: JsonValue._read_next,
-}

@@ -149,10 +149,12 @@ class AnswerReaders(TextAnswers):
         reader = self._readers.get(index) or self._readers.setdefault(index, self._make())
         parts = reader.feed(output.text)
         parts = parts if output.tokens.finish is None else parts + reader.end()
-        return [self._with_id(part) if isinstance(part, CallBegins) else part for part in parts]
-
-    def _with_id(self, call: CallBegins) -> CallBegins:
-        return call if call.id else CallBegins(call.index, call.name, self._mint_id(call.name, call.index))
+        return [
+            CallBegins(part.index, part.name, self._mint_id(part.name, part.index))
+            if isinstance(part, CallBegins) and not part.id
+            else part
+            for part in parts
+        ]
 
     def has_called(self, index: int) -> bool:
         return index in self._readers and self._readers[index].num_calls > 0

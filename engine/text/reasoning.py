@@ -111,7 +111,7 @@ class ReasoningTokens:
                 return
             self._num += 1
             self._text += self._token_bytes(token)
-            _LOOK[self.opening](self)
+            self._look_for_start() if self.opening is Opening.UNDECIDED else self._look_for_end()
 
     def _look_for_start(self) -> None:
         text = self._text.lstrip()
@@ -124,9 +124,6 @@ class ReasoningTokens:
         if any(end in self._text for end in self._ends):
             self.opening = Opening.CLOSED
         self._text = self._text[-self._longest :]
-
-
-_LOOK = {Opening.UNDECIDED: ReasoningTokens._look_for_start, Opening.OPEN: ReasoningTokens._look_for_end}
 
 
 class Trimmed:
@@ -332,7 +329,7 @@ class HarmonyReader:
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
         parts: list[Part] = []
-        while (new := self._step()) is not None:
+        while (new := self._read_header() if self._show is None else self._read_body(self._show)) is not None:
             parts += new
         return parts
 
@@ -344,9 +341,6 @@ class HarmonyReader:
             parts = self._answer.feed(self._buffer)
         self._buffer = ""
         return [*parts, *self._end_message(cut=True), *self._answer.end()]
-
-    def _step(self) -> list[Part] | None:
-        return self._read_header() if self._show is None else self._read_body(self._show)
 
     def _read_header(self) -> list[Part] | None:
         text = self._buffer.lstrip()

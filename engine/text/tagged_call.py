@@ -64,14 +64,15 @@ class ArgumentTypes:
     def _types(self, schema: Any) -> Types:
         if not isinstance(schema, dict):
             return ANY
-        found = [frozenset(t for t in _as_list(schema.get("type")) if isinstance(t, str))]
+        named = schema.get("type")
+        found = [frozenset(t for t in (named if isinstance(named, list) else [named]) if isinstance(t, str))]
         found += [frozenset(_TYPES.get(type(value), "") for value in _list(schema, "enum"))]
         found += [frozenset([_TYPES.get(type(schema["const"]), "")])] if "const" in schema else []
         found += [self._types(part) for part in _list(schema, "allOf")]
         found += [self._any_of(_list(schema, key)) for key in _OPTIONS]
         found += [self._referred(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
-        named = [types for types in found if types]
-        return frozenset.intersection(*named) if named else ANY
+        known = [types for types in found if types]
+        return frozenset.intersection(*known) if known else ANY
 
     def _any_of(self, options: list[Any]) -> Types:
         types = [self._types(option) for option in options]
@@ -93,10 +94,6 @@ class ArgumentTypes:
 def _list(schema: dict[str, Any], key: str) -> list[Any]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 Schemas = Mapping[str, dict[str, Any] | None]

@@ -10,7 +10,6 @@ call may be sent before it ends: a format error closes it, and the rest is text.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from engine.text.json_call import HeadedCall, JsonCall, PythonCall
 from engine.text.parts import CallScanner, split_at
@@ -172,13 +171,6 @@ CALL_FORMATS = {
 }
 
 
-class _Stage(Enum):
-    TEXT = "text"
-    OPEN = "open"  # expects a call
-    CALL = "call"
-    AFTER = "after"  # after a call
-
-
 class ToolCalls:
     """`functions`: allowed ones, with schemas."""
 
@@ -186,7 +178,7 @@ class ToolCalls:
         self._format = format
         self._functions = functions
         self._follows = _follows(format)
-        self._stage = _Stage.TEXT
+        self._stage: Callable[[ToolCalls], bool] = ToolCalls._read_text
         self._buffer = ""  # not read yet
         self._raw = ""  # read since the text ended, in case it is text after all
         self._space: list[str] = []  # after the text so far; given out if text follows
@@ -199,12 +191,12 @@ class ToolCalls:
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
-        while self._buffer and _STEPS[self._stage](self):
+        while self._buffer and self._stage(self):
             pass
         return self._taken()
 
     def end(self) -> list[Part]:
-        if self._stage is _Stage.CALL:
+        if self._stage is ToolCalls._read_call:
             self._scanner.end()
             self._show_call()
         if not self._begun:
@@ -239,7 +231,7 @@ class ToolCalls:
         self._emit(text)
         self._raw, self._buffer = raw, rest
         self._may_bracket = bool(self._format.bracket)
-        self._enter(_Stage.OPEN)
+        self._enter(ToolCalls._read_open)
 
     def _read_open(self) -> bool:
         if self._skip_space():
@@ -249,11 +241,11 @@ class ToolCalls:
             self._move(len(self._format.bracket))
         elif self._buffer.startswith(self._format.opener):
             self._scanner = self._format.scanner(self._functions, self._buffer)
-            self._enter(_Stage.CALL)
+            self._enter(ToolCalls._read_call)
         elif self._format.opener.startswith(self._buffer):
             return False
         else:
-            self._finish_call(0, _Stage.TEXT)
+            self._finish_call(0, ToolCalls._read_text)
         return True
 
     def _read_call(self) -> bool:
@@ -261,9 +253,9 @@ class ToolCalls:
         self._move(scanner.feed(self._buffer))
         self._show_call()
         if scanner.broken:
-            self._finish_call(0 if self._raw else 1, _Stage.TEXT)  # else it would find the same opener again
+            self._finish_call(0 if self._raw else 1, ToolCalls._read_text)  # else it would find the same opener again
         elif scanner.done:
-            self._stage = _Stage.AFTER
+            self._stage = ToolCalls._read_after
         return bool(self._buffer)
 
     def _read_after(self) -> bool:
@@ -271,11 +263,11 @@ class ToolCalls:
             return False
         marker = next((m for m in self._follows if self._buffer.startswith(m)), None)
         if marker is not None:
-            _FOLLOW[self._follows[marker]](self, marker)
+            self._follows[marker](self, marker)
         elif any(m.startswith(self._buffer) for m in self._follows):
             return False
         else:
-            self._finish_call(0, _Stage.TEXT)
+            self._finish_call(0, ToolCalls._read_text)
         return True
 
     # ---- moves
@@ -290,21 +282,21 @@ class ToolCalls:
         if self._begun and (new := scanner.new_arguments()):
             self._parts.append(Arguments(self.num_calls - 1, new))
 
-    def _finish_call(self, length: int, stage: _Stage) -> None:
+    def _finish_call(self, length: int, stage: "Callable[[ToolCalls], bool]") -> None:
         self._move(length)
         if not self._begun:
             self._emit(self._raw)
         self._raw = ""
         self._enter(stage)
 
-    def _enter(self, stage: _Stage) -> None:
+    def _enter(self, stage: "Callable[[ToolCalls], bool]") -> None:
         self._stage, self._begun = stage, False
 
     def _next_call(self, marker: str) -> None:
-        self._finish_call(len(marker) if marker == self._format.separator else 0, _Stage.OPEN)
+        self._finish_call(len(marker) if marker == self._format.separator else 0, ToolCalls._read_open)
 
     def _close(self, marker: str) -> None:
-        self._finish_call(len(marker), _Stage.TEXT)
+        self._finish_call(len(marker), ToolCalls._read_text)
 
     def _fill(self, marker: str) -> None:
         self._move(len(marker))
@@ -331,28 +323,10 @@ class ToolCalls:
         return parts
 
 
-_STEPS = {
-    _Stage.TEXT: ToolCalls._read_text,
-    _Stage.OPEN: ToolCalls._read_open,
-    _Stage.CALL: ToolCalls._read_call,
-    _Stage.AFTER: ToolCalls._read_after,
-}
-
-
-class _Follow(Enum):
-    NEXT = "next"
-    FILLER = "filler"
-    CLOSER = "closer"
-
-
-_FOLLOW = {
-    _Follow.NEXT: ToolCalls._next_call,
-    _Follow.FILLER: ToolCalls._fill,
-    _Follow.CLOSER: ToolCalls._close,
-}
-
-
-def _follows(format: CallFormat) -> dict[str, _Follow]:
+def _follows(format: CallFormat) -> dict[str, Callable[[ToolCalls, str], None]]:
     opens = format.separator or (format.opener if len(format.opener) > 1 else "")
-    found = dict.fromkeys(format.fillers, _Follow.FILLER) | {format.closer: _Follow.CLOSER, opens: _Follow.NEXT}
+    found = dict.fromkeys(format.fillers, ToolCalls._fill) | {
+        format.closer: ToolCalls._close,
+        opens: ToolCalls._next_call,
+    }
     return {marker: follow for marker, follow in found.items() if marker}

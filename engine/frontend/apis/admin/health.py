@@ -43,9 +43,8 @@ async def heartbeats(request: HttpRequest) -> Response:
         await out.write(first_line(every_s))
         lines = HeartbeatLines()
         while await pause(wait_s(time.monotonic(), every_s, phase=LINES)):
-            if line := lines.next(
-                s.stamps.read(), now_s=time.monotonic(), num_live=s.client.num_live, fine=_is_fine(s)
-            ):
+            fine = s.client.closed is None and s.warm.is_set() and not s.leaders.released and not s.leaders.paused
+            if line := lines.next(s.stamps.read(), now_s=time.monotonic(), num_live=s.client.num_live, fine=fine):
                 await out.write(line)
         await out.end()
     return out
@@ -68,10 +67,6 @@ class HeartbeatLines:
         if not num_live and num_steps == self._num_steps:
             return IDLE
         return live_line(max((now_s - since_s for stamp in stamps if (since_s := stamp.busy_since_s)), default=0.0))
-
-
-def _is_fine(s: Services) -> bool:
-    return s.client.closed is None and s.warm.is_set() and not s.leaders.released and not s.leaders.paused
 
 
 def _every_s(request: HttpRequest) -> float:

@@ -110,11 +110,7 @@ async def detokenize(request: HttpRequest) -> Response:
     if not s.model.has_text:
         check_ids_only(body)
     lists, single = id_lists(body.tokens, field="tokens")
-    await BODIES.run(lambda: _check(s, lists), size=sum(map(len, lists)))
+    check = partial(check_token_ids, field="tokens", vocab_size=s.model.vocab_size)
+    await BODIES.run(lambda: list(map(check, lists)), size=sum(map(len, lists)))
     texts = await s.texts.decode_all(lists, skip_special_tokens=body.skip_special_tokens is not False)
     return json_response({"text": texts[0] if single else texts})
-
-
-def _check(s: Services, lists: list[list[int]]) -> None:
-    for ids in lists:
-        check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)

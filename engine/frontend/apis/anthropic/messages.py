@@ -66,7 +66,10 @@ class MessageView:
         events = [] if self._has_started else self._start()
         for part in self._parts(output):
             events += self._events(part)
-        return events if output.tokens.finish is None else [*events, *self._close(), *self._end(output)]
+        if output.tokens.finish is not None:
+            ending = {"delta": self._ending(output), "usage": usage_of(self._usage.total())}
+            events += [*self._close(), {"type": "message_delta", **ending}, {"type": "message_stop"}]
+        return events
 
     def last(self) -> list[dict[str, Any]]:
         return []
@@ -116,10 +119,6 @@ class MessageView:
     def _delta(self, kind: str, text: str, *, name: str = "") -> dict[str, Any]:
         delta = {"type": f"{kind}_delta", name or kind: text}
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
-
-    def _end(self, output: TextOutput) -> list[dict[str, Any]]:
-        usage = usage_of(self._usage.total())
-        return [{"type": "message_delta", "delta": self._ending(output), "usage": usage}, {"type": "message_stop"}]
 
     def _ending(self, output: TextOutput) -> dict[str, Any]:
         finish = output.tokens.finish

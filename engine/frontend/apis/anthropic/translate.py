@@ -52,7 +52,10 @@ NAMES = {
 def chat_of(body: PromptFields) -> ChatBody:
     """Raises ApiError(400) that names the field, like checks in `in_words_of(NAMES)`."""
     return ChatBody(
-        messages=[*_system(body.system), *_messages(body.messages)],
+        messages=[
+            *(_said("system", _blocks(body.system, "system", of="system")) if body.system else ()),
+            *_messages(body.messages),
+        ],
         model=body.model,
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])] or None,
         tool_choice=_choice(body.tool_choice),
@@ -74,12 +77,6 @@ def sampled_chat_of(body: MessagesBody, *, reasons: bool) -> ChatBody:
     chat.stream = body.stream
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k or None  # 0: off
     return chat
-
-
-def _system(system: str | list[Block] | None) -> list[ChatMessage]:
-    if not system:
-        return []
-    return [ChatMessage(role="system", content=_parts(_blocks(system, "system", of="system")))]
 
 
 def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
@@ -129,7 +126,11 @@ def _user_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
 
 def _assistant_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
     thinking = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        for block in blocks
+        if block.type == "tool_use"
+    ]
     texts = [block for block in blocks if block.type == "text"]
     yield ChatMessage(
         role="assistant",
@@ -161,10 +162,6 @@ def _part(block: Block) -> ContentPart:
     if isinstance(block, PlacedImage):
         return PlacedPart(type="image_url", image_url=block.url, is_base64=block.is_base64, field=block.field)
     return ContentPart(type="text", text=block.text)
-
-
-def _call(block: Block) -> dict[str, Any]:
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
 def _blocks(content: str | list[Block], field: str, *, of: str) -> list[Block]:

@@ -21,8 +21,8 @@ from engine.frontend.apis.chat.calls import as_taken, call_ids
 from engine.frontend.apis.chat.reading import AS_TEXT, chat_constraint, checked_reading, opened
 from engine.frontend.apis.chat.tools import check_tools, template_tools
 from engine.frontend.apis.shared.body_reader import NO_AUDIO
-from engine.frontend.apis.shared.fields import check_range, check_request, choose_model, prompt_ids
-from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
+from engine.frontend.apis.shared.fields import check_range, check_request, choose_model
+from engine.frontend.apis.shared.media import load_media, media_prompt
 from engine.frontend.apis.shared.samples import SamplesPlan, body_constraint, sampling_of
 from engine.frontend.images.placeholders import LoadedMedia, Marks, MediaSource
 from engine.frontend.services import Services
@@ -73,7 +73,7 @@ async def plan_chat(
     """Raises ApiError.
 
     `known`: loaded images, for repeated planning. `add_special_tokens`: in addition to the
-    template's. `fits`: as in `prompt_ids`.
+    template's. `fits`: as in `prompts_ids`.
     """
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
@@ -84,9 +84,11 @@ async def plan_chat(
     else:
         constraint = chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
     sources = sources_of(body.messages)
-    loaded = await load_media(s, sources, known) if sources else []
+    loaded = await load_media(s, sources, known)
     text, prefix = await s.texts.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
-    prompt = await _prompt(s, text + prefix, loaded, add_special_tokens=add_special_tokens, fits=fits)
+    prompt = await media_prompt(
+        s, text + prefix, loaded, field="messages", add_special_tokens=add_special_tokens, fits=fits
+    )
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     answer = (
         AS_TEXT if reading is None else opened(s, body, reading, text, prefix, is_constrained=constraint is not None)
@@ -110,13 +112,6 @@ def _readers(s: Services, body: ChatBody, reader: Callable[[], PartReader]) -> M
     return lambda mint, prefix: AnswerReaders(reader, ids.minted_by(mint, prefix))
 
 
-async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_special_tokens: bool, fits: bool) -> Prompt:
-    if not loaded:
-        ids = await prompt_ids(s, text, field="messages", add_special_tokens=add_special_tokens, fits=fits)
-        return Prompt(ids, [])
-    return await media_prompt(s, text, loaded, field="messages", add_special_tokens=add_special_tokens, fits=fits)
-
-
 def rendering_size(s: Services, body: ChatBody) -> int:
     """Cost in characters; a message or tool adds a page. Raises ApiError(400)."""
     parts = [m.content if isinstance(m.content, list) else [] for m in body.messages]
@@ -137,11 +132,12 @@ def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
     if template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
     messages = template_messages(body.messages, reads=template.reads, places=_places(template, s.model.marks))
-    if _has_earlier_calls(body):
+    if any(m.tool_calls or m.function_call is not None or m.role in RESULTS for m in body.messages):
         messages = as_taken(messages, template.reads)
+    effort = body.reasoning_effort
     extra = {
         "tools": tools,
-        **_effort(body.reasoning_effort),
+        **({"reasoning_effort": effort, **dict.fromkeys(TOGGLES, effort != "none")} if effort else {}),
         **(body.chat_template_kwargs or {}),
     }
     try:
@@ -168,10 +164,6 @@ def _places(template: ChatTemplate, marks: Marks) -> Mapping[str, Any]:
     if template.knows_images:
         return {"image_url": {"type": "image"}, "video_url": {"type": "video"}}
     return {"image_url": marks.image, "video_url": marks.video}
-
-
-def _effort(effort: str | None) -> dict[str, Any]:
-    return {"reasoning_effort": effort, **dict.fromkeys(TOGGLES, effort != "none")} if effort else {}
 
 
 # ---- checks of a chat
@@ -204,10 +196,6 @@ def sources_of(messages: list[ChatMessage]) -> list[MediaSource]:
 
 def _has_tools(body: ChatBody) -> bool:
     return bool(body.tools) or body.tool_choice is not None
-
-
-def _has_earlier_calls(body: ChatBody) -> bool:
-    return any(m.tool_calls or m.function_call is not None or m.role in RESULTS for m in body.messages)
 
 
 def _source(part: ContentPart, field: str) -> MediaSource:

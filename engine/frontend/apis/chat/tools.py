@@ -186,11 +186,8 @@ def names_one(choice: str | ToolChoice | None) -> bool:
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
     """Transformers' form; custom tools become functions."""
-    return [{"type": "function", "function": _given(tool.function)} for tool in tools] or None
-
-
-def _given(function: ToolFunction) -> dict[str, Any]:
-    return {name: value for name, value in plain(function).items() if value is not None}
+    functions = [{n: value for n, value in plain(tool.function).items() if value is not None} for tool in tools]
+    return [{"type": "function", "function": function} for function in functions] or None
 
 
 def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:

@@ -271,12 +271,12 @@ class NativeView:
         return [
             None
             if lp.logprob is None
-            else self._entries(getattr(lp, kind), others[0 if kind == "top" else len(lp.top) :])
+            else [
+                [finite(p), i, text if self._texts else None]
+                for (p, i), text in zip(getattr(lp, kind), others[0 if kind == "top" else len(lp.top) :], strict=False)
+            ]
             for lp, (_, others) in zip(logprobs, texts, strict=False)
         ]
-
-    def _entries(self, pairs: list[tuple[float, int]], texts: list[str]) -> list[list[Any]]:
-        return [[finite(p), i, t if self._texts else None] for (p, i), t in zip(pairs, texts, strict=False)]
 
 
 def shown_finish(finish: FinishReason | None, num_tokens: int) -> dict[str, Any] | None:

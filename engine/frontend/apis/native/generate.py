@@ -27,15 +27,13 @@ from engine.frontend.apis.shared.fields import (
     fit_to_context,
     id_lists,
     namespaces_of,
-    prompt_ids,
     prompts_ids,
 )
-from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
+from engine.frontend.apis.shared.media import load_media, media_prompt
 from engine.frontend.apis.shared.resumable import resume_of, started_of
 from engine.frontend.apis.shared.routes import RouteTags, put_route, token_route
 from engine.frontend.apis.shared.samples import bootstraps_of, samples_of, start
 from engine.frontend.apis.shared.stream import Framing, answer
-from engine.frontend.images.placeholders import MediaSource
 from engine.frontend.services import SERVICES, Services
 from engine.images import ImageInput
 from engine.messages import GenerateRequest
@@ -104,7 +102,10 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], li
     given, single = _given(body)
     if body.image_data or body.video_data:
         sources = media_sources(body, len(given), single=single)
-        found = [await _prompt(s, one, own, field=field) for one, own in zip(given, sources, strict=True)]
+        found = [
+            await media_prompt(s, one, await load_media(s, own), field=field, limit_field=LIMIT)
+            for one, own in zip(given, sources, strict=True)
+        ]
         return [prompt.ids for prompt in found], [prompt.images for prompt in found], single
     return await prompts_ids(s, given, field=field, limit_field=LIMIT), [], single
 
@@ -116,12 +117,6 @@ def _given(body: GenerateBody) -> tuple[Sequence[str | list[int]], bool]:
     if not texts or not all(texts):
         raise bad_field("text", "must not be empty")
     return texts, isinstance(body.text, str)
-
-
-async def _prompt(s: Services, given: str | list[int], sources: list[MediaSource], *, field: str) -> Prompt:
-    if not sources:
-        return Prompt(await prompt_ids(s, given, field=field, limit_field=LIMIT), [])
-    return await media_prompt(s, given, await load_media(s, sources), field=field, limit_field=LIMIT)
 
 
 async def _all_params(s: Services, given: Sequence[SamplingBody]) -> list[SamplingParams]:

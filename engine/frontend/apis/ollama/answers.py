@@ -32,7 +32,7 @@ from engine.frontend.apis.ollama.view import (
     timestamp,
 )
 from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
-from engine.frontend.apis.shared.fields import choose_model, prompt_ids
+from engine.frontend.apis.shared.fields import choose_model, prompts_ids
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import RouteTags, get_route, post_route, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, answer_samples, body_constraint, sampling_of
@@ -192,7 +192,7 @@ async def _complete(request: HttpRequest, body: OllamaGenerateBody, prompt: str,
     s, fields = request[SERVICES], completion_of(body)
     model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
     plan = SamplesPlan(
-        prompts=[await prompt_ids(s, prompt, field="prompt")],
+        prompts=await prompts_ids(s, [prompt], field="prompt"),
         sampling=sampling_of(s, fields, max_tokens=fields.max_tokens, name="max_tokens", constraint=constraint),
         constraint=constraint,
         logprobs=None,

@@ -217,14 +217,10 @@ def _constraint(field: str, name: str, value: Any) -> Constraint:
 def _choice(field: str, choices: list[str]) -> str:
     if not choices or not all(choices):
         raise bad_field(field, "must be a list of texts that are not empty")
-    return "|".join(f"({_META.sub(_escaped, choice)})" for choice in choices)
+    return "|".join(f"({_META.sub(_ESCAPED, choice)})" for choice in choices)
 
 
-def _escaped(match: "re.Match[str]") -> str:
-    return "\\" + match[0]
-
-
-_META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
+_META, _ESCAPED = re.compile(r"([\\.+*?()|\[\]{}^$/])"), r"\\\1"
 # vLLM's names -> kinds of grammars
 _KINDS = {
     "json": "json_schema",

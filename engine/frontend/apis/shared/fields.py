@@ -181,27 +181,6 @@ def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int
     return ids
 
 
-def _check_all_ids(lists: list[list[int]], *, field: str, vocab_size: int) -> None:
-    for ids in lists:
-        check_prompt_ids(ids, field=field, vocab_size=vocab_size)
-
-
-async def prompt_ids(
-    s: Services,
-    prompt: str | list[int],
-    *,
-    field: str,
-    limit_field: str = "",
-    add_special_tokens: bool = True,
-    fits: bool = True,
-) -> list[int]:
-    """`fits`: require that the context holds it. Raises ApiError(400)."""
-    (ids,) = await prompts_ids(
-        s, [prompt], field=field, limit_field=limit_field, add_special_tokens=add_special_tokens, fits=fits
-    )
-    return ids
-
-
 async def prompts_ids(
     s: Services,
     prompts: Sequence[str | list[int]],
@@ -213,7 +192,8 @@ async def prompts_ids(
 ) -> list[list[int]]:
     """Tokenize and check prompts, all text or all ids. Raises ApiError(400).
 
-    `limit_field`: for length errors. Texts too long by characters are rejected early.
+    `limit_field`: for length errors. `fits`: require that the context holds them. Texts too long
+    by characters are rejected early.
     """
     most = s.context_length - 1 if fits else None
     if isinstance(prompts[0], str):
@@ -224,9 +204,8 @@ async def prompts_ids(
             raise _no_room(limit_field or field, f"the prompt has {e}", context_length=s.context_length) from None
     else:
         lists = cast(list[list[int]], list(prompts))
-    check = partial(_check_all_ids, lists, field=field, vocab_size=s.model.vocab_size)
-    await BODIES.run(check, size=sum(map(len, lists)))
-    return lists
+    check = partial(check_prompt_ids, field=field, vocab_size=s.model.vocab_size)
+    return await BODIES.run(lambda: list(map(check, lists)), size=sum(map(len, lists)))
 
 
 def fit_to_context(

@@ -24,8 +24,9 @@ def with_image_encoders(request: HttpRequest, requests: list[GenerateRequest]) -
         return requests
     allowed = [one if one is not None and spec.bootstrap_allowlist.admits(one.control) else None for one in named]
     sources = [None if one is None else FeatureSource(one.control, one.incarnation) for one in allowed]
+    last = len(sources) - 1
     return [
-        msgspec.structs.replace(r, encoders=_of(sources, first, len(r.images))) if r.images else r
+        msgspec.structs.replace(r, encoders=[sources[min(first + i, last)] for i in range(len(r.images))])
         for r, first in zip(requests, _num_earlier(requests), strict=True)
     ]
 
@@ -38,7 +39,3 @@ def _num_earlier(requests: Sequence[GenerateRequest]) -> list[int]:
             earlier += len(before.images)
         counts.append(earlier)
     return counts
-
-
-def _of(sources: list[FeatureSource | None], first: int, count: int) -> list[FeatureSource | None]:
-    return [sources[min(place, len(sources) - 1)] for place in range(first, first + count)]

@@ -3,7 +3,7 @@
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.frontend.apis.shared.fields import prompt_ids
+from engine.frontend.apis.shared.fields import prompts_ids
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource, expanded, with_times
 from engine.frontend.services import Services
 from engine.images import ImageInput
@@ -35,6 +35,8 @@ async def load_media(
     s: Services, sources: Sequence[MediaSource], known: MutableMapping[MediaSource, LoadedMedia] | None = None
 ) -> list[LoadedMedia]:
     """`known`: loaded in an earlier try. Raises ApiError(400)."""
+    if not sources:
+        return []
     loader = loader_for(s, sources)
     if known is None:
         return await loader.load(sources, most_tokens=s.context_length)
@@ -54,12 +56,14 @@ async def media_prompt(
     add_special_tokens: bool = True,
     fits: bool = True,
 ) -> Prompt:
-    """Insert loaded media; see `prompt_ids`. Raises ApiError(400) if their number differs."""
-    assert s.images is not None, "nothing was loaded without it"
+    """Tokenize, see `prompts_ids`, and insert loaded media. Raises ApiError(400) if their number differs."""
     marks = s.model.marks
-    if isinstance(prompt, str):
+    if loaded and isinstance(prompt, str):
         prompt = with_times(prompt, loaded, marks)
-    ids = await prompt_ids(
-        s, prompt, field=field, limit_field=limit_field, add_special_tokens=add_special_tokens, fits=fits
+    (ids,) = await prompts_ids(
+        s, [prompt], field=field, limit_field=limit_field, add_special_tokens=add_special_tokens, fits=fits
     )
+    if not loaded:
+        return Prompt(ids, [])
+    assert s.images is not None, "nothing was loaded without it"
     return Prompt(*expanded(ids, loaded, s.images.vision, marks=marks, field=field))

@@ -88,10 +88,6 @@ def _num_events(request: HttpRequest) -> int:
     return 0 if resume is None else resume.num_events
 
 
-def _silence_s(request: HttpRequest) -> float:
-    return 0.0 if NO_BEATS_HEADER in request.headers else request[SERVICES].spec.server.sse_keep_alive_interval_s
-
-
 async def _stream(
     request: HttpRequest, generation: Generation, *, view: View, framing: Framing, frames: Unframed
 ) -> Response:
@@ -99,7 +95,8 @@ async def _stream(
         view.chunks(index, output)  # the client has them
     if framing.number_from:
         framing.number_from(view, _num_events(request))
-    with KeepAlive(request, interval_s=_silence_s(request)) as alive:
+    silence_s = 0.0 if NO_BEATS_HEADER in request.headers else request[SERVICES].spec.server.sse_keep_alive_interval_s
+    with KeepAlive(request, interval_s=silence_s) as alive:
         try:
             response = await _events(request, generation, view=view, framing=framing, alive=alive, frames=frames)
         except ApiError as e:
