@@ -14,7 +14,7 @@ from engine.frontend.spec import limits_of
 from service.http.api import OPENAPI_PATH, Application, add_middleware, document
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
-from service.http.home import CHAT, SHARED, Home, page_routes
+from service.http.home import CHAT, SHARED, home_route, page_routes
 from service.http.request import Handler, HttpRequest
 from service.http.routes import REQUEST_ID, HttpRoute, Routes, get, json_response
 from service.telemetry.context import about
@@ -37,9 +37,7 @@ def make_app(services: Services, handle: Handler) -> Application:
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     """`max_open`: requests with a body; beyond it 503, before reading the body."""
     encodes = services.spec.mode == "encode"
-    routes = Routes(
-        [*_routes(_bound(max_open), encodes=encodes), *page_routes(_files(services)), _home(services).route()]
-    )
+    routes = Routes([*_routes(_bound(max_open), encodes=encodes), *page_routes(_files(services)), _home(services)])
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
 
     for route in ROUTES:
@@ -88,10 +86,10 @@ def _files(services: Services) -> Mapping[str, Path]:
     return SHARED | CHAT if services.spec.mode == "null" and services.model.has_text else SHARED
 
 
-def _home(services: Services) -> Home:
+def _home(services: Services) -> HttpRoute:
     server = "worker" if services.spec.mode == "null" else f"{services.spec.mode} worker"
     links = {"/chat": "talk to the model"} if "/chat" in _files(services) else {}
-    return Home(server=server, models=lambda: (services.model.served_name, *services.leaders.adapters), links=links)
+    return home_route(server, models=lambda: (services.model.served_name, *services.leaders.adapters), links=links)
 
 
 def level_of(path: str, status: int) -> int:

@@ -21,9 +21,9 @@ from router.requests.responses import ResponsesApi
 from service.http.api import OPENAPI_PATH, ApiRouter, Application, add_middleware
 from service.http.errors import RequestLimits
 from service.http.guard import make_guard
-from service.http.home import CHAT, HOME, SHARED, Home, files_of, page_routes
+from service.http.home import CHAT, HOME, SHARED, files_of, home_route, page_routes
 from service.http.request import HttpRequest
-from service.http.routes import Routes, get, json_response, unserved_routes
+from service.http.routes import UNSERVED, HttpRoute, Routes, get, json_response, post, refuse
 from service.security.keys import Access
 
 # ---- Static files of the router's pages.
@@ -111,11 +111,11 @@ def make_apis(router: Router) -> RouterApis:
     async def openapi(request: HttpRequest) -> Response:
         return json_response(make_document(apis, await worker_document(calls)))
 
-    pages = [*page_routes(FILES), _home(router).route(), *unserved_routes(), get(OPENAPI_PATH, openapi)]
+    pages = [*page_routes(FILES), _home(router), *(post(path, refuse) for path in UNSERVED), get(OPENAPI_PATH, openapi)]
     return RouterApis(apis, Routes([*(route for api in apis for route in api.table), *pages]))
 
 
-def _home(router: Router) -> Home:
+def _home(router: Router) -> HttpRoute:
     pages = {"/chat": "talk to the model", "/dashboard": "what router and workers do right now"}
     links = {path: what for path, what in pages.items() if path in FILES}
-    return Home(server="router", models=lambda: router.table.models.names, links=links)
+    return home_route("router", models=lambda: router.table.models.names, links=links)

@@ -19,10 +19,9 @@ from router.pool.worker import Worker
 from router.pool.workers import join_models
 from router.requests.dispatch import LiveRequests
 from service.flags import untagged
-from service.http.api import ApiRouter
+from service.http.api import ApiRouter, loads_answer
 from service.http.errors import ApiError, decode_or_none, object_of
 from service.http.guard import caller_header, has_admin_key, key_refusal
-from service.http.openapi import loads_answer
 from service.http.request import HttpRequest, segment
 from service.http.routes import get, json_response
 from service.security.keys import Access, KeyGate, authorization_of

@@ -12,9 +12,8 @@ from router.body import ALONE, BOOTSTRAP_FIELDS, HISTORY_FIELD, OLLAMA, PUTS
 from router.body import Api as Generation
 from router.client.session import call_worker
 from router.http.worker_calls import WorkerCalls
-from service.http.api import OPENAPI_PATH, ApiRouter, document
+from service.http.api import FAILURES, OPENAPI_PATH, ApiRouter, document, failures_of, json_content
 from service.http.errors import decode_or_none
-from service.http.openapi import FAILURES, failures_of, json_content
 from service.http.request import Handler
 from service.http.routes import EVENTS_TYPE, INVOCATIONS, LINES_TYPE, HttpRoute, Tag
 

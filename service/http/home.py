@@ -1,7 +1,6 @@
 """GET /: an overview, as page or JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -95,30 +94,24 @@ _PAGE = """<!doctype html>
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Home:
+def home_route(server: str, *, models: Callable[[], Sequence[str]], links: Mapping[str, str]) -> HttpRoute:
     """The overview: models (for callers with a key), and links (path -> description)."""
+    links = {**links, **LINKS}
 
-    server: str
-    models: Callable[[], Sequence[str]]
-    links: Mapping[str, str]
-
-    def route(self) -> HttpRoute:
-        return get(HOME, self.home)
-
-    async def home(self, request: HttpRequest) -> Response:
-        models = list(self.models()) if request[CALLER].access >= Access.USER else None
-        links = {**self.links, **LINKS}
+    async def home(request: HttpRequest) -> Response:
+        known = list(models()) if request[CALLER].access >= Access.USER else None
         if "text/html" in request.headers.get("Accept", ""):
-            body = self._page(models, links)
             headers = {**PAGE_HEADERS, "Vary": "Accept"}
-            return Response(content=body, media_type="text/html", headers=headers)
-        facts = {"name": "tandem", "server": self.server, "version": installed_version(), "links": links}
-        return json_response(facts if models is None else {**facts, "models": models}, headers={"Vary": "Accept"})
+            return Response(content=_page(server, known, links), media_type="text/html", headers=headers)
+        facts = {"name": "tandem", "server": server, "version": installed_version(), "links": links}
+        return json_response(facts if known is None else {**facts, "models": known}, headers={"Vary": "Accept"})
 
-    def _page(self, models: Sequence[str] | None, links: Mapping[str, str]) -> str:
-        shown = "Model names need a key" if models is None else f"Serves {', '.join(models) or 'no model yet'}"
-        rows = [f'      <li><a href="{path}"><code>{path}</code></a> {what}</li>' for path, what in links.items()]
-        return _PAGE.format(
-            server=escape(self.server), version=escape(installed_version()), models=escape(shown), links="\n".join(rows)
-        )
+    return get(HOME, home)
+
+
+def _page(server: str, models: Sequence[str] | None, links: Mapping[str, str]) -> str:
+    shown = "Model names need a key" if models is None else f"Serves {', '.join(models) or 'no model yet'}"
+    rows = [f'      <li><a href="{path}"><code>{path}</code></a> {what}</li>' for path, what in links.items()]
+    return _PAGE.format(
+        server=escape(server), version=escape(installed_version()), models=escape(shown), links="\n".join(rows)
+    )

@@ -253,27 +253,16 @@ get, post, put, delete = (partial(HttpRoute, method) for method in ("GET", "POST
 # ---- models with special heads
 
 
-class ModelHead(NamedTuple):
-    """The needs of a route, and its replacement. 404, as OpenAI's SDK would retry a 501."""
-
-    needs: str
-    instead: str
-
-
+# 404, as OpenAI's SDK would retry a 501.
 UNSERVED = {
-    "/pooling": ModelHead("a model with a pooling head", "/v1/embeddings makes vectors to compare, and so does /encode")
+    "/pooling": "needs a model with a pooling head; the models here generate text. Instead: /v1/embeddings makes "
+    "vectors to compare, and so does /encode"
 }
 
 
 async def refuse(request: HttpRequest) -> Response:
     path = request.path.rstrip("/")
-    head = UNSERVED[path]
-    message = f"{path} needs {head.needs}; the models here generate text. Instead: {head.instead}"
-    raise ApiError(404, message, code="model_has_no_head")
-
-
-def unserved_routes() -> list[HttpRoute]:
-    return [post(path, refuse) for path in UNSERVED]
+    raise ApiError(404, f"{path} {UNSERVED[path]}", code="model_has_no_head")
 
 
 # ---- routes

@@ -57,14 +57,14 @@ def said(
     body = chat_body([{"role": "user", "content": FIRST}], **{"tools": TOOLS, **more})
     format = REASONING_FORMATS.get(reasoning or "")
     reading = reading_of(body, reasoning=format, tool_parser=parser)
-    style = call_ids(parser, template_of(SHAPES[template].source), messages=body.messages)
     numbers = iter(range(99))
+    template_used = template_of(SHAPES[template].source)
     return Said(
         text=(text or _text_of(parser, reasoning))[:cut],
         kind="stop" if cut is None else "length",
         body=body,
         reader=None if format is None and reading.reader is None else reading.reader(opening_of(format or HARMONY, "")),
-        mint_id=style.minted_by(lambda prefix: f"{prefix}{next(numbers):032x}", "call_"),
+        mint_id=call_ids(parser, template_used, body.messages, lambda: f"call_{next(numbers):032x}"),
     )
 
 

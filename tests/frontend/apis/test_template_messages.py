@@ -191,8 +191,7 @@ def test_ids_of_other_servers_are_shortened_where_a_template_demands_it() -> Non
 )
 def test_ids_are_of_the_style_of_parser_and_template(parser: str | None, shape: str, ids: list[str]) -> None:
     before = chat_body(null(tool_calls=[CALL])).messages
-    style = call_ids(parser, template_of(SHAPES[shape].source), messages=before)
-    mint = style.minted_by(lambda prefix: prefix + "x", "call_")
+    mint = call_ids(parser, template_of(SHAPES[shape].source), before, lambda: "call_x")
     assert [mint("add", 0), mint("sub", 1)] == ids
 
 

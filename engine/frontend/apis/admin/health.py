@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fastapi import Response
 
@@ -230,19 +231,17 @@ async def step_if_up(s: Services) -> StepReply | None:
 
 async def steps_if_up(s: Services) -> list[StepReply]:
     """Empty if one does not answer."""
-    try:
+    with suppress(ApiError):
         if not s.client.is_draining:
             check_dead(s)
         return await s.leaders.steps(timeout_s=min(LOADING_TIMEOUT_S, s.spec.health_timeout_s))
-    except ApiError:
-        return []
+    return []
 
 
 async def states_if_up(s: Services) -> list[StateReply]:
     """Empty if one does not answer."""
-    try:
+    with suppress(ApiError):
         if not s.client.is_draining:
             check_up(s)
         return await s.client.recent_states(timeout_s=INFO_TIMEOUT_S)
-    except ApiError:
-        return []
+    return []

@@ -14,9 +14,8 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
 from service.flags import installed_version
-from service.http.api import ApiRouter
+from service.http.api import ApiRouter, loads_answer
 from service.http.errors import DRAINING
-from service.http.openapi import loads_answer
 from service.http.request import HttpRequest
 from service.http.routes import TracesBody, json_response, read_query
 from service.security.keys import Access

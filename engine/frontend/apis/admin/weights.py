@@ -13,7 +13,7 @@ from pydantic import Field
 from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order, add_orders
 from engine.frontend.apis.shared.routes import RouteTags, admin_route
 from engine.frontend.services import Services
-from engine.messages import ControlReply, JoinTrainer, LeaveTrainer, NameWeights, NewTensors, UpdateWeights
+from engine.messages import JoinTrainer, LeaveTrainer, NameWeights, NewTensors, UpdateWeights
 from service.http.api import ApiRouter
 from service.http.body import Body, optional
 from service.http.errors import bad_field, read_body
@@ -239,32 +239,21 @@ def _check_name(field: str, name: str) -> None:
         raise bad_field(field, f"must have 1 to {MAX_NAME_CHARS} characters")
 
 
-def _shown(s: Services, reply: ControlReply) -> dict[str, Any]:
-    return {"num_paused_requests": 0, **reply.values}
-
-
 ORDERS = {
-    "/update_weights_from_disk": Order(
-        about="Take the weights of another checkpoint.\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
-        message=from_disk,
-        body=UpdateWeightsBody,
-        shown=_shown,
-        **_REQUIRED,
-    ),
-    "/update_weights_from_tensor": Order(
-        about="Take the tensors of the body.\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
-        message=from_tensors,
-        body=UpdateTensorsBody,
-        shown=_shown,
-        **_REQUIRED,
-    ),
-    "/update_weights_from_distributed": Order(
-        about="Receive tensors from a trainer's process group.\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
-        message=from_trainer,
-        body=UpdateDistributedBody,
-        shown=_shown,
-        **_REQUIRED,
-    ),
+    **{
+        f"/update_weights_from_{source}": Order(
+            about=f"{about}\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
+            message=message,
+            body=body,
+            shown=lambda s, reply: {"num_paused_requests": 0, **reply.values},
+            **_REQUIRED,
+        )
+        for source, message, body, about in (
+            ("disk", from_disk, UpdateWeightsBody, "Take the weights of another checkpoint."),
+            ("tensor", from_tensors, UpdateTensorsBody, "Take the tensors of the body."),
+            ("distributed", from_trainer, UpdateDistributedBody, "Receive tensors from a trainer's process group."),
+        )
+    },
     "/update_weight_version": Order(
         about="Give the weights another name.\n\n200 once later answers show it.",
         message=renamed,

@@ -5,7 +5,6 @@ import re
 import string
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from engine.frontend.apis.chat.body import RESULTS, ChatMessage
@@ -17,29 +16,16 @@ _SHORT = re.compile(rf"[a-zA-Z0-9]{{{MISTRAL_ID_CHARS}}}", re.ASCII)
 _LETTERS = string.digits + string.ascii_letters
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallIds:
-    """Makes call ids. `num_before`: calls so far (Kimi). `is_short`: nine characters (Mistral)."""
-
-    is_short: bool = False
-    counts: bool = False
-    num_before: int = 0
-
-    def minted_by(self, mint: Callable[[str], str], prefix: str) -> MintId:
-        if self.counts:
-            return lambda name, index: f"functions.{name}:{self.num_before + index}"
-        if self.is_short:
-            return lambda name, index: short_id(mint(prefix))
-        return lambda name, index: mint(prefix)
-
-
-def call_ids(parser: str | None, template: ChatTemplate | None, *, messages: list[ChatMessage]) -> CallIds:
-    demands_short = template is not None and template.reads.short_ids
-    return CallIds(
-        is_short=demands_short or parser == "mistral",
-        counts=parser == "kimi_k2",
-        num_before=sum(len(message.tool_calls or ()) for message in messages),
-    )
+def call_ids(
+    parser: str | None, template: ChatTemplate | None, messages: list[ChatMessage], mint: Callable[[], str]
+) -> MintId:
+    """Return what makes ids as parser and template want them. `mint`: makes unique ones."""
+    if parser == "kimi_k2":
+        num_before = sum(len(message.tool_calls or ()) for message in messages)
+        return lambda name, index: f"functions.{name}:{num_before + index}"
+    if parser == "mistral" or (template is not None and template.reads.short_ids):
+        return lambda name, index: short_id(mint())
+    return lambda name, index: mint()
 
 
 def short_id(id: str) -> str:

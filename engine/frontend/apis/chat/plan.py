@@ -108,8 +108,8 @@ async def plan_chat(
 
 
 def _readers(s: Services, body: ChatBody, reader: Callable[[], PartReader]) -> MakeAnswers:
-    ids = call_ids(s.spec.engine.tool_call_parser, s.model.tool_template, messages=body.messages)
-    return lambda mint, prefix: AnswerReaders(reader, ids.minted_by(mint, prefix))
+    ids = partial(call_ids, s.spec.engine.tool_call_parser, s.model.tool_template, body.messages)
+    return lambda mint, prefix: AnswerReaders(reader, ids(partial(mint, prefix)))
 
 
 def rendering_size(s: Services, body: ChatBody) -> int:

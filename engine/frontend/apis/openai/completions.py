@@ -83,6 +83,9 @@ def check_completion(body: CompletionBody) -> None:
 # ---- Text completions with logprobs. Pure.
 
 
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
 class Echo(NamedTuple):
     """A prompt's text and its tokens' places."""
 
@@ -120,27 +123,16 @@ class CompletionView(OpenAIView):
     def _logprobs_of(self, index: int, output: TextOutput) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        table, echo, tokens = _Columns(), self._echoes[index], output.tokens
-        for lp, (text, top), (begin, end) in zip(
-            tokens.input_logprobs, output.input_logprob_texts, echo.spans, strict=False
-        ):
-            table.add(lp, _as_it_stands(text, echo.text[begin:end]), top, begin)
-        for lp, (text, top), (begin, _) in zip(
-            tokens.logprobs, output.logprob_texts, output.logprob_spans, strict=False
-        ):
-            table.add(lp, text, top, len(echo.text) + begin)
-        return table.columns
+        echo, tokens = self._echoes[index], output.tokens
+        given = zip(tokens.input_logprobs, output.input_logprob_texts, echo.spans, strict=False)
+        made = zip(tokens.logprobs, output.logprob_texts, output.logprob_spans, strict=False)
+        rows = [_row(lp, _as_it_stands(text, echo.text[a:b]), top, a) for lp, (text, top), (a, b) in given]
+        rows += [_row(lp, text, top, len(echo.text) + a) for lp, (text, top), (a, _) in made]
+        return {name: [row[i] for row in rows] for i, name in enumerate(_COLUMNS)}
 
 
-class _Columns:
-    def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-    def add(self, lp: TokenLogprob, text: str, top: list[str], offset: int) -> None:
-        self.columns["tokens"].append(text)
-        self.columns["token_logprobs"].append(finite(lp.logprob))
-        self.columns["top_logprobs"].append(None if lp.logprob is None else _by_text(lp, text, top))
-        self.columns["text_offset"].append(offset)
+def _row(lp: TokenLogprob, text: str, top: list[str], offset: int) -> tuple[Any, ...]:
+    return text, finite(lp.logprob), None if lp.logprob is None else _by_text(lp, text, top), offset
 
 
 def _by_text(lp: TokenLogprob, text: str, top: list[str]) -> dict[str, float | None]:

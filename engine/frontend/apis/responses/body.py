@@ -10,6 +10,7 @@ from pydantic import Field
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
 from engine.frontend.apis.chat.tools import MAX_TOOLS
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader, Unserved
+from engine.frontend.apis.shared.constraints import JsonSchemaFormat
 from engine.frontend.apis.shared.fields import check_range
 from engine.frontend.apis.shared.request_body import ChatFields
 from service.http.body import Body, optional
@@ -107,19 +108,8 @@ class ResponseToolChoice(Body):
     )
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchemaFormat):
     type: str = Field(description="text, json_object (any object) or json_schema.", examples=["json_schema"])
-    name: str | None = optional("Name of the schema, for the client's own use.", "city")
-    schema_: dict[str, Any] | None = Field(
-        default=None,
-        alias="schema",
-        description="JSON schema of the answer, for type json_schema.",
-        examples=[{"type": "object"}],
-    )
-    description: str | None = optional("What the format is for. Not used.", "A city and its country")
-    strict: bool | None = optional(
-        "True: objects hold only the properties that the schema lists. The schema is enforced either way.", True
-    )
 
 
 class TextConfig(Body):

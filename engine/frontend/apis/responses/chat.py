@@ -1,7 +1,6 @@
 """A response's body as a chat's, cut to the context."""
 
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart, PlacedPart
@@ -17,7 +16,7 @@ from engine.frontend.apis.responses.body import (
     TextFormat,
     check_response,
 )
-from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
+from engine.frontend.apis.shared.constraints import ResponseFormat
 from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
 from engine.frontend.apis.shared.request_body import ChatFields
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource
@@ -235,69 +234,36 @@ def _allowed(choice: ResponseToolChoice, tools: list[Tool]) -> tuple[list[Tool],
 
 
 def _format(format: TextFormat | None) -> ResponseFormat | None:
-    if format is None or format.type != "json_schema":
-        return None if format is None else ResponseFormat(type=format.type)
-    schema = JsonSchemaFormat(
-        schema=format.schema_, name=format.name, description=format.description, strict=format.strict
-    )
-    return ResponseFormat(type=format.type, json_schema=schema)
-
-
-# ---- `truncation: auto`: drops the oldest turns, never instructions.
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """The conversation by turns.
-
-    `head`: leading system messages, kept. `starts`: possible starts, at user messages.
-    """
-
-    messages: list[ChatMessage]
-    head: int
-    starts: list[int]
-
-    def without(self, dropped: int) -> list[ChatMessage]:
-        return self.messages[: self.head] + self.messages[self.starts[dropped - 1] :] if dropped else self.messages
-
-
-def _turns_of(messages: list[ChatMessage]) -> _Turns:
-    head = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
-    return _Turns(messages, head, [i for i, m in enumerate(messages) if i > head and m.role == "user"])
-
-
-async def _truncated(turns: _Turns, plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], *, room: int) -> ChatPlan:
-    """Drop the fewest turns to fit `room`, at most all but one."""
-    best = await _fitting(turns.messages, plan, room)
-    low, high = 1, len(turns.starts)
-    if best is not None:
-        return best
-    while low < high:
-        middle = (low + high) // 2
-        if await _fitting(turns.without(middle), plan, room) is not None:
-            high = middle
-        else:
-            low = middle + 1
-    return await plan(turns.without(high))
-
-
-async def _fitting(
-    messages: list[ChatMessage], plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], room: int
-) -> ChatPlan | None:
-    try:
-        found = await plan(messages)
-    except ApiError as error:
-        if error.code != CONTEXT_EXCEEDED:
-            raise
-        return None
-    return found if len(found.input_ids) <= room else None
+    return None if format is None else ResponseFormat(type=format.type, json_schema=format)
 
 
 async def truncated_chat(s: Services, chat: ChatBody) -> ChatPlan:
-    known: dict[MediaSource, LoadedMedia] = {}
+    """Plan `truncation: auto`: drop the fewest of the oldest turns, at most all but one, never instructions."""
+    messages, known = chat.messages, dict[MediaSource, LoadedMedia]()
+    room = s.context_length - (chat.max_completion_tokens or 1)
+    head = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    starts = [head, *(i for i, m in enumerate(messages) if i > head and m.role == "user")]
 
-    async def plan(messages: list[ChatMessage]) -> ChatPlan:
-        chat.messages = messages
+    async def plan(num_dropped: int) -> ChatPlan:
+        chat.messages = messages[:head] + messages[starts[num_dropped] :]
         return await plan_chat(s, chat, known)
 
-    return await _truncated(_turns_of(chat.messages), plan, room=s.context_length - (chat.max_completion_tokens or 1))
+    async def fitting(num_dropped: int) -> ChatPlan | None:
+        try:
+            found = await plan(num_dropped)
+        except ApiError as error:
+            if error.code != CONTEXT_EXCEEDED:
+                raise
+            return None
+        return found if len(found.input_ids) <= room else None
+
+    if (whole := await fitting(0)) is not None:
+        return whole
+    low, high = 1, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await fitting(middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return await plan(high)
