@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from pydantic import Field
-
 from router.config import check_worker_url
 from service.flags import ConfigError
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import ApiError
 
 _WORKER_TYPE = "Name of role in SGLang's router, where a unified worker is regular."
 
 
 class NamedWorker(Body):
-    url: str = Field(description="Address of the worker, http://HOST:PORT.", examples=["http://10.0.0.7:30000"])
+    url: str = required("Address of the worker, http://HOST:PORT.", "http://10.0.0.7:30000")
 
     def model_post_init(self, context: Any) -> None:
         try:

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Sequence
-from typing import Annotated, Any, Self, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Self, TypeGuard, Union, dataclass_transform, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
@@ -24,6 +24,18 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
+def required(description: str, *examples: Any, **more: Any) -> Any:
+    """A field that a client must send. `more`: pydantic's options of a field."""
+    return Field(**more, description=description, examples=list(examples))
+
+
+def optional(description: str, *examples: Any, **more: Any) -> Any:
+    """A field that a client may leave out, null by default."""
+    default = {} if "default_factory" in more else {"default": None}
+    return required(description, *examples, **{**default, **more})
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field, required))
 class Body(BaseModel):
     """A JSON object that a client sends, or a part of one. Unknown fields are in `model_extra`.
 
@@ -49,12 +61,6 @@ class ClosedBody(Body):
         for name in self.model_extra or ():
             raise PydanticCustomError(UNKNOWN_FIELD, "{name}", {"name": name[:MAX_NAME_CHARS]})
         return self
-
-
-def optional(description: str, *examples: Any, **more: Any) -> Any:
-    """A field that a client may leave out, null by default. `more`: pydantic's options of a field."""
-    default = {} if "default_factory" in more else {"default": None}
-    return Field(**{**default, **more}, description=description, examples=list(examples))
 
 
 def field_types(body: type[Body]) -> dict[str, Any]:

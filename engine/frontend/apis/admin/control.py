@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Response
-from pydantic import Field
 
 from engine.frontend.apis.shared.resumable import check_signed
 from engine.frontend.apis.shared.routes import RouteTags, admin_route, get_route, post_route
@@ -29,7 +28,7 @@ from engine.messages import (
     UnloadAdapter,
 )
 from service.http.api import ApiRouter
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import ApiError, bad_field, read_body
 from service.http.guard import key_refusal, may_end_any, owner_in
 from service.http.request import HttpRequest
@@ -51,18 +50,14 @@ class AbortBody(Body):
 
 
 class LeavingSample(Body):
-    rid: str = Field(
-        description="Name of the sample in its stream.", examples=["my-request-1"], max_length=MAX_NAME_CHARS
-    )
-    room: int = Field(description="Number of the room that its KV takes.", examples=[4711], ge=1, le=2**63 - 1)
+    rid: str = required("Name of the sample in its stream.", "my-request-1", max_length=MAX_NAME_CHARS)
+    room: int = required("Number of the room that its KV takes.", 4711, ge=1, le=2**63 - 1)
 
 
 class MoveOutBody(Body):
     """From Tandem's router, which signs it."""
 
-    samples: list[LeavingSample] = Field(
-        description="Samples that move out.", examples=[[{"rid": "my-request-1", "room": 4711}]]
-    )
+    samples: list[LeavingSample] = required("Samples that move out.", [{"rid": "my-request-1", "room": 4711}])
     owner: str = optional("Owner of the names, empty without a key.", "", default="", max_length=MAX_NAME_CHARS)
 
 
@@ -79,13 +74,13 @@ class MemoryBody(Body):
 
 
 class LoadBody(Body):
-    lora_name: str = Field(description="Name of the adapter, for model and lora_path.", examples=["my-adapter"])
-    lora_path: str = Field(description="Directory of the adapter on the worker's disk.", examples=["/adapters/mine"])
+    lora_name: str = required("Name of the adapter, for model and lora_path.", "my-adapter")
+    lora_path: str = required("Directory of the adapter on the worker's disk.", "/adapters/mine")
     pinned: bool | None = optional("Not used: loaded adapters stay on the device.", False)
 
 
 class UnloadBody(Body):
-    lora_name: str = Field(description="Name of a loaded adapter.", examples=["my-adapter"])
+    lora_name: str = required("Name of a loaded adapter.", "my-adapter")
 
 
 class DumpExpertsBody(Body):

@@ -3,7 +3,6 @@
 import math
 
 from fastapi import Response
-from pydantic import Field
 
 from engine.frontend.apis.shared.routes import RouteTags, admin_route
 from engine.frontend.errors import not_ready
@@ -11,7 +10,7 @@ from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
 from service.flags import ConfigError
 from service.http.api import ApiRouter
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import ApiError, bad_field, read_body
 from service.http.request import HttpRequest
 from service.http.routes import json_response
@@ -22,7 +21,7 @@ FIXED = "this worker keeps its role; only one that was started with --disaggrega
 
 
 class SwitchBody(Body):
-    role: str = Field(description="prefill or decode: the role that the worker takes.", examples=["decode"])
+    role: str = required("prefill or decode: the role that the worker takes.", "decode")
     timeout: float | None = optional(
         "Seconds for running requests to end, at least 0. Default: the server's --drain-timeout.", 30
     )

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import Response
-from pydantic import Field
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import plan_chat
@@ -15,7 +14,7 @@ from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api import ApiRouter
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import bad_field, read_body
 from service.http.request import HttpRequest
 from service.http.routes import json_response
@@ -26,11 +25,6 @@ OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_te
 
 
 class TokenizeBody(Body):
-    """Body of /tokenize: `prompt`, or `messages` with the fields `OF_CHATS`.
-
-    `add_special_tokens`: default true only for a prompt.
-    """
-
     prompt: str | list[str] | None = optional("A text, or several. Give this or messages.", "The capital of France")
     messages: list[ChatMessage] | None = optional(
         "A chat, whose template is applied. Give this or prompt.", [{"role": "user", "content": "Hello"}]
@@ -60,7 +54,7 @@ READER = BodyReader(
 
 
 class DetokenizeBody(Body):
-    tokens: list[int | list[int]] = Field(description="Token ids, or several lists.", examples=[[1, 450, 7483]])
+    tokens: list[int | list[int]] = required("Token ids, or several lists.", [1, 450, 7483])
     model: str | None = optional("Name of the model. Not used: a server has one tokenizer.", "smollm2")
     skip_special_tokens: bool | None = optional("False: special tokens stay in the text. Default true.", True)
 

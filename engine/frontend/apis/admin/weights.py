@@ -8,14 +8,13 @@ import binascii
 from typing import Any
 
 from fastapi import Response
-from pydantic import Field
 
 from engine.frontend.apis.admin.control import UPDATE_TIMEOUT_S, Order, add_orders
 from engine.frontend.apis.shared.routes import RouteTags, admin_route
 from engine.frontend.services import Services
 from engine.messages import JoinTrainer, LeaveTrainer, NameWeights, NewTensors, UpdateWeights
 from service.http.api import ApiRouter
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import bad_field, read_body
 from service.http.request import HttpRequest
 from service.http.routes import json_response
@@ -42,36 +41,31 @@ class _Update(Body):
 
 
 class UpdateWeightsBody(_Update):
-    model_path: str = Field(
-        description="Directory of a checkpoint on the worker's disk, of the same architecture.",
-        examples=["/models/step-2"],
+    model_path: str = required(
+        "Directory of a checkpoint on the worker's disk, of the same architecture.", "/models/step-2"
     )
 
 
 class UpdateTensorsBody(_Update):
-    serialized_named_tensors: list[str] = Field(
-        description="Base64 of a safetensors file with whole tensors by the names of the checkpoint, once or once for "
-        "each rank.",
-        examples=[["CAAAAAAAAAB7fSAgICAgIA=="]],
+    serialized_named_tensors: list[str] = required(
+        "Base64 of a safetensors file with whole tensors by the names of the checkpoint, once or once for each rank.",
+        ["CAAAAAAAAAB7fSAgICAgIA=="],
     )
     flush_cache: bool | None = optional("Not used: KV of other weights is never used.", True)
 
 
 class UpdateDistributedBody(_Update):
-    names: list[str] = Field(
-        description="Names of the tensors, as in the checkpoint, in the order of their broadcasts.",
-        examples=[["model.norm.weight"]],
+    names: list[str] = required(
+        "Names of the tensors, as in the checkpoint, in the order of their broadcasts.", ["model.norm.weight"]
     )
-    dtypes: list[str] = Field(
-        description='Data type of each tensor, as "bfloat16" or "torch.bfloat16".', examples=[["bfloat16"]]
-    )
-    shapes: list[list[int]] = Field(description="Shape of each tensor.", examples=[[[576]]])
+    dtypes: list[str] = required('Data type of each tensor, as "bfloat16" or "torch.bfloat16".', ["bfloat16"])
+    shapes: list[list[int]] = required("Shape of each tensor.", [[576]])
     group_name: str = optional(f"Name of the process group. Default {GROUP}.", GROUP, default=GROUP)
     flush_cache: bool | None = optional("Not used: KV of other weights is never used.", True)
 
 
 class NameWeightsBody(Body):
-    new_version: str = Field(description="Name of the weights, 1 to 256 characters, shown in answers.", examples=["7"])
+    new_version: str = required("Name of the weights, 1 to 256 characters, shown in answers.", "7")
     abort_all_requests: bool | None = optional(
         "True: ends running requests, whose tokens would be of both versions. Default true.", True
     )
@@ -82,12 +76,10 @@ class UpdateSessionBody(Body):
 
 
 class JoinGroupBody(Body):
-    master_address: str = Field(description="Host of the trainer, which is rank 0.", examples=["10.0.0.1"])
-    master_port: int = Field(description="Port of the trainer's store, 1 to 65535.", examples=[29500])
-    rank_offset: int = Field(
-        description="Number of this worker's first rank in the group, 1 to world_size - 1.", examples=[1]
-    )
-    world_size: int = Field(description="Members of the group: the trainer and all ranks of all workers.", examples=[2])
+    master_address: str = required("Host of the trainer, which is rank 0.", "10.0.0.1")
+    master_port: int = required("Port of the trainer's store, 1 to 65535.", 29500)
+    rank_offset: int = required("Number of this worker's first rank in the group, 1 to world_size - 1.", 1)
+    world_size: int = required("Members of the group: the trainer and all ranks of all workers.", 2)
     group_name: str = optional(f"Name of the process group. Default {GROUP}.", GROUP, default=GROUP)
     backend: str = optional("gloo or nccl. Default nccl.", "nccl", default="nccl")
 

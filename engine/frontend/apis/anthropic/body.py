@@ -5,21 +5,17 @@ Source: https://docs.anthropic.com/en/api/messages
 
 from typing import Any
 
-from pydantic import Field
-
 from engine.frontend.apis.chat.body import READER as CHAT
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, missing_in
 from engine.frontend.apis.shared.request_body import OwnFields
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 
 _CACHED = "Where Anthropic's service caches the prompt. Not used: prefixes are cached anyway."
 _EPHEMERAL = {"type": "ephemeral"}
 
 
 class ImageSource(Body):
-    """`type`: "base64" (with `data`) or "url"; `file_id` is unsupported."""
-
-    type: str = Field(description="base64 (with data), or url.", examples=["url"])
+    type: str = required("base64 (with data), or url.", "url")
     media_type: str | None = optional("Type of the image in data, as the file itself says.", "image/png")
     data: str | None = optional("The image in base64, for type base64.", "iVBORw0KGgo=")
     url: str | None = optional("Address of the image, for type url.", "https://example.com/cat.png")
@@ -27,11 +23,10 @@ class ImageSource(Body):
 
 
 class Block(Body):
-    """A part of a message; `translate.py` has the fields by type. The last ones are ignored."""
+    """A part of a message."""
 
-    type: str = Field(
-        description="text, image, tool_result (of a user), thinking, redacted_thinking or tool_use (of an assistant).",
-        examples=["text"],
+    type: str = required(
+        "text, image, tool_result (of a user), thinking, redacted_thinking or tool_use (of an assistant).", "text"
     )
     text: str | None = optional("Text, for type text.", "What is the capital of France?")
     thinking: str | None = optional("Reasoning, for type thinking.", "The user asks for a city.")
@@ -61,14 +56,12 @@ class PlacedImage(Block):
 
 
 class Message(Body):
-    role: str = Field(description="user, assistant or system.", examples=["user"])
-    content: str | list[Block] = Field(description="Text, or blocks.", examples=["What is the capital of France?"])
+    role: str = required("user, assistant or system.", "user")
+    content: str | list[Block] = required("Text, or blocks.", "What is the capital of France?")
 
 
 class ToolDefinition(Body):
-    """A tool. `type` None or "custom": a client's function. The last two fields are ignored."""
-
-    name: str = Field(description="1 to 64 letters, digits, dots, dashes or underscores.", examples=["get_weather"])
+    name: str = required("1 to 64 letters, digits, dots, dashes or underscores.", "get_weather")
     type: str | None = optional("Only custom, the default: this server runs no tools of its own.", "custom")
     description: str | None = optional("What the tool does, for the model.", "Weather of a city")
     input_schema: dict[str, Any] | None = optional(
@@ -81,15 +74,13 @@ class ToolDefinition(Body):
 
 
 class MessageToolChoice(Body):
-    type: str = Field(description="auto, any (at least one call), none, or tool.", examples=["auto"])
+    type: str = required("auto, any (at least one call), none, or tool.", "auto")
     name: str | None = optional("Name of the tool to call, for type tool.", "get_weather")
     disable_parallel_tool_use: bool | None = optional("True: at most one call. Default false.", True)
 
 
 class Thinking(Body):
-    type: str = Field(
-        description="enabled or adaptive (the chat template's reasoning is on), or disabled.", examples=["enabled"]
-    )
+    type: str = required("enabled or adaptive (the chat template's reasoning is on), or disabled.", "enabled")
     budget_tokens: int | None = optional(
         "Tokens of reasoning after which its end is forced, at least 0. Needs --reasoning-parser.", 1024
     )
@@ -97,12 +88,9 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    type: str = Field(description="Only json_schema.", examples=["json_schema"])
-    schema_: dict[str, Any] | None = Field(
-        default=None,
-        alias="schema",
-        description="JSON schema that the answer follows. Required.",
-        examples=[{"type": "object"}],
+    type: str = required("Only json_schema.", "json_schema")
+    schema_: dict[str, Any] | None = optional(
+        "JSON schema that the answer follows. Required.", {"type": "object"}, alias="schema"
     )
 
 
@@ -116,9 +104,9 @@ class OutputConfig(Body):
 class PromptFields(OwnFields):
     """Prompt fields. The last ones concern Anthropic's own service and are ignored."""
 
-    messages: list[Message] = Field(
-        description="The conversation so far. The answer continues a last message of the assistant.",
-        examples=[[{"role": "user", "content": "What is the capital of France?"}]],
+    messages: list[Message] = required(
+        "The conversation so far. The answer continues a last message of the assistant.",
+        [{"role": "user", "content": "What is the capital of France?"}],
     )
     model: str | None = optional(
         "Name of the model or of a LoRA adapter. Default: the model that is served.", "smollm2"
@@ -153,9 +141,7 @@ class CountTokensBody(PromptFields):
 
 
 class MessagesBody(PromptFields):
-    max_tokens: int = Field(
-        description="Most tokens of the answer. What goes beyond the context is cut.", examples=[1024]
-    )
+    max_tokens: int = required("Most tokens of the answer. What goes beyond the context is cut.", 1024)
     stop_sequences: list[str] | None = optional(
         "Texts that end the answer, up to 32, of up to 1024 characters each. The answer leaves them out.", ["END"]
     )

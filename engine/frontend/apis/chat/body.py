@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from pydantic import Field
-
 from engine.frontend.apis.chat.tools import MAX_TOOLS, Tool, ToolChoice
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader
 from engine.frontend.apis.shared.request_body import ChatFields
@@ -11,7 +9,7 @@ from engine.frontend.apis.shared.stream import finite
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 
 MAX_TOP_LOGPROBS = 20
 RESULTS = ("tool", "function")  # roles of calls' results
@@ -19,21 +17,16 @@ MEDIA = ("image_url", "video_url")
 
 
 class MediaUrl(Body):
-    """A URL. `fps`: frames per second of a video. `detail` is ignored."""
-
-    url: str = Field(
-        description="An http or https URL, or a data URL with base64. A video is its frames: "
-        "data:video/jpeg;base64,FRAME,FRAME...",
-        examples=["https://example.com/cat.png"],
+    url: str = required(
+        "An http or https URL, or a data URL with base64. A video is its frames: data:video/jpeg;base64,FRAME,FRAME...",
+        "https://example.com/cat.png",
     )
     detail: str | None = optional("OpenAI's resolution of an image. Not used.", "auto")
     fps: float | None = optional("Frames per second of a video (Tandem). Default 2.", 2)
 
 
 class ContentPart(Body):
-    type: str = Field(
-        description="text, image_url, video_url or refusal: the field of that name has the content.", examples=["text"]
-    )
+    type: str = required("text, image_url, video_url or refusal: the field of that name has the content.", "text")
     text: str | None = optional("Text, for type text.", "What is this?")
     refusal: str | None = optional("Text of an earlier refusal, for type refusal.", "I cannot do that.")
     image_url: str | MediaUrl | None = optional("Image, for type image_url.", {"url": "https://example.com/cat.png"})
@@ -58,7 +51,7 @@ class PlacedPart(ContentPart):
 class ChatMessage(Body):
     """One message. A field that it does not have goes to a chat template that reads it."""
 
-    role: str = Field(description="system, developer, user, assistant, tool or function.", examples=["user"])
+    role: str = required("system, developer, user, assistant, tool or function.", "user")
     content: str | list[ContentPart] | None = optional(
         "Text, or parts. Null only for an assistant's message or a tool's result.", "What is the capital of France?"
     )
@@ -79,9 +72,9 @@ class ChatMessage(Body):
 
 
 class ChatBody(ChatFields):
-    messages: list[ChatMessage] = Field(
-        description="The conversation so far, at least one message.",
-        examples=[[{"role": "user", "content": "What is the capital of France?"}]],
+    messages: list[ChatMessage] = required(
+        "The conversation so far, at least one message.",
+        [{"role": "user", "content": "What is the capital of France?"}],
     )
     max_completion_tokens: int | None = optional("OpenAI's newer name of max_tokens, which it precedes.", 256)
     logprobs: bool | None = optional("True: the answer has each token's logprob. Default false.", True)

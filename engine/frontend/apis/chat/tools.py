@@ -8,13 +8,11 @@ import json
 import re
 from typing import Any
 
-from pydantic import Field
-
 from engine.frontend.apis.shared.constraints import Constraint, closed_schema, moved_schema
 from engine.sampling_params import GrammarSpec
 from engine.text.parts import INPUT
 from engine.text.tool_calls import CallFormat
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import bad_field, check_choice, missing, plain, unsupported
 
 MAX_TOOLS = 128
@@ -23,9 +21,7 @@ CHOICES = ("none", "auto", "required")
 
 
 class ToolFunction(Body):
-    """A function. `parameters`: JSON schema. `strict`: automatic calls must match it, too."""
-
-    name: str = Field(description="1 to 64 letters, digits, dots, dashes or underscores.", examples=["get_weather"])
+    name: str = required("1 to 64 letters, digits, dots, dashes or underscores.", "get_weather")
     description: str | None = optional("What the function does, for the model.", "Weather of a city")
     parameters: dict[str, Any] | None = optional(
         "JSON schema of the arguments. Default: any object.",
@@ -37,8 +33,8 @@ class ToolFunction(Body):
 
 
 class CustomGrammar(Body):
-    syntax: str = Field(description="Only regex.", examples=["regex"])
-    definition: str = Field(description="Regular expression that the text matches.", examples=["[a-z]+"])
+    syntax: str = required("Only regex.", "regex")
+    definition: str = required("Regular expression that the text matches.", "[a-z]+")
 
 
 class CustomFormat(Body):
@@ -51,7 +47,7 @@ class CustomFormat(Body):
 class CustomTool(Body):
     """A tool with text input instead of JSON arguments."""
 
-    name: str = Field(description="1 to 64 letters, digits, dots, dashes or underscores.", examples=["shell"])
+    name: str = required("1 to 64 letters, digits, dots, dashes or underscores.", "shell")
     description: str | None = optional("What the tool does, for the model.", "Runs a command")
     format: CustomFormat | None = optional("Format of the text. Default: any text.", {"type": "text"})
 
@@ -71,25 +67,19 @@ class Tool(Body):
 
 
 class ChosenFunction(Body):
-    name: str = Field(description="Name of one of tools.", examples=["get_weather"])
+    name: str = required("Name of one of tools.", "get_weather")
 
 
 class AllowedTools(Body):
     """The template shows all tools, but only these may be called."""
 
-    mode: str = Field(description="auto (the model decides), or required (at least one call).", examples=["auto"])
-    tools: "list[ToolChoice]" = Field(
-        description="The tools that may be called, at least one.",
-        examples=[[{"type": "function", "function": {"name": "get_weather"}}]],
+    mode: str = required("auto (the model decides), or required (at least one call).", "auto")
+    tools: "list[ToolChoice]" = required(
+        "The tools that may be called, at least one.", [{"type": "function", "function": {"name": "get_weather"}}]
     )
 
 
 class ToolChoice(Body):
-    """The tool to call.
-
-    `type`: function, custom (whose name is also `function`'s) or allowed_tools.
-    """
-
     function: ChosenFunction = optional(
         "The function to call, for type function.",
         {"name": "get_weather"},

@@ -43,11 +43,6 @@ API = ApiRouter(RouteTags.SCORES)
 
 
 class ScoreBody(PrefillOnlyBody):
-    """Body of /v1/score.
-
-    `query` and `items`: texts, or token ids. `apply_softmax`: labels of an item sum to 1.
-    """
-
     label_token_ids: list[int] | None = optional(
         "Token ids whose probabilities behind query and item are the scores, 1 to 128.", [9693, 2152]
     )

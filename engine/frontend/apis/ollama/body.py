@@ -5,8 +5,6 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 
 from typing import Any
 
-from pydantic import Field
-
 from engine.frontend.apis.chat.body import READER, ChatBody, ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import Tool
@@ -14,7 +12,7 @@ from engine.frontend.apis.shared.body_reader import BodyReader, Inside, Unserved
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
 from engine.frontend.apis.shared.request_body import OwnFields, RequestFields, own_fields
 from service.flags import untagged
-from service.http.body import Body, ClosedBody, optional
+from service.http.body import Body, ClosedBody, optional, required
 from service.http.errors import bad_field, check_choice, unsupported
 
 
@@ -70,14 +68,7 @@ class Options(IgnoredOptions):
 
 
 class OllamaFields(OwnFields):
-    """Fields of both endpoints.
-
-    `format`: "json" or a JSON schema. `think`: reasoning, or its effort. `keep_alive` is ignored.
-    """
-
-    model: str = Field(
-        description="Name of the model or of a LoRA adapter; it may end in :latest.", examples=["smollm2:latest"]
-    )
+    model: str = required("Name of the model or of a LoRA adapter; it may end in :latest.", "smollm2:latest")
     stream: bool | None = optional("False: one answer. Default true: lines of JSON.", False)
     format: str | dict[str, Any] | None = optional("Format of the answer: json, or a JSON schema.", "json")
     options: Options | None = optional(
@@ -90,7 +81,7 @@ class OllamaFields(OwnFields):
 
 
 class OllamaMessage(Body):
-    role: str = Field(description="system, user, assistant or tool.", examples=["user"])
+    role: str = required("system, user, assistant or tool.", "user")
     content: str | None = optional("Text of the message.", "Why is the sky blue?")
     thinking: str | None = optional("Reasoning of an assistant's message.", "The user asks about light.")
     images: list[str] | None = optional("Images in base64, or as URLs.", ["iVBORw0KGgo="])
@@ -113,8 +104,6 @@ class OllamaChatBody(OllamaFields):
 
 
 class OllamaGenerateBody(OllamaFields):
-    """Body of /api/generate. `raw`: do not apply the chat template."""
-
     prompt: str | None = optional(
         "What the user says. Without one the answer says that the model is loaded.", "Why is the sky blue?"
     )
@@ -124,8 +113,6 @@ class OllamaGenerateBody(OllamaFields):
 
 
 class ShowBody(Body):
-    """Body of /api/show. `name`: older clients' name of `model`."""
-
     model: str | None = optional("Name of the model or of a LoRA adapter; it may end in :latest.", "smollm2:latest")
     name: str | None = optional("Older clients' name of model.", "smollm2:latest")
     verbose: bool | None = optional("True: the answer lists more. Not used.", False)

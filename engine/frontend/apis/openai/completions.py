@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Response
-from pydantic import Field
 
 from engine.frontend.apis.chat.body import READER as CHATS
 from engine.frontend.apis.chat.body import ChatBody
@@ -43,7 +42,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.incremental import places_of
 from engine.text.sample import Span, TextOutput
 from service.http.api import ApiRouter
-from service.http.body import optional
+from service.http.body import optional, required
 from service.http.errors import bad_field, plain
 from service.http.request import HttpRequest
 from service.http.routes import EVENTS_TYPE, json_response
@@ -57,8 +56,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class CompletionBody(RequestFields):
-    prompt: str | list[str | int | list[int]] = Field(
-        description="A text, several texts, token ids, or several lists of them.", examples=["The capital of France is"]
+    prompt: str | list[str | int | list[int]] = required(
+        "A text, several texts, token ids, or several lists of them.", "The capital of France is"
     )
     echo: bool | None = optional("True: the answer begins with the prompt. Default false.", False)
     logprobs: int | None = optional(

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from fastapi import Response
-from pydantic import Field
 
 from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
 from engine.frontend.apis.shared.prefill_only import (
@@ -23,7 +22,7 @@ from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.api import ApiRouter
-from service.http.body import optional
+from service.http.body import optional, required
 from service.http.errors import bad_field
 from service.http.request import HttpRequest
 from service.http.routes import json_response, json_rows
@@ -32,8 +31,8 @@ API = ApiRouter(RouteTags.SCORES)
 
 
 class EmbeddingBody(PrefillOnlyBody):
-    input: str | list[str | int | list[int]] = Field(
-        description="A text, several texts, token ids, or several lists of them.", examples=["The weather is nice."]
+    input: str | list[str | int | list[int]] = required(
+        "A text, several texts, token ids, or several lists of them.", "The weather is nice."
     )
     encoding_format: str | None = optional("float, or base64 (little-endian float32). Default float.", "float")
     dimensions: int | None = optional("Keeps the first numbers of a vector. Default: all of them.", 256)

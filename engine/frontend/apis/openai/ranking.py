@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Response
-from pydantic import Field
 
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples
@@ -28,7 +27,7 @@ from engine.frontend.apis.shared.prefill_only import (
 from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.services import SERVICES, Services
 from service.http.api import ApiRouter
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import ApiError, bad_field
 from service.http.request import HttpRequest
 from service.http.routes import json_response
@@ -46,8 +45,6 @@ _QUESTION = (
 
 
 class PairBody(PrefillOnlyBody):
-    """Common fields. `instruct`: Qwen3-Reranker's instruction."""
-
     instruct: str | None = optional(
         "What relevance means, for Qwen3-Reranker (SGLang). Default: passages that answer a web search.",
         "Given a question, find the passage that answers it",
@@ -135,8 +132,8 @@ def _sigmoid(x: float) -> float:
 
 
 class ClassifyBody(PrefillOnlyBody):
-    input: str | list[str | int | list[int]] = Field(
-        description="A text, several texts, token ids, or several lists of them.", examples=["I like it."]
+    input: str | list[str | int | list[int]] = required(
+        "A text, several texts, token ids, or several lists of them.", "I like it."
     )
     user: str | None = optional("Name of the client's own user. Not used.", "user-1")
 
@@ -182,18 +179,13 @@ def class_shares(logits: list[float]) -> list[float]:
 
 
 class Document(Body):
-    text: str = Field(description="Text of the document.", examples=["Paris is the capital of France."])
+    text: str = required("Text of the document.", "Paris is the capital of France.")
 
 
 class RerankBody(PairBody):
-    """Body of a rerank.
-
-    `top_n`: best ones to return, default all. `return_documents`: include texts (default).
-    """
-
-    query: str = Field(description="What the documents are compared with.", examples=["capital of France"])
-    documents: list[str | Document] = Field(
-        description="Texts, or objects with a text, at least one.", examples=[["Paris is the capital.", "It rains."]]
+    query: str = required("What the documents are compared with.", "capital of France")
+    documents: list[str | Document] = required(
+        "Texts, or objects with a text, at least one.", ["Paris is the capital.", "It rains."]
     )
     top_n: int | None = optional("Number of the best documents to return, at least 1. Default: all.", 3)
     return_documents: bool | None = optional("False: the results have no texts. Default true.", True)
@@ -240,14 +232,8 @@ async def rerank(request: HttpRequest) -> Response:
 
 
 class PairScoreBody(PairBody):
-    """`text_1`: one for all of `text_2`, or one each."""
-
-    text_1: str | list[str] = Field(
-        description="The query: one for all texts of text_2, or one each.", examples=["capital of France"]
-    )
-    text_2: str | list[str] = Field(
-        description="A text to score, or several.", examples=[["Paris is the capital.", "It rains."]]
-    )
+    text_1: str | list[str] = required("The query: one for all texts of text_2, or one each.", "capital of France")
+    text_2: str | list[str] = required("A text to score, or several.", ["Paris is the capital.", "It rains."])
 
 
 _NAMES = Unserved("send them as text_1 and text_2")

@@ -5,15 +5,13 @@ https://platform.openai.com/docs/api-reference/responses/create
 
 from typing import Any
 
-from pydantic import Field
-
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
 from engine.frontend.apis.chat.tools import MAX_TOOLS
 from engine.frontend.apis.shared.body_reader import CHAT, BodyReader, Unserved
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat
 from engine.frontend.apis.shared.fields import check_range
 from engine.frontend.apis.shared.request_body import ChatFields
-from service.http.body import Body, optional
+from service.http.body import Body, optional, required
 from service.http.errors import bad_field, check_choice, missing, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
@@ -48,11 +46,10 @@ _REFUSED = {
 
 
 class Part(Body):
-    """A part of a message, tool output, or reasoning. The last fields are ignored."""
+    """A part of a message, tool output, or reasoning."""
 
-    type: str = Field(
-        description="input_text, output_text, text, summary_text, reasoning_text, refusal or input_image.",
-        examples=["input_text"],
+    type: str = required(
+        "input_text, output_text, text, summary_text, reasoning_text, refusal or input_image.", "input_text"
     )
     text: str | None = optional("Text, for the types of texts.", "What is this?")
     refusal: str | None = optional("Text of an earlier refusal, for type refusal.", "I cannot do that.")
@@ -85,7 +82,7 @@ class Item(Body):
 
 
 class ResponseTool(Body):
-    type: str = Field(description="Only function: this server runs no tools of its own.", examples=["function"])
+    type: str = required("Only function: this server runs no tools of its own.", "function")
     name: str | None = optional("1 to 64 letters, digits, dots, dashes or underscores. Required.", "get_weather")
     description: str | None = optional("What the function does, for the model.", "Weather of a city")
     parameters: dict[str, Any] | None = optional(
@@ -98,9 +95,7 @@ class ResponseTool(Body):
 
 
 class ResponseToolChoice(Body):
-    """A function by `name`, or (allowed_tools) `mode` and the allowed `tools`."""
-
-    type: str = Field(description="function or allowed_tools.", examples=["function"])
+    type: str = required("function or allowed_tools.", "function")
     name: str | None = optional("Name of the function to call, for type function.", "get_weather")
     mode: str | None = optional("auto or required, for type allowed_tools.", "auto")
     tools: list[ResponseTool] | None = optional(
@@ -109,7 +104,7 @@ class ResponseToolChoice(Body):
 
 
 class TextFormat(JsonSchemaFormat):
-    type: str = Field(description="text, json_object (any object) or json_schema.", examples=["json_schema"])
+    type: str = required("text, json_object (any object) or json_schema.", "json_schema")
 
 
 class TextConfig(Body):
@@ -128,8 +123,8 @@ class Reasoning(Body):
 class ResponseBody(ChatFields):
     """Body of /v1/responses. `history`: earlier items, from a router that stores conversations."""
 
-    input: str | list[Item] = Field(
-        description="What the user says, or the items of the conversation.", examples=["What is the capital of France?"]
+    input: str | list[Item] = required(
+        "What the user says, or the items of the conversation.", "What is the capital of France?"
     )
     history: list[Item] | None = optional("Items before input, which a router keeps (Tandem).", [])
     instructions: str | None = optional("The system message, for this answer alone.", "You answer in one sentence.")

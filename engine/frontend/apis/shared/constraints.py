@@ -13,7 +13,7 @@ from pydantic import Field
 from engine.grammar.compiler import closed
 from engine.sampling_params import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, GrammarSpec
 from engine.schema_references import BadReference, moved
-from service.http.body import Body, ClosedBody, optional
+from service.http.body import Body, ClosedBody, optional, required
 from service.http.errors import bad_field, check_choice, missing, plain, unsupported
 
 ANY_OBJECT = '{"type": "object"}'
@@ -47,8 +47,6 @@ class GrammarFields(Body):
 
 
 class JsonSchemaFormat(Body):
-    """Enforced even if not `strict`; strict closes objects."""
-
     schema_: dict[str, Any] | bool | None = Field(
         default=None,
         alias="schema",
@@ -63,11 +61,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the output. `structures` and `triggers`: of structural_tag (SGLang)."""
-
-    type: str = Field(
-        description="text, json_object (any object), json_schema, or structural_tag (SGLang).", examples=["json_object"]
-    )
+    type: str = required("text, json_object (any object), json_schema, or structural_tag (SGLang).", "json_object")
     json_schema: JsonSchemaFormat | None = optional("The schema, for type json_schema.", {"schema": {"type": "object"}})
     structures: list[Any] | None = optional(
         "Constrained parts, for type structural_tag: objects with begin, schema and end (SGLang).",
@@ -146,14 +140,7 @@ Schema = str | dict[str, Any] | bool
 
 
 class StructuredOutputs(ClosedBody):
-    """The last three are unsupported."""
-
-    json_: Schema | None = Field(
-        default=None,
-        alias="json",
-        description="JSON schema, as text or as an object.",
-        examples=[{"type": "object"}],
-    )
+    json_: Schema | None = optional("JSON schema, as text or as an object.", {"type": "object"}, alias="json")
     regex: str | None = optional("Regular expression that the whole answer matches.", "[0-9]{4}")
     choice: list[str] | None = optional("Texts of which the answer is one.", ["yes", "no"])
     grammar: str | None = optional("Grammar: GBNF with `root ::=`, or Lark with `start:`.", 'root ::= "a"')
