@@ -94,7 +94,7 @@ def _without(headers: Mapping[str, str], names: frozenset[str]) -> list[tuple[st
 
 def make_internal_handle(s: Services) -> Handler:
     calls: dict[str, tuple[Any, Callable[[Any], Any]]] = {  # path -> body, answer
-        READY: (None, lambda _: _check_ready(s)),
+        READY: (None, lambda _: s.leaders.check_ready()),
         METRICS: (None, lambda _: s.metrics.exposition()),  # without the schedulers', which only the main one gets
         TRACES: (TracesQuery, lambda query: Records(records=s.tracer.ring.find(query))),
         ABORT: (AbortName, lambda body: s.client.abort(body.name, owner=body.owner)),
@@ -115,11 +115,6 @@ def make_internal_handle(s: Services) -> Handler:
         return await answer_of(call, request)
 
     return handle
-
-
-def _check_ready(s: Services) -> None:
-    if not s.leaders.ready.is_set():
-        raise not_ready("the model is still loading")
 
 
 def _rest(s: Services, question: RetainedQuestion) -> RetainedRest:

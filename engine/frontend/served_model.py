@@ -76,9 +76,6 @@ class ServedModel:
         templates = [template for template in (self.template, self.tool_template) if template is not None]
         return frozenset[str]().union(*(template.reads.names for template in templates))
 
-    def template_for(self, *, tools: bool) -> ChatTemplate | None:
-        return self.tool_template if tools else self.template
-
     @property
     def own_names(self) -> tuple[str, ...]:
         return (*ANY_MODEL, self.served_name, self.path)

@@ -191,10 +191,6 @@ class StopScanner:
         self._states = [0] * len(self._patterns)
 
     @property
-    def num_patterns(self) -> int:
-        return len(self._patterns)
-
-    @property
     def held(self) -> int:
         return max(self._states, default=0)
 
@@ -210,9 +206,10 @@ class RequestText:
         skips, self._trims = params.skip_special_tokens, not params.no_stop_trim
         self._text = IncrementalText(tokenizer, prompt_remainder=prompt_remainder, skip_special_tokens=skips)
         self._seen_of = tokenizer.without_special if skips else str
-        self._scanner = StopScanner(tuple(map(self._seen_of, params.stop)) if self._trims else ())
+        stops = tuple(map(self._seen_of, params.stop)) if self._trims else ()
+        self._scanner = StopScanner(stops)
         self._reach = max((reach_of(pattern) - 1 for pattern in params.stop_regex), default=0) if self._trims else 0
-        self._may_hold = bool(self._scanner.num_patterns or self._reach)
+        self._may_hold = any(stops) or self._reach > 0
         self._held = ""
 
     def push(self, ids: list[int], finish: FinishReason | None = None) -> str:

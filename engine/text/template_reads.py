@@ -113,9 +113,6 @@ class _Kinds:
     def is_content(self, node: nodes.Node | None) -> bool:
         return _Kind.CONTENT in self.of(node)
 
-    def is_part(self, node: nodes.Node | None) -> bool:
-        return _Kind.PART in self.of(node)
-
     def _field(self, node: nodes.Node, name: str) -> frozenset[_Kind]:
         held = self._names.get(f"{node.name}.{name}", _NOTHING) if isinstance(node, nodes.Name) else _NOTHING
         return held | {_FIELD[kind, name] for kind in self.of(node) if (kind, name) in _FIELD}
@@ -182,9 +179,9 @@ def _reads_text(kinds: _Kinds, node: nodes.Node) -> bool:
     """True if it reads a part's text or writes parts: strings would be split into characters."""
     match node:
         case nodes.Getattr(attr="text") | nodes.Getitem(arg=nodes.Const(value="text")):
-            return kinds.is_part(node.node)
+            return _Kind.PART in kinds.of(node.node)
         case nodes.Call(node=nodes.Getattr(node=of, attr="get"), args=[nodes.Const(value="text"), *_]):
-            return kinds.is_part(of)
+            return _Kind.PART in kinds.of(of)
         case nodes.Filter(name="map"):
             return kinds.is_content(node.node) and any(map(_is_text, node.iter_child_nodes()))
         case nodes.For(target=nodes.Name() as part):

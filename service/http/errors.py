@@ -218,12 +218,8 @@ class _Fault(NamedTuple):
 
 def _first_fault(details: Sequence[ErrorDetails], value: Any, type_: type[Body]) -> ApiError:
     faults = [_fault(detail, value, type_) for detail in details]
-    deepest = [one for one in faults if not any(_is_inside(other, one) for other in faults)]
-    return min(deepest, key=lambda fault: fault.place).error
-
-
-def _is_inside(inner: _Fault, outer: _Fault) -> bool:
-    return len(inner.place) > len(outer.place) and inner.place[: len(outer.place)] == outer.place
+    outer = {fault.place[:size] for fault in faults for size in range(len(fault.place))}
+    return min((fault for fault in faults if fault.place not in outer), key=lambda fault: fault.place).error
 
 
 def _fault(detail: ErrorDetails, value: Any, hint: Any) -> _Fault:

@@ -293,6 +293,11 @@ class Leaders:
             return await self.links[0].control(message, timeout_s=timeout_s)
         return await self._changes.carry_out(message, timeout_s=timeout_s)
 
+    def check_ready(self) -> None:
+        """Raises ApiError(503) while the model is loading."""
+        if not self.ready.is_set():
+            raise not_ready("the model is still loading")
+
     def announce_drain(self) -> None:
         for link in self.links:
             link.announce_drain()

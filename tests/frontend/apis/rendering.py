@@ -20,7 +20,7 @@ def chat_body(messages: list[dict[str, Any]], **more: Any) -> ChatBody:
 
 def rendered(template: ChatTemplate, body: ChatBody) -> tuple[str, str]:
     """The prompt, and the beginning of the answer in it."""
-    model = SimpleNamespace(template=template, marks=Marks(image="<image>"), template_for=lambda **_: template)
+    model = SimpleNamespace(template=template, marks=Marks(image="<image>"), tool_template=template)
     services: Any = SimpleNamespace(model=model)
     return render_chat(services, body)
 

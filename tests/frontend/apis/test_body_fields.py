@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from engine.frontend.routes import APIS
-from router.http.bodies import NamedWorker, NewWorker, RoleSwitchBody
+from router.http.workers_api import NamedWorker, NewWorker, RoleSwitchBody
 from service.http.api import document
 from service.http.body import Body, field_types, is_body, types_in
 from service.http.errors import body_of

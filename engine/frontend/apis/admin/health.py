@@ -210,8 +210,7 @@ async def health_generate(request: HttpRequest) -> Response:
 
 def check_up(s: Services) -> None:
     check_dead(s)
-    if not s.leaders.ready.is_set():
-        raise not_ready("the model is still loading")
+    s.leaders.check_ready()
     if not s.warm.is_set():
         raise not_ready("the warm-up request is being computed")
 

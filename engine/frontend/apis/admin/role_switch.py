@@ -5,7 +5,6 @@ import math
 from fastapi import Response
 
 from engine.frontend.apis.shared.routes import RouteTags, admin_route
-from engine.frontend.errors import not_ready
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import SERVICES, Services
 from service.flags import ConfigError
@@ -67,8 +66,7 @@ def _open_switch(s: Services) -> RoleSwitch:
         raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
     if s.client.closed is not None:
         raise s.client.closed
-    if not s.leaders.ready.is_set():
-        raise not_ready("the model is still loading")
+    s.leaders.check_ready()
     if "weight_source" in s.leaders.updated:
         text = "its weights came as tensors, which end with its scheduler; POST /update_weights_from_disk first"
         raise ApiError(409, f"this worker keeps its role: {text}", code="weights_in_memory")

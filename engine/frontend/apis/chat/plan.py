@@ -128,7 +128,7 @@ def rendering_size(s: Services, body: ChatBody) -> int:
 def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
     """The prompt text, and the start of the answer (`continue_final_message`)."""
     tools = template_tools(body.tools) if body.tools and body.tool_choice != "none" else None
-    template = s.model.template_for(tools=tools is not None)
+    template = s.model.template if tools is None else s.model.tool_template
     if template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
     messages = template_messages(body.messages, reads=template.reads, places=_places(template, s.model.marks))
