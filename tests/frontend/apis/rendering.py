@@ -5,7 +5,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from engine.frontend.apis.chat.body import READER, ChatBody
+from engine.frontend.apis.chat import plan
+from engine.frontend.apis.chat.body import READER, ChatBody, ChatMessage
 from engine.frontend.apis.chat.plan import check_chat, render_chat
 from engine.frontend.images.placeholders import Marks
 from engine.text.chat_template import ChatTemplate
@@ -32,3 +33,9 @@ def prompt_of(source: str, messages: list[dict[str, Any]], **more: Any) -> str:
 @cache
 def template_of(source: str) -> ChatTemplate:
     return ChatTemplate(source)
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """For a template that reads contents as strings."""
+    reads = template_of("{% for m in messages %}{{ m.content }}{% endfor %}").reads
+    return plan.template_messages(messages, reads=reads, places={})

@@ -11,7 +11,7 @@ import pytest
 
 from engine.frontend.apis.anthropic.body import MESSAGES
 from engine.frontend.apis.anthropic.translate import sampled_chat_of
-from engine.frontend.apis.chat.plan import template_messages
+from tests.frontend.apis.rendering import template_messages
 from tests.frontend.conftest import CALL, CONTEXT, Worker, start_worker, wait_for
 from tests.hostile.wrong_messages import WRONG_MESSAGES
 

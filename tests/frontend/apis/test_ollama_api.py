@@ -7,9 +7,9 @@ from typing import Any
 import ollama
 import pytest
 
-from engine.frontend.apis.chat.plan import template_messages
 from engine.frontend.apis.ollama.body import CHAT, GENERATE, chat_of, completion_of
 from service.http.errors import ApiError
+from tests.frontend.apis.rendering import template_messages
 from tests.frontend.conftest import CALL, CONTEXT, TEMPLATE, TOOL, Worker, wait_for
 from tests.hostile.wrong_ollama import WRONG_OLLAMA
 

@@ -11,9 +11,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.frontend.apis.chat.calls import as_taken, call_ids, short_id
-from engine.frontend.apis.chat.plan import rendering_size, template_messages
+from engine.frontend.apis.chat.plan import rendering_size
 from service.http.errors import ApiError
-from tests.frontend.apis.rendering import chat_body, prompt_of, rendered, template_of
+from tests.frontend.apis.rendering import chat_body, prompt_of, rendered, template_messages, template_of
 from tests.text.chat_templates import SHAPES
 
 WORDS = ("first words", "second ones", "third")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
-from engine.frontend.apis.chat.plan import template_messages
 from engine.frontend.apis.chat.reading import chat_constraint, reading_of
 from engine.frontend.apis.chat.tools import (
     AllowedTools,
@@ -28,6 +27,7 @@ from engine.frontend.apis.shared.constraints import Constraint
 from engine.sampling_params import SamplingParams
 from engine.text.tool_calls import GLM45, KIMI_K2, LLAMA3, LLAMA4, PYTHONIC, QWEN3_CODER, QWEN25
 from service.http.errors import ApiError
+from tests.frontend.apis.rendering import template_messages
 from tests.frontend.conftest import CALL, TOOL, Worker, start_worker
 
 CHAT = "/v1/chat/completions"

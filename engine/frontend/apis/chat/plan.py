@@ -235,20 +235,9 @@ def _check_part(part: ContentPart, field: str) -> None:
 
 # ---- messages of a chat for its template
 
-NO_PLACES: Mapping[str, Any] = {}
-STRINGS = TemplateReads(
-    parts=False,
-    strings=True,
-    null=False,
-    calls_beside_null=False,
-    one_call=False,
-    short_ids=False,
-    names=frozenset(),
-)
-
 
 def template_messages(
-    messages: list[ChatMessage], *, reads: TemplateReads = STRINGS, places: Mapping[str, Any] = NO_PLACES
+    messages: list[ChatMessage], *, reads: TemplateReads, places: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Plain dicts, contents as the template reads them, `developer` as `system`.
 

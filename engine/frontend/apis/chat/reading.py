@@ -80,39 +80,22 @@ class Reading:
 
     def reader(self, opening: Opening) -> Callable[[], PartReader] | None:
         """A factory of readers, None for plain text."""
-        make = self._maker(opening)
-        if make is None or not (self.only_one or self.customs or self.leaves_out):
-            return make
-        return lambda: self._wrapped(make())
+        reads = self.in_channels or self.separates or self.calls is not None
+        return partial(self._make, opening) if reads else None
 
-    def _wrapped(self, reader: PartReader) -> PartReader:
+    def _make(self, opening: Opening) -> PartReader:
+        reader: PartReader = PlainReader() if self.calls is None else ToolCalls(self.calls, self.functions)
+        if self.in_channels:
+            names = self.functions if self.calls_in_channels else ()
+            reader = HarmonyReader(names, answer=reader, separates=self.separates, streams=self.streams)
+        elif self.separates:
+            assert self.reasoning is not None
+            reader = ReasoningReader(
+                self.reasoning, opening, after=reader, streams=self.streams, interrupts=self.interrupts
+            )
         reader = ShownParts(reader, CustomInputs(self.customs).show) if self.customs else reader
         reader = ShownParts(reader, without_reasoning) if self.leaves_out else reader
         return ShownParts(reader, first_call) if self.only_one else reader
-
-    def _maker(self, opening: Opening) -> Callable[[], PartReader] | None:
-        if self.in_channels:
-            return self._harmony
-        if self.separates:
-            return lambda: self._reasoning(opening)
-        return None if self.calls is None else self._after
-
-    def _harmony(self) -> PartReader:
-        names = self.functions if self.calls_in_channels else ()
-        return HarmonyReader(names, answer=self._after(), separates=self.separates, streams=self.streams)
-
-    def _reasoning(self, opening: Opening) -> PartReader:
-        assert self.reasoning is not None
-        return ReasoningReader(
-            self.reasoning,
-            opening,
-            after=self._after(),
-            streams=self.streams,
-            interrupts=self.interrupts,
-        )
-
-    def _after(self) -> PartReader:
-        return PlainReader() if self.calls is None else ToolCalls(self.calls, self.functions)
 
 
 def reading_of(body: ChatBody, *, reasoning: ReasoningFormat | None, tool_parser: str | None) -> Reading:
