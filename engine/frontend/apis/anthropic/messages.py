@@ -12,7 +12,7 @@ from engine.frontend.apis.shared.body_reader import beside_loop, in_words_of
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
-from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.apis.shared.stream import Framing, View
 from engine.frontend.services import SERVICES
 from engine.text.sample import (
     Arguments,
@@ -38,7 +38,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 FULL = "model_context_window_exceeded"
 
 
-class MessageView:
+class MessageView(View):
     """A chat's answer as Anthropic's message, whole or as typed events.
 
     message_start, then per block content_block_start, content_block_delta ..., content_block_stop;
@@ -70,9 +70,6 @@ class MessageView:
             ending = {"delta": self._ending(output), "usage": usage_of(self._usage.total())}
             events += [*self._close(), {"type": "message_delta", **ending}, {"type": "message_stop"}]
         return events
-
-    def last(self) -> list[dict[str, Any]]:
-        return []
 
     def _parts(self, output: TextOutput) -> list[Part]:
         parts = self._answers.read(0, output)

@@ -11,7 +11,7 @@ from typing import Any
 from engine.frontend.apis.shared.body_reader import GENERATE, SAMPLING, BodyReader, Inside
 from engine.frontend.apis.shared.fields import check_token_ids, each, id_lists
 from engine.frontend.apis.shared.request_body import RoutingFields, SamplingFields
-from engine.frontend.apis.shared.stream import finite
+from engine.frontend.apis.shared.stream import View, finite
 from engine.frontend.bootstraps import BootstrapFields
 from engine.frontend.client.generation import Generation, absorb
 from engine.frontend.images.placeholders import MediaSource
@@ -176,7 +176,7 @@ def _checked(ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
 # ---- SGLang's answers of /generate.
 
 
-class NativeView:
+class NativeView(View):
     """Chunks show a sample from the start, as in SGLang.
 
     `has_text`: false for token ids only, as in SGLang without tokenizer. `texts`: with logprobs.
@@ -212,9 +212,6 @@ class NativeView:
             self._whole[index] = output
         shown = self._show(index, self._whole[index])
         return [shown if self._single else {"index": index, **shown}]
-
-    def last(self) -> list[dict[str, Any]]:
-        return []
 
     def _show(self, index: int, output: TextOutput) -> dict[str, Any]:
         shown = {"output_ids": output.tokens.new_ids, "meta_info": self._meta_info(index, output)}

@@ -36,7 +36,7 @@ from engine.frontend.apis.shared.samples import (
     body_constraint,
     sampling_of,
 )
-from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.apis.shared.stream import Framing, View
 from engine.frontend.services import SERVICES, Services
 from engine.text.sample import (
     Arguments,
@@ -159,7 +159,7 @@ def _size(path: Path) -> int:
 Show = Callable[[WholeAnswer], dict[str, Any]]
 
 
-class OllamaView:
+class OllamaView(View):
     """`model`: as requested; `start_ns`: arrival. `show`: renders text, reasoning and calls."""
 
     def __init__(self, answers: TextAnswers, head: Head, *, model: str, start_ns: int, show: Show) -> None:
@@ -178,9 +178,6 @@ class OllamaView:
         if output.tokens.finish is None:
             return [self._chunk(new) for new in news]
         return [*map(self._chunk, [*news, *self._ended_call()]), self._last(WholeAnswer(), output)]
-
-    def last(self) -> list[dict[str, Any]]:
-        return []
 
     def _parts(self, output: TextOutput) -> list[Part]:
         self._usage.add(0, output)

@@ -14,6 +14,7 @@ from engine.frontend.apis.shared.request_body import RequestFields, StreamOption
 from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.routes import RouteTags, token_route
 from engine.frontend.apis.shared.samples import AnswerFormat, Counts, Head, answer_samples
+from engine.frontend.apis.shared.stream import View
 from engine.frontend.services import SERVICES
 from engine.text.sample import (
     Arguments,
@@ -77,7 +78,7 @@ def usage_of(counts: Counts) -> dict[str, Any]:
 NO_OPTIONS = StreamOptions()
 
 
-class OpenAIView:
+class OpenAIView(View):
     """Base of both views. `prompts`: by sample, for `return_token_ids`."""
 
     object: str

@@ -8,6 +8,7 @@ from engine.frontend.apis.chat.body import token_logprobs
 from engine.frontend.apis.chat.plan import ChatPlan
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.shared.samples import Counts, Head
+from engine.frontend.apis.shared.stream import View
 from engine.messages import FinishReason
 from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, Span, TextAnswers, TextOutput
 from engine.text.tokenizer import Tokenizer
@@ -157,7 +158,7 @@ class TextLogprobs:
 # ---- view
 
 
-class ResponseView:
+class ResponseView(View):
     """Events of one response. `on_done` gets the final response."""
 
     def __init__(

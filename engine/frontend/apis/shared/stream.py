@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Response
 
@@ -22,12 +22,18 @@ from service.http.routes import DONE, SSE_HEADERS, errors_of, event, json_respon
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI uses this
 
 
-class View(Protocol):
-    """An API's view of samples. `last` follows the last chunk."""
+class View:
+    """An API's view of samples."""
 
-    def body(self, answers: list[TextOutput]) -> Any: ...
-    def chunks(self, index: int, output: TextOutput) -> list[Any]: ...
-    def last(self) -> list[Any]: ...
+    def body(self, answers: list[TextOutput]) -> Any:
+        raise NotImplementedError
+
+    def chunks(self, index: int, output: TextOutput) -> list[Any]:
+        raise NotImplementedError
+
+    def last(self) -> list[Any]:
+        """What follows the last chunk."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
