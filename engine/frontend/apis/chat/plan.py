@@ -21,7 +21,7 @@ from engine.frontend.apis.chat.calls import as_taken, call_ids
 from engine.frontend.apis.chat.reading import AS_TEXT, chat_constraint, checked_reading, opened
 from engine.frontend.apis.chat.tools import check_tools, template_tools
 from engine.frontend.apis.shared.body_reader import NO_AUDIO
-from engine.frontend.apis.shared.fields import check_range, check_request, choose_model
+from engine.frontend.apis.shared.fields import check_range, check_request, choose_model, prompts_ids
 from engine.frontend.apis.shared.media import load_media, media_prompt
 from engine.frontend.apis.shared.samples import SamplesPlan, body_constraint, sampling_of
 from engine.frontend.images.placeholders import LoadedMedia, Marks, MediaSource
@@ -84,11 +84,13 @@ async def plan_chat(
     else:
         constraint = chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
     sources = sources_of(body.messages)
-    loaded = await load_media(s, sources, known)
+    loaded = await load_media(s, sources, known) if sources else []
     text, prefix = await s.texts.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
-    prompt = await media_prompt(
-        s, text + prefix, loaded, field="messages", add_special_tokens=add_special_tokens, fits=fits
-    )
+    how: Any = {"field": "messages", "add_special_tokens": add_special_tokens, "fits": fits}
+    if loaded:
+        ids, images = await media_prompt(s, text + prefix, loaded, **how)
+    else:
+        [ids], images = await prompts_ids(s, [text + prefix], **how), []
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     answer = (
         AS_TEXT if reading is None else opened(s, body, reading, text, prefix, is_constrained=constraint is not None)
@@ -97,8 +99,8 @@ async def plan_chat(
         sampling=sampling_of(
             s, body, max_tokens=getattr(body, name), name=name, constraint=constraint, reasoning=answer.gate
         ),
-        prompts=[prompt.ids],
-        images=[prompt.images],
+        prompts=[ids],
+        images=[images],
         constraint=constraint,
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         model=model,
