@@ -143,7 +143,7 @@ class LocalWorker:
         plan = session.plan
         spec = frontend_spec(plan.engine, plan.server, plan.disagg, plan.bootstrap_allowlist)
         slot, gate = FrontendSlot(stamps=Stamps(session.ipc.dir)), open_worker_gate(plan.server)
-        with connected(spec, ipc=session.ipc, processes=session.children, gate=gate, slot=slot) as services:
+        with connected(spec, ipc=session.ipc, dead=session.children.dead, gate=gate, slot=slot) as services:
 
             def on_ready() -> None:
                 self.started.set_result(services)

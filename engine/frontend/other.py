@@ -3,16 +3,15 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from fastapi import Response
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_app, make_handle
-from engine.frontend.assembly import make_services
-from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.scheduler_link import SchedulerLink, SharedRequests, open_sockets
+from engine.frontend.client.scheduler_link import SharedRequests
 from engine.frontend.internal import forwarding_to, make_internal_handle
 from engine.frontend.routes import ROUTES
+from engine.frontend.server import connected
 from engine.frontend.services import Services
 from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of
 from engine.ipc import MAIN_FRONTEND, IpcPaths
@@ -31,16 +30,10 @@ async def run_other_frontend(
     spec: FrontendSpec, *, row: int, ipc: IpcPaths, gate: KeyGate, port: ListeningPort, ended: asyncio.Event
 ) -> None:
     """Serve until `ended`. Raises ConfigError for an unusable checkpoint."""
-    loop, limits = asyncio.get_running_loop(), limits_of(spec.server)
-    num_rows, dp_size = spec.server.tokenizer_worker_num, spec.engine.dp_size
-    shared = SharedRequests(ipc.dir, row=row, num_rows=num_rows, num_ranks=dp_size)
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(open_sockets(paths, row=row)) for paths in ipc.of_ranks(dp_size)]
-        leaders = Leaders([SchedulerLink(send, loop.time, row=row) for send, _ in sockets])
-        slot = FrontendSlot(stamps=Stamps(ipc.dir), row=row, shared=shared)
-        s = make_services(spec, leaders=leaders, gate=gate, dead=lambda: None, slot=slot)
-        for rank, (_, pull) in enumerate(sockets):
-            pull.attach(loop, s.client.of_rank(rank))
+    limits, num_rows = limits_of(spec.server), spec.server.tokenizer_worker_num
+    shared = SharedRequests(ipc.dir, row=row, num_rows=num_rows, num_ranks=spec.engine.dp_size)
+    slot = FrontendSlot(stamps=Stamps(ipc.dir), row=row, shared=shared)
+    with connected(spec, ipc=ipc, dead=lambda: None, gate=gate, slot=slot) as s:
         async with _handling(s, ipc) as handle:
             internal = asgi_app(make_internal_handle(s), limits)
             async with (

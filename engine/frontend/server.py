@@ -147,7 +147,7 @@ async def run_frontend(
     """
     async with AsyncExitStack() as stack:
         slot = main_slot(spec, ipc, stack)
-        services = stack.enter_context(connected(spec, ipc=ipc, processes=processes, gate=gate, slot=slot))
+        services = stack.enter_context(connected(spec, ipc=ipc, dead=processes.dead, gate=gate, slot=slot))
         client, dead = services.client, services.dead
         app = make_app(services, make_handle(services, max_open=client.max_live + SPARE_REQUESTS))
         limits = limits_of(spec.server)
@@ -180,22 +180,19 @@ async def run_frontend(
 
 @contextmanager
 def connected(
-    spec: FrontendSpec, *, ipc: IpcPaths, processes: EngineProcesses, gate: KeyGate, slot: FrontendSlot
+    spec: FrontendSpec, *, ipc: IpcPaths, dead: Callable[[], str | None], gate: KeyGate, slot: FrontendSlot
 ) -> Iterator[Services]:
     """Services that exchange messages with the schedulers, within the running loop.
 
-    Raises ConfigError for an unusable checkpoint.
+    `dead`: names a dead process, if any. Raises ConfigError for an unusable checkpoint.
     """
     loop = asyncio.get_running_loop()
     with ExitStack() as stack:
-        sockets = [stack.enter_context(open_sockets(paths)) for paths in ipc.of_ranks(spec.engine.dp_size)]
-        leaders = Leaders([SchedulerLink(send, loop.time) for send, _ in sockets])
+        row, ranks = slot.row, ipc.of_ranks(spec.engine.dp_size)
+        sockets = [stack.enter_context(open_sockets(paths, row=row)) for paths in ranks]
+        leaders = Leaders([SchedulerLink(send, loop.time, row=row) for send, _ in sockets])
         services = make_services(
-            spec,
-            leaders=leaders,
-            gate=gate,
-            dead=lambda: processes.dead() or leaders.lost or slot.others.lost,
-            slot=slot,
+            spec, leaders=leaders, gate=gate, dead=lambda: dead() or leaders.lost or slot.others.lost, slot=slot
         )
         for rank, (_, pull) in enumerate(sockets):
             pull.attach(loop, slot.others.informed(services.client.of_rank(rank), rank))
