@@ -111,7 +111,10 @@ class ReasoningTokens:
                 return
             self._num += 1
             self._text += self._token_bytes(token)
-            self._look_for_start() if self.opening is Opening.UNDECIDED else self._look_for_end()
+            if self.opening is Opening.UNDECIDED:
+                self._look_for_start()
+            else:
+                self._look_for_end()
 
     def _look_for_start(self) -> None:
         text = self._text.lstrip()
