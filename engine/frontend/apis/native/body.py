@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.frontend.apis.shared.body_reader import GENERATE, SAMPLING, BodyReader, Inside
-from engine.frontend.apis.shared.fields import check_token_ids, each, id_lists
+from engine.frontend.apis.shared.fields import check_range, check_token_ids, each, id_lists
 from engine.frontend.apis.shared.request_body import RoutingFields, SamplingFields
 from engine.frontend.apis.shared.stream import View, finite
 from engine.frontend.bootstraps import BootstrapFields
@@ -149,8 +149,7 @@ def _one_logprob_options(
             "logprob_start_len",
             f"must be -1 (output only) or a position in the prompt of {num_prompt_tokens} tokens, got {start}",
         )
-    if not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise bad_field("top_logprobs_num", f"must be between 0 and {MAX_TOP_LOGPROBS}, got {top}")
+    check_range("top_logprobs_num", top, MAX_TOP_LOGPROBS)
     return LogprobOptions(start_len=-1 if start == num_prompt_tokens else start, top_num=top, token_ids=token_ids)
 
 
@@ -160,16 +159,17 @@ def _token_id_lists(value: list[Any] | None, num_prompts: int, *, vocab_size: in
         return [()] * num_prompts
     lists, single = id_lists(value, field="token_ids_logprob")
     if single:
-        return [_checked(value, vocab_size=vocab_size)] * num_prompts
+        return [requested_ids(value, field="token_ids_logprob", vocab_size=vocab_size)] * num_prompts
     if len(lists) != num_prompts:
         raise bad_field("token_ids_logprob", f"has {len(lists)} lists for {num_prompts} prompts")
-    return [_checked(ids or [], vocab_size=vocab_size) for ids in lists]
+    return [requested_ids(ids or [], field="token_ids_logprob", vocab_size=vocab_size) for ids in lists]
 
 
-def _checked(ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
+def requested_ids(ids: list[int], *, field: str, vocab_size: int) -> tuple[int, ...]:
+    """Ids whose logprobs `field` asks for. Raises ApiError(400)."""
     if len(ids) > MAX_REQUESTED_TOKEN_IDS:
-        raise bad_field("token_ids_logprob", f"at most {MAX_REQUESTED_TOKEN_IDS} token ids, got {len(ids)}")
-    check_token_ids(ids, field="token_ids_logprob", vocab_size=vocab_size)
+        raise bad_field(field, f"at most {MAX_REQUESTED_TOKEN_IDS} token ids, got {len(ids)}")
+    check_token_ids(ids, field=field, vocab_size=vocab_size)
     return tuple(ids)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from fastapi import Response
 
-from engine.frontend.apis.native.body import shown_finish
+from engine.frontend.apis.native.body import requested_ids, shown_finish
 from engine.frontend.apis.shared.body_reader import EMBEDDING, NO_AUDIO, TEXT_ONLY, BodyReader, Unserved
-from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
+from engine.frontend.apis.shared.fields import check_num_samples, check_priority, prompts_of
 from engine.frontend.apis.shared.prefill_only import (
     PrefillOnlyBody,
     Prompts,
@@ -31,7 +31,6 @@ from engine.frontend.apis.shared.prefill_only import (
 )
 from engine.frontend.apis.shared.routes import RouteTags, put_route, token_route
 from engine.frontend.services import SERVICES, Services
-from engine.messages import MAX_REQUESTED_TOKEN_IDS
 from engine.text.sample import TextOutput
 from service.http.api import ApiRouter
 from service.http.body import optional
@@ -78,7 +77,9 @@ async def label_scores(sender: PromptSender, body: ScoreBody) -> tuple[Prompts, 
     """The prompts of `body`, and for each the probabilities of its labels. Raises ApiError(400, 404)."""
     s = sender.s
     check_computes_prompts(s)
-    labels = _labels(body, vocab_size=s.model.vocab_size)
+    if not body.label_token_ids:
+        raise bad_field("label_token_ids", "must have at least one token id")
+    labels = requested_ids(body.label_token_ids, field="label_token_ids", vocab_size=s.model.vocab_size)
     ids = await _joined(s, body)
     prompts = named_prompts(sender, body, ids, prefix="score-")
     logprobs = await next_logprobs(sender, prompts, token_ids=labels, priority=check_priority(body.priority))
@@ -88,16 +89,6 @@ async def label_scores(sender: PromptSender, body: ScoreBody) -> tuple[Prompts, 
 
 def probabilities(logprobs: list[float]) -> list[float]:
     return [math.exp(logprob) for logprob in logprobs]
-
-
-def _labels(body: ScoreBody, *, vocab_size: int) -> tuple[int, ...]:
-    labels = body.label_token_ids
-    if not labels:
-        raise bad_field("label_token_ids", "must have at least one token id")
-    if len(labels) > MAX_REQUESTED_TOKEN_IDS:
-        raise bad_field("label_token_ids", f"at most {MAX_REQUESTED_TOKEN_IDS} token ids, got {len(labels)}")
-    check_token_ids(labels, field="label_token_ids", vocab_size=vocab_size)
-    return tuple(labels)
 
 
 async def _joined(s: Services, body: ScoreBody) -> list[list[int]]:

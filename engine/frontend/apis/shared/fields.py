@@ -111,15 +111,13 @@ def _several(value: str | list[str] | None) -> tuple[str, ...]:
 
 def check_stream_interval(value: int | None, *, field: str = "stream_interval") -> int | None:
     """Raises ApiError(400)."""
-    if value is not None and not 1 <= value <= MAX_STREAM_INTERVAL:
-        raise bad_field(field, f"must be between 1 and {MAX_STREAM_INTERVAL}, got {value}")
+    check_range(field, value, MAX_STREAM_INTERVAL, low=1)
     return value
 
 
 def check_priority(value: int | None) -> int:
     """Raises ApiError(400)."""
-    if value is not None and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
-        raise bad_field("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {value}")
+    check_range("priority", value, MAX_PRIORITY, low=-MAX_PRIORITY)
     return value or 0
 
 
@@ -334,6 +332,7 @@ def check_request(body: RequestFields) -> None:
         raise bad_field("stream_options", "needs stream to be true")
 
 
-def check_range(field: str, value: int | None, high: int) -> None:
-    if value is not None and not 0 <= value <= high:
-        raise bad_field(field, f"must be between 0 and {high}, got {value}")
+def check_range(field: str, value: int | None, high: int, *, low: int = 0) -> None:
+    """Raises ApiError(400) unless it is null or within the bounds."""
+    if value is not None and not low <= value <= high:
+        raise bad_field(field, f"must be between {low} and {high}, got {value}")
