@@ -16,8 +16,9 @@ import uvloop
 from disagg.config import frontend_spec
 from disagg.processes.role_session import RoleSession, started
 from disagg.processes.session_plan import SessionPlan
+from engine.frontend.assembly import connected
 from engine.frontend.client.scheduler_link import ENGINE_DEAD
-from engine.frontend.server import SessionEnd, WorkerDied, connected, until_over
+from engine.frontend.server import SessionEnd, WorkerDied, until_over
 from engine.frontend.services import Services
 from engine.frontend.spec import FrontendSlot, open_worker_gate
 from engine.stamps import Stamps

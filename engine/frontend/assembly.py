@@ -1,7 +1,9 @@
 """Builds the services of a role session."""
 
+import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +11,12 @@ from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
 from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.generation import Traces
 from engine.frontend.client.leaders import Leaders
+from engine.frontend.client.scheduler_link import SchedulerLink, open_sockets
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.served_model import ServedModel, Texts, load_served_model
 from engine.frontend.services import Services, context_length_of
 from engine.frontend.spec import FrontendSlot, FrontendSpec
-from engine.ipc import MAIN_FRONTEND
+from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.lora.peft_config import named_paths
 from engine.text.incremental import open_text
 from service.flags import ConfigError, values_by_name
@@ -26,6 +29,27 @@ from service.telemetry.exporters import open_exporter
 
 if TYPE_CHECKING:
     from engine.frontend.images.loader import ImageLoader
+
+
+@contextmanager
+def connected(
+    spec: FrontendSpec, *, ipc: IpcPaths, dead: Callable[[], str | None], gate: KeyGate, slot: FrontendSlot
+) -> Iterator[Services]:
+    """Services that exchange messages with the schedulers, within the running loop.
+
+    `dead`: names a dead process, if any. Raises ConfigError for an unusable checkpoint.
+    """
+    loop = asyncio.get_running_loop()
+    with ExitStack() as stack:
+        row, ranks = slot.row, ipc.of_ranks(spec.engine.dp_size)
+        sockets = [stack.enter_context(open_sockets(paths, row=row)) for paths in ranks]
+        leaders = Leaders([SchedulerLink(send, loop.time, row=row) for send, _ in sockets])
+        services = make_services(
+            spec, leaders=leaders, gate=gate, dead=lambda: dead() or leaders.lost or slot.others.lost, slot=slot
+        )
+        for rank, (_, pull) in enumerate(sockets):
+            pull.attach(loop, slot.others.informed(services.client.of_rank(rank), rank))
+        yield services
 
 
 def make_services(

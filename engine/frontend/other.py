@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from fastapi import Response
 
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_app, make_handle
+from engine.frontend.assembly import connected
 from engine.frontend.client.scheduler_link import SharedRequests
 from engine.frontend.internal import forwarding_to, make_internal_handle
 from engine.frontend.routes import ROUTES
-from engine.frontend.server import connected
 from engine.frontend.services import Services
 from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of
 from engine.ipc import MAIN_FRONTEND, IpcPaths

@@ -2,22 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.frontend.apis.admin.health import compute_tokens
 from engine.frontend.app import HTTP_CLOSE_S, SPARE_REQUESTS, make_app, make_handle
-from engine.frontend.assembly import make_services
+from engine.frontend.assembly import connected
 from engine.frontend.client.engine_client import EngineClient
-from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.other_frontends import NO_OTHERS, OtherFrontends
-from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink, open_sockets
+from engine.frontend.client.scheduler_link import ENGINE_DEAD
 from engine.frontend.errors import draining
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import Services
-from engine.frontend.spec import FrontendSlot, FrontendSpec, limits_of, main_slot
+from engine.frontend.spec import FrontendSpec, limits_of, main_slot
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import StateReply
 from service.http.errors import ApiError
@@ -176,27 +175,6 @@ async def run_frontend(
             finally:
                 services.beating.end()
                 services.close()
-
-
-@contextmanager
-def connected(
-    spec: FrontendSpec, *, ipc: IpcPaths, dead: Callable[[], str | None], gate: KeyGate, slot: FrontendSlot
-) -> Iterator[Services]:
-    """Services that exchange messages with the schedulers, within the running loop.
-
-    `dead`: names a dead process, if any. Raises ConfigError for an unusable checkpoint.
-    """
-    loop = asyncio.get_running_loop()
-    with ExitStack() as stack:
-        row, ranks = slot.row, ipc.of_ranks(spec.engine.dp_size)
-        sockets = [stack.enter_context(open_sockets(paths, row=row)) for paths in ranks]
-        leaders = Leaders([SchedulerLink(send, loop.time, row=row) for send, _ in sockets])
-        services = make_services(
-            spec, leaders=leaders, gate=gate, dead=lambda: dead() or leaders.lost or slot.others.lost, slot=slot
-        )
-        for rank, (_, pull) in enumerate(sockets):
-            pull.attach(loop, slot.others.informed(services.client.of_rank(rank), rank))
-        yield services
 
 
 @dataclass(frozen=True)

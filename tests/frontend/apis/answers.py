@@ -10,9 +10,9 @@ from engine.frontend.apis.anthropic.body import MESSAGES
 from engine.frontend.apis.anthropic.messages import MessageView
 from engine.frontend.apis.anthropic.translate import chat_of as of_messages
 from engine.frontend.apis.chat.body import READER, ChatBody
-from engine.frontend.apis.ollama.answers import OllamaView, chat_message
 from engine.frontend.apis.ollama.body import CHAT
 from engine.frontend.apis.ollama.body import chat_of as of_ollama
+from engine.frontend.apis.ollama.view import OllamaView, chat_message
 from engine.frontend.apis.openai.chat import ChatView
 from engine.frontend.apis.responses.body import READER as RESPONSES
 from engine.frontend.apis.responses.chat import to_chat

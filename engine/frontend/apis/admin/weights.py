@@ -233,17 +233,22 @@ def _check_name(field: str, name: str) -> None:
 
 ORDERS = {
     **{
-        f"/update_weights_from_{source}": Order(
+        path: Order(
             about=f"{about}\n\n200 once later tokens use the new weights; 400, unchanged, if they do not fit.",
             message=message,
             body=body,
             shown=lambda s, reply: {"num_paused_requests": 0, **reply.values},
             **_REQUIRED,
         )
-        for source, message, body, about in (
-            ("disk", from_disk, UpdateWeightsBody, "Take the weights of another checkpoint."),
-            ("tensor", from_tensors, UpdateTensorsBody, "Take the tensors of the body."),
-            ("distributed", from_trainer, UpdateDistributedBody, "Receive tensors from a trainer's process group."),
+        for path, message, body, about in (
+            ("/update_weights_from_disk", from_disk, UpdateWeightsBody, "Take the weights of another checkpoint."),
+            ("/update_weights_from_tensor", from_tensors, UpdateTensorsBody, "Take the tensors of the body."),
+            (
+                "/update_weights_from_distributed",
+                from_trainer,
+                UpdateDistributedBody,
+                "Receive tensors from a trainer's process group.",
+            ),
         )
     },
     "/update_weight_version": Order(

@@ -32,7 +32,7 @@ class View:
         raise NotImplementedError
 
     def last(self) -> list[Any]:
-        """What follows the last chunk."""
+        """Return chunks that follow the last one of a sample."""
         return []
 
 
