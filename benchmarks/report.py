@@ -12,9 +12,9 @@ import argparse
 import importlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,10 @@ MEASURES = msgspec.toml.decode(Path(__file__).with_name("measures.toml").read_by
 
 
 def run(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Measure in this process."""
+    """Measure in this process, which does nothing else."""
     module, _, function = MEASURES[name].run.partition(":")
     tables: Tables = getattr(importlib.import_module(module), function)(**arguments)
     return {"environment": describe(), "arguments": arguments, "tables": tables}
-
-
-def run_apart(name: str, arguments: dict[str, Any], output: Path) -> None:
-    """Measure in a process of its own, which writes `output`."""
-    argv = [sys.executable, "-m", "benchmarks.report", "--measure", name, "--arguments", json.dumps(arguments)]
-    subprocess.run([*argv, "--output", str(output)], cwd=ROOT, check=True)
 
 
 def page(before: str, names: Iterable[str], results: Path) -> str:
@@ -106,16 +100,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--reuse", action="store_true", help="write the page from the JSON that is there")
     parser.add_argument("--beside", type=Path, metavar="TREE", help="another checkout")
     parser.add_argument("--rounds", type=int, default=7, help="with --beside")
-    for hidden in ("--measure", "--arguments", "--output"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = _arguments()
-    if args.measure:
-        Path(args.output).write_text(json.dumps(run(args.measure, json.loads(args.arguments)), indent=1) + "\n")
-        return
     args.results.mkdir(parents=True, exist_ok=True)
     if args.beside:
         side_by_side.compare(args.beside.resolve(), ROOT, rounds=args.rounds, output=args.results / "beside.json")
@@ -123,8 +112,10 @@ def main() -> None:
     for name in [] if args.reuse else args.only:
         arguments = (MEASURES[name].quick if args.quick else {}) | dict(args.set)
         output = args.results / f"{name}{'.quick' if args.quick else ''}.json"
-        run_apart(name, arguments, output)
-        print(f"## {MEASURES[name].title}\n\n{rendered(json.loads(output.read_text())['tables'])}\n", flush=True)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found = pool.submit(run, name, arguments).result()
+        output.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"## {MEASURES[name].title}\n\n{rendered(found['tables'])}\n", flush=True)
     if not args.quick:
         PAGE.write_text(page(PAGE.read_text() if PAGE.exists() else "", args.only, args.results))
         print(f"wrote {PAGE}")

@@ -3,24 +3,21 @@
 Two processes, as a prefill and a decode worker are. Timed is a whole transfer, from `sender.send` to `receiver.poll() == Success` in the
 other process (one monotonic clock on one machine). What arrives is compared with what was sent. NIXL moves a GPU's memory by UCX's
 cuda_ipc, Mooncake by its transport `nvlink_intra`; the metadata row lies on the host.
-
-usage: python -m benchmarks.transfer BACKEND DEVICE NUM_PAGES PAGE_BYTES CONTROL INCARNATION     (the decode side)
 """
 
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.cluster import ROOT
 from benchmarks.measures import Row, Tables, medians, tell
 from transfer_backends.contract import KVArgs, Region, Route, SourcePages, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
@@ -83,32 +80,27 @@ def until(done: Callable[[], bool], changed: threading.Event, *, what: str) -> N
 # ---- the decode process
 
 
-def main() -> None:
-    """Receive what stdin names, one JSON line each, until it ends."""
-    backend, device, num_pages, page_bytes, control, incarnation = sys.argv[1:]
-    memory = Memory(num_pages=int(num_pages), page_bytes=int(page_bytes), device=torch.device(device))
-    route = Route(control=control, incarnation=incarnation)
+def receive(wire: Connection, backend: str, sizes: dict[str, Any], route: Route) -> None:
+    """Receive the pages that come over `wire` as (room, pages), until it is closed."""
+    memory = Memory(**sizes)
     manager = DecodeManager(memory.args, memory.engine(backend), TransferConfig(), lookup=lambda *_: route)
     manager.start()
     changed = threading.Event()
     manager.set_wakeup(changed.set)
-    for line in sys.stdin:
-        command = json.loads(line)
-        receiver = manager.receiver(command["room"], bootstrap="bench:1")
-        until(lambda: receiver.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), changed, what="handshake")  # noqa: B023
-        assert receiver.poll() is KVPoll.WaitingForInput, receiver.failure()
-        receiver.provide(TargetPages(command["pages"], 0))
-        say(provided=True)
-        until(lambda: receiver.poll() in (KVPoll.Success, KVPoll.Failed), changed, what="transfer")  # noqa: B023
-        assert receiver.poll() is KVPoll.Success, receiver.failure()
-        say(success_at=time.monotonic(), cpu_s=time.process_time())
-        receiver.close()
-        say(digest=memory.digest(command["pages"]))
+    with suppress(EOFError):
+        while True:
+            room, pages = wire.recv()
+            receiver = manager.receiver(room, bootstrap="bench:1")
+            until(lambda: receiver.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), changed, what="handshake")  # noqa: B023
+            assert receiver.poll() is KVPoll.WaitingForInput, receiver.failure()
+            receiver.provide(TargetPages(pages, 0))
+            wire.send("provided")
+            until(lambda: receiver.poll() in (KVPoll.Success, KVPoll.Failed), changed, what="transfer")  # noqa: B023
+            assert receiver.poll() is KVPoll.Success, receiver.failure()
+            wire.send((time.monotonic(), time.process_time()))
+            receiver.close()
+            wire.send(memory.digest(pages))
     manager.close()
-
-
-def say(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
 
 
 # ---- the prefill process
@@ -120,7 +112,8 @@ class Pair:
 
     memory: Memory
     manager: PrefillManager
-    child: "subprocess.Popen[str]"
+    child: SpawnProcess
+    wire: Connection
     changed: threading.Event
     room: int = 0
 
@@ -128,27 +121,24 @@ class Pair:
         """Send pages; return the seconds until Success on the other side, and how far the other side's CPU seconds are."""
         self.room += 1
         sender = self.manager.sender(self.room)
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps({"room": self.room, "pages": list(dst)}) + "\n")
-        self.child.stdin.flush()
-        assert self._answer()["provided"]
+        self.wire.send((self.room, list(dst)))
+        self._answer()
         until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), self.changed, what="indices")
         assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
         begin_s = time.monotonic()
         sender.send(SourcePages(src, metadata_row=0))
-        ended = self._answer()
+        success_at, peer_cpu_s = self._answer()
         until(lambda: sender.poll() is KVPoll.Success and sender.released(), self.changed, what="release")
         sender.close()
-        if self._answer()["digest"] != self.memory.digest(src):
+        if self._answer() != self.memory.digest(src):
             raise AssertionError("other bytes arrived than were sent")
-        return {"s": float(ended["success_at"]) - begin_s, "peer_cpu_s": float(ended["cpu_s"])}
+        return {"s": success_at - begin_s, "peer_cpu_s": peer_cpu_s}
 
-    def _answer(self) -> dict[str, Any]:
-        assert self.child.stdout is not None
-        line = self.child.stdout.readline()
-        if not line:
-            raise RuntimeError("the decode process ended; its error stands above")
-        return dict(json.loads(line))
+    def _answer(self) -> Any:
+        try:
+            return self.wire.recv()
+        except EOFError:
+            raise RuntimeError("the decode process ended; its error stands above") from None
 
 
 @contextmanager
@@ -161,26 +151,25 @@ def process_pair(
     before_peer: Callable[[], object] = lambda: None,
 ) -> Iterator[Pair]:
     """Start both sides, each with a pool of this size; `before_peer` is called between them."""
-    memory = Memory(num_pages=num_pages, page_bytes=page_bytes, device=device)
+    sizes: dict[str, Any] = {"num_pages": num_pages, "page_bytes": page_bytes, "device": device}
+    memory, changed = Memory(**sizes), threading.Event()
     manager = PrefillManager(memory.args, memory.engine(backend), TransferConfig())
-    changed = threading.Event()
     manager.set_wakeup(changed.set)
     manager.start()
     before_peer()
-    argv = [sys.executable, "-m", "benchmarks.transfer", backend, str(device), str(num_pages), str(page_bytes)]
-    argv += [manager.control_address, manager.incarnation]
-    child = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    spawn = get_context("spawn")
+    wire, theirs = spawn.Pipe()
+    route = Route(control=manager.control_address, incarnation=manager.incarnation)
+    child = spawn.Process(target=receive, args=(theirs, backend, sizes, route), daemon=True)
+    child.start()
+    theirs.close()
     try:
-        yield Pair(memory, manager, child, changed)
+        yield Pair(memory, manager, child, wire, changed)
     finally:
-        with suppress(BrokenPipeError):
-            assert child.stdin is not None
-            child.stdin.close()
-        try:
-            child.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        wire.close()
+        child.join(END_S)
+        child.kill()
+        child.join()
         manager.close()
 
 
@@ -228,7 +217,3 @@ def _case(backend: str, page_kib: int, total_mib: int, *, repeats: int) -> Row:
     row = medians(samples[1:])
     tell(f"{backend}, {page_kib} KiB", **row)
     return {"": f"{backend}, {total_mib} MiB, {page_kib} KiB pages, scattered", **row}
-
-
-if __name__ == "__main__":
-    main()

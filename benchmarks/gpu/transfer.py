@@ -92,7 +92,7 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what the comparison of bytes took is this process's own
         pair.child.kill()
-        pair.child.wait()
+        pair.child.join()
         killed_at = time.monotonic()
         lost, back_s = before - _free_bytes(device), 0.0
         while lost > 0 and time.monotonic() < killed_at + WATCHED_S:
