@@ -30,8 +30,8 @@ from tools.faults.load import Outcome, judge
 from tools.faults.matrix import lanes
 from tools.faults.memory import Curve, trend
 from tools.faults.network import Link, Network
+from tools.faults.report import BY_ROUTER, verdict
 from tools.faults.run_cell import Result
-from tools.faults.soak_report import BY_ROUTER, verdict
 
 ANSWER_S = 60.0
 

@@ -22,8 +22,8 @@ from tests.e2e.client import post
 from tests.e2e.cluster import READY_S, wait_until
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tools.faults.household import Household, unclean
+from tools.faults.load import SLOW_S, Mix, Traffic, session
 from tools.faults.report import Rows, rank_parser
-from tools.faults.traffic import SLOW_S, Mix, Traffic, session
 
 MIX = Mix(at_once=12, most_pairs=90, most_new=160, aborts=0.15, abort_s=0.5, adapted=0.3)
 PAUSED_S = 0.3
