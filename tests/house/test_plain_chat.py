@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tests.house.trace import IDLE, REQUESTS, Entered, Phases, entered_by_a_plain_chat, read, recording, sum_up
 from tests.packages import ROOT
-from tools.house.plain_chat import ALL, HAND_OVER, limits_in
-from tools.house.ratchet import FILE
+from tools.house.ratchet import ALL, FILE, HAND_OVER, plain_chat_in
 
 ROUTER, LOOP, ROLE = (str(ROOT / path) for path in ("router/body.py", "engine/loop/loop.py", "disagg/decode_role.py"))
 
@@ -41,7 +40,7 @@ called()
 
 
 def test_a_plain_chat_enters_no_more_files_than_allowed() -> None:
-    limit = limits_in((ROOT / FILE).read_text())
+    limit = plain_chat_in((ROOT / FILE).read_text())
     entered = entered_by_a_plain_chat(lambda entered: not above(entered, limit))
     assert not (found := above(entered, limit)), "\n".join(found)
     assert {"router", "engine", "disagg", "transfer_backends"} <= {

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.house.tree import Rule, area_of
+from tools.house.tree import Rule, Tree, area_of
 
 FILE = "house.toml"
 LINES = "lines"  # the table whose raises name a commit that removed as much
@@ -191,3 +191,21 @@ def check(rules: Collection[Rule], measured: Mapping[str, Mapping[str, int]], ro
     for change in history or ():
         found += change.unpaid(rules, root)
     return found
+
+
+# ---- files that a plain streamed chat enters
+# A test of the suite starts a cluster, measures and compares (tests/house/test_plain_chat.py), as no reading of the source can.
+# `make lint` shows the limits, which a row that rises must explain, and takes them for the values of today.
+
+ALL, HAND_OVER = "files", "files of the hand-over"
+AIMS: Mapping[str, int] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text())["plain_chat"]["aims"]
+
+
+def plain_chat(tree: Tree) -> Mapping[str, int]:
+    return plain_chat_in(tree.text(FILE))
+
+
+def plain_chat_in(text: str) -> Mapping[str, int]:
+    """What house.toml, its text, allows."""
+    table = parse(text).get("plain_chat", {})
+    return {key: table[key].limit if key in table else aim for key, aim in AIMS.items()}

@@ -1,7 +1,8 @@
-"""The field's words instead of our own: in names, docstrings and pages; and the form of docstrings."""
+"""The field's words instead of our own: in names, docstrings and pages; the form of docstrings; how much text there is."""
 
 import ast
 import re
+import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,3 +100,35 @@ def glossary(tree: Tree) -> Mapping[str, int]:
     lines = tree.text(GLOSSARY).split("\n")
     rows = sum(line.startswith("|") for line in lines)
     return {GLOSSARY: rows - 2 * sum(line.startswith("|--") for line in lines)}
+
+
+# ---- amounts of text
+
+BASE = "8daf0ecf"  # subjects of later commits are checked
+
+
+def docstring_words(tree: Tree) -> Mapping[str, int]:
+    said = (text for module in tree.of("product") for _, text in module.docstrings)
+    return {"all product": sum(len(text.split()) for text in said)}
+
+
+WRITTEN = ("docs/api.md", "docs/flags.md")  # by tools
+
+
+def docs_words(tree: Tree) -> Mapping[str, int]:
+    """Of the hand-written pages: README.md and docs/ without reports and what tools write."""
+    pages = [p for p in tree.files if p == "README.md" or (p.startswith("docs/") and p.endswith(".md"))]
+    hand_written = [p for p in pages if p not in WRITTEN and not p.startswith("docs/reports/")]
+    return {"all docs": sum(len(tree.text(page).split()) for page in hand_written)}
+
+
+def page_bytes(tree: Tree) -> Mapping[str, int]:
+    page = "docs/architecture.md"
+    return {page: len(tree.text(page).encode())}
+
+
+def subjects(tree: Tree) -> Mapping[str, int]:
+    """Lengths of the subjects of commits after BASE; none where git has no such history."""
+    command = ["git", "-C", str(tree.root), "log", "--no-merges", "--format=%h %s", f"{BASE}..HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return {line: len(line.partition(" ")[2]) for line in done.stdout.splitlines()}
