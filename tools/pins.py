@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from deploy.bench.environment import describe
 from tools.image_pins import DOCKER, REPO, canonical, direct
 
@@ -32,7 +34,7 @@ ANSWER = re.compile(r'HTTP/1\.1" 20[06] (\d+)')
 class PinSet:
     """`constraints`: a file of deploy/docker. `cuda`: torch comes from the index, with CUDA."""
 
-    torch: str | None
+    torch: str | None = None
     extras: tuple[str, ...]
     constraints: str | None = None
     cuda: bool = False
@@ -42,20 +44,7 @@ class PinSet:
         return [*lines, self.torch] if self.torch else lines
 
 
-CPU = ("engine", "nixl-cpu", "mooncake-cpu")
-CUDA = ("engine", "nixl-cu13", "mooncake-cu13")
-TESTS = ("k8s", "otel", "chat", "dev")
-SETS: Mapping[str, PinSet] = {
-    "image router": PinSet(torch=None, extras=("k8s", "otel"), constraints="constraints.txt"),
-    "image worker-cpu": PinSet(torch="torch==2.13.0+cpu", extras=(*CPU, "otel"), constraints="constraints.txt"),
-    "image worker-cuda": PinSet(
-        torch="torch==2.13.0", extras=(*CUDA, "otel"), constraints="constraints-cuda.txt", cuda=True
-    ),
-    "setup on CPUs": PinSet(torch="torch==2.13.0+cpu", extras=(*CPU, *TESTS)),
-    "setup on CUDA, torch 2.13": PinSet(torch="torch==2.13.0", extras=(*CUDA, *TESTS), cuda=True),
-    "CUDA with FlashInfer": PinSet(torch="torch==2.13.0", extras=(*CUDA, "flashinfer", "otel"), cuda=True),
-    "CUDA, torch 2.11, without tests": PinSet(torch="torch==2.11.0", extras=(*CUDA, "otel"), cuda=True),
-}
+SETS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, PinSet])
 
 
 def digest() -> str:

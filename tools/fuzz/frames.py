@@ -3,8 +3,10 @@
 Knows the messages and values that are near a limit. Knows no cores and no sockets.
 """
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -154,28 +156,8 @@ _FIELDS: dict[str, Field] = {
     "aux": lambda source, ends: _region(source, ends.aux),
     "marks": _marks,
 }
-_MESSAGES: dict[str, tuple[str, ...]] = {
-    "Register": ("layout", "ranks", "aux"),
-    "TransferInfo": ("room", "attempt", "pages", "row"),
-    "Recompute": ("room", "later attempt", "pages", "row", "pages", "count", "count", "flag", "reasons"),
-    "Abort": ("room", "attempt", "reason"),
-    "Registered": ("marks",),
-    "Refused": ("reason", "flag"),
-    "Status": ("room", "attempt", "state", "count", "reason", "retry", "row bytes"),
-    "Nudge": (),
-    "Drained": ("room", "attempt"),
-    "Ping": ("count",),
-    "Pong": ("count",),
-    "Bye": (),
-}
-# Often what asks for most; now and then what is not for this side.
-_TO_PREFILL = (
-    *("TransferInfo",) * 6,
-    *("Recompute",) * 3,
-    *("Abort",) * 3,
-    *("Register",) * 2,
-    *("Ping", "Pong", "Bye"),
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_MESSAGES: dict[str, list[str]] = _DATA["messages"]
+_TO_PREFILL, _TO_DECODE = (
+    [kind for kind, times in _DATA[way].items() for _ in range(times)] for way in ("to_prefill", "to_decode")
 )
-_TO_PREFILL += ("Status", "Drained", "Registered", "Refused")
-_TO_DECODE = (*("Status",) * 8, *("Drained",) * 4, *("Registered",) * 2, *("Refused", "Nudge", "Ping", "Pong", "Bye"))
-_TO_DECODE += ("TransferInfo", "Register", "Abort", "Recompute")
