@@ -2,21 +2,18 @@
 
 Without MPS two processes take turns on a GPU, so figures of other work beside them would mean nothing. At the small size the same
 goes over host memory.
-
-usage: python -m benchmarks.gpu.transfer DEVICE NUM_PAGES PAGE_BYTES     (one of `restart`)
 """
 
 import json
 import os
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.cluster import ROOT
 from benchmarks.gpu.target import QWEN3_8B, Target
 from benchmarks.transfer import PAGE_SIZE, copy_pages, process_pair, scattered
 
@@ -68,22 +65,17 @@ def restart(target: Target) -> dict[str, Any]:
     UCX maps a peer's whole pool by CUDA IPC, and the driver keeps memory that is mapped anywhere (openucx/ucx#11753). So each
     setting of UCX's cache, that of workers and UCX's own, has a process of its own, which sends once and kills its peer.
     """
-    sizes = target.pick((4096, PAGE_BYTES), (2 * PAGES_OF_THE_DEAD + 2, 4096))
-    first, *others = (_in_a_process(target, cache, *sizes) for cache in target.pick(("", "y"), ("",)))
-    return {**first, "ucx_default": others}
+    sizes = target.device, *target.pick((4096, PAGE_BYTES), (2 * PAGES_OF_THE_DEAD + 2, 4096))
+    found = []
+    for cache in target.pick(("", "y"), ("",)):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found.append(pool.submit(_lose_a_peer, cache, *sizes).result())
+    return {**found[0], "ucx_default": found[1:]}
 
 
-def _in_a_process(target: Target, cache: str, num_pages: int, page_bytes: int) -> dict[str, Any]:
-    env = {**os.environ, **({"UCX_CUDA_IPC_CACHE": cache} if cache else {})}
-    argv = [sys.executable, "-m", __spec__.name, str(target.device), str(num_pages), str(page_bytes)]
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"UCX_CUDA_IPC_CACHE={cache}: {done.stderr[-1000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def main() -> None:
-    device, num_pages, page_bytes = torch.device(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def _lose_a_peer(cache: str, device: torch.device, num_pages: int, page_bytes: int) -> dict[str, float]:
+    if cache:
+        os.environ["UCX_CUDA_IPC_CACHE"] = cache
     free: list[int] = []
     sizes = {"num_pages": num_pages, "page_bytes": page_bytes, "device": device}
     with process_pair("nixl", **sizes, before_peer=lambda: free.append(_free_bytes(device))) as pair:
@@ -100,14 +92,10 @@ def main() -> None:
             now = before - _free_bytes(device)
             if now < lost:
                 lost, back_s = now, time.monotonic() - killed_at
-    print(json.dumps({"peer_gb": num_pages * page_bytes / 1e9, "lost_gb": lost / 1e9, "back_s": back_s}))
+    return {"peer_gb": num_pages * page_bytes / 1e9, "lost_gb": lost / 1e9, "back_s": back_s}
 
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return 0  # memory of a killed process on a CPU is back when it is gone
-
-
-if __name__ == "__main__":
-    main()
