@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,16 +32,21 @@ TIMEOUT_S = 300.0
 STREAM_TOKENS = 2000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Body:
     """`data`: as sent. `straight`: it also goes to the workers themselves. `once`: its prompts take minutes to compute."""
 
     name: str
     path: str
-    data: bytes
-    coding: str = ""
+    fields: InitVar[dict[str, Any]]
+    zipped: bool = False
     straight: bool = False
     once: bool = False
+    data: bytes = field(init=False)
+
+    def __post_init__(self, fields: dict[str, Any]) -> None:
+        data = json.dumps({"model": "default", **fields}).encode()
+        self.data = gzip.compress(data) if self.zipped else data
 
 
 def bodies(megabytes: int) -> list[Body]:
@@ -52,39 +57,25 @@ def bodies(megabytes: int) -> list[Body]:
     noise = base64.b64encode(random.Random(1).randbytes(size // 2 * 3 // 4)).decode()
     complete, chat = "/v1/completions", "/v1/chat/completions"
     return [
-        _body("text", complete, {"prompt": text}, straight=True),
-        _body("text to tokenize", "/tokenize", {"prompt": text}),
-        _body("text to tokenize, 6 MB", "/tokenize", {"prompt": text[:6_000_000]}),
-        _body("6 MB to count", "/v1/messages/count_tokens", {"messages": [{**message, "content": text[:6_000_000]}]}),
-        _body("token ids", complete, {"prompt": [12345] * (size // 7)}, straight=True),
-        _body("token ids, 14 MB", complete, {"prompt": [12345] * 2_000_000}, straight=True),
-        _body("ids to detokenize, 7 MB", "/detokenize", {"tokens": [12345] * 1_000_000}),
-        _body("200,000 messages", chat, {"messages": [message] * 200_000}, straight=True),
-        _body("50,000 messages", chat, {"messages": [message] * 50_000}),
-        _body("parts of a message", chat, {"messages": [{**message, "content": [{"type": "text", "text": "h"}] * 80_000}]}),
-        _body("names of fields", complete, {"prompt": "h", **{f"z{i}": i for i in range(250_000)}}),
-        _body("image", chat, {"messages": [{**message, "content": [{"type": "image_url", "image_url": {"url": text}}]}]}),
-        _body("conversation to store", "/v1/responses", {"input": text}),
-        _body("gzip, 45 MB in 44 kB", complete, {"prompt": "a" * 45_000_000}, zipped=True, straight=True),
-        _body("gzip, of noise", complete, {"prompt": noise}, zipped=True, straight=True),
-        _body("score, 4,096 items", "/v1/score", {"query": "Is it red? ", "items": ["A rose."] * 4096, "label_token_ids": [5, 6]}, once=True),
-        _body("score, query of 400 kB", "/v1/score", {"query": text[:400_000], "items": ["x"] * 4096, "label_token_ids": [5, 6]}),
-        _body("rerank, 400 kB", "/v1/rerank", {"query": "red", "documents": ["a rose is a rose " * 6] * 4000}, once=True),
+        Body("text", complete, {"prompt": text}, straight=True),
+        Body("text to tokenize", "/tokenize", {"prompt": text}),
+        Body("text to tokenize, 6 MB", "/tokenize", {"prompt": text[:6_000_000]}),
+        Body("6 MB to count", "/v1/messages/count_tokens", {"messages": [{**message, "content": text[:6_000_000]}]}),
+        Body("token ids", complete, {"prompt": [12345] * (size // 7)}, straight=True),
+        Body("token ids, 14 MB", complete, {"prompt": [12345] * 2_000_000}, straight=True),
+        Body("ids to detokenize, 7 MB", "/detokenize", {"tokens": [12345] * 1_000_000}),
+        Body("200,000 messages", chat, {"messages": [message] * 200_000}, straight=True),
+        Body("50,000 messages", chat, {"messages": [message] * 50_000}),
+        Body("parts of a message", chat, {"messages": [{**message, "content": [{"type": "text", "text": "h"}] * 80_000}]}),
+        Body("names of fields", complete, {"prompt": "h", **{f"z{i}": i for i in range(250_000)}}),
+        Body("image", chat, {"messages": [{**message, "content": [{"type": "image_url", "image_url": {"url": text}}]}]}),
+        Body("conversation to store", "/v1/responses", {"input": text}),
+        Body("gzip, 45 MB in 44 kB", complete, {"prompt": "a" * 45_000_000}, zipped=True, straight=True),
+        Body("gzip, of noise", complete, {"prompt": noise}, zipped=True, straight=True),
+        Body("score, 4,096 items", "/v1/score", {"query": "Is it red? ", "items": ["A rose."] * 4096, "label_token_ids": [5, 6]}, once=True),
+        Body("score, query of 400 kB", "/v1/score", {"query": text[:400_000], "items": ["x"] * 4096, "label_token_ids": [5, 6]}),
+        Body("rerank, 400 kB", "/v1/rerank", {"query": "red", "documents": ["a rose is a rose " * 6] * 4000}, once=True),
     ]  # fmt: skip
-
-
-def _body(
-    name: str, path: str, fields: dict[str, Any], *, zipped: bool = False, straight: bool = False, once: bool = False
-) -> Body:
-    data = json.dumps({"model": "default", **fields}).encode()
-    return Body(
-        name=name,
-        path=path,
-        data=gzip.compress(data) if zipped else data,
-        coding="gzip" if zipped else "",
-        straight=straight,
-        once=once,
-    )
 
 
 @dataclass
@@ -141,7 +132,7 @@ class Watched:
 
 def send(url: str, body: Body) -> int:
     """Return the status of the answer; 0: the body was refused before all of it was sent."""
-    headers = {"Content-Type": "application/json", **({"Content-Encoding": body.coding} if body.coding else {})}
+    headers = {"Content-Type": "application/json", **({"Content-Encoding": "gzip"} if body.zipped else {})}
     try:
         return requests.post(url + body.path, data=body.data, headers=headers, timeout=TIMEOUT_S).status_code
     except requests.RequestException:

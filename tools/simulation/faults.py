@@ -29,19 +29,17 @@ class Faults:
         self._active = True
         self._sender = Process(cluster.world, node="x0", life=1, skew_s=0.0)
         self._hostile = Hostile(cluster, self._sender)
+        self._acts_on: dict[str, Callable[[str], None]] = {
+            "kill": self._kill,
+            "drain": self._drain,
+            "freeze": self._freeze,
+        }
         self._acts: dict[str, Callable[[], None]] = {
             "partition": self._partition,
             "one-way partition": self._one_way,
             "clog": self._clog,
             "connection reset": self._reset,
-            "kill prefill": lambda: self._kill("prefill"),
-            "kill decode": lambda: self._kill("decode"),
-            "kill encode": lambda: self._kill("encode"),
-            "drain encode": lambda: self._drain("encode"),
-            "freeze encode": lambda: self._freeze("encode"),
             "cut encode": self._cut_encoder,
-            "kill router": lambda: self._kill("router"),
-            "kill bootstrap": lambda: self._kill("bootstrap"),
             "freeze": self._freeze,
             "clock jump": self._jump,
             "client disconnect": self._leave,
@@ -49,9 +47,6 @@ class Faults:
             "memory pressure": self._burst,
             "hostile peer": self._hostile.act,
             "pause generation": self._pause,
-            "drain prefill": lambda: self._drain("prefill"),
-            "drain decode": lambda: self._drain("decode"),
-            "drain router": lambda: self._drain("router"),
             "update weights": self._update,
             RANK_FAULT: self._kill_rank,
             MOVE_FAULT: self._migrate,
@@ -73,7 +68,8 @@ class Faults:
     def inject(self, kind: str) -> None:
         """One fault now."""
         self._world.note(f"fault: {kind}")
-        self._acts[kind]()
+        act, _, node = kind.partition(" ")
+        self._acts[kind]() if kind in self._acts else self._acts_on[act](node)
 
     def heal(self) -> None:
         """Nothing is broken any more, everybody is up."""

@@ -1,30 +1,14 @@
 """Everything that a seed decides about a run, in one printed value: shape of the cluster, times, rates, fault kinds."""
 
 import random
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from service.http.reconnect import MAX_KEPT_BYTES
 
-EARLIER_FAULTS = (
-    "partition",
-    "one-way partition",
-    "clog",
-    "connection reset",
-    "kill prefill",
-    "kill decode",
-    "kill router",
-    "kill bootstrap",
-    "freeze",
-    "clock jump",
-    "client disconnect",
-    "duplicate request",
-    "memory pressure",
-    "hostile peer",
-    "pause generation",
-)
-LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights")
 SECRET = b"a secret of the simulated cluster"
 LARGEST_IMAGE = 9  # tokens
 GRID = 4  # where prompts of a model with recurrent layers may be cut: a multiple of every page
@@ -34,10 +18,11 @@ FIRST_WITH_RETURNS = 3000
 FIRST_WITH_HEARTBEATS = 4000
 FIRST_WITH_IMAGES = 5000
 FIRST_WITH_ENCODERS = 6000
-RANK_FAULT = "kill rank"  # in clusters that have followers
-MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
-RETURN_FAULT = "broken stream"  # a client loses its connection, and comes again
-ENCODER_FAULTS = ("kill encode", "drain encode", "freeze encode", "cut encode")
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+RANK_FAULT, MOVE_FAULT, RETURN_FAULT = (_DATA[f"{name}_fault"] for name in ("rank", "move", "return"))
+EARLIER_FAULTS, LATER_FAULTS, ENCODER_FAULTS = (
+    tuple(_DATA[f"{name}_faults"]) for name in ("earlier", "later", "encoder")
+)
 FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT, RETURN_FAULT, *ENCODER_FAULTS)
 
 
@@ -188,36 +173,20 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         checksum=checksum,
         stages=stages,
     )
-    options = _with_options_of_own_streams(seed, replace(options, **_drawn(later, _LATER)))
+    options = _with_options_of_own_streams(seed, replace(options, **_drawn(later, _DATA["later"])))
     options = _with_returns(options, returns, resumes=with_returns)
     if has_ranks or stages[0] > 1:
         options = replace(options, host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]))
     if has_ranks:
-        options = replace(options, **_drawn(of_ranks, _RANKS))
+        options = replace(options, **_drawn(of_ranks, _DATA["ranks"]))
     options = _with_images(seed, _with_groups(seed, options))
     return _with_encoders(seed, options, strikes=faults is None)
 
 
-# Of a choice, or the share of seeds that have it.
-_Draws = Mapping[str, Sequence[Any] | float]
-# How many a cluster takes, for how long, and what else came after the first options.
-_LATER: _Draws = {
-    "max_queued": (4, 100, 100),
-    "max_concurrent": (6, 10_000, 10_000, 10_000),
-    "early_rejection": 0.5,
-    "deadlines": 0.5,
-    "drain_timeout_s": (0.1, 0.5, 3.0),
-    "priorities": 0.4,
-    "embeddings": 0.4,
-    "prealloc_timeout_s": (0.5, 10.0, 10.0, 10.0),
-    "layers": (1, 1, 2, 4),
-}
-_RANKS: _Draws = {"ranks": ((1, 2), (2, 1), (2, 2)), "kv_units": (1, 2, 2), "must_poll": 0.5}
-
-
-def _drawn(draw: random.Random, draws: _Draws) -> dict[str, Any]:
-    """One draw for each field, in this order."""
-    return {name: draw.random() < of if isinstance(of, float) else draw.choice(of) for name, of in draws.items()}
+def _drawn(draw: random.Random, draws: Mapping[str, Any]) -> dict[str, Any]:
+    """One draw for each field, in this order: of a choice, or whether it is one of a share of seeds."""
+    found = {name: draw.random() < of if isinstance(of, float) else draw.choice(of) for name, of in draws.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _faults_of_parts(seed: int, *, followers: bool, returns: bool) -> tuple[str, ...]:

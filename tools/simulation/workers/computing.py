@@ -17,8 +17,7 @@ from tools.simulation.surroundings import Surroundings, kv_args_of, make_schedul
 from tools.simulation.workers.executor import Asked, CheckedModel, SimExecutor
 from tools.simulation.workers.group import ALONE, GroupExecutor, Shape, SimGroup, SimRank, own_checksum
 from tools.simulation.workers.images import placed_images
-from tools.simulation.workers.rank_models import RankModel
-from tools.simulation.workers.ranks import Follower, Whole
+from tools.simulation.workers.ranks import Follower, RankModel, Whole
 from tools.simulation.world import Process
 
 

@@ -11,14 +11,16 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.admin.control import MoveOutBody
+from engine.frontend.apis.admin.health import HeartbeatLines
+from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.generation import Generation
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.messages import GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
-from engine.text.sample import TextOutput
+from engine.stamps import Stamped
 from service.http import heartbeats
-from service.http.errors import ApiError, decode_body, read_body
+from service.http.errors import DRAINING, ApiError, decode_body, read_body
 from service.http.guard import request_timeout_s
 from service.http.reconnect import RETAINED_PATH
 from service.http.resume import FRAMES_HEADER, MOVE_OUT, RESUME_HEADER
@@ -27,26 +29,27 @@ from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
 from tools.simulation.kept import KeptStreams
 from tools.simulation.options import Options
-from tools.simulation.workers.answers import (
+from tools.simulation.workers.bodies import (
+    EmbeddingBody,
+    Figures,
+    GenerateBody,
     NoText,
     answer_by_events,
     answer_framed,
     answered,
     begun_of,
     body_of,
-    vectors_of,
-)
-from tools.simulation.workers.bodies import (
-    EmbeddingBody,
-    GenerateBody,
     embedding_requests_of,
     requests_of,
     resumed,
     seen_by_encoders,
+    vectors_of,
 )
-from tools.simulation.workers.status import Status
 from tools.simulation.world import Process, Violation
 
+HEARD_RECENTLY_S = 1.0
+HEALTH_TIMEOUT_S = 1.0
+BEAT_S = 0.1  # a quarter of the router's --health-silence
 LATE_S = 0.2  # a turn of the loop, one of the process, the ways between them
 
 
@@ -67,7 +70,7 @@ class Frontend:
         self.client = EngineClient(
             Leaders([SchedulerLink(send, self.aio.time)]),
             open_text=lambda request: NoText(),
-            observer=_Figures(process),
+            observer=Figures(process.world.seen),
             limits=ClientLimits(
                 max_running=options.max_running,
                 max_queued=options.max_queued,
@@ -79,21 +82,13 @@ class Frontend:
         self._role = role
         self._has_heartbeats = options.heartbeats
         self._num_requests = 0
-        self._status = Status(
-            process=process,
-            aio=self.aio,
-            client=self.client,
-            role=role,
-            max_running=options.max_running,
-            info=info,
-            num_requests=lambda: self._num_requests,
-        )
+        self._max_running, self._info = options.max_running, info
         self._handlers: dict[int, asyncio.Task[None]] = {}
         self._error: BaseException | None = None
         self._routes: dict[str, Callable[[Request, Reply], Coroutine[Any, Any, None]]] = {
-            "/health": self._status.health,
-            "/server_info": self._status.server_info,
-            "/v1/loads": self._status.loads,
+            "/health": self._health,
+            "/server_info": self._server_info,
+            "/v1/loads": self._loads,
             "/generate": self._generate,
             MOVE_OUT: self._move_out,
             RETAINED_PATH: self.kept.answer,
@@ -112,7 +107,7 @@ class Frontend:
 
     def handle(self, request: Request, reply: Reply) -> None:
         if self._has_heartbeats and request.path.partition("?")[0] == heartbeats.PATH:
-            self._status.begin_heartbeats(reply)
+            self._begin_heartbeats(reply)
             return
         route = self._routes.get(request.path)
         if route is None:
@@ -140,6 +135,43 @@ class Frontend:
         if self.aio.errors:
             raise Violation(f"{self._process.name}: an error was lost: {self.aio.errors[0]}")
         self.kept.check()
+
+    # ---- what it says of itself
+
+    async def _health(self, request: Request, reply: Reply) -> None:
+        """As engine/frontend/apis/admin/health.py."""
+        if self.client.is_draining:
+            reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
+            return
+        if self.aio.time() - self.client.leaders.last_message_s > HEARD_RECENTLY_S:
+            await self.client.leaders.steps(timeout_s=HEALTH_TIMEOUT_S)
+        reply.whole(200, b"{}")
+
+    def _begin_heartbeats(self, reply: Reply) -> None:
+        """As engine/frontend/apis/admin/health.py, of a worker of one process."""
+        lines = HeartbeatLines()
+
+        def beat() -> None:
+            if not reply.connected:
+                return
+            now_s, client = self.aio.time(), self.client
+            stamps = [Stamped(self._process.name, now_s, busy_since_s=None, num_steps=self._num_requests)]
+            reply.chunk(lines.next(stamps, now_s=now_s, num_live=client.num_live, fine=client.closed is None))
+            self._process.after(BEAT_S, "heartbeat", beat)
+
+        reply.head(200, heartbeats.TYPE)
+        reply.chunk(heartbeats.first_line(BEAT_S))
+        self._process.after(BEAT_S, "heartbeat", beat)
+
+    async def _server_info(self, request: Request, reply: Reply) -> None:
+        reply.whole(200, msgspec.json.encode({**self._info, **self.client.leaders.updated}))
+
+    async def _loads(self, request: Request, reply: Reply) -> None:
+        (state,) = await self.client.recent_states(timeout_s=HEALTH_TIMEOUT_S)
+        entry = v1_loads_entry(
+            state, mode=self._role, max_running_requests=self._max_running, num_live=self.client.num_live
+        )
+        reply.whole(200, msgspec.json.encode({"loads": [entry]}))
 
     # ---- what is asked
 
@@ -208,17 +240,3 @@ class Frontend:
     def _new_rid(self) -> str:
         self._num_requests += 1
         return f"{self._process.name}-{self._num_requests}"
-
-
-class _Figures:
-    """`Observer` that keeps one figure."""
-
-    def __init__(self, process: Process) -> None:
-        self._seen = process.world.seen
-
-    def on_reject(self) -> None:
-        self._seen["early rejections"] += 1
-
-    def on_start(self, num_prompt_tokens: int) -> None: ...
-    def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None: ...
-    def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None: ...

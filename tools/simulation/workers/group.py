@@ -1,6 +1,6 @@
 """The followers of a simulated worker: the leader's and the followers' own code, over channels in virtual time.
 
-    leader    Executor(SimExecutor, Followers) --steps--> channel --> Follower(RankRunner over rank_models.py)    follower
+    leader    Executor(SimExecutor, Followers) --steps--> channel --> Follower(RankRunner over ranks.py)    follower
 
 A message arrives after a lag of its own, in order. A step with items is a sum over all ranks: the leader's part of it waits for every
 follower, which has run whatever came before by then. Some followers run it sooner (another stage always may), and copies
@@ -24,7 +24,7 @@ from engine.ranks.messages import Failed, PoolSize, Ready, Serving, Step, ToFoll
 from engine.ranks.rank_checksum import GroupChecksum, OwnChecksum, Parts, Tail
 from tests.core.hash_model import next_token
 from tools.simulation.workers.executor import CheckedModel, SimExecutor
-from tools.simulation.workers.rank_models import (
+from tools.simulation.workers.ranks import (
     FollowedTokens,
     RankModel,
     SampledTokens,
