@@ -21,7 +21,7 @@ from planner.step_time import Fitted
 
 TURNS = 4
 STEP_ANSWERS, STEP_CONTEXT = 4, 400  # of the step that objectives are multiples of
-PROMPT_TOKENS = 512
+PROMPT_TOKENS, PAGE = 512, 16
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +48,13 @@ def step_time_of(profile: Profile) -> Fitted:
     return profile.step_time
 
 
-def chunk_of(profile: Profile, *, itl_s: float, page: int = 16) -> int:
+def chunk_of(profile: Profile, *, itl_s: float) -> int:
     """Return the prompt tokens that a step with answers may hold to end within `itl_s`: whole pages, one at least."""
     time = step_time_of(profile)
     answers_s = STEP_ANSWERS * (time.decode_request_s + STEP_CONTEXT * time.decode_context_s)
     left_s = itl_s - time.prefill_step_s - answers_s
     token_s = time.prefill_token_s + time.prefill_pair_s * STEP_CONTEXT
-    return max(page, min(LONGEST, int(left_s / token_s) // page * page))
+    return max(PAGE, min(LONGEST, int(left_s / token_s) // PAGE * PAGE))
 
 
 def calibrate(flags: Sequence[str], cores: Sequence[int], tell: Callable[[str], object]) -> Calibration:

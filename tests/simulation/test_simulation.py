@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tools.mutants.__main__ import find
-from tools.simulation import report, scenario
+from tools.simulation import report
 from tools.simulation.__main__ import FIXED_SEEDS
-from tools.simulation.options import FAULTS, options_of
+from tools.simulation.options import FAULTS, SCENARIOS, load_scenario, options_of, scenario_paths
 from tools.simulation.promises import PROMISES, TOO_LITTLE, Promise, calm, play
 from tools.simulation.run import Outcome, run
 
@@ -114,7 +114,7 @@ def test_a_run_that_reaches_too_little_says_nothing_of_the_product() -> None:
 
 def test_answers_of_decode_workers_that_die_or_drain_go_on_elsewhere() -> None:
     """Their clients judge each token: none is missing, doubled or another's."""
-    options = scenario.load(scenario.FOLDER / "an_answer_finds_its_own_name_in_use.json").options
+    options = load_scenario(SCENARIOS / "an_answer_finds_its_own_name_in_use.json").options
     outcome = run(replace(options, seed=5))  # one that never leaves the cluster without a decode worker
     _must_hold(outcome)
     assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain decode"]
@@ -139,9 +139,9 @@ def test_a_seed_is_a_replay_under_any_hash_seed(played: Callable[[int], Outcome]
     assert said.strip() == str([played(seed).trace_hash for seed in HASHED_SEEDS])
 
 
-@pytest.mark.parametrize("path", scenario.all_paths(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", scenario_paths(), ids=lambda path: path.stem)
 def test_past_failures_stay_mended(path: Path) -> None:
-    _must_hold(run(scenario.load(path).options))
+    _must_hold(run(load_scenario(path).options))
 
 
 @pytest.mark.parametrize("name", PLANTED)

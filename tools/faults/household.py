@@ -161,10 +161,10 @@ class Household:
         left += [f"segment {name}" for name in sorted(self._segments - mapped) if Path(name).exists()]
         return left + [f"SysV segment of process {pid}" for pid in _sysv_owners() if pid in self._pids - ours]
 
-    def show_logs(self, num_bytes: int = 3000) -> None:
+    def show_logs(self) -> None:
         """Print the ends of all logs that say something."""
         for part in self.parts.values():
-            if text := part.log_tail(num_bytes).decode(errors="replace"):
+            if text := part.log_tail(3000).decode(errors="replace"):
                 print(f"---- {part.name}\n{text}", file=sys.stderr, flush=True)
 
     def close(self) -> list[str]:

@@ -1,17 +1,17 @@
-"""Runs cells one after the other on one cluster; `python -m tools.faults.lane --results DIR CELL...`, by the matrix: a JSON file a cell."""
+"""Runs cells one after the other on one cluster, in a process that the matrix starts: a JSON file a cell."""
 
-import argparse
 import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from deploy.bench.environment import commit
-from tools.faults.cells import SILENCE_S, Cell, Layout, Size, all_cells, layout_of
+from tools.faults.cells import SILENCE_S, Cell, Layout, Size, layout_of
 from tools.faults.rig import Rig
 from tools.faults.rig_on_links import RigOnLinks
 from tools.faults.rig_on_machines import RigOnMachines
@@ -24,7 +24,11 @@ RIGS = {Layout.PLAIN: Rig, Layout.LINKS: RigOnLinks, Layout.MACHINES: RigOnMachi
 
 
 def run_lane(cells: list[Cell], results: Path) -> None:
-    """`cells` need the same kind of cluster (`group_of`)."""
+    """`cells` need the same kind of cluster (`group_of`). What is printed goes to a log beside the results."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is ended, its machines are taken down
+    with (results / "lanes.log").open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
     load = os.getloadavg()[0]
 
     def play(rig: Rig, cell: Cell) -> Result:
@@ -95,17 +99,3 @@ def _write(results: Path, cell: Cell, result: Result, load: float) -> None:
 def _keep_logs(rig: Rig, results: Path, cell: Cell) -> None:
     for part in rig.parts.values():
         (results / f"{cell.name.replace(':', '.')}.{part.name}.log").write_bytes(part.log_tail())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.faults.lane")
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("cells", nargs="+")
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is ended, its machines are taken down
-    by_name = {cell.name: cell for cell in all_cells()}
-    run_lane([by_name[name] for name in args.cells], args.results)
-
-
-if __name__ == "__main__":
-    main()

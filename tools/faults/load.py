@@ -18,6 +18,7 @@ from tests.e2e.workload import pairs, recall_body
 from tools.recall.oracle import continuation
 
 TIMEOUT = aiohttp.ClientTimeout(total=180)
+PAIRS = 60  # of a prompt
 
 
 @dataclass
@@ -39,8 +40,8 @@ class Outcome:
 class Load:
     """`count` requests at the router, of which half stream. `begun`: set once each stream has begun."""
 
-    def __init__(self, url: str, *, count: int, new_tokens: int, seed: int, pairs: int = 60) -> None:
-        self._url, self._new_tokens, self._pairs = url, new_tokens, pairs
+    def __init__(self, url: str, *, count: int, new_tokens: int, seed: int) -> None:
+        self._url, self._new_tokens = url, new_tokens
         self._waiting = {i for i in range(count) if _streams(i)}
         self.begun = asyncio.Event()
         self._tasks = [asyncio.create_task(self._one(i, seed)) for i in range(count)]
@@ -70,7 +71,7 @@ class Load:
 
     async def _one(self, i: int, seed: int, new_tokens: int | None = None) -> Outcome:
         count = new_tokens or self._new_tokens
-        body, _ = recall_body(random.Random(f"{seed}/{i}"), self._pairs)
+        body, _ = recall_body(random.Random(f"{seed}/{i}"), PAIRS)
         body["sampling_params"] |= {"max_new_tokens": count, "ignore_eos": True}
         body["stream"] = _streams(i)
         events_s: list[float] = []

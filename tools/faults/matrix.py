@@ -9,15 +9,16 @@ Exit status: 0 when all chosen cells passed.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from itertools import groupby
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 from tools.faults.cells import Cell, chosen
-from tools.faults.lane import group_of, path_of
+from tools.faults.lane import group_of, path_of, run_lane
 from tools.faults.report import MATRIX, REPORTS, RESULTS, about_run, keep, write_page
 from tools.progress import progress
 
@@ -33,14 +34,16 @@ def lanes(cells: list[Cell]) -> list[list[Cell]]:
 
 
 def run(cells: list[Cell], *, results: Path, jobs: int) -> None:
-    waiting, running = lanes(cells), list[subprocess.Popen[bytes]]()
+    spawn = get_context("spawn")
+    waiting, running = lanes(cells), list[SpawnProcess]()
     with progress(len(cells), unit="cell") as bar:
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
-                    running.append(_start(waiting.pop(0), results))
+                    running.append(spawn.Process(target=run_lane, args=(waiting.pop(0), results)))
+                    running[-1].start()
                 time.sleep(POLL_S)
-                running = [lane for lane in running if lane.poll() is None]
+                running = [lane for lane in running if lane.is_alive()]
                 done = [cell for cell in cells if path_of(results, cell).exists()]
                 bar.update(len(done) - bar.n)
                 if done:
@@ -50,13 +53,7 @@ def run(cells: list[Cell], *, results: Path, jobs: int) -> None:
         finally:
             for lane in running:
                 lane.terminate()
-                lane.wait()
-
-
-def _start(cells: list[Cell], results: Path) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, "-m", "tools.faults.lane", "--results", str(results), *(cell.name for cell in cells)]
-    with (results / "lanes.log").open("ab") as log:
-        return subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
+                lane.join()
 
 
 def _read(results: Path, cell: Cell) -> dict[str, object]:

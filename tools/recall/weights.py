@@ -42,9 +42,9 @@ def build_weights() -> dict[str, torch.Tensor]:
     return in_bfloat16(weights)
 
 
-def sign_codes(count: int, *, seed: int = 0) -> list[list[int]]:
+def sign_codes(count: int) -> list[list[int]]:
     """[count][CODE_DIMS] of +1 and -1, exact in bf16: random codes (`getrandbits` is stable), any two nearly orthogonal."""
-    bits = random.Random(seed).getrandbits
+    bits = random.Random(0).getrandbits
     words: list[int] = []
     while len(words) < count:
         word = bits(CODE_DIMS)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from tools.progress import progress
-from tools.simulation import report, scenario
-from tools.simulation.options import Options, options_of
+from tools.simulation import report
+from tools.simulation.options import SCENARIOS, Options, Scenario, load_scenario, options_of, scenario_paths
 from tools.simulation.promises import OF_ENCODERS, PROMISES, play
 from tools.simulation.run import Outcome, run
 
@@ -43,11 +45,13 @@ def tell(outcome: Outcome) -> None:
 
 
 def one(args: argparse.Namespace) -> int:
-    options = scenario.load(Path(args.scenario)).options if args.scenario else None
+    options = load_scenario(Path(args.scenario)).options if args.scenario else None
     outcome = run(options or options_of(args.seed, nodes=args.nodes))
     tell(outcome)
     if args.save:
-        path = scenario.save(args.save, outcome.options, found=f"seed {args.seed}", what=outcome.problem, fix="")
+        path = SCENARIOS / f"{args.save}.json"
+        found = Scenario(found=f"seed {args.seed}", what=outcome.problem, fix="", options=outcome.options)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
         print(f"written: {path}; say in it what was wrong and how it was mended")
     return 0 if outcome.ok else 1
 
@@ -56,7 +60,7 @@ def fixed_outcomes() -> Iterator[Outcome]:
     """Run what is promised, the fixed seeds, then the scenarios."""
     yield from map(play, PROMISES)
     yield from map(run, map(options_of, FIXED_SEEDS))
-    yield from (run(scenario.load(path).options) for path in scenario.all_paths())
+    yield from (run(load_scenario(path).options) for path in scenario_paths())
 
 
 def encoder_outcomes() -> Iterator[Outcome]:

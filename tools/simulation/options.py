@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from service.http.reconnect import MAX_KEPT_BYTES
 
 SECRET = b"a secret of the simulated cluster"
@@ -297,3 +299,25 @@ def _engine(draw: random.Random, *, faulty: bool) -> EngineBehaviour:
         settle_s=0.5,
         gives_up_s=draw.choice([0.5, 2.0]),
     )
+
+
+# ---- scenario files: a run that once failed, with all its options written out, so that other draws of options do not change it
+
+SCENARIOS = Path(__file__).with_name("scenarios")
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """`found`: how; `what`: went wrong, in which code; `fix`: in one line."""
+
+    found: str
+    what: str
+    fix: str
+    options: Options
+
+
+def load_scenario(path: Path) -> Scenario:
+    return msgspec.json.decode(path.read_bytes(), type=Scenario)
+
+
+def scenario_paths() -> list[Path]:
+    return sorted(SCENARIOS.glob("*.json"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deploy.bench.environment import commit
 from tools.mutants.planting import bugs_of
-from tools.simulation import scenario
+from tools.simulation.options import load_scenario, scenario_paths
 from tools.simulation.run import Outcome
 
 
@@ -73,7 +73,7 @@ def write(total: Total, path: Path) -> None:
             num_failed=len(total.failed),
             faults=_rows(total.injected),
             seen=_rows(total.seen),
-            bugs="\n".join(map(_bug_line, scenario.all_paths())) or "| none yet | | | |",
+            bugs="\n".join(map(_bug_line, scenario_paths())) or "| none yet | | | |",
             planted="\n".join(f"- {bug.name}: {bug.what}" for bug in bugs),
         )
     )
@@ -84,5 +84,5 @@ def _rows(counts: Counter[str]) -> str:
 
 
 def _bug_line(path: Path) -> str:
-    found = scenario.load(path)
+    found = load_scenario(path)
     return f"| `{path.stem}` | {found.found} | {found.what} | {found.fix} |"
