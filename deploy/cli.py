@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, Command] = {
     "bootstrap": Command("deploy.commands.bootstrap", "run a bootstrap server on its own"),
     "trace": Command("deploy.commands.trace", "write where the time of requests went, for Perfetto"),
     "bench": Command("deploy.commands.bench", "put load on any OpenAI-compatible server and report latencies"),
-    "plan": Command("planner.command", "find the cluster with the best goodput per GPU, by simulation"),
+    "plan": Command("planner.command", "find the smallest cluster for a load, by simulation"),
 }
 
 # Errors that the operator can fix, by class name, as their packages are not imported here.

@@ -153,7 +153,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(self._ours(argv))
         flags = [word for word in unknown if word.startswith("-")]
         if unknown and (flags or self._model is None):
-            self.error(_unknown_flag_message((flags or unknown)[0], list(self._option_string_actions)))
+            renamed = () if self._foreign is None else self._foreign.renamed()
+            self.error(_unknown_flag_message((flags or unknown)[0], [*self._option_string_actions, *renamed]))
         if unknown:
             self._set_model(args, *unknown)
         return args

@@ -143,6 +143,7 @@ def test_a_command_line_of_a_routers_users(capsys: Capture) -> None:
             ["--max-runing-requests", "1"],
             "unknown argument '--max-runing-requests'; did you mean --max-running-requests?",
         ),
+        (["--modle", "m"], "unknown argument '--modle'; did you mean --model?"),
         (["--enable-metric"], "unknown argument '--enable-metric'"),
     ],
 )
