@@ -133,9 +133,7 @@ def winners(found: Results) -> str:
         rates = {one.name: rate for one in LAYOUTS if (rate := goodput(found, load, one)) is not None}
         if rates and max(rates.values()) > 0:
             best.setdefault(max(rates, key=rates.__getitem__), []).append(load)
-    if not best:
-        return ""
-    return "Best: " + "; ".join(f"{name} under {', '.join(loads)}" for name, loads in best.items()) + "."
+    return " ".join(f"Best for {' and for '.join(loads)}: {name}." for name, loads in best.items())
 
 
 def verdict(found: Results) -> str:
