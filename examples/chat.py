@@ -2,7 +2,7 @@
 
 from tandem import LLM
 
-QUESTIONS = ["What is the capital of France?", "Name a color."]
+QUESTIONS = ["What is the capital of France?", "What is 2 + 2?"]
 
 with LLM("smollm2") as llm:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]

@@ -6,10 +6,10 @@ from tandem import AsyncLLM
 
 
 async def main() -> None:
+    question = {"role": "user", "content": "Write a Python function that adds two numbers."}
     async with AsyncLLM("smollm2") as llm:
-        async for output in llm.generate("Once upon a time", max_tokens=32, temperature=0):
-            print(output.delta, end="", flush=True)
-        print()
+        async for output in llm.chat([question], temperature=0):
+            print(output.delta, end="\n" if output.finish_reason else "", flush=True)
 
 
 asyncio.run(main())
