@@ -153,8 +153,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(self._ours(argv))
         flags = [word for word in unknown if word.startswith("-")]
         if unknown and (flags or self._model is None):
-            renamed = () if self._foreign is None else self._foreign.renamed()
-            self.error(_unknown_flag_message((flags or unknown)[0], [*self._option_string_actions, *renamed]))
+            others = () if self._foreign is None else self._foreign.flags
+            self.error(_unknown_flag_message((flags or unknown)[0], [*self._option_string_actions, *others]))
         if unknown:
             self._set_model(args, *unknown)
         return args

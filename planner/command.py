@@ -10,11 +10,11 @@ from service.flags import ConfigError
 
 # What `--help` shows.
 COMMON = (
-    *("model_path", "gpu", "gpu_profile"),
+    *("model_path", "gpu", "gpu_profile", "transfer_gb_s"),
     *("trace", "input_len", "output_len", "shared_prefix_len", "num_requests"),
     *("slo_ttft_s", "slo_tpot_s", "slo_itl_s", "slo_percent"),
     *("layouts", "num_workers", "request_rate", "tp_size", "total_rate"),
-    *("speculative_algorithm", "output", "plot"),
+    *("output", "plot"),
 )
 
 

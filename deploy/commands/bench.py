@@ -11,9 +11,9 @@ from deploy.foreign.bench import BENCH
 # What `--help` shows.
 COMMON = (
     *("url", "compare", "api", "model", "tokenizer", "api_key"),
-    *("num_requests", "request_rate", "concurrency", "dataset_name", "dataset_path", "trace"),
+    *("num_requests", "request_rate", "concurrency", "dataset_name", "dataset_path"),
     *("input_len", "output_len", "seed", "ignore_eos", "temperature"),
-    *("goodput", "output", "save_result"),
+    *("goodput", "metric_percentiles", "output", "save_result"),
 )
 
 

@@ -73,10 +73,6 @@ class ForeignFlags:
     flags: Mapping[str, Entry]
     families: Mapping[str, str]
 
-    def renamed(self) -> list[str]:
-        """Names with a counterpart here."""
-        return [name for name, entry in self.flags.items() if isinstance(entry, Renamed)]
-
     def find(self, name: str) -> Entry | None:
         if name in self.flags:
             return self.flags[name]

@@ -15,7 +15,7 @@ from engine.sampling_params import ReasoningGate
 from engine.text.reasoning import Opening, ReasoningTokens
 
 if TYPE_CHECKING:
-    from engine.text.tokenizer import Tokenizer  # the planner's scheduler has none
+    from engine.text.tokenizer import Tokenizer  # needs an extra
 
 WORD_BITS = 32
 

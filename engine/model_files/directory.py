@@ -26,7 +26,7 @@ _FLAG_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "Cohe
 
 
 class AddedToken(msgspec.Struct, omit_defaults=True):
-    """Arguments of `tokenizers.AddedToken`, which the planner does without."""
+    """Arguments of `tokenizers.AddedToken`, without that package."""
 
     content: str
     single_word: bool = False

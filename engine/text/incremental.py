@@ -25,7 +25,7 @@ from engine.text.sample import Span, TextOutput
 from service.telemetry.context import about
 
 if TYPE_CHECKING:
-    from engine.text.tokenizer import Tokenizer  # the planner's scheduler has none
+    from engine.text.tokenizer import Tokenizer  # needs an extra
 
 log = logging.getLogger(__name__)
 
