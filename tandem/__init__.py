@@ -4,6 +4,8 @@ Names are imported on use, so `import tandem` brings neither torch nor a server.
 """
 
 import importlib
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -54,16 +56,27 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> ModuleType:
-    """Raises ImportError, which names the extra of a missing module."""
+    """Raises ImportError, which names the extra of a missing module, or a file that hides a package of ours."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        from service.extras import missing_module
+        reason = _hidden(error.name or "")
+        if reason is None:
+            from service.extras import missing_module
 
-        reason = missing_module(error)
+            reason = missing_module(error)
         if reason is None:
             raise
         raise ModuleNotFoundError(f"{module}: {reason}", name=error.name) from None
+
+
+def _hidden(name: str) -> str | None:
+    package = name.partition(".")[0]
+    ours = Path(__file__).parents[1] / package / "__init__.py"
+    found = getattr(sys.modules.get(package), "__file__", None)
+    if not found or not ours.exists() or ours.samefile(found):
+        return None
+    return f"{found} hides Tandem's package {package!r}; rename that file"
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,13 @@
 """A missing module is one line with the extra that brings it, wherever it is missed."""
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -110,6 +112,25 @@ def test_a_bare_installation_has_help_and_names_extras() -> None:
         )
     assert [line.partition(":")[0] for line in attributes] == [f"tandem.{module}" for module in PYTHON]
     assert all(line.endswith(" is not installed; run: pip install 'tandem-serve[engine]'") for line in attributes)
+
+
+HIDDEN = """
+import tandem
+try:
+    tandem.LLM
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("package", ["deploy", "engine", "service"])
+def test_a_file_of_the_user_that_hides_a_package_is_named(package: str, tmp_path: Path) -> None:
+    hider, script = tmp_path / f"{package}.py", tmp_path / "script.py"
+    hider.write_text("")
+    script.write_text(HIDDEN)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=env)
+    assert done.stdout.partition(": ")[2] == f"{hider} hides Tandem's package '{package}'; rename that file\n"
 
 
 def test_a_terminal_without_its_editor_names_the_extra(
