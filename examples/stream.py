@@ -6,9 +6,9 @@ from tandem import AsyncLLM
 
 
 async def main() -> None:
-    question = {"role": "user", "content": "Write a Python function that adds two numbers."}
+    question = {"role": "user", "content": "Name three colors."}
     async with AsyncLLM("smollm2") as llm:
-        async for output in llm.chat([question], temperature=0):
+        async for output in llm.chat([question], max_tokens=64, temperature=0):
             print(output.delta, end="\n" if output.finish_reason else "", flush=True)
 
 
