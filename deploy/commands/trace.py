@@ -70,6 +70,8 @@ def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
             reply = session.post(f"{url.rstrip('/')}/traces", data=data, headers=headers, timeout=TIMEOUT_S)
         if reply.ok:
             return msgspec.json.decode(reply.content, type=Records).records
+    except requests.ConnectionError:
+        raise ConfigError(f"--url {url}: no answer; is the server up, and is this its address?") from None
     except (requests.RequestException, ValueError) as error:
         raise ConfigError(f"--url {url}: {error}") from None
     remedy = "; give --admin-api-key" if reply.status_code in (401, 403) else ""

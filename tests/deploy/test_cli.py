@@ -56,6 +56,7 @@ def test_every_command_has_help_and_light_ones_never_import_torch(command: str) 
         (["router", "--prefill", "http://a", "b", "c"], 2, "--prefill: takes URL [BOOTSTRAP_PORT]"),
         (["router", "--prefill", "nonsense", "--port", "0"], 1, "--prefill"),
         (["bench", "--url", "ftp://x"], 1, "--url"),
+        (["trace", "--url", "http://127.0.0.1:0"], 1, "--url http://127.0.0.1:0: no answer; is the server up"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(args: list[str], status: int, said: str, tmp_path: Path) -> None:

@@ -210,6 +210,12 @@ async def test_a_unified_worker_never_joins_a_disaggregated_pool() -> None:
             assert "--disaggregation-mode null" in message
 
 
+async def test_a_router_without_workers_says_how_to_name_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        async with start_router(RouterConfig(port=0)):
+            assert "no workers yet: name them by --prefill and --decode" in caplog.text
+
+
 async def test_a_worker_given_in_the_other_role_serves_as_what_it_says() -> None:
     """It may have changed since the flags were written."""
     async with workers(2, mode="decode") as (one, two):
