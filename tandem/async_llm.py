@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.frontend.apis.admin.info import describe_server
 from engine.frontend.services import Services
+from tandem.controls import Controls
 from tandem.errors import EngineDeadError
 from tandem.llm import Conversation, LocalEngine, Prompts, listed, score_inputs
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
@@ -16,20 +17,17 @@ from tandem.requests import (
     PreparedRequest,
     Prompt,
     Slots,
-    WeightSource,
     embedded,
     in_order,
-    ordered,
     plan_conversation,
     plan_prompt,
     scored,
-    updated,
 )
 
 T = TypeVar("T")
 
 
-class AsyncLLM(LocalEngine):
+class AsyncLLM(LocalEngine, Controls[Coroutine[Any, Any, None]]):
     """An `LLM` whose calls are awaited, with its arguments.
 
     The constructor returns at once; the model loads in another thread, and the first call, or
@@ -85,38 +83,14 @@ class AsyncLLM(LocalEngine):
         s = await self._ready()
         return await self._all([partial(scored, s, pair, fields) for pair in pairs])
 
+    async def get_server_info(self) -> dict[str, Any]:
+        """What GET /server_info shows, as `LLM.get_server_info`."""
+        return await self._run(describe_server(await self._ready()))
+
     async def abort(self, rid: str) -> None:
         """End the request of this name early; its stream ends with the finish reason "abort"."""
         s = await self._ready()
         self._worker.post(lambda: s.client.abort(rid))
-
-    async def pause(self, mode: str | None = None) -> None:
-        """Stop all steps, as `LLM.pause`."""
-        await self._order("/pause_generation", mode=mode)
-
-    async def resume(self) -> None:
-        """Continue, as `LLM.resume`."""
-        await self._order("/continue_generation")
-
-    async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free memory, as `LLM.release_memory`."""
-        await self._order("/release_memory_occupation", tags=tags)
-
-    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again, as `LLM.resume_memory`."""
-        await self._order("/resume_memory_occupation", tags=tags)
-
-    async def update_weights(self, source: WeightSource, **options: Any) -> None:
-        """Take other weights, as `LLM.update_weights`."""
-        await self._run(updated(await self._ready(), source, **options))
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
-        """Load an adapter, as `LLM.load_lora_adapter`."""
-        await self._order("/load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path))
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter, as `LLM.unload_lora_adapter`."""
-        await self._order("/unload_lora_adapter", lora_name=lora_name)
 
     async def _streamed(
         self, make_plan: Callable[[Services], Awaitable[PreparedRequest]]
@@ -138,8 +112,8 @@ class AsyncLLM(LocalEngine):
         assert self._slots is not None, "ready"
         return await self._run(in_order(self._slots, [(1, job) for job in jobs], on_done=lambda: None))
 
-    async def _order(self, path: str, **fields: Any) -> None:
-        await self._run(ordered(await self._ready(), path, fields))
+    async def _obey(self, order: Callable[[Services], Coroutine[Any, Any, object]]) -> None:
+        await self._run(order(await self._ready()))
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
         future = self._worker.submit(call)

@@ -3,17 +3,18 @@
 import asyncio
 import sys
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from disagg.processes.session_plan import SessionPlan
 from disagg.processes.worker import plan_on_machine
+from engine.frontend.apis.admin.info import describe_server
 from engine.frontend.services import Services
 from service.http.errors import ApiError
+from tandem.controls import Controls
 from tandem.errors import RequestError
 from tandem.flags import parse_flags, python_names
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
@@ -22,15 +23,12 @@ from tandem.requests import (
     PreparedRequest,
     Prompt,
     Slots,
-    WeightSource,
     answered,
     embedded,
     in_order,
-    ordered,
     plan_conversation,
     plan_prompt,
     scored,
-    updated,
 )
 from tandem.worker import LocalWorker
 
@@ -59,7 +57,7 @@ class LocalEngine:
         self._end()
 
 
-class LLM(LocalEngine):
+class LLM(LocalEngine, Controls[None]):
     """A model on this machine: `LLM("smollm2").generate("The capital of France is")`.
 
     `model`: what `--model-path` takes, by default the model that comes with Tandem. `flags`: those
@@ -142,42 +140,9 @@ class LLM(LocalEngine):
         fields, pairs = score_inputs(text_1, text_2, {**params, "label_token_ids": label_token_ids})
         return self._run([(1, partial(scored, self._services, pair, fields)) for pair in pairs], use_tqdm=use_tqdm)
 
-    # ---- for trainers
-
-    def pause(self, mode: str | None = None) -> None:
-        """Stop all steps. `mode`: "abort" (default), "retract", "in_place" or "block"."""
-        self._order("/pause_generation", mode=mode)
-
-    def resume(self) -> None:
-        """Continue after `pause`."""
-        self._order("/continue_generation")
-
-    def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free the memory of `tags` ("kv_cache", "weights"), by default all, while nothing runs."""
-        self._order("/release_memory_occupation", tags=tags)
-
-    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again after `release_memory`; weights come from the checkpoint."""
-        self._order("/resume_memory_occupation", tags=tags)
-
-    def update_weights(
-        self, source: WeightSource, *, weight_version: str | None = None, abort_all_requests: bool | None = None
-    ) -> None:
-        """Take the weights of another checkpoint of the same shape, or tensors.
-
-        Tensors are pairs of the checkpoint's name and a whole torch tensor; the others stay. Raises
-        RequestError, with the old weights in use, if they do not fit.
-        """
-        call = updated(self._services, source, weight_version=weight_version, abort_all_requests=abort_all_requests)
-        self._worker.run(call)
-
-    def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
-        """Load an adapter, which requests name by `lora_path`. Needs `enable_lora=True`."""
-        self._order("/load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path))
-
-    def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter once its requests have ended."""
-        self._order("/unload_lora_adapter", lora_name=lora_name)
+    def get_server_info(self) -> dict[str, Any]:
+        """What GET /server_info shows: flags, limits, load, the weights' `weight_version`."""
+        return self._worker.run(describe_server(self._services))
 
     def _answers(
         self,
@@ -200,8 +165,8 @@ class LLM(LocalEngine):
         with tqdm(total=len(jobs), unit="prompt", disable=hidden, dynamic_ncols=True) as bar:
             return self._worker.run(in_order(self._slots, jobs, on_done=bar.update))
 
-    def _order(self, path: str, **fields: Any) -> None:
-        self._worker.run(ordered(self._services, path, fields))
+    def _obey(self, order: Callable[[Services], Coroutine[Any, Any, object]]) -> None:
+        self._worker.run(order(self._services))
 
 
 def listed(prompts: Prompts) -> list[Prompt]:

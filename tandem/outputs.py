@@ -91,7 +91,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """A pair's relevance, or the probability of each label, 0 to 1. `score`: the first of `scores`."""
+    """A pair's relevance, or the probability of each label, 0 to 1; `score` is the first."""
 
     scores: list[float]
     prompt_token_ids: list[int]

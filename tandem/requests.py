@@ -287,7 +287,10 @@ async def embedded(s: Services, prompt: Prompt, fields: Mapping[str, Any]) -> Em
 
 
 async def scored(s: Services, pair: tuple[Any, Any], fields: Mapping[str, Any]) -> ScoringOutput:
-    """A pair's score, or the probabilities of `label_token_ids` behind it. Raises ApiError, RequestError."""
+    """A pair's score, or the probabilities of `label_token_ids` behind it.
+
+    Raises ApiError, RequestError.
+    """
     sender, (first, second) = PromptSender(s=s), pair
     if fields.get("label_token_ids") is not None:
         labelled = _body(s, LABEL_READER, {**fields, "query": first, "items": [second]})

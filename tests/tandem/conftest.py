@@ -63,7 +63,7 @@ def post(server: str) -> Post:
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A LoRA adapter of the shipped model, random."""
     folder = tmp_path_factory.mktemp("adapter")
-    return make_tiny_adapter(folder, str(DEFAULT_MODEL_PATH), seed=3, lora_alpha=64)
+    return make_tiny_adapter(folder, DEFAULT_MODEL_PATH, seed=3, lora_alpha=64)
 
 
 @pytest.fixture

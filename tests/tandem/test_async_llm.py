@@ -2,12 +2,17 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tandem import AsyncLLM, RequestError, RequestOutput
 from tests.tandem.test_llm import LONG, MESSAGES, PROMPT, SEEDED
+from tests.trainers.trainer import HOST, trainer
 
 PATIENCE_S = 30.0
 
@@ -103,6 +108,32 @@ async def test_an_adapter_is_loaded_streams_and_is_unloaded(async_llm: AsyncLLM,
     await async_llm.unload_lora_adapter("poems")
     with pytest.raises(RequestError, match="poems"):
         await collected(async_llm, PROMPT, lora_path="poems")
+
+
+async def test_a_trainer_broadcasts_weights_to_its_group(async_llm: AsyncLLM) -> None:
+    own = load_file(Path(DEFAULT_MODEL_PATH) / "model.safetensors")
+    names = [name for name in own if name.endswith("norm.weight")]
+    with trainer(DEFAULT_MODEL_PATH) as source:
+        await async_llm.update_weights([(name, torch.zeros_like(own[name])) for name in names])
+        assert (await collected(async_llm, PROMPT, max_tokens=1, temperature=0))[-1].text != " v42"
+        await async_llm.init_weights_update_group(HOST, source.port, 1, source.world_size, backend="gloo")
+        source.await_line("open")
+        source.send(names)
+        await async_llm.update_weights_from_distributed(
+            names, [own[name].dtype for name in names], [own[name].shape for name in names], weight_version="sent"
+        )
+        assert (await collected(async_llm, PROMPT, max_tokens=1, temperature=0))[-1].text == " v42"
+        await async_llm.destroy_weights_update_group()
+        with pytest.raises(RequestError, match="group_name: no group"):
+            await async_llm.destroy_weights_update_group()
+    assert (await async_llm.get_server_info())["weight_version"] == "sent"
+
+
+async def test_cached_prefixes_are_dropped(async_llm: AsyncLLM) -> None:
+    prompt = " ".join(f"k{i:02d} v{i:02d}" for i in range(60))
+    cached = [(await collected(async_llm, prompt, max_tokens=1))[-1].num_cached_tokens for _ in range(2)]
+    await async_llm.flush_cache()
+    assert cached[1] > 0 and (await collected(async_llm, prompt, max_tokens=1))[-1].num_cached_tokens == 0
 
 
 async def test_a_trainer_pauses_and_resumes(async_llm: AsyncLLM) -> None:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
-from tandem import LLM, RequestError, SamplingParams, TandemError
+from tandem import LLM, AsyncLLM, RequestError, SamplingParams, TandemError
+from tandem.controls import FOREIGN
 from tests.e2e.cluster import wait_until
 from tests.tandem.conftest import Post
 from tools.recall import vocab
@@ -271,8 +272,8 @@ def test_weights_come_as_tensors(llm: LLM) -> None:
     llm.update_weights([(name, torch.zeros_like(own[name]))], weight_version="nothing")
     changed = llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text
     llm.update_weights(own.items(), weight_version="own")
-    assert (llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text, llm._services.weight_version) == (" v42", "own")
-    assert changed != " v42"
+    assert llm.get_server_info()["weight_version"] == "own"
+    assert llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text == " v42" != changed
     for tensors, says in (
         ([], "at least one"),
         ([("a", own[name])] * 2, "twice"),
@@ -282,9 +283,18 @@ def test_weights_come_as_tensors(llm: LLM) -> None:
             llm.update_weights(tensors)
 
 
+def test_names_of_other_engines_lead_to_ours(llm: LLM) -> None:
+    for name, ours in FOREIGN.items():
+        with pytest.raises(AttributeError, match=f"LLM has no {name}; use {ours}"):
+            getattr(llm, name)
+        assert hasattr(AsyncLLM if ours.startswith("AsyncLLM.") else LLM, ours.removeprefix("AsyncLLM."))
+    with pytest.raises(AttributeError, match=r"LLM has no naps$"):
+        getattr(llm, "naps")  # noqa: B009
+
+
 def test_weights_come_from_another_checkpoint(llm: LLM) -> None:
     llm.update_weights(DEFAULT_MODEL_PATH, weight_version="second")
-    assert llm._services.weight_version == "second"
+    assert llm.get_server_info()["weight_version"] == "second"
     with pytest.raises(RequestError, match="/nowhere"):
         llm.update_weights("/nowhere")
     assert llm.generate(PROMPT, max_tokens=1, temperature=0)[0].text == " v42"
