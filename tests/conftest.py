@@ -28,13 +28,8 @@ from tests.packages import ROOT
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-SHARED = (
-    "e2e/shared",
-    "e2e/tiny",
-    "hostile",
-    "tandem",
-    "router/http",
-)  # folders whose files share servers or a browser
+# Folders whose files share servers or a browser.
+SHARED = ("e2e/shared", "e2e/tiny", "hostile", "tandem", "router/http")
 LONG = (
     *(*SHARED, "e2e", "tools/test_matrix.py", "transfer/engines/test_contract.py"),
     *("attention/triton/test_triton.py", "simulation", "engine/device/test_gpu_check.py", "security"),

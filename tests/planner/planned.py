@@ -1,11 +1,19 @@
 """Small planned clusters for tests: a model of 1 MB a KV page, workers with round step times."""
 
-from dataclasses import fields
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from engine.config import EngineConfig
 from planner.cluster import ClusterCosts, ClusterLayout, PlannedCluster, parse_layout
+from planner.config import PlanConfig
+from planner.goodput import Point
 from planner.step_time import Fitted
+from planner.study import study_of, try_rate
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest
 
@@ -70,3 +78,19 @@ def assert_at_rest(planned: PlannedCluster) -> None:
         worker.role.check()
         assert not worker.role.waits_for_outside()
         assert worker.scheduler.idle and worker.scheduler.memory.allocator.counts()["held"] == 0
+
+
+@contextmanager
+def runs_here(config: PlanConfig, *, jobs: int) -> Iterator[SimpleNamespace]:
+    """In the place of `RunPool`, whose processes import for half a second."""
+    study = study_of(replace(config, save_profile=None))
+
+    def submit(layout: ClusterLayout, rate: float) -> "Future[Point]":
+        done: Future[Point] = Future()
+        done.set_result(try_rate(study, layout, rate))
+        return done
+
+    yield SimpleNamespace(submit=submit)
+
+
+in_process = patch("planner.run.RunPool", runs_here)

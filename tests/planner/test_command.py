@@ -24,7 +24,7 @@ from planner.study import planned_cluster, study_of, try_rate
 from service.flags import ConfigError
 from tests.models.files.hub_stand_in import hub_stand_in
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
-from tests.planner.planned import LINK, STEP_TIME
+from tests.planner.planned import LINK, STEP_TIME, in_process
 from tests.planner.test_fit import one_after_another, together
 
 MODEL = ["--model-path", DEFAULT_MODEL_PATH]
@@ -53,7 +53,7 @@ def test_a_plan_from_flags_to_picture(tmp_path: Path, capsys: pytest.CaptureFixt
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reports = []
     for number, records in enumerate((one_after_another(), together())):
@@ -73,7 +73,7 @@ def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: p
     assert "--tp-size: the step times were measured on 1 GPUs a worker" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 def test_a_measured_hand_over_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = one_after_another("1P1D", link=LINK / 4)
     single, both, other = tmp_path / "single.json", tmp_path / "both.json", tmp_path / "other.json"
@@ -96,7 +96,7 @@ def big_model(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 def test_a_model_larger_than_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line says how many it takes; with them it is planned, in GPUs."""
     command = ["plan", "--model-path", big_model(tmp_path), "--gpu", "H100", "--layouts", "1P1D", "--rates", "0.5"]
@@ -132,7 +132,7 @@ def test_a_plan_takes_and_refuses_the_sizes_that_serving_does() -> None:
     assert refused == 28  # all but 1, 2, 4 and 8
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 def test_a_gpu_of_no_table_and_what_is_assumed_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpu = {"name": "X1", "tflops": 500, "memory_gb": 48, "memory_gb_s": 2000, "link_gb_s": 10, "peer_gb_s": 100}
     profile = tmp_path / "gpu.json"
@@ -153,7 +153,7 @@ def test_a_gpu_of_no_table_and_what_is_assumed_of_it(tmp_path: Path, capsys: pyt
     assert "has neither `step_time` nor `gpu`" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 def test_the_shipped_profile_is_the_fit_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     """Every figure of it comes from docs/reports/gpu_check.json, and flags override each."""
     report = json.loads(REPORT.read_text())
@@ -243,7 +243,7 @@ TOO_SHORT = [*MACHINE, "--slo-ttft", "5", "--slo-tpot", "1"]
 TOO_STRICT = ["--gpu", "L4", "--slo-ttft", "1e-06", "--num-requests", "10"]
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [

@@ -53,10 +53,6 @@ def test_bound_work_has_its_own_cores_and_what_goes_anywhere_fills_the_rest() ->
     assert core_shares(2, None, [free, free, free]) == pytest.approx([2 / 3] * 3)
 
 
-def test_a_host_that_binds_no_worker_has_no_homes() -> None:
-    assert Host(2).home("a") is None and Host(2, home_cores=1).home("a") == "a"
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_shares_use_no_core_twice_and_leave_none_idle_that_is_wanted(seed: int) -> None:
     draw = random.Random(seed)

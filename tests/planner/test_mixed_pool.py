@@ -60,11 +60,3 @@ def test_what_one_side_cannot_take_overflows_to_the_other(size: int, role: str) 
     planned = cluster("1P1D1U")
     served(planned, [request_at(i / 100, size, 200 if size < 100 else 5, block=i) for i in range(60)], rate=1.0)
     assert requests_of(planned)[role] >= 5
-
-
-def test_other_layouts_choose_as_before() -> None:
-    """No report is asked for, nothing is learned."""
-    for name in ("2P1D", "2U"):
-        planned = cluster(name)
-        served(planned, both(2), rate=20.0)
-        assert all(worker.state is None for worker in planned.workers())

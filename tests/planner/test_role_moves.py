@@ -61,7 +61,7 @@ def fixed() -> dict[str, int]:
     return {name: good(name)[0] for name in ("1P3D", "2P2D", "3P1D")}
 
 
-@pytest.mark.parametrize("start", ["1P3D", "2P2D"])
+@pytest.mark.parametrize("start", [pytest.param("1P3D", marks=pytest.mark.slow), "2P2D"])
 def test_auto_roles_beat_every_fixed_split_when_needs_turn_over(start: str) -> None:
     """Counts of virtual time: the same on every machine."""
     found, planned, moves = good(start, AUTO)

@@ -15,6 +15,7 @@ from planner.goodput import Point
 from planner.run import SimulationLog
 from planner.smallest import VerifiedSearch, better, sizes
 from planner.study import study_of
+from tests.planner.planned import in_process
 
 # Four requests at once, 20 steps of 20 ms each: 10 requests a second and unified worker at most.
 PLAN = ["plan", "--model-path", DEFAULT_MODEL_PATH, "--gpu", "L4", "--step-overhead", "0.02"]
@@ -43,7 +44,7 @@ def test_the_smallest_cluster_comes_first_and_then_what_more_gives(
     assert errors == "" and "at 15 requests a second: INFO engine.loop.loop: " in log.read_text()
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 def test_no_size_that_is_enough_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     rate = ["--request-rate", "200", "--num-requests", "40", "--layouts", "1U", "2U"]
     assert main([*PLAN, *LOAD, *LIMITS, *rate]) == 1

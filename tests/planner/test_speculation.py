@@ -81,11 +81,6 @@ def test_a_drafters_weights_are_those_of_its_file(kind: str, tmp_path: Path) -> 
     assert found.read_bytes == 2 * (found.layer_params + found.head_params)
 
 
-def test_a_standalone_drafter_is_a_model(tmp_path: Path) -> None:
-    _, model = drafted(**flags_of("STANDALONE", tmp_path))
-    assert drafter_shape(model, 2) == shape_of(load_model_config(WIDE_MODEL_PATH), 2)
-
-
 def test_a_step_of_passes_has_a_row_of_each_request_that_is_not_done() -> None:
     items = [
         msgspec.structs.replace(plan_item(start=start, extend=False, sample=False), to_draft=count)

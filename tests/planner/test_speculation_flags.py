@@ -20,6 +20,7 @@ from planner.study import Study, study_of
 from service.flags import ConfigError
 from tests.models.recall_drafters import build
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.planner.planned import in_process
 
 PLAN = [
     "plan",
@@ -39,7 +40,7 @@ PLAN = [
 LOAD = ["--input-len", "100", "--output-len", "40", "--disable-progress"]
 
 
-@pytest.mark.usefixtures("in_process")
+@in_process
 def test_a_plan_says_what_drafts_and_how_often_it_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build("EAGLE", tmp_path)
     drafter = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path / "config.json")]

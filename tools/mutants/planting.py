@@ -19,7 +19,6 @@ import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
 from pathlib import Path
@@ -60,8 +59,8 @@ class Bug:
     def code(self) -> CodeType:
         """Return the module with the bug in it. Raises `OutOfDate`."""
         path, function = self._place
-        text, tree = _parsed(path)
-        node = _function(tree, function)
+        text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        node = _function(ast.parse(text), function)
         if node is None:
             raise OutOfDate(f"{self.name}: no {function} in {path}")
         lines = text.splitlines(keepends=True)
@@ -144,12 +143,6 @@ class _Planted(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         return self._code
-
-
-@cache
-def _parsed(path: str) -> tuple[str, ast.Module]:
-    text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
-    return text, ast.parse(text)
 
 
 def _function(node: Any, name: str) -> Any:

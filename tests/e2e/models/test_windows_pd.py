@@ -20,17 +20,14 @@ PROMPTS = [
 ASKED = [(f"r{i}", prompt, 40) for i, prompt in enumerate(PROMPTS)]
 FLAGS: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 32, "stream": "threaded", "stream_delay_s": 0.0003}
 TIGHT = {"max_total_tokens": 400, "schedule_conservativeness": 0.0}
+MOONCAKE = {"disaggregation_transfer_backend": "mooncake"}
 IN_TURN = ("gpt_oss", {"sliding_window": 22})  # the first layer has a window, the second one none
 WAYS: dict[str, tuple[Made, dict[str, Any], dict[str, Any]]] = {  # model, flags of transfer, of decode
     "nixl": (SOME_WINDOWS, {}, {}),
     "all layers": (ALL_WINDOWS, {}, {}),
     "by layers": (IN_TURN, {"disaggregation_layerwise_transfer": "on"}, {}),
     "recompute": (SOME_WINDOWS, {}, TIGHT),
-    "host": (
-        SOME_WINDOWS,
-        {"disaggregation_decode_retraction_backup": "host", "disaggregation_transfer_backend": "mooncake"},
-        TIGHT,
-    ),
+    "host": (SOME_WINDOWS, {"disaggregation_decode_retraction_backup": "host", **MOONCAKE}, TIGHT),
     "prefill": (SOME_WINDOWS, {"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
 }
 

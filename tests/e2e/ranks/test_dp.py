@@ -115,15 +115,6 @@ async def test_control_reaches_every_rank(started: dict[str, Cluster], qwen3: st
         assert [meta["cached_tokens"] for meta in versions] == [0, 0], "the prefixes of the old weights are gone"
 
 
-async def test_a_room_has_its_rank_at_prefill(started: dict[str, Cluster]) -> None:
-    (prefill,) = started["pd"].of("prefill")
-    async with session() as http:
-        status, answer = await post(
-            http, f"{prefill.url}/generate", {"input_ids": [20], "bootstrap_room": 6, "routed_dp_rank": 1}
-        )
-        assert status == 400 and "bootstrap_room 6 belongs to DP rank 0" in answer["error"]["message"]
-
-
 async def test_a_rank_that_a_client_names_at_the_router_serves_at_both_workers(started: dict[str, Cluster]) -> None:
     before = [await state_of(worker.url) for worker in started["pd"].workers]
     body = {"input_ids": list(range(20, 60)), "sampling_params": SEEDED, "routed_dp_rank": 1}
