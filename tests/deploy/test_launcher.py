@@ -141,10 +141,17 @@ def test_what_dies_starts_again_at_its_port_and_keeps_its_log(start: Start, tmp_
     """The second death, too."""
     launch = start([], [], names=["decode-0", "router"])
     seen = [launch.pids()["decode-0"]]
+
+    def another_answers() -> bool:
+        pid = launch.pid_at(launch.ports[0])
+        if pid is None or pid in seen:
+            return False
+        seen.append(pid)
+        return True
+
     for _ in range(2):
         os.kill(seen[-1], signal.SIGKILL)
-        wait_until(lambda: launch.pid_at(launch.ports[0]) not in (None, *seen), within_s=20, what="it answers again")
-        seen.append(launch.pid_at(launch.ports[0]) or 0)
+        wait_until(another_answers, within_s=20, what="it answers again")
         assert launch.pids()["decode-0"] == seen[-1], "the ready file has the new process"
         wait_until(lambda: f"pid {seen[-1]}" in launch.stderr(), within_s=20, what="the launcher says so")
     launch.process.send_signal(signal.SIGINT)
