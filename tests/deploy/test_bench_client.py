@@ -150,12 +150,6 @@ async def test_streaming_times_every_token(api: str) -> None:
         assert body["model"] == "scripted" and body["ignore_eos"] and body["stream_options"] == {"include_usage": True}
 
 
-async def test_without_streaming_there_is_no_ttft() -> None:
-    async with serving() as server:
-        (record,) = await records_of(server, stream=False, num_requests=1)
-        assert record.error is None and record.ttft_s is None and record.output_tokens == TOKENS
-
-
 async def test_a_finish_reason_ends_an_answer_without_done() -> None:
     async with serving() as server:
         server.behaviour = "no done"
@@ -203,12 +197,6 @@ async def test_a_wrong_model_is_one_message_that_names_the_right_ones() -> None:
             "--model other: no model other; the server has scripted: give one of these, or leave --model out"
         )
         assert len(server.bodies) == 1  # asked once, and no load followed
-
-
-async def test_a_model_that_is_a_directory_has_another_name_in_requests() -> None:
-    async with serving() as server:
-        (record,) = await records_of(server, model=DEFAULT_MODEL_PATH, served_model_name="scripted", num_requests=1)
-        assert record.error is None and server.bodies[0]["model"] == "scripted"
 
 
 async def test_generate_of_sglang_sends_whole_texts() -> None:

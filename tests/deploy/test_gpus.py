@@ -12,7 +12,7 @@ from deploy.launcher.mps import CONTROL, PIPE, mps_for
 from deploy.launcher.plan import Gpus, ProcessSpec, chosen_gpus, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.roles import ClusterConfig, RoleFlags
 from deploy.launcher.up_flags import build_parser, gpus_for
-from engine.device.gpus import VISIBLE, parse_listing, visible_gpus
+from engine.device.gpus import VISIBLE, visible_gpus
 from service.flags import ConfigError
 from tests.e2e.cluster import wait_until
 
@@ -86,15 +86,6 @@ def test_each_rank_gets_a_gpu_and_no_engine_has_one_twice() -> None:
     assert alone.env[VISIBLE] == "0"  # the worker itself refuses, and names its flag
 
 
-def test_a_unified_worker_takes_the_first() -> None:
-    (worker,) = plan_cluster(ClusterConfig(unified=True), front=9, free=(), cores=8, gpus=Gpus(["1", "2"]))
-    assert worker.env[VISIBLE] == "1"
-
-
-def test_engines_on_cpus_get_no_gpu() -> None:
-    assert all(VISIBLE not in worker.env for worker in cluster_of(2, 2, []))
-
-
 @pytest.mark.parametrize(
     ("outer", "visible"),
     [
@@ -120,10 +111,6 @@ def test_gpu_ids_count_among_the_visible_or_name_uuids() -> None:
             chosen_gpus(UUIDS[:2] if wanted == ("2",) else UUIDS, wanted)
     with pytest.raises(ConfigError, match="--gpu-ids 0 GPU-5c: names a GPU twice"):
         chosen_gpus(UUIDS, ("0", "GPU-5c"))
-
-
-def test_a_listing_names_uuids_and_the_parts_of_a_cut_gpu() -> None:
-    assert parse_listing(LISTING) == ["GPU-5c8b0a", "MIG-aa", "MIG-bb"]
 
 
 def gpus_of(*argv: str, torch: str | None = "2.13.0+cpu") -> list[str]:

@@ -68,25 +68,6 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
     assert specs["decode-0"].env["GOMP_SPINCOUNT"] == "0"  # several engines, the same cores
 
 
-def test_unified_workers_beside_a_pair() -> None:
-    config = ClusterConfig(mixed=2)
-    flags = {"unified": RoleFlags(args=["--page-size=1"])}
-    specs = by_name(plan_cluster(config, front=8000, free=FREE, cores=8, flags=flags))
-    assert num_ports(config) == len(FREE)
-    assert list(specs) == ["prefill-0", "decode-0", "unified-0", "unified-1", "router"]
-    worker = specs["unified-1"].argv
-    assert worker[worker.index("serve") :] == (
-        "serve",
-        "--disaggregation-mode=null",
-        "--host=127.0.0.1",
-        "--port=13",
-        "--page-size=1",
-    )
-    assert specs["unified-1"].env["OMP_THREAD_LIMIT"] == "2"
-    ends = "--decode http://127.0.0.1:2 --mixed --worker-urls http://127.0.0.1:3 http://127.0.0.1:13"
-    assert " ".join(specs["router"].argv).endswith(ends)
-
-
 def test_encoder_workers_beside_them() -> None:
     config = ClusterConfig(mixed=1, encode=2, transfer_backend="mooncake")
     flags = {"encode": RoleFlags(args=["--page-size=1"])}

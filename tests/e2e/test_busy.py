@@ -23,7 +23,7 @@ CHECKS = ("--health-check-interval-secs=0.2", "--health-check-timeout-secs=2", "
 DOWN_S = 2.2  # by these flags a worker that answers no check is down after so long
 HELD_S = 2 * DOWN_S
 NUM_SHORT = 12
-STALLED_S = 2 * HELD_S  # then a step never ends
+STALLED_S = 3 * HELD_S  # then a step never ends
 
 
 @dataclass(frozen=True)

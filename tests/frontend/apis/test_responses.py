@@ -93,13 +93,6 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     return {**response, "output": output, "usage": usage, "id": "", "created_at": 0}
 
 
-def test_the_clients_stream_accumulates_the_same(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="tiny", input="hello", extra_body=STOP) as stream:
-        snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
-        final = stream.get_final_response()
-    assert snapshots[-1] == final.output_text == "<|user|>hello"
-
-
 def test_texts_around_calls_have_the_logprobs_of_their_own_tokens(qwen: Worker) -> None:
     body = {"input": f"é鬱{CALL}🫠x", "tools": [TOOL], "include": LOGPROBS, **STOP}
     for answer in (qwen.post(PATH, body).json(), events_of(qwen, body)[-1]["response"]):
