@@ -3,15 +3,13 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.client import session
-from tests.e2e.cluster import Started, tandem
+from tests.e2e.cluster import Started, several, tandem
 from tests.e2e.failover.test_failover import BODIES, DELAY_S, KV, SLOW, busy, filled_in, shown, streams
 from tests.e2e.settings import settings
 
@@ -33,31 +31,15 @@ class Fleet:
 def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fleet]:
     backend, _, tp = request.param.partition(", TP ")
     ways = MOVES[backend]
-    names = ["p", *(f"d{i}" for i in range(2 + ways.count(drain)))]
-    with ThreadPoolExecutor(len(names)) as pool, ExitStack() as stack:
-
-        def serve(name: str, role: str) -> Started:
-            flags = (
-                "--disaggregation-mode",
-                role,
-                "--disaggregation-transfer-backend",
-                backend,
-                "--tp-size",
-                tp or "1",
-            )
-            flags += ("--disaggregation-bootstrap-port", "0", "--disaggregation-kv-checksum", "--drain-timeout", "60")
-            serve = ("serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV, *flags)
-            worker = tandem(temp / name, *serve, env=settings(stream_delay_s=DELAY_S))
-            started = worker.__enter__()
-            stack.push(worker)
-            return started
-
-        prefill, *answering = pool.map(serve, names, ["prefill", *["decode"] * (len(names) - 1)])
-        flags = ["--pd-disaggregation", "--prefill", prefill.url]
-        for worker in answering:
-            flags += ["--decode", worker.url]
-        router = stack.enter_context(tandem(temp / "r", "router", "--port", "0", *flags))
-        yield Fleet(router.url, prefill, answering, ways)
+    serve = ("serve", "--port", "0", "--model-path", qwen3, *SLOW, *KV, "--tp-size", tp or "1", "--drain-timeout", "60")
+    serve += ("--disaggregation-transfer-backend", backend, "--disaggregation-kv-checksum")
+    serve += ("--disaggregation-bootstrap-port", "0", "--disaggregation-mode")
+    commands = {"p": (*serve, "prefill"), **{f"d{i}": (*serve, "decode") for i in range(2 + ways.count(drain))}}
+    with several(temp, commands, settings(stream_delay_s=DELAY_S)) as workers:
+        prefill, *answering = workers.values()
+        route = ("--prefill", prefill.url, *(word for worker in answering for word in ("--decode", worker.url)))
+        with tandem(temp / "r", "router", "--port", "0", "--pd-disaggregation", *route) as router:
+            yield Fleet(router.url, prefill, answering, ways)
 
 
 async def metric(url: str, name: str, label: str = "") -> float:
