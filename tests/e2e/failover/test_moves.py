@@ -27,7 +27,7 @@ class Fleet:
     moves: "tuple[Move, ...]"
 
 
-@pytest.fixture(params=["nixl", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mooncake", "nixl, TP 2"))])
+@pytest.fixture(params=["nixl", "mooncake", "nixl, TP 2"])
 def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fleet]:
     backend, _, tp = request.param.partition(", TP ")
     ways = MOVES[backend]
@@ -73,11 +73,12 @@ async def drain(fleet: Fleet, worker: Started) -> None:
 
 
 Move = Callable[[Fleet, Started], Awaitable[None]]
-MOVES: dict[str, tuple[Move, ...]] = {"nixl": (migrate, migrate, switch), "mooncake": (migrate, drain)}
+MOVES: dict[str, tuple[Move, ...]] = {"nixl": (migrate, migrate, drain, switch), "mooncake": (migrate, drain)}
 
 
+@pytest.mark.slow  # `make test` moves them in simulated clusters, and between roles in tests/disagg/test_moving.py
 async def test_streams_move_with_their_kv(fleet: Fleet) -> None:
-    """There and back, and when their worker changes its role (slow: when it drains, too): prefill computes nothing, and tokens are the same."""
+    """There and back, and when their worker changes its role or drains: prefill computes nothing, and tokens are the same."""
     warmed_up = await metric(fleet.prefill.url, PROMPTS)
     right = [shown(events) for events in await streams(fleet.router, [0] * len(MOVING), MOVING)]
     written = await filled_in(fleet.router)
