@@ -116,15 +116,6 @@ def _live_requests(url: str) -> float:
     return float(state["gauges"]["live"] + sum(state["queues"].values()))
 
 
-def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_no_request(doors: Doors) -> None:
-    bodies = [
-        {**PROMPT, "bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": 900 + i}
-        for i, host in enumerate(table.DEAD * 4)
-    ]
-    for answer in asyncio.run(_fail_beside_a_good_one(doors, bodies)):
-        assert 400 <= answer.status_code <= 503 and "bootstrap" in answer.json()["error"]["message"], answer.text[:500]
-
-
 @pytest.mark.parametrize(
     ("path", "body"), [(GENERATE, {"text": ["k17", "k18"]}), (COMPLETE, {"prompt": "k17"}), (CHAT, USER)]
 )
@@ -136,31 +127,26 @@ def test_a_bootstrap_server_that_the_worker_does_not_know_is_not_asked(doors: Do
         assert answer.json()["error"]["param"] == "bootstrap_host", answer.text
 
 
-def test_bootstrap_servers_that_lie(doors: Doors) -> None:
+async def test_what_lies_about_prefill_fails_in_bounded_time_and_slows_no_request(doors: Doors) -> None:
+    """Bootstrap servers: dead; lying; naming control planes that answer a decode worker's registration in every wrong way."""
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(means.lying_bootstrap_server(*lie)) for lie in table.LIES.values()]
-        meetings = [{"bootstrap_port": port, "bootstrap_room": 700 + i} for i, port in enumerate(ports)]
-        bodies = [{**PROMPT, "bootstrap_host": "127.0.0.1", **meeting} for meeting in meetings]
-        answers = asyncio.run(_fail_beside_a_good_one(doors, bodies))
-    for name, answer in zip(table.LIES, answers, strict=True):
-        assert 400 <= answer.status_code <= 503 and answer.json()["error"]["message"], (name, answer.text[:500])
-
-
-async def _fail_beside_a_good_one(doors: Doors, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-    """The answers to `bodies`, sent to the decode worker; beside them a good request is answered right."""
-    async with httpx.AsyncClient(timeout=60) as http:
-        bad = [asyncio.create_task(http.post(doors.urls["decode"] + GENERATE, json=body)) for body in bodies]
+        places = [(host, 1) for host in table.DEAD * 4] + [("127.0.0.1", port) for port in ports]
+        bad = [asyncio.create_task(_ask(doors, place, room=700 + i)) for i, place in enumerate(places)]
+        bad += [asyncio.create_task(_ask_for(doors, reply, room=78 + i)) for i, reply in enumerate(table.REPLIES)]
         fine, wanted = recall_body(random.Random(8), 30, max_new_tokens=3)
         assert (await generate_all(doors.urls["router"], [fine]))[0]["output_ids"] == wanted
-        return await asyncio.gather(*bad)
+        answers = await asyncio.gather(*bad)
+    said = ["bootstrap"] * len(table.DEAD * 4) + [""] * len(table.LIES) + list(table.REPLIES.values())
+    for name, words, answer in zip([*places, *table.REPLIES], said, answers, strict=True):
+        message = answer.json()["error"]["message"]
+        assert 400 <= answer.status_code <= 503 and message and words in message, (name, answer.text[:500])
 
 
-async def test_false_prefill_workers(doors: Doors) -> None:
-    """Bootstrap servers that name control planes which answer a decode worker's registration in every wrong way."""
-    answers = await asyncio.gather(*(_ask_for(doors, reply, room=78 + i) for i, reply in enumerate(table.REPLIES)))
-    for reply, answer in zip(table.REPLIES, answers, strict=True):
-        assert 400 <= answer.status_code <= 503, (reply, answer.text)
-        assert table.REPLIES[reply] in answer.json()["error"]["message"], (reply, answer.text)
+async def _ask(doors: Doors, place: tuple[str, int], *, room: int) -> httpx.Response:
+    meeting = dict(zip(("bootstrap_host", "bootstrap_port"), place, strict=True))
+    async with httpx.AsyncClient(timeout=60) as http:
+        return await http.post(doors.urls["decode"] + GENERATE, json={**PROMPT, **meeting, "bootstrap_room": room})
 
 
 async def _ask_for(doors: Doors, reply: str, *, room: int) -> httpx.Response:
@@ -169,36 +155,34 @@ async def _ask_for(doors: Doors, reply: str, *, room: int) -> httpx.Response:
         number = control.bind_to_random_port("tcp://127.0.0.1")
         false = msgspec.structs.replace(means.route(doors.cluster), control_port=number, incarnation=f"false-{reply}")
         with means.lying_bootstrap_server(200, msgspec.json.encode(RouteReply(false, False))) as port:
-            body = {**PROMPT, "bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
-            return await _answer_falsely(doors, body, control, false, reply)
+            asked = asyncio.create_task(_ask(doors, ("127.0.0.1", port), room=room))
+            await _answer_falsely(asked, control, false, reply, room)
+            return await asked
 
 
 async def _answer_falsely(
-    doors: Doors, body: dict[str, Any], control: "zmq.Socket[bytes]", false: Registration, reply: str
-) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=30) as http:
-        asked = asyncio.create_task(http.post(doors.urls["decode"] + GENERATE, json=body))
-        while not asked.done():
-            if not control.poll(0):
-                await asyncio.sleep(0.01)
-                continue
-            link, data = control.recv_multipart()
-            for frame in _false_frames(reply, decode(data), me=false.incarnation):
-                with contextlib.suppress(zmq.ZMQError):
-                    control.send_multipart([link, frame])
-        return await asked
+    asked: "asyncio.Task[httpx.Response]", control: "zmq.Socket[bytes]", false: Registration, reply: str, room: int
+) -> None:
+    while not asked.done():
+        if not control.poll(0):
+            await asyncio.sleep(0.01)
+            continue
+        link, data = control.recv_multipart()
+        for frame in _false_frames(reply, decode(data), me=false.incarnation, room=room):
+            with contextlib.suppress(zmq.ZMQError):
+                control.send_multipart([link, frame])
 
 
-def _false_frames(reply: str, said: Message, *, me: str) -> list[bytes]:
+def _false_frames(reply: str, said: Message, *, me: str, room: int) -> list[bytes]:
     them = said.src
     if reply == "junk":
         return [b"", b"\xc1", b"\x90", random.Random(2).randbytes(1000)]
     if reply == "refusal":
         return [encode(Refused(me, them, "not with you", False))]
     if reply == "stranger":
-        return [encode(Ping("somebody", them, 1)), encode(Drained(me, "nobody", 78, 0))]
+        return [encode(Ping("somebody", them, 1)), encode(Drained(me, "nobody", room, 0))]
     if reply == "success-at-once":
-        return [encode(Status(me, them, 78, 0, 4, 1)), encode(Status(me, them, 1, 0, 4, 2**62))]
+        return [encode(Status(me, them, room, 0, 4, 1)), encode(Status(me, them, 1, 0, 4, 2**62))]
     if reply in ("odd-rows", "row-of-no-room"):
         return _false_rows(said, me, odd=reply == "odd-rows")
     return []

@@ -19,7 +19,7 @@ from router.pool.worker import RankSizes, Role
 from router.server import start_router
 from service.flags import ConfigError
 from tests.router.behaviours import later, pauses
-from tests.router.dummies import CHAT, STREAM, always, cluster, events_of, until, workers
+from tests.router.dummies import CHAT, STREAM, DummyWorker, always, cluster, events_of, until, workers
 
 
 async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> None:
@@ -286,8 +286,8 @@ async def test_a_router_process_is_ready_and_ends_on_a_signal(tmp_path: Path, nu
 
 async def test_workers_join_a_trainer_s_group_with_ranks_of_their_own() -> None:
     """In the order of /workers, each with as many as it has."""
-    async with cluster(decode=2, info={"tp_size": 2, "dp_size": 2}) as c:
-        c.decodes[1].info |= {"enable_dp_attention": True}
+    decodes = [DummyWorker("plain", "decode"), DummyWorker("joint", "decode", info={"enable_dp_attention": True})]
+    async with cluster(decode=decodes, info={"tp_size": 2, "dp_size": 2}) as c:
         await until(lambda: c.state(c.decodes[1]).ranks.joint)
         asked = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 11, "group_name": "g"}
         status, _, answer = await c.post("/init_weights_update_group", asked)
