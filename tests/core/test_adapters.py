@@ -202,7 +202,7 @@ def test_no_request_starves_while_others_keep_coming() -> None:
     assert engine.tokens["rare"] == expected_tokens([7, 7], 3, adapter=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     depth=st.integers(1, 3),

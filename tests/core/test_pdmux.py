@@ -48,28 +48,6 @@ def test_a_request_changes_lanes_when_its_prompt_is_collected_and_opens_its_row_
     assert plan_of(engine, Phase.PREFILL).closes == [opened.slot]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("lag", [False, True])
-@pytest.mark.parametrize("num_pages", [20, 64])
-def test_every_answer_is_right_in_any_order_of_the_lanes(depth: int, lag: bool, num_pages: int) -> None:
-    """Few pages: requests are retracted, and their prompts computed again, in the other phase."""
-    retractions = 0
-    for seed in range(12):
-        engine = EngineInATest(multiplexed=True, depth=depth, lag=lag, num_pages=num_pages, clip=0, max_running=5)
-        engine.rng.seed(seed)
-        prompts = {f"r{i}": [(i % 3) * 7 + k for k in range(engine.rng.randrange(1, 40))] for i in range(9)}
-        for rid, prompt in prompts.items():
-            engine.add(rid, prompt, max_new_tokens=12)
-            engine.turns(engine.rng.randrange(6))
-        engine.run()
-        assert engine.tokens == {rid: expected_tokens(prompt, 12) for rid, prompt in prompts.items()}
-        assert engine.scheduler.memory.allocator.counts()["held"] == 0
-        both = {plan.phase for plan in engine.plans}
-        assert both == set(Phase) and not any(p.extend for p in engine.plans if p.phase is Phase.DECODE)
-        retractions += engine.scheduler.counters.retractions
-    assert (retractions > 0) == (num_pages == 20)
-
-
 def test_a_request_that_is_aborted_in_one_lane_keeps_its_memory_until_that_step_is_collected() -> None:
     engine = EngineInATest(multiplexed=True, lag=True)
     engine.add("a", list(range(10)))

@@ -249,16 +249,3 @@ def test_who_finds_all_that_it_shares_already_does_not_wait() -> None:
     engine.add("second", [*PREFIX, *range(7, 20)], max_new_tokens=1)
     engine.run()
     assert plan_ids(engine) == [["before"], ["first", "second"]]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("backup_pages", [0, 1000])
-def test_forced_retractions_change_no_token(depth: int, backup_pages: int) -> None:
-    engine = EngineInATest(depth=depth, backup_pages=backup_pages, test_retract=3)
-    prompts = {f"r{i}": [i, 1, 2, 3] for i in range(3)}
-    for rid, prompt in prompts.items():
-        engine.add(rid, prompt, max_new_tokens=30)
-    engine.run()
-    counters = engine.scheduler.counters
-    assert counters.retractions > 3 and counters.out_of_memory == 0
-    assert engine.tokens == {rid: expected_tokens(prompt, 30) for rid, prompt in prompts.items()}

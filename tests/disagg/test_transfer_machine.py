@@ -98,16 +98,6 @@ OVER_NVLINK = "--disaggregation-mooncake-protocol=nvlink_intra"
         ),
         (["--device=cpu", MOONCAKE, OVER_NVLINK], {}, "protocol is nvlink_intra, but the KV cache is in host memory"),
         (
-            ["--device=cpu", MOONCAKE],
-            {"MC_FORCE_MNNVL": "1"},
-            "MC_FORCE_MNNVL is set, but the KV cache is in host memory",
-        ),
-        (
-            ["--device=cpu", OVER_NVLINK],
-            {},
-            "--disaggregation-mooncake-protocol: nvlink_intra is a transport of Mooncake",
-        ),
-        (
             ["--device=cpu", "--disaggregation-ib-device=tandem_9"],
             {},
             "--disaggregation-ib-device: there is no 'tandem_9'; /sys/class/infiniband",

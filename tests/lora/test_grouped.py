@@ -1,12 +1,9 @@
 """Grouped kernels of adapters: numerics by the interpreter, and what the compiler makes of them for an H100/H200."""
 
-import os
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
@@ -32,22 +29,19 @@ from engine.lora.weights import AdapterWeights
 from engine.sampling_params import SamplingParams
 from tests.attention.triton.test_specialization import recorder
 from tests.attention.triton.test_triton import Made, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
+from tests.cells import some
+from tests.interpreted import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 SITES = {"qkv": (4096, [4096, 1024, 1024]), "down": (12288, [4096])}  # of Qwen3-8B
 SHAPES = {"decode": DECODE_TILES, "extend": EXTEND_TILES}
 MAX_REGISTERS = {"decode": 96, "extend": 168}
 
 
 def test_adapters_by_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.lora.grouped_by_the_interpreter"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("tests.lora.grouped_by_the_interpreter")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(("site", "shape"), some(product(SITES, SHAPES), tried=[("qkv", "decode"), ("down", "extend")]))
 def test_they_compile_for_sm_90_without_spills(site: str, shape: str) -> None:
     (width, parts), tiles = SITES[site], SHAPES[shape]
     constants = site_constants(width=width, rows=parts, sites=144, max_rank=64, dtype=torch.bfloat16)

@@ -1,10 +1,6 @@
 """Triton's sampler without a GPU: tokens by the interpreter, and what the compiler makes of the kernels for an H100/H200."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +8,8 @@ import pytest
 from engine.kernels.triton import sample
 from engine.kernels.triton.sample import PARTS, ROW_TILE, ROW_WARPS, TILE, WARPS, part_of
 from tests.attention.triton.test_triton import REGISTERS, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
+from tests.interpreted import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 VOCAB = 151936
 TYPES = {
     **dict.fromkeys(["logits_ptr", "edited_ptr", "floats_ptr", "before_ptr", "peaks_ptr"], "*fp32"),
@@ -26,16 +22,15 @@ BY_ROW = {"VOCAB": VOCAB, "PARTS": PARTS, "TILE": ROW_TILE}
 
 
 def test_tokens_by_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.sampler.triton_cases"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("tests.sampler.triton_cases")
 
 
 @pytest.mark.parametrize(
     ("name", "constants", "warps"),
     [
-        ("peaks_kernel", {**BY_PART, "MASKED": False, "IS_FALLBACK": False}, WARPS),
+        pytest.param(
+            "peaks_kernel", {**BY_PART, "MASKED": False, "IS_FALLBACK": False}, WARPS, marks=pytest.mark.slow
+        ),  # less than the next one
         ("peaks_kernel", {**BY_PART, "MASKED": True, "IS_FALLBACK": False}, WARPS),
         ("peaks_kernel", {**BY_PART, "MASKED": True, "IS_FALLBACK": True}, WARPS),
         ("top_k_kernel", {**BY_ROW, "MASKED": False}, ROW_WARPS),

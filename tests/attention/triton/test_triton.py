@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
@@ -37,9 +36,10 @@ from engine.kernels.triton.extend import (
     merge_warps,
 )
 from engine.kernels.triton.rope_write import HEAD_TILE, rope_write_kernel
+from tests.cells import some
+from tests.interpreted import run_interpreted
 
 ROOT = Path(__file__).parents[3]
-SLOW = pytest.mark.slow
 SM_90 = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
 REGISTERS = 65536
@@ -69,36 +69,23 @@ TREES = {f"{name}, trees": {**SHAPES[name], "paths": True} for name in ("Qwen3-0
 LATENTS = {f"{heads} heads of latents": {"heads": heads, "dim": 512, "rest": 64} for heads in (16, 20, 128)}
 LAYERS: dict[str, dict[str, Any]] = {**SHAPES, **SOFTMAXES, **TREES, **LATENTS}
 
-# Their extend kernel is another one's but for numbers of heads and a window: Gemma 3's, that of all gpt-oss.
-TWINS = ("Mistral", "gpt-oss, of four ranks")
 # What is served is in bf16, of which `make test` compiles the widest of each and what takes a way of its own; the interpreter
 # below runs fp32. `make slow-tests` compiles the others.
-DECODED = (
-    "Qwen3-0.6B",
-    "Gemma-like",
-    "in units",
-    "Gemma 2",
-    "gpt-oss",
-    "16 heads of latents",
-    "128 heads of latents",
-    *TREES,
-)
+DECODED = ("Gemma-like", "in units", "gpt-oss", "128 heads of latents", "in units, trees")
+EXTENDED = {
+    *((split, "bf16", "Gemma-like") for split in (False, True)),
+    *((False, "bf16", "Gemma 2"), (True, "bf16", "gpt-oss"), (True, "bf16", "128 heads of latents")),
+}
 
 
-@pytest.mark.parametrize("cases", ["triton_numerics", "triton_windows", "triton_latents"])
-def test_numerics_by_the_interpreter(cases):
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"tests.attention.triton.{cases}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_numerics_by_the_interpreter():
+    cases = ("numerics", "windows", "latents")
+    run_interpreted(*(f"tests.attention.triton.triton_{of}" for of in cases))
 
 
 @pytest.mark.parametrize(
     ("dtype", "layer"),
-    [
-        pytest.param(dtype, layer, marks=() if dtype == "bf16" and layer in DECODED else SLOW)
-        for dtype, layer in product(["bf16", "fp32"], LAYERS)
-    ],
+    some(product(["bf16", "fp32"], LAYERS), tried=[("bf16", layer) for layer in DECODED]),
 )
 def test_decode_compiles_for_sm_90_without_spills(layer, dtype):
     made = compiled_decode(dtype, **LAYERS[layer])
@@ -192,24 +179,9 @@ def test_the_turn_compiles_for_sm_90_without_spills(norms):
     assert len(stores) == 6 and all(".v4" in store or ".v2" in store for store in stores), stores
 
 
-def pairwise(values: Any, *, left_out: Any = ()) -> list[Any]:
-    """Cells (split, type, value): in bf16 the first value meets both ways, each other one. The rest is slow, and all of `left_out`."""
-    counted = [value for value in values if value not in left_out]
-    cells = product([False, True], ["bf16", "fp32"], values)
-    return [
-        pytest.param(*cell, marks=() if cell[2] in counted and is_tried(*cell[:2], counted.index(cell[2])) else SLOW)
-        for cell in cells
-    ]
-
-
-def is_tried(split: bool, dtype: str, number: int) -> bool:
-    """In bf16 the first value both ways, the others in turn."""
-    return dtype == "bf16" and (number == 0 or split == (number % 2 == 1))
-
-
 @pytest.mark.parametrize(
     ("split", "dtype", "layer"),
-    [*pairwise(list(SHAPES)[:3]), *pairwise(SOFTMAXES, left_out=TWINS), *pairwise(LATENTS)],
+    some(product([False, True], ["bf16", "fp32"], [*list(SHAPES)[:3], *SOFTMAXES, *LATENTS]), tried=EXTENDED),
 )
 def test_extend_compiles_for_sm_90_without_spills(layer, dtype, split):
     compiled_extend(dtype, split=split, **LAYERS[layer])

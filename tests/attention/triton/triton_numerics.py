@@ -232,7 +232,7 @@ def check_merge() -> None:
     merged = (used[:, None].expand(-1, heads.kv) > 1).flatten().nonzero().flatten()
     assert GUARD not in merged
     outs = []
-    for programs in (1, 3, 7, 100):  # the last are more than there are splits
+    for programs in (3, 100):  # the last are more than there are splits
         setattr(decode, "INTERPRETED_PROGRAMS", programs)  # noqa: B010
         decode.multiprocessors.cache_clear()
         for layer in range(2):

@@ -1,4 +1,4 @@
-"""How many of a kind's fixed stories are played: in `make test` the first half, in `make slow-tests` all of them."""
+"""How many of a kind's fixed stories are played: in `make test` the first third or half, in `make slow-tests` all of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class Share:
         assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
 
 
-shares = pytest.mark.parametrize(
-    "share",
-    [
-        pytest.param(Share(parts=2, shown=5), id="half"),
-        pytest.param(Share(parts=1, shown=1), id="all", marks=pytest.mark.slow),
-    ],
-)
+def _shares(quick: Share, name: str) -> pytest.MarkDecorator:
+    every = pytest.param(Share(parts=1, shown=1), id="all", marks=pytest.mark.slow)
+    return pytest.mark.parametrize("share", [pytest.param(quick, id=name), every])
+
+
+shares = _shares(Share(parts=3, shown=8), "third")
+halves = _shares(Share(parts=2, shown=5), "half")

@@ -1,9 +1,5 @@
 """Graphs: which sizes, and (by the interpreter, in a process of its own) that padded steps sample the same tokens."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +19,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import PageTable
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
-
-ROOT = Path(__file__).parents[3]
+from tests.interpreted import run_interpreted
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,4 @@ def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], cuda: bo
 
 
 def test_padded_steps_sample_the_same_tokens() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.engine.device.graphs_by_the_interpreter"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("tests.engine.device.graphs_by_the_interpreter")

@@ -1,5 +1,6 @@
 """Speculation for models with recurrent states: drafts that are right, wrong, or both, leave the bits of every token as they are."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from engine.device.step_memory import EngineUse
 from engine.executor import decode_tapes
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
+from tests.cells import some
 from tests.engine.drafts.drafters import KINDS, Answers, always, ask_all, draft_from, fared
 from tests.engine.drafts.test_speculation import in_grammar
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -63,8 +65,13 @@ def answers(path: str, right: Answers | None = None, kind: str = "", **flags: An
         return said
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    some(
+        product(FAMILIES, KINDS),
+        tried=[*product(["delta"], KINDS), *product(["mamba", "beside attention"], ["wrong", "half"])],
+    ),
+)
 def test_answers_are_those_of_plain_decoding(
     paths: dict[str, str],
     plain: dict[str, Answers],
@@ -86,7 +93,7 @@ def test_whatever_else_happens(paths: dict[str, str], plain: dict[str, Answers],
     assert answers(paths["delta"], plain["delta"], "mixed", **WAYS[way]) == plain["delta"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, tried=["delta", "beside attention"]))
 def test_ranks_take_back_their_own_parts(paths: dict[str, str], name: str) -> None:
     flags = {"tp_size": 2, "reduce_units": 2, "num_threads": 1}
     with ranks(paths[name], **flags) as group:

@@ -7,6 +7,7 @@ recurrent states the answer needs the one behind the last token that counts, too
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+BESIDE = [(KINDS[i % 2], way) for i, way in enumerate(WAYS)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "way"), [*((KINDS[i % 2], way) for i, way in enumerate(WAYS)), *(("NEXTN", way) for way in WAYS)]
+    ("kind", "way"),
+    some(
+        [*BESIDE, *(("NEXTN", way) for way in WAYS)],
+        tried=[*BESIDE, *(("NEXTN", way) for way in ("chunked", "overlapped", "retracted", "without tapes"))],
+    ),
 )
 def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str, Right], kind: str, way: str) -> None:
     """40 tokens behind the first: eight steps of four drafts, one of them without where the last page is full."""
@@ -103,8 +111,9 @@ def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str,
     assert how.drafts == 4 * 32 or (way in ("retracted", "recomputed", "mixed", "overlapped") and how.drafts > 90)
 
 
-@pytest.mark.parametrize("kind", ["EAGLE", "NEXTN"])
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("tp_size", "kind"), some(product([1, 2], ["EAGLE", "NEXTN"]), tried=[(1, "NEXTN"), (2, "EAGLE")])
+)
 def test_behind_rejected_drafts_the_next_ones_are_right(right: dict[str, Right], tp_size: int, kind: str) -> None:
     """Each second draft is made wrong on its way to the core, so a step accepts one, and the next begins behind rejected rows."""
     one = right[kind]
@@ -144,17 +153,17 @@ def test_prefixes_bring_their_tails(
     assert how.accepted == how.drafts > least
 
 
-def test_ranks_draft_the_same(right: dict[str, Right]) -> None:
-    flags = {"tp_size": 2, "num_threads": 1, "chunked_prefill_size": 32}
-    for one in (right[kind] for kind in KINDS):
-        with ranks(one.path, **flags, **one.flags) as group:
-            always(group.engine.parts.scheduler)
-            assert answers_to(group.engine, one.prompts, new=NEW) == one.answers
-            how = fared(group.engine)
-        assert how.accepted == how.drafts > 100
+@pytest.mark.parametrize("kind", some(KINDS, tried=["EAGLE3"]))
+def test_ranks_draft_the_same(right: dict[str, Right], kind: str) -> None:
+    flags, one = {"tp_size": 2, "num_threads": 1, "chunked_prefill_size": 32}, right[kind]
+    with ranks(one.path, **flags, **one.flags) as group:
+        always(group.engine.parts.scheduler)
+        assert answers_to(group.engine, one.prompts, new=NEW) == one.answers
+        how = fared(group.engine)
+    assert how.accepted == how.drafts > 100
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, tried=["EAGLE"]))
 def test_any_sampling_gives_the_tokens_of_plain_decoding(tmp_path: Path, kind: str) -> None:
     path = make_tiny_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")
     said, how = answers(path, **by(kind, make_tiny_eagle(tmp_path / "eagle", kind, dtype="bfloat16")))

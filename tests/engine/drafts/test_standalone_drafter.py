@@ -9,6 +9,7 @@ import pytest
 from engine.core.mem_cache.host_cache import HostCache
 from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
+from tests.cells import some
 from tests.engine.drafts.drafters import Answers, Fared, always, ask_all, fared
 from tests.engine.drafts.test_speculation import in_grammar
 from tests.engine.engine_in_process import EngineInProcess
@@ -99,7 +100,9 @@ def test_what_a_grammar_leaves(checkpoint: str) -> None:
 
 
 @pytest.mark.skipif(linear_kernel() is None, reason="products of torch depend on the batch")
-@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize(
+    "family", some(["gemma2", "deepseek_v3", "mixtral"], tried=["mixtral"])
+)  # see test_draft_trees.py
 def test_windows_latents_and_experts(tmp_path: Path, other: str, family: str) -> None:
     """Of the model, beside a drafter of another kind; and of the drafter itself."""
     path = make_tiny_checkpoint(tmp_path / family, family, dtype="bfloat16")

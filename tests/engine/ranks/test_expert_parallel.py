@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from engine.model_files.model_config import load_model_config
 from engine.models.expert_balance import ExpertBalance
 from engine.models.expert_parallel import Placed
 from engine.parallel.expert_placement import imbalance, trivial
+from tests.cells import some
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.dp_in_process import dp_ranks
 from tests.engine.ranks.ranks_in_process import engine_of
@@ -36,10 +38,14 @@ Answers = dict[str, tuple[list[int], list[float]]]  # tokens and their logprobs,
 pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="bits are promised of the C kernel of bf16")
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "gpt_oss", "qwen3_moe"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+MODELS = ("glm4_moe", "gpt_oss", "qwen3_moe")
+models = pytest.mark.parametrize("family", MODELS, scope="module")
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"num_key_value_heads": 4, "num_attention_heads": 8}
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("ep") / "model", request.param, dtype="bfloat16", **sizes)
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("ep") / "model", family, dtype="bfloat16", **sizes)
 
 
 @contextmanager
@@ -82,6 +88,7 @@ def alone_in_units(path: str) -> Answers:
     return answers(path, reduce_units=4)
 
 
+@models
 def test_where_each_rank_attends_for_itself_no_flag_is_needed(model: str) -> None:
     """Idle ranks included: the second has nothing, then less than the first."""
     alone = answers(model)
@@ -89,6 +96,7 @@ def test_where_each_rank_attends_for_itself_no_flag_is_needed(model: str) -> Non
         assert answers(model, where=where, tp_size=2, dp_size=2, ep_size=2) == alone, where
 
 
+@models
 def test_experts_of_any_family_may_lie_in_any_order(model: str, tmp_path: Path) -> None:
     file, count = tmp_path / "experts.json", load_model_config(model).experts.count
     file.write_text(
@@ -98,22 +106,30 @@ def test_experts_of_any_family_may_lie_in_any_order(model: str, tmp_path: Path) 
     assert answers(model, tp_size=2, dp_size=2, ep_size=2, **flags) == answers(model)
 
 
+# Attention's heads are cut, and experts are not, or are. By groups: as on GPUs.
+SHAPES: dict[str, dict[str, Any]] = {
+    "2 stages": {"tp_size": 2, "ep_size": 2, "pp_size": 2},
+    "2 DP ranks": {"tp_size": 4, "ep_size": 4, "dp_size": 2, "where": (1, 0, 1, 0)},
+    "by groups": {"tp_size": 2, "ep_size": 2, "by_groups": True, "disable_cuda_graph": True},
+    "2 machines": {"tp_size": 4, "ep_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"},
+    "experts cut": {"tp_size": 2, "ep_size": 1},
+}
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        {"tp_size": 2, "ep_size": 2, "pp_size": 2},
-        {"tp_size": 4, "ep_size": 4, "dp_size": 2, "where": (1, 0, 1, 0)},
-        {"tp_size": 2, "ep_size": 2, "by_groups": True, "disable_cuda_graph": True},
-        {"tp_size": 4, "ep_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"},
-        {"tp_size": 2, "ep_size": 1},
-    ],
-    ids=lambda shape: " ".join(
-        f"{name}={value}" for name, value in shape.items() if name.endswith("s") or "size" in name
+    ("family", "shape"),
+    some(
+        product(MODELS, SHAPES),
+        tried=[
+            *product(["glm4_moe"], ["2 stages", "experts cut"]),
+            *product(["gpt_oss"], ["2 DP ranks", "experts cut"]),
+            *product(["qwen3_moe"], ["by groups", "2 machines"]),
+        ],
     ),
+    scope="module",
 )
-def test_with_reduce_units_no_bit_depends_on_the_ranks(model: str, shape: dict[str, Any]) -> None:
-    """Attention's heads are cut, and experts are not, or are. By groups: as on GPUs."""
-    assert answers(model, reduce_units=4, **shape) == alone_in_units(model)
+def test_with_reduce_units_no_bit_depends_on_the_ranks(model: str, shape: str) -> None:
+    assert answers(model, reduce_units=4, **SHAPES[shape]) == alone_in_units(model)
 
 
 @pytest.fixture(scope="module")
@@ -157,18 +173,18 @@ def balances(engines: list[Any]) -> list[ExpertBalance]:
     return found
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"tp_size": 2, "ep_size": 2, "dp_size": 2},
-        {"tp_size": 2, "ep_size": 2, "reduce_units": 4},
-        {"tp_size": 4, "ep_size": 4, "dp_size": 2, "reduce_units": 4, "ep_num_redundant_experts": 4},
-        {"tp_size": 4, "ep_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:1", "reduce_units": 4},
-    ],
-    ids=["2 DP ranks", "2 ranks", "4 ranks, 2 DP ranks", "2 machines"],
-)
-def test_experts_move_while_requests_run_and_no_token_changes(skewed: str, shape: dict[str, Any]) -> None:
+MOVED: dict[str, dict[str, Any]] = {
+    "2 DP ranks": {"tp_size": 2, "ep_size": 2, "dp_size": 2},
+    "2 ranks": {"tp_size": 2, "ep_size": 2, "reduce_units": 4},
+    "4 ranks, 2 DP ranks": {"tp_size": 4, "ep_size": 4, "dp_size": 2, "reduce_units": 4, "ep_num_redundant_experts": 4},
+    "2 machines": {**SHAPES["2 machines"], "reduce_units": 4},
+}
+
+
+@pytest.mark.parametrize("name", some(MOVED, tried=["2 DP ranks", "2 machines"]))
+def test_experts_move_while_requests_run_and_no_token_changes(skewed: str, name: str) -> None:
     """All layers move while 60 tokens are made; then the loads since are more even than they would be in order."""
+    shape = MOVED[name]
     alone = long_answers(skewed, shape.get("reduce_units"))
     with engines_of(skewed, **shape, **EPLB) as (engines, run):
         for i, prompt in enumerate(PROMPTS):

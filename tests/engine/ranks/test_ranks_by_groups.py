@@ -1,10 +1,6 @@
 """The path of ranks on GPUs, with gloo on CPUs in the place of NCCL: sums, logits, tokens and hidden states by process groups, and
 steps that are measured, recorded and warmed up on all ranks at once. No GPU is in it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +11,8 @@ from tests.engine.device.test_gpu_memory import StandIn
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.engine.ranks.test_ranks import EQUAL, Answers, answers
+from tests.interpreted import run_interpreted
 
-ROOT = Path(__file__).parents[3]
 SHAPES = [(2, 1), (1, 2), (2, 2)]
 
 
@@ -66,7 +62,4 @@ def test_ranks_measure_and_warm_up_together_and_the_least_memory_counts(tp_size:
 
 @pytest.mark.slow  # of one rank: tests/engine/device/test_decode_graphs.py
 def test_ranks_record_the_same_steps() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.engine.ranks.rank_graphs_by_the_interpreter"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("tests.engine.ranks.rank_graphs_by_the_interpreter")
