@@ -176,3 +176,9 @@ class EngineInATest:
             if not self.turn():
                 return
         raise AssertionError("the engine did not come to rest")
+
+    def answer(self, rid: str, prompt: list[int], **asked: object) -> list[int]:
+        """The tokens of one more request, when nothing is left to do."""
+        self.add(rid, prompt, **asked)
+        self.run()
+        return self.tokens[rid]

@@ -20,8 +20,7 @@ def one(drafts: str = "modeled right", **setup: object) -> EngineInATest:
 
 def test_drafts_come_before_each_decode_step() -> None:
     engine = one()
-    engine.add("r", [1, 2, 3], max_new_tokens=10)
-    engine.run()
+    engine.answer("r", [1, 2, 3], max_new_tokens=10)
     assert kinds(engine) == ["prompt", "draft", "verify", "draft", "verify", "plain"]
     assert engine.tokens["r"] == expected_tokens([1, 2, 3], 10)
 
@@ -35,16 +34,14 @@ def test_a_landed_prompt_is_drafted_for_at_once() -> None:
 
 def test_overlapping_steps_end_before_a_drafter_is_asked() -> None:
     engine = one(depth=2, lag=True)
-    engine.add("r", [1, 2, 3], max_new_tokens=10)
-    engine.run()
+    engine.answer("r", [1, 2, 3], max_new_tokens=10)
     assert "verify" in kinds(engine) and engine.tokens["r"] == expected_tokens([1, 2, 3], 10)
 
 
 def test_without_free_pages_there_are_fewer_drafts_and_nothing_is_evicted() -> None:
     """Two tokens are left in the second page behind the next one; the third page holds a cached prefix."""
     engine = one(num_pages=3, page_size=4)
-    engine.add("first", [9, 9, 9, 9], max_new_tokens=1)
-    engine.run()
+    engine.answer("first", [9, 9, 9, 9], max_new_tokens=1)
     engine.add("r", [1, 2, 3, 4, 5], max_new_tokens=7)
     engine.turns(2)
     assert engine.plans[-1].items[0].to_draft == 2
@@ -56,8 +53,7 @@ def test_without_free_pages_there_are_fewer_drafts_and_nothing_is_evicted() -> N
 def test_a_step_of_a_drafter_that_fails_costs_drafts_alone() -> None:
     engine = one()
     engine.model.fails = lambda plan: plan.skips_model
-    engine.add("r", [1, 2, 3], max_new_tokens=6)
-    engine.run()
+    engine.answer("r", [1, 2, 3], max_new_tokens=6)
     assert set(kinds(engine)) == {"prompt", "draft", "plain"}
     assert engine.tokens["r"] == expected_tokens([1, 2, 3], 6)
 

@@ -60,12 +60,10 @@ def test_each_token_is_a_steps_or_an_accepted_drafts(drafts: str, depth: int) ->
 
 def test_drafts_behind_an_end_were_verified_and_not_accepted() -> None:
     engine = EngineInATest(drafts="right", most_drafts=8)
-    engine.add("r", [1, 2, 3], max_new_tokens=40)
-    engine.run()
+    engine.answer("r", [1, 2, 3], max_new_tokens=40)
     end = engine.tokens["r"][6]
     again = EngineInATest(drafts="right", most_drafts=8)
-    again.add("r", [1, 2, 3], max_new_tokens=40, eos=end)
-    again.run()
+    again.answer("r", [1, 2, 3], max_new_tokens=40, eos=end)
     counts = counts_of(again, "r")
     assert counts.steps + counts.accepted == len(again.tokens["r"]) - 1 < 40
     assert counts.drafted == sum(item.draft for plan in again.plans for item in plan.items) > counts.accepted
@@ -73,8 +71,7 @@ def test_drafts_behind_an_end_were_verified_and_not_accepted() -> None:
 
 def test_without_drafting_no_draft_is_reported() -> None:
     engine = EngineInATest()
-    engine.add("r", [1, 2, 3], max_new_tokens=9)
-    engine.run()
+    engine.answer("r", [1, 2, 3], max_new_tokens=9)
     assert engine.outputs["r"][-1].drafts is None
 
 

@@ -46,9 +46,7 @@ def turn_until_rejected(engine: EngineInATest) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_next_plan_takes_back_what_rejected_drafts_have_moved(depth: int) -> None:
     engine = with_all_drafts(engine_of("wrong", depth=depth))
-    engine.add("r", PROMPT, max_new_tokens=20)
-    engine.run()
-    assert engine.tokens["r"] == expected_tokens(PROMPT, 20)
+    assert engine.answer("r", PROMPT, max_new_tokens=20) == expected_tokens(PROMPT, 20)
     rejected = [i for i, plan in enumerate(engine.plans) if drafted(plan)]
     back = [i for i, plan in enumerate(engine.plans) if plan.rewinds]
     assert back == [i + 1 for i in rejected] and len(back) > 10
@@ -59,9 +57,7 @@ def test_the_next_plan_takes_back_what_rejected_drafts_have_moved(depth: int) ->
 
 def test_nothing_is_taken_back_where_all_drafts_are_right() -> None:
     engine = engine_of("right")
-    engine.add("r", PROMPT, max_new_tokens=20)
-    engine.run()
-    assert engine.tokens["r"] == expected_tokens(PROMPT, 20)
+    assert engine.answer("r", PROMPT, max_new_tokens=20) == expected_tokens(PROMPT, 20)
     assert any(drafted(plan) for plan in engine.plans) and not any(plan.rewinds for plan in engine.plans)
 
 
@@ -120,8 +116,7 @@ def test_one_step_with_drafts_is_in_flight_at_a_time(retracted: bool) -> None:
 def test_the_next_turn_of_a_chat_begins_in_an_answer_that_was_drafted(kind: str) -> None:
     """Rows end at 24 and 32 tokens of 21 + 12, so that the states there can be kept."""
     engine = engine_of(kind, most_drafts=7)
-    engine.add("turn", PROMPT, max_new_tokens=12)
-    engine.run()
+    engine.answer("turn", PROMPT, max_new_tokens=12)
     chat = [*PROMPT, *engine.tokens["turn"], 50]
     request = engine.add("next", chat, max_new_tokens=3)
     engine.run()
@@ -132,8 +127,7 @@ def test_the_next_turn_of_a_chat_begins_in_an_answer_that_was_drafted(kind: str)
 
 def test_no_rows_are_cut_where_nothing_is_kept() -> None:
     engine = with_all_drafts(engine_of("right", most_drafts=7, radix=False))
-    engine.add("r", PROMPT, max_new_tokens=12)
-    engine.run()
+    engine.answer("r", PROMPT, max_new_tokens=12)
     assert max(sum(drafted(plan).values()) for plan in engine.plans) == 7
     assert engine.tokens["r"] == expected_tokens(PROMPT, 12)
 

@@ -88,8 +88,7 @@ def test_running_transferring_and_coming_ones_count() -> None:
 
 def test_a_retracted_request_finds_its_prefix_and_locks_it() -> None:
     engine = EngineInATest(num_pages=16, page_size=4)
-    engine.add("before", list(range(8)), max_new_tokens=1)
-    engine.run()
+    engine.answer("before", list(range(8)), max_new_tokens=1)
     cached = engine.scheduler.memory.available
     again = request(8, generated=3, limit=8)
     assert engine.scheduler.held.adopt(again) is None and engine.scheduler.held.reserve(again)
@@ -105,8 +104,7 @@ def test_a_retracted_request_finds_its_prefix_and_locks_it() -> None:
 
 def test_a_retracted_request_without_room_changes_nothing() -> None:
     engine = EngineInATest(num_pages=4, page_size=4)
-    engine.add("before", list(range(8)), max_new_tokens=1)
-    engine.run()
+    engine.answer("before", list(range(8)), max_new_tokens=1)
     other = request(9, limit=1, rid="other")
     assert engine.scheduler.held.adopt(other) is None and engine.scheduler.held.reserve(other)
     again = request(8, generated=3, limit=8)

@@ -16,14 +16,11 @@ def test_its_requests_end_and_the_next_ones_compute_anew(depth: int, lag: bool, 
     """Steps 1 to 3 are chunks of one prompt, the others decode."""
     engine = EngineInATest(depth=depth, lag=lag, chunk=16)
     engine.model.fails = lambda plan: plan.seq == failing
-    engine.add("first", PROMPT, max_new_tokens=8)
-    engine.run()
+    engine.answer("first", PROMPT, max_new_tokens=8)
     reason = engine.finish["first"]
     assert (reason.kind, reason.message, reason.status) == ("abort", NO_MEMORY, 503)
     assert engine.tokens["first"] == expected_tokens(PROMPT, 8)[: max(0, failing - 3)]
-    engine.add("again", PROMPT, max_new_tokens=8)
-    engine.run()
-    assert engine.tokens["again"] == expected_tokens(PROMPT, 8)
+    assert engine.answer("again", PROMPT, max_new_tokens=8) == expected_tokens(PROMPT, 8)
     assert engine.scheduler.counters.failed_steps == 1
     assert engine.scheduler.memory.allocator.counts()["held"] == 0 and engine.scheduler.idle
 
@@ -35,8 +32,7 @@ def test_requests_outside_the_step_go_on(depth: int) -> None:
     engine.add("decodes", [7, 8, 9], max_new_tokens=20)
     engine.turns(4)
     engine.model.fails = lambda plan: plan.extend
-    engine.add("fails", PROMPT, max_new_tokens=4)
-    engine.run()
+    engine.answer("fails", PROMPT, max_new_tokens=4)
     assert engine.finish["fails"].status == 503
     assert engine.tokens["decodes"] == expected_tokens([7, 8, 9], 20)
 

@@ -57,8 +57,7 @@ def test_groups_that_have_become_uneven_become_even_again() -> None:
 def test_what_a_prompt_has_sampled_waits_for_the_sample_and_no_plan_holds_a_placeholder() -> None:
     engine = EngineInATest(depth=3, pp_size=2, lag=True)
     engine.add("a", [1, 2, 3], max_new_tokens=4)
-    engine.add("b", [4, 5, 6], max_new_tokens=4)
-    engine.run()
+    engine.answer("b", [4, 5, 6], max_new_tokens=4)
     assert all(token >= 0 for plan in engine.plans for item in plan.items for token in item.tokens)
     assert engine.tokens == {"a": expected_tokens([1, 2, 3], 4), "b": expected_tokens([4, 5, 6], 4)}
 

@@ -66,8 +66,7 @@ def test_a_failed_prompt_step_takes_no_decode_with_it() -> None:
     plan_of(engine, Phase.PREFILL)
     engine.collect(Phase.PREFILL)
     engine.model.fails = lambda plan: plan.phase is Phase.PREFILL
-    engine.add("b", [4, 5, 6])
-    engine.run()
+    engine.answer("b", [4, 5, 6])
     assert engine.tokens["a"] == expected_tokens([1, 2, 3], 8) and engine.finish["b"].status == 503
 
 

@@ -29,8 +29,7 @@ def test_the_more_urgent_request_goes_first(priorities: Priorities, priority: in
     engine = EngineInATest(priorities=priorities, max_running=1)
     engine.add("older", [1], priority=0, max_new_tokens=1)
     engine.now_s = at_s
-    engine.add("newer", [2], priority=priority, max_new_tokens=1)
-    engine.run()
+    engine.answer("newer", [2], priority=priority, max_new_tokens=1)
     assert engine.plans[0].items[0].rid == first
 
 
@@ -39,8 +38,7 @@ def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: 
     engine = EngineInATest(priorities=PRIORITIES, max_running=1, depth=2)
     engine.add("low", [1, 2], max_new_tokens=20)
     engine.turns(5)
-    engine.add("high", [3], priority=priority, max_new_tokens=3)
-    engine.run()
+    engine.answer("high", [3], priority=priority, max_new_tokens=3)
     assert engine.scheduler.counters.preemptions == preempted
     assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
 
@@ -85,8 +83,7 @@ def test_memory_that_comes_back_anyway_costs_no_request_its_place() -> None:
     while "ends" not in engine.finish:
         engine.turn()
     assert [r.rid for r in engine.scheduler.stages.draining] == ["ends"]
-    engine.add("high", [9, 10, 11, 12], priority=50, max_new_tokens=12)
-    engine.run()
+    engine.answer("high", [9, 10, 11, 12], priority=50, max_new_tokens=12)
     assert engine.scheduler.counters.preemptions == 0
 
 
@@ -99,8 +96,7 @@ def test_a_request_that_waited_longer_than_the_difference_keeps_its_place(
     engine.add("old", [1], priority=0, max_new_tokens=5)
     engine.now_s = arrives_s
     engine.turn()
-    engine.add("new", [2], priority=15, max_new_tokens=2)
-    engine.run()
+    engine.answer("new", [2], priority=15, max_new_tokens=2)
     assert engine.scheduler.counters.preemptions == preempted
     assert engine.tokens == {"old": expected_tokens([1], 5), "new": expected_tokens([2], 2)}
 
@@ -120,8 +116,7 @@ def test_out_of_memory_the_lowest_priority_goes_first(
     engine = engine_of(8, depth=depth, conservativeness=0.0, priorities=priorities)
     engine.add("vip", [1, 2, 3, 4], priority=priority, max_new_tokens=24)
     engine.turn()
-    engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
-    engine.run()
+    engine.answer("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
     assert engine.scheduler.counters.retractions > 0 and engine.scheduler.counters.preemptions == 0
     assert engine.outputs[victim][-1].retractions > 0
     assert victim == "vip" or engine.outputs["vip"][-1].retractions == 0

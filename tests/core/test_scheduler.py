@@ -18,9 +18,7 @@ def test_the_step_after_eos_leaves_no_trace_and_the_last_token_by_length_wastes_
     prompt = [1, 2, 3]
     eos = None if eos_at is None else expected_tokens(prompt, 5)[eos_at]
     engine = EngineInATest(depth=2)
-    engine.add("r", prompt, eos=eos, max_new_tokens=5)
-    engine.run()
-    assert engine.tokens["r"] == expected_tokens(prompt, num_tokens)
+    assert engine.answer("r", prompt, eos=eos, max_new_tokens=5) == expected_tokens(prompt, num_tokens)
     assert (engine.finish["r"].kind, engine.finish["r"].matched) == ("length" if eos is None else "stop", eos)
     assert engine.scheduler.counters.wasted_samples == wasted
     assert sum(len(p.items) for p in engine.plans) == num_tokens + wasted
@@ -40,8 +38,7 @@ def test_equal_prompts_side_by_side_keep_one_copy_in_the_tree() -> None:
 def test_a_long_prompt_goes_in_whole_pages_and_first_in_line() -> None:
     engine = EngineInATest(page_size=4, chunk=10)
     engine.add("long", list(range(25)), max_new_tokens=1)
-    engine.add("short", [7, 7], max_new_tokens=1)
-    engine.run()
+    engine.answer("short", [7, 7], max_new_tokens=1)
     shapes = [[(i.rid, i.start, i.q_len, i.sample) for i in p.items] for p in engine.plans]
     assert shapes == [
         [("long", 0, 8, False)],
@@ -68,8 +65,7 @@ def test_short_pages_retract_one_request_at_a_time() -> None:
 def test_what_can_never_run_is_refused_by_name(prompt: list[int], sampling: dict[str, int], words: str) -> None:
     engine = EngineInATest(num_pages=64, page_size=4)
     engine.add("bad", prompt, **sampling)
-    engine.add("good", [1, 2], max_new_tokens=1)
-    engine.run()
+    engine.answer("good", [1, 2], max_new_tokens=1)
     assert words in engine.finish["bad"].message and engine.finish["bad"].status == 400
     assert engine.tokens["good"] == expected_tokens([1, 2], 1)
 
@@ -157,8 +153,7 @@ def test_who_has_a_row_goes_on_although_others_have_none(depth: int) -> None:
 def test_the_end_of_a_prompt_may_overdraw_the_chunk_budget_by_a_16th(length: int, parts: list[int]) -> None:
     engine = EngineInATest(page_size=4, chunk=64)
     prompt = [i % 50 for i in range(length)]
-    engine.add("r", prompt, max_new_tokens=2)
-    engine.run()
+    engine.answer("r", prompt, max_new_tokens=2)
     assert [item.q_len for plan in engine.plans for item in plan.items if item.extend] == parts
     assert engine.tokens["r"] == expected_tokens(prompt, 2)
 
@@ -236,16 +231,13 @@ def test_of_many_requests_with_one_prefix_a_plan_looks_at_some() -> None:
     engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512, max_running=64)
     for i in range(40):
         engine.add(f"r{i}", [*PREFIX, i], max_new_tokens=1)
-    engine.add("other", [9, 9, 9], max_new_tokens=1)
-    engine.run()
+    engine.answer("other", [9, 9, 9], max_new_tokens=1)
     assert plan_ids(engine)[0] == ["r0"] and len(plan_ids(engine)[1]) == 40
 
 
 def test_who_finds_all_that_it_shares_already_does_not_wait() -> None:
     engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512)
-    engine.add("before", PREFIX, max_new_tokens=1)
-    engine.run()
+    engine.answer("before", PREFIX, max_new_tokens=1)
     engine.add("first", [*PREFIX, *range(1, 160)], max_new_tokens=1)
-    engine.add("second", [*PREFIX, *range(7, 20)], max_new_tokens=1)
-    engine.run()
+    engine.answer("second", [*PREFIX, *range(7, 20)], max_new_tokens=1)
     assert plan_ids(engine) == [["before"], ["first", "second"]]

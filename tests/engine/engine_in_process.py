@@ -186,6 +186,17 @@ class EngineInProcess(PartsInProcess):
         windows = self.parts.scheduler.memory.part(WindowPages)
         assert windows is None or windows.num_available == windows.allocator.num_pages, "window pages are left"
 
+    def answer(self, rid: str, prompt: list[int], **asked: Any) -> list[int]:
+        """The tokens of one more request, when nothing is left to do."""
+        self.add(rid, prompt, **asked)
+        self.run()
+        return self.tokens[rid]
+
+    def all_logprobs(self) -> dict[str, list[float]]:
+        """Of the prompt and the tokens of each request."""
+        entries = {rid: [*self.input_logprobs[rid], *self.logprobs[rid]] for rid in self.tokens}
+        return {rid: [entry.logprob or 0.0 for entry in of_one] for rid, of_one in entries.items()}
+
     def turn(self) -> bool:
         """As that of parts; where steps have ends that are watched, it waits for one."""
         if super().turn():

@@ -62,8 +62,7 @@ def test_a_row_of_the_head_without_a_token_of_the_tokenizer_is_a_token(checkpoin
 def test_nan_logits_are_an_error_at_the_limit_too(poisoned: str, limit: int) -> None:
     """Nothing else would say that the only token, or the prompt's logprobs, mean nothing."""
     with EngineInProcess(poisoned) as engine:
-        engine.add("hurt", [30, POISON, 31], max_new_tokens=limit)
-        engine.run()
+        engine.answer("hurt", [30, POISON, 31], max_new_tokens=limit)
     assert (engine.finish["hurt"].kind, engine.finish["hurt"].status, engine.finish["hurt"].own) == ("abort", 500, True)
 
 

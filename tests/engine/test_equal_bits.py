@@ -15,6 +15,7 @@ from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.ranks.ranks_in_process import FOR_RANKS
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 PROMPTS = {"a": prompt_of(150, 1), "b": prompt_of(9, 2), "c": prompt_of(70, 3)}
@@ -42,13 +43,7 @@ WAYS: dict[str, tuple[dict[str, Any], EngineUse | None, Callable[[EngineInProces
 }
 
 
-QWEN3 = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-}
+QWEN3 = {**FOR_RANKS, "intermediate_size": 128}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, sizes, flags
     "qwen3": ("qwen3", QWEN3, {}),
     "KV of 8 bits": ("qwen3", QWEN3, {"kv_cache_dtype": "fp8_e4m3"}),

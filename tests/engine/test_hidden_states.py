@@ -61,7 +61,7 @@ class Engine(EngineInProcess):
         return effects.outputs
 
 
-@usual({"way": "chunked"})
+@usual()  # a family's logits, which follow from them: test_parity.py
 @pytest.mark.parametrize("way", WAYS)
 def test_hidden_states_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
     """Twice: what is cached is computed again, because its states are wanted."""
@@ -108,7 +108,7 @@ def pooled(states: torch.Tensor, pooling: str) -> torch.Tensor:
     return torch.nn.functional.normalize(vector, dim=-1)
 
 
-@usual()  # a family's logits: test_parity.py
+@usual()
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
     prompt, ids = LONG, (271, 17, 40)

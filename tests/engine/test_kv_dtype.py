@@ -65,8 +65,7 @@ def test_models_of_other_kinds_keep_their_tokens_in_chunks_and_cached(name: str,
     for chunk in (-1, 64):
         with EngineInProcess(path, **flags, chunked_prefill_size=chunk) as engine:
             for rid in ("one", "again"):
-                engine.add(rid, PROMPTS["a"], max_new_tokens=12)
-                engine.run()
+                engine.answer(rid, PROMPTS["a"], max_new_tokens=12)
             got += [engine.tokens["one"], engine.tokens["again"]]
             assert engine.cached["again"] > 0
             assert all(spec.fp8 for spec in engine.parts.pool.specs)

@@ -47,8 +47,7 @@ def forward_pass(engine: EngineInProcess) -> Any:
 
 
 def push_out(engine: EngineInProcess) -> None:
-    engine.add("other", prompt_of(60, seed=2), max_new_tokens=1)
-    engine.run()
+    engine.answer("other", prompt_of(60, seed=2), max_new_tokens=1)
 
 
 @pytest.fixture
@@ -73,8 +72,7 @@ def test_each_layer_waits_for_its_own_part_alone(engine: EngineInProcess, log: L
     """`watched`: layers are marked as well, for a transfer."""
     if watched:
         engine.parts.device.layers.watch(range(1, LAYERS + 1), lambda: None)
-    engine.add("first", PROMPT, max_new_tokens=3)
-    engine.run()
+    engine.answer("first", PROMPT, max_new_tokens=3)
     push_out(engine)
     log.clear()
     engine.add("again", PROMPT, max_new_tokens=3)
@@ -90,17 +88,14 @@ def test_a_prompt_in_parts_waits_in_its_first_step(checkpoint: str, monkeypatch:
         copied = list[int]()
         monkeypatch.setattr(page_copies, "MIN_GROUP_BYTES", 1)
         copy_late(engine, on_load=copied.append)
-        engine.add("first", PROMPT[:20], max_new_tokens=1)
-        engine.run()
+        engine.answer("first", PROMPT[:20], max_new_tokens=1)
         push_out(engine)
         engine.add("longer", PROMPT, max_new_tokens=3)
         engine.turn()
         assert copied == list(range(LAYERS))
         engine.run()
         assert engine.cached["longer"] == 20 and copied == list(range(LAYERS))
-        engine.add("again", PROMPT, max_new_tokens=3)
-        engine.run()
-        assert engine.tokens["again"] == engine.tokens["longer"]
+        assert engine.answer("again", PROMPT, max_new_tokens=3) == engine.tokens["longer"]
 
 
 class MarkOnHold(MarkInATest):
@@ -131,8 +126,7 @@ def test_a_recorded_step_waits_for_all_of_it(tmp_path: Path, monkeypatch: pytest
     with EngineInProcess(path, dtype="bfloat16") as engine:
         run = forward_pass(engine).run
         monkeypatch.setattr(forward_pass(engine), "run", lambda model, plan, _: run(model, plan, (arrival(log),)))
-        engine.add("r", PROMPT, max_new_tokens=4)
-        engine.run()
+        engine.answer("r", PROMPT, max_new_tokens=4)
         plays = [("plays", 0)] * (engine.recorded(DecodeTapes) is not None)
     assert log[-LAYERS - len(plays) :] == [*(("held", layer) for layer in range(LAYERS)), *plays]
 
@@ -150,8 +144,7 @@ def test_a_step_that_reads_nothing_of_a_load_does_not_wait_for_it(
     engine: EngineInProcess, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next step that does waits for all of it first; so does a collect, since the host page is free then."""
-    engine.add("first", PROMPT, max_new_tokens=1)
-    engine.run()
+    engine.answer("first", PROMPT, max_new_tokens=1)
     push_out(engine)
     from_host = list[Any]()
     begin = engine.parts.device.executor.runner._copies._host_pool.begin  # type: ignore[union-attr]

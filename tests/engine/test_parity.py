@@ -78,8 +78,7 @@ def test_prompt_logprobs_equal_transformers(checkpoint: str, oracle: Float64Orac
     engine = EngineInProcess(checkpoint, chunked_prefill_size=64)
     prompt = prompt_of(160, 9)
     for rid in ("first", "again"):
-        engine.add(rid, prompt, logprobs=LogprobOptions(start, 3), max_new_tokens=1)
-        engine.run()
+        engine.answer(rid, prompt, logprobs=LogprobOptions(start, 3), max_new_tokens=1)
     exact = oracle.logprobs(prompt)
     bounds = exact.bound().tolist()
     for rid in ("first", "again"):

@@ -76,20 +76,16 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> Non
     """
     prompt, more = prompt_of(70, 5), prompt_of(9, 6)
     with EngineInProcess(checkpoint, **FLAGS, stream="threaded", stream_delay_s=0.0002) as engine:
-        engine.add("turn", prompt, max_new_tokens=200, ignore_eos=True)
-        engine.run()
+        engine.answer("turn", prompt, max_new_tokens=200, ignore_eos=True)
         chat = [*prompt, *engine.tokens["turn"], *more]
         made = states_at(engine, 256)
-        engine.add("next", chat, max_new_tokens=12)
-        engine.run()
+        engine.answer("next", chat, max_new_tokens=12)
         assert engine.cached["next"] == 256
         answer = engine.tokens["next"]
     with EngineInProcess(checkpoint, **FLAGS) as engine:
-        engine.add("whole", chat[:257], max_new_tokens=1)
-        engine.run()
+        engine.answer("whole", chat[:257], max_new_tokens=1)
         right = states_at(engine, 256)
-        engine.add("next", chat, max_new_tokens=12)
-        engine.run()
+        engine.answer("next", chat, max_new_tokens=12)
         assert answer == engine.tokens["next"]
     assert all(torch.equal(one, other) for one, other in zip(made[0], right[0], strict=True))
     assert all(

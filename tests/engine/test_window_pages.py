@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.messages import LogprobOptions
-from tests.cells import some
+from tests.cells import in_turn
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -80,16 +79,7 @@ def all_kept(family: str, folder: Any, dtype: str) -> dict[str, list[int]]:
         return answers(engine)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "overlap"),
-    some(
-        product(FAMILIES, ["float32", "bfloat16"], [False, True]),
-        tried=[
-            *(("some layers", "float32", True), ("some layers", "bfloat16", False)),
-            *(("all layers", "float32", False), ("all layers", "bfloat16", True)),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("family", "dtype", "overlap"), in_turn([*FAMILIES], ["float32", "bfloat16"], [True, False]))
 def test_freed_pages_are_not_read(family: str, dtype: str, overlap: bool, tmp_path: Any) -> None:
     if dtype == "bfloat16" and linear_kernel() is None:
         pytest.skip("bits of bf16 need the C kernel")
@@ -115,18 +105,14 @@ def test_prefixes_are_found_while_their_window_is_there(family: str, tmp_path: A
     with engine_of(family, tmp_path) as engine:
         first = answers(engine)
         before = dict(first)
-        engine.add("again", PROMPTS[0], max_new_tokens=NEW)
-        engine.run()
+        engine.answer("again", PROMPTS[0], max_new_tokens=NEW)
         assert engine.tokens["again"] == before["0"] and engine.cached["again"] == 88
         longer = PROMPTS[0] + before["0"][:60]
-        engine.add("longer", longer, max_new_tokens=4)
-        engine.run()
-        assert engine.tokens["longer"] == before["0"][60:64]
+        assert engine.answer("longer", longer, max_new_tokens=4) == before["0"][60:64]
         windows = engine.windows
         while windows._idle:
             windows._evict(next(iter(windows._idle)))
-        engine.add("forgotten", PROMPTS[0], max_new_tokens=NEW)
-        engine.run()
+        engine.answer("forgotten", PROMPTS[0], max_new_tokens=NEW)
         assert engine.tokens["forgotten"] == before["0"] and engine.cached["forgotten"] == 0
 
 

@@ -1,5 +1,6 @@
-"""Requests whose time is over end where they are, and their memory is back: the real loop with the hash model, no clock."""
+"""Requests whose time is over, or whose step finds no memory, end where they are: the real loop with the hash model, no clock."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +18,7 @@ from engine.messages import (
     TokenOutput,
 )
 from engine.sampling_params import SamplingParams
-from tests.core.hash_model import expected_tokens
+from tests.core.hash_model import NO_MEMORY, expected_tokens
 from tests.loop.loop_in_a_test import LoopInATest
 
 
@@ -127,3 +128,23 @@ def test_a_pause_that_aborts_ends_what_peers_asked_for() -> None:
     rig.tell(ContinueGeneration("c"))
     rig.tell(PauseGeneration("q", "abort"))
     assert len(rig.role.ended_work) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_of_a_step_without_memory_are_answered_and_the_next_one_runs(
+    depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    rig = LoopInATest(depth)
+    rig.engine.model.fails = lambda plan: plan.seq == 5
+    rig.tell(GenerateBatch([ask("runs", None), ask("waits", None)]))
+    rig.turns(100)
+    reason = rig.engine.finish["runs"]
+    assert (reason.kind, reason.status) == ("abort", 503)
+    assert "no memory for a step" in reason.message and "--mem-fraction-static" in reason.message
+    assert rig.engine.tokens["runs"] == expected_tokens([1, 2, 3], 40)[:4]
+    assert rig.engine.tokens["waits"] == expected_tokens([1, 2, 3], 40)
+    assert [r.getMessage() for r in caplog.records if NO_MEMORY in r.getMessage()] == [
+        f"a step of 1 requests found no device memory, and they were aborted: {NO_MEMORY}"
+    ]
+    rig.assert_all_back()

@@ -3,7 +3,6 @@
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 import torch
@@ -27,10 +26,10 @@ from engine.lora.bank import AdapterBank, Run, SlicedAdapters, adapter_runs, max
 from engine.lora.grouped import GroupedAdapters
 from engine.lora.weights import AdapterWeights
 from engine.sampling_params import SamplingParams
+from tests.attention.triton.interpreted import run_interpreted
 from tests.attention.triton.test_specialization import recorder
 from tests.attention.triton.test_triton import Made, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
-from tests.cells import some
-from tests.interpreted import run_interpreted
+from tests.cells import in_turn
 
 SITES = {"qkv": (4096, [4096, 1024, 1024]), "down": (12288, [4096])}  # of Qwen3-8B
 SHAPES = {"decode": DECODE_TILES, "extend": EXTEND_TILES}
@@ -41,7 +40,7 @@ def test_adapters_by_the_interpreter() -> None:
     run_interpreted("tests.lora.grouped_by_the_interpreter")
 
 
-@pytest.mark.parametrize(("site", "shape"), some(product(SITES, SHAPES), tried=[("qkv", "decode"), ("down", "extend")]))
+@pytest.mark.parametrize(("site", "shape"), in_turn([*SITES], [*SHAPES]))
 def test_they_compile_for_sm_90_without_spills(site: str, shape: str) -> None:
     (width, parts), tiles = SITES[site], SHAPES[shape]
     constants = site_constants(width=width, rows=parts, sites=144, max_rank=64, dtype=torch.bfloat16)

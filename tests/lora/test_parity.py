@@ -94,8 +94,7 @@ def test_batches_retractions_and_other_adapters_change_no_token(models: dict[str
         alone = EngineInProcess(merged)
         for i in range(2):
             asked[f"{name}-{i}"] = prompt_of(20 + i, i), NUMBERS.get(name, 0)
-            alone.add(f"{name}-{i}", asked[f"{name}-{i}"][0], max_new_tokens=40)
-            alone.run()
+            alone.answer(f"{name}-{i}", asked[f"{name}-{i}"][0], max_new_tokens=40)
         wanted |= alone.tokens
         alone.close()
     memory = {"max_total_tokens": 224, "page_size": 4, "test_retract": 7}
@@ -118,8 +117,7 @@ def test_an_adapter_leaves_in_stream_order_and_new_weights_keep_the_others(
     wanted = {}
     for name in ("all", "rslora"):
         with EngineInProcess(models["merged"][name]) as alone:
-            alone.add(name, prompt, max_new_tokens=12)
-            alone.run()
+            alone.answer(name, prompt, max_new_tokens=12)
         wanted |= alone.tokens
     try:
         engine.add("all", prompt, max_new_tokens=12, adapter=NUMBERS["all"])

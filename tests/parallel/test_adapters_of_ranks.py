@@ -64,8 +64,7 @@ def logprobs(paths: tuple[str, str], tp_size: int, *, adapted: bool = True, **fl
         assert store is not None
         store.install(1, store.read(paths[1]))
         engine.add("other", PROMPT[::-1], max_new_tokens=1)
-        engine.add("r", PROMPT, adapter=int(adapted), logprobs=LogprobOptions(0), max_new_tokens=1)
-        engine.run()
+        engine.answer("r", PROMPT, adapter=int(adapted), logprobs=LogprobOptions(0), max_new_tokens=1)
         return torch.tensor([entry.logprob for entry in engine.input_logprobs["r"][1:]])
 
 

@@ -52,9 +52,7 @@ def flags_of(kind: str) -> dict[str, Any]:
 
 
 def answer(engine: EngineInProcess, rid: str) -> list[int]:
-    engine.add(rid, PROMPT, max_new_tokens=12)
-    engine.run()
-    return engine.tokens[rid]
+    return engine.answer(rid, PROMPT, max_new_tokens=12)
 
 
 def assert_packed(engine: EngineInProcess) -> None:
@@ -114,8 +112,7 @@ def test_every_way_to_a_token_has_the_same(kind: str, tmp_path: Path) -> None:
 
 def logprobs(engine: EngineInProcess, adapter: int) -> torch.Tensor:
     """[tokens of the prompt but the first], with an adapter or none (0)."""
-    engine.add(f"{adapter}", PROMPT, max_new_tokens=1, logprobs=LogprobOptions(0, 0), adapter=adapter)
-    engine.run()
+    engine.answer(f"{adapter}", PROMPT, max_new_tokens=1, logprobs=LogprobOptions(0, 0), adapter=adapter)
     return torch.tensor([entry.logprob for entry in engine.input_logprobs[f"{adapter}"][1:]])
 
 

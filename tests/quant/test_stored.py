@@ -67,9 +67,7 @@ def test_integers_stay_packed(name: str, tmp_path: Path) -> None:
 
 
 def answers(engine: EngineInProcess) -> list[int]:
-    engine.add("a", PROMPT, max_new_tokens=16)
-    engine.run()
-    return engine.tokens["a"]
+    return engine.answer("a", PROMPT, max_new_tokens=16)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-by-activation", "packed-4", "int8", "fp8-blocks"])

@@ -7,8 +7,8 @@ import pytest
 
 from engine.kernels.triton import sample
 from engine.kernels.triton.sample import PARTS, ROW_TILE, ROW_WARPS, TILE, WARPS, part_of
+from tests.attention.triton.interpreted import run_interpreted
 from tests.attention.triton.test_triton import REGISTERS, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
-from tests.interpreted import run_interpreted
 
 VOCAB = 151936
 TYPES = {

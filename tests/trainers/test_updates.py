@@ -32,9 +32,7 @@ def tensors_of(checkpoint: str) -> dict[str, Tensor]:
 
 def answer(engine: EngineInProcess, rid: str) -> list[int]:
     engine.parts.scheduler.flush_cache()
-    engine.add(rid, PROMPT, max_new_tokens=8)
-    engine.run()
-    return engine.tokens[rid]
+    return engine.answer(rid, PROMPT, max_new_tokens=8)
 
 
 def fresh(checkpoint: str, **flags: Any) -> list[int]:

@@ -36,8 +36,8 @@ from engine.kernels.triton.extend import (
     merge_warps,
 )
 from engine.kernels.triton.rope_write import HEAD_TILE, rope_write_kernel
+from tests.attention.triton.interpreted import run_interpreted
 from tests.cells import some
-from tests.interpreted import run_interpreted
 
 ROOT = Path(__file__).parents[3]
 SM_90 = GPUTarget("cuda", 90, 32)

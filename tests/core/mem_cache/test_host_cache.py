@@ -219,8 +219,7 @@ def test_wait_complete_waits_and_lets_others_pass() -> None:
     engine = restarted(written(), prefetch_policy="wait_complete")
     engine.now_s = 1e6
     engine.add("b", PROMPT, max_new_tokens=2)
-    engine.add("c", [40, 41], max_new_tokens=2)
-    engine.run()
+    engine.answer("c", [40, 41], max_new_tokens=2)
     assert engine.tokens == {"c": expected_tokens([40, 41], 2)}
     engine.disk_turn(2)
     engine.run()

@@ -51,8 +51,7 @@ def test_a_prompt_without_images_that_has_their_token_shares_nothing_of_them() -
     shown = image(1, at=5)
     add(engine, "sees", shown)
     engine.run()
-    engine.add("reads", prompt_of(shown), max_new_tokens=3)
-    engine.run()
+    engine.answer("reads", prompt_of(shown), max_new_tokens=3)
     assert engine.outputs["reads"][0].cached_tokens == 4
     assert engine.tokens["reads"] == expected_tokens(prompt_of(shown), 3)
 

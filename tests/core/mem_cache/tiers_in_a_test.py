@@ -86,12 +86,6 @@ class TieredEngine(EngineInATest):
                     del self.files[key]
         return DiskDone(work, ok=True)
 
-    def answer(self, rid: str, prompt: list[int], **sampling: object) -> list[int]:
-        """Run one request alone; the disk stands still."""
-        self.add(rid, prompt, **sampling)
-        self.run()
-        return self.tokens[rid]
-
     def push_out(self) -> None:
         """Fill the device with something else."""
         pages = self.scheduler.memory.allocator.num_pages

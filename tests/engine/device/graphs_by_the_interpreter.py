@@ -128,8 +128,7 @@ def check_loads(folder: str) -> None:
     with recording(folder, capture, use=EngineUse(decodes=False), page_size=8, **flags) as engine:
         copy_late(engine)
         for rid, asked in (("first", prompt), ("other", list(range(60, 120))), ("again", prompt)):
-            engine.add(rid, asked, max_new_tokens=1)
-            engine.run()
+            engine.answer(rid, asked, max_new_tokens=1)
         assert engine.cached == {"first": 0, "other": 0, "again": 24}, engine.cached
         assert engine.tokens["again"] == engine.tokens["first"], "a graph was replayed before its prefix was there"
         assert capture.replays == 3, capture.replays

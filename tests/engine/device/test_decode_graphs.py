@@ -19,7 +19,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import PageTable
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
-from tests.interpreted import run_interpreted
+from tests.attention.triton.interpreted import run_interpreted
 
 
 @pytest.mark.parametrize(

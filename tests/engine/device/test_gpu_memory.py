@@ -188,11 +188,9 @@ def test_an_engine_measures_its_largest_steps_before_it_has_a_pool(checkpoint: s
         assert {after for n, after in rows if n == 68} == {0, 1}, "measured, and again on what serves"
         left = int(0.8 * (3 << 20)) - (1 << 20)
         assert engine.parts.pool.num_pages == left // engine.parts.pool.page_bytes
-        engine.add("r", [20, 30, 40])
-        engine.run()
+        engine.answer("r", [20, 30, 40])
     with EngineInProcess(checkpoint, dtype="float32") as plain:
-        plain.add("r", [20, 30, 40])
-        plain.run()
+        plain.answer("r", [20, 30, 40])
     assert engine.tokens == plain.tokens
 
 

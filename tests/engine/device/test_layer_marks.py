@@ -28,8 +28,7 @@ def test_a_mark_is_set_when_its_layers_are_written(stream: str) -> None:
 
     marks.watch([layer + 1 for layer in layers], look)
     try:
-        engine.add("r", PROMPT, max_new_tokens=1)
-        engine.run()
+        engine.answer("r", PROMPT, max_new_tokens=1)
     finally:
         engine.close()
     assert seen == [(done, [layer < done for layer in layers]) for done in range(len(layers) + 1)]
@@ -37,8 +36,7 @@ def test_a_mark_is_set_when_its_layers_are_written(stream: str) -> None:
 
 def test_without_a_watcher_nothing_is_marked_and_layers_end_where_the_pool_says() -> None:
     with EngineInProcess(DEFAULT_MODEL_PATH) as engine:
-        engine.add("r", PROMPT, max_new_tokens=2)
-        engine.run()
+        engine.answer("r", PROMPT, max_new_tokens=2)
         assert engine.parts.device.layers.reached() == (-1, 0) and not engine.parts.device.layers.ahead
         pool = engine.parts.pool
         base = pool.k(0)[0].data_ptr()

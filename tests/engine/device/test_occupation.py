@@ -25,9 +25,7 @@ SIZE = 64 << 20
 
 
 def tokens(engine: EngineInProcess, rid: str) -> list[int]:
-    engine.add(rid, PROMPT, max_new_tokens=8)
-    engine.run()
-    return engine.tokens[rid]
+    return engine.answer(rid, PROMPT, max_new_tokens=8)
 
 
 def release_and_resume(engine: EngineInProcess, path: str) -> None:

@@ -192,8 +192,7 @@ def test_each_kernel_of_a_thread_asks_how_many_threads_make_it(tmp_path: Path) -
 
         for phase in Phase:
             counted(phase)
-        engine.add("r", prompt_of(16, 1), max_new_tokens=4)
-        engine.run()
+        engine.answer("r", prompt_of(16, 1), max_new_tokens=4)
     assert asked[Phase.PREFILL] > 5 and asked[Phase.DECODE] > 0
 
 

@@ -52,8 +52,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, object]:
 def expected(checkpoint: str) -> dict[str, list[int]]:
     with EngineInProcess(checkpoint, **FLAGS) as engine:  # type: ignore[arg-type]
         engine.add("decodes", [20, 30, 40], max_new_tokens=20)
-        engine.add("again", PROMPT, max_new_tokens=5)
-        engine.run()
+        engine.answer("again", PROMPT, max_new_tokens=5)
     return engine.tokens
 
 
@@ -70,8 +69,7 @@ def test_a_prefill_step_ends_its_prompt_alone(
             engine.turn()
         failure.done = False
         engine.run()
-        engine.add("again", PROMPT, max_new_tokens=5)
-        engine.run()
+        engine.answer("again", PROMPT, max_new_tokens=5)
     assert_failed_alone(engine, "fails")
     assert engine.tokens["fails"] == [] and engine.tokens["decodes"] == expected["decodes"]
     assert engine.tokens["again"] == expected["again"], "KV that was never written was found"
@@ -89,8 +87,7 @@ def test_a_decode_step_ends_what_it_holds(
             engine.turn()
         failure.done = False
         engine.run()
-        engine.add("again", PROMPT, max_new_tokens=5)
-        engine.run()
+        engine.answer("again", PROMPT, max_new_tokens=5)
     assert_failed_alone(engine, "r0", "r1", "r2")
     assert engine.tokens["again"] == expected["again"]
 

@@ -1,6 +1,5 @@
 """Speculation for models with recurrent states: drafts that are right, wrong, or both, leave the bits of every token as they are."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from engine.device.step_memory import EngineUse
 from engine.executor import decode_tapes
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
-from tests.cells import some
+from tests.cells import in_turn, some
 from tests.engine.drafts.drafters import KINDS, Answers, always, ask_all, draft_from, fared
 from tests.engine.drafts.test_speculation import in_grammar
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -65,13 +64,7 @@ def answers(path: str, right: Answers | None = None, kind: str = "", **flags: An
         return said
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    some(
-        product(FAMILIES, KINDS),
-        tried=[*product(["delta"], KINDS), *product(["mamba", "beside attention"], ["wrong", "half"])],
-    ),
-)
+@pytest.mark.parametrize(("name", "kind"), in_turn([*FAMILIES], KINDS))
 def test_answers_are_those_of_plain_decoding(
     paths: dict[str, str],
     plain: dict[str, Answers],
@@ -111,22 +104,17 @@ def test_the_next_turn_of_a_chat_goes_on_from_a_verified_answer(paths: dict[str,
     prompt, more = prompt_of(70, 5), prompt_of(9, 6)
     flags: dict[str, Any] = {"page_size": 4, "max_total_tokens": 2048}
     with EngineInProcess(paths["delta"], **flags) as engine:
-        engine.add("turn", prompt, max_new_tokens=200)
-        engine.run()
+        engine.answer("turn", prompt, max_new_tokens=200)
         turn, kept = list(engine.tokens["turn"]), states_at(engine, 256)
-        engine.add("next", [*prompt, *turn, *more], max_new_tokens=12)
-        engine.run()
-        wanted = engine.tokens["next"]
+        wanted = engine.answer("next", [*prompt, *turn, *more], max_new_tokens=12)
     drafting = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
     for kind in KINDS:
         with EngineInProcess(paths["delta"], **flags, **drafting) as engine:
             draft_from(engine.parts.scheduler, {"turn": turn, "next": wanted}, kind, most=7)
-            engine.add("turn", prompt, max_new_tokens=200)
-            engine.run()
+            engine.answer("turn", prompt, max_new_tokens=200)
             for one, other in zip(states_at(engine, 256), kept, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-            engine.add("next", [*prompt, *turn, *more], max_new_tokens=12)
-            engine.run()
+            engine.answer("next", [*prompt, *turn, *more], max_new_tokens=12)
             assert engine.cached["next"] == 256 and engine.tokens["next"] == wanted
 
 

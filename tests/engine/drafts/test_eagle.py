@@ -7,7 +7,6 @@ recurrent states the answer needs the one behind the last token that counts, too
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from engine.device.step_memory import EngineUse
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError
-from tests.cells import some
+from tests.cells import in_turn, some
 from tests.e2e.workload import recall_prompt
 from tests.engine.drafts.drafters import (
     Answers,
@@ -89,16 +88,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-BESIDE = [(KINDS[i % 2], way) for i, way in enumerate(WAYS)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    some(
-        [*BESIDE, *(("NEXTN", way) for way in WAYS)],
-        tried=[*BESIDE, *(("NEXTN", way) for way in ("chunked", "overlapped", "retracted", "without tapes"))],
-    ),
-)
+@pytest.mark.parametrize(("kind", "way"), [*in_turn(KINDS, [*WAYS]), *in_turn(["NEXTN"], [*WAYS])])
 def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str, Right], kind: str, way: str) -> None:
     """40 tokens behind the first: eight steps of four drafts, one of them without where the last page is full."""
     one = right[kind]
@@ -111,9 +101,7 @@ def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str,
     assert how.drafts == 4 * 32 or (way in ("retracted", "recomputed", "mixed", "overlapped") and how.drafts > 90)
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "kind"), some(product([1, 2], ["EAGLE", "NEXTN"]), tried=[(1, "NEXTN"), (2, "EAGLE")])
-)
+@pytest.mark.parametrize(("tp_size", "kind"), in_turn([1, 2], ["NEXTN", "EAGLE"]))
 def test_behind_rejected_drafts_the_next_ones_are_right(right: dict[str, Right], tp_size: int, kind: str) -> None:
     """Each second draft is made wrong on its way to the core, so a step accepts one, and the next begins behind rejected rows."""
     one = right[kind]
@@ -142,9 +130,9 @@ def test_prefixes_bring_their_tails(
         always(engine.parts.scheduler)
         for turn in range(turns):
             for i, prompt in enumerate(one.prompts):
-                engine.add(f"{turn}-{i}", prompt, max_new_tokens=new)
-                engine.run()
-                assert engine.tokens[f"{turn}-{i}"] == continuation(prompt, new, ignore_eos=True)
+                assert engine.answer(f"{turn}-{i}", prompt, max_new_tokens=new) == continuation(
+                    prompt, new, ignore_eos=True
+                )
         host = engine.parts.scheduler.memory.part(HostCache)
         assert (host is None) == (not flags) and (host is None or host.counted["hicache_loaded_pages"] > 0)
         cached = [engine.cached[f"{turns - 1}-{i}"] for i in range(4)]

@@ -81,8 +81,7 @@ def test_a_cached_prefix_and_one_from_the_host_have_the_drafters_kv(checkpoint: 
         always(engine.parts.scheduler)
         for turn in range(2):
             for i, prompt in enumerate(prompts):
-                engine.add(f"{turn}-{i}", prompt, max_new_tokens=12)
-                engine.run()
+                engine.answer(f"{turn}-{i}", prompt, max_new_tokens=12)
         how = fared(engine)
         assert how.accepted == how.drafts > 0
         host = engine.parts.scheduler.memory.part(HostCache)

@@ -35,6 +35,9 @@ from tests.engine.ranks.rank_sockets import ends_of, gloo_groups, pair_of, tcp_p
 START_S = 60.0
 END_S = 20.0
 
+# Sizes of a model that four ranks can cut.
+FOR_RANKS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 128}
+
 
 @dataclass
 class Ranks:

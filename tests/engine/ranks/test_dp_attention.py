@@ -14,23 +14,17 @@ from engine.messages import LogprobOptions
 from engine.ranks.rank_parts import kernels_here
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.dp_in_process import dp_ranks
+from tests.engine.ranks.ranks_in_process import FOR_RANKS
+from tests.engine.ranks.test_ranks import FLAGS, PROMPTS
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.one_thread import Plays
 
-FLAGS: dict[str, Any] = {"chunked_prefill_size": 64, "page_size": 4, "num_threads": 1, "max_total_tokens": 2048}
-PROMPTS = [(150, 1), (7, 2), (64, 3), (33, 4), (7, 2), (90, 6)]  # (length, seed): chunks, a prompt twice
 NEW = [12, 30, 3, 12, 17, 8]  # tokens of each answer: ranks go idle one after another
 # Where last bits may differ, fp32 keeps the tokens of random weights; in bf16 two of them come as near as rounding on some CPU.
 FP32: dict[str, Any] = {"dtype": "float32", "reduce_units": 0}
 UNITS = linear_kernel() is not None
 EQUAL: dict[str, Any] = {"reduce_units": 4} if UNITS else FP32
-SIZES = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "hidden_size": 128,
-    "intermediate_size": 832,
-}
+SIZES = {**FOR_RANKS, "intermediate_size": 832}
 
 
 @dataclass(frozen=True)
@@ -49,12 +43,7 @@ def add(engine: EngineInProcess, i: int) -> None:
 
 def answers_of(engines: list[Any]) -> Answers:
     tokens = {rid: ids for engine in engines for rid, ids in engine.tokens.items()}
-    logprobs = {
-        rid: [entry.logprob or 0.0 for entry in [*engine.input_logprobs[rid], *engine.logprobs[rid]]]
-        for engine in engines
-        for rid in engine.tokens
-    }
-    return Answers(tokens, logprobs)
+    return Answers(tokens, {rid: found for engine in engines for rid, found in engine.all_logprobs().items()})
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from engine.model_files.model_config import load_model_config
 from engine.models.expert_balance import ExpertBalance
 from engine.models.expert_parallel import Placed
 from engine.parallel.expert_placement import imbalance, trivial
-from tests.cells import some
+from tests.cells import in_turn, some
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.dp_in_process import dp_ranks
 from tests.engine.ranks.ranks_in_process import engine_of
@@ -39,7 +38,6 @@ pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="bits are promis
 
 
 MODELS = ("glm4_moe", "gpt_oss", "qwen3_moe")
-models = pytest.mark.parametrize("family", MODELS, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +64,7 @@ def add(engine: EngineInProcess, name: str, prompt: list[int], *, new: int = 8) 
 
 
 def answered(engines: list[EngineInProcess]) -> Answers:
-    return {
-        rid: (tokens, [entry.logprob or 0.0 for entry in [*engine.input_logprobs[rid], *engine.logprobs[rid]]])
-        for engine in engines
-        for rid, tokens in engine.tokens.items()
-    }
+    return {rid: (engine.tokens[rid], found) for engine in engines for rid, found in engine.all_logprobs().items()}
 
 
 def answers(path: str, *, where: tuple[int, ...] = (0, 0, 0, 0), **flags: Any) -> Answers:
@@ -88,7 +82,7 @@ def alone_in_units(path: str) -> Answers:
     return answers(path, reduce_units=4)
 
 
-@models
+@pytest.mark.parametrize("family", MODELS, scope="module")
 def test_where_each_rank_attends_for_itself_no_flag_is_needed(model: str) -> None:
     """Idle ranks included: the second has nothing, then less than the first."""
     alone = answers(model)
@@ -96,7 +90,7 @@ def test_where_each_rank_attends_for_itself_no_flag_is_needed(model: str) -> Non
         assert answers(model, where=where, tp_size=2, dp_size=2, ep_size=2) == alone, where
 
 
-@models
+@pytest.mark.parametrize("family", MODELS, scope="module")
 def test_experts_of_any_family_may_lie_in_any_order(model: str, tmp_path: Path) -> None:
     file, count = tmp_path / "experts.json", load_model_config(model).experts.count
     file.write_text(
@@ -116,18 +110,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    some(
-        product(MODELS, SHAPES),
-        tried=[
-            *product(["glm4_moe"], ["2 stages", "experts cut"]),
-            *product(["gpt_oss"], ["2 DP ranks", "experts cut"]),
-            *product(["qwen3_moe"], ["by groups", "2 machines"]),
-        ],
-    ),
-    scope="module",
-)
+@pytest.mark.parametrize(("family", "shape"), in_turn(MODELS, [*SHAPES]), scope="module")
 def test_with_reduce_units_no_bit_depends_on_the_ranks(model: str, shape: str) -> None:
     assert answers(model, reduce_units=4, **SHAPES[shape]) == alone_in_units(model)
 

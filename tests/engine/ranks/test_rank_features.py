@@ -23,26 +23,14 @@ from service.flags import ConfigError
 from service.kv_events import BlockStored
 from tests.cells import some
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import FOR_RANKS, ranks
+from tests.engine.ranks.test_ranks import FLAGS as OF_RANKS
 from tests.grammar.fixed import Fixed
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
-SIZES = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-}
-FLAGS: dict[str, Any] = {
-    "chunked_prefill_size": 64,
-    "page_size": 4,
-    "num_threads": 1,
-    "max_total_tokens": 2048,
-    "reduce_units": 4,
-    "kv_units": 4,
-}
+SIZES = {**FOR_RANKS, "intermediate_size": 128}
+FLAGS: dict[str, Any] = {**OF_RANKS, "reduce_units": 4, "kv_units": 4}
 SHAPES = ((2, 1), (1, 2), (2, 2))  # --tp-size, --pp-size
 PROMPTS = {"a": prompt_of(150, 1), "b": prompt_of(9, 2), "c": prompt_of(70, 3)}
 DEADLINE_S = 30.0
@@ -265,8 +253,7 @@ def priorities(engine: EngineInProcess, paths: Paths) -> Answers:
         engine.add(name, PROMPTS[name], logprobs=LogprobOptions(2, 2), max_new_tokens=10)
     while not all(engine.tokens.get(name) for name in ("a", "b")):
         assert engine.turn()
-    engine.add("first", prompt_of(30, 9), logprobs=LogprobOptions(2, 2), max_new_tokens=10, wanted={"priority": 100})
-    engine.run()
+    engine.answer("first", prompt_of(30, 9), logprobs=LogprobOptions(2, 2), max_new_tokens=10, wanted={"priority": 100})
     answers = said(engine, [*PROMPTS, "first"])
     answers.used = {"preemptions": engine.parts.scheduler.counters.preemptions}
     return answers

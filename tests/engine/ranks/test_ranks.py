@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from engine.messages import LogprobOptions
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.ranks.rank_parts import check_same_kernels, kernels_here
 from service.flags import ConfigError
-from tests.cells import some
+from tests.cells import in_turn, some
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import engine_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -62,11 +61,7 @@ def answers(tp_size: int, pp_size: int, *, path: str = WIDE_MODEL_PATH, **flags:
                 str(i), prompt_of(length, seed), logprobs=LogprobOptions(start_len=3), max_new_tokens=12, **sampling
             )
         engine.run()
-        logprobs = {
-            rid: [entry.logprob or 0.0 for entry in [*engine.input_logprobs[rid], *engine.logprobs[rid]]]
-            for rid in engine.tokens
-        }
-        return Answers(engine.tokens, logprobs, engine.parts.scheduler.counters, engine.parts.depth)
+        return Answers(engine.tokens, engine.all_logprobs(), engine.parts.scheduler.counters, engine.parts.depth)
 
 
 @cache
@@ -96,15 +91,9 @@ def test_several_machines_answer_as_one_does(alone: Answers, tp_size: int, pp_si
     assert there.tokens == alone.tokens
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "pp_size", "stream"),
-    some(
-        [(*shape, stream) for shape in SHAPES for stream in ("auto", "threaded")],
-        tried=[(4, 1, "auto"), (1, 2, "threaded"), (2, 2, "auto")],
-    ),
-)
-def test_tokens_and_logprobs(alone: Answers, tp_size: int, pp_size: int, stream: str) -> None:
-    got = together(tp_size, pp_size) if stream == "auto" else answers(tp_size, pp_size, stream=stream)
+@pytest.mark.parametrize(("shape", "stream"), in_turn(SHAPES, ["threaded", "auto"]))
+def test_tokens_and_logprobs(alone: Answers, shape: tuple[int, int], stream: str) -> None:
+    got = together(*shape) if stream == "auto" else answers(*shape, stream=stream)
     assert got.tokens == alone.tokens
     for rid, values in alone.logprobs.items():
         assert got.logprobs[rid] == pytest.approx(values, abs=0.05), rid
@@ -156,28 +145,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SIZES = {"num_attention_heads": 8, "head_dim": 32, "hidden_size": 128, "intermediate_size": 832, "num_hidden_layers": 4}
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "shape"),
-    some(
-        [
-            *((name, "float32", (4, 1)) for name in MODELS),
-            *product(MODELS, ["bfloat16"] if EQUAL else [], [(2, 1), (4, 1), (2, 2)]),
-        ],
-        tried=[
-            ("tied and biased", "float32", (4, 1)),
-            *zip(MODELS, ["bfloat16"] * 3, [(4, 1), (2, 2), (2, 1)], strict=True),
-        ][: 4 if EQUAL else 1],
-    ),
-)
-def test_ranks_compute_what_one_rank_does(name: str, dtype: str, shape: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "shape"), in_turn([*MODELS], [(4, 1), (2, 2), (2, 1)]))
+def test_ranks_compute_what_one_rank_does(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     """To the bit in bf16, and nearly in float32."""
     family, overrides = MODELS[name]
     path = make_tiny_checkpoint(tmp_path, family, dtype="bfloat16", **SIZES | overrides)
-    equal = dtype == "bfloat16"
-    alone, got = (answers(*one, path=path, dtype=dtype, **(EQUAL if equal else {})) for one in ((1, 1), shape))
-    assert got.tokens == alone.tokens
-    for rid, values in alone.logprobs.items():
-        assert got.logprobs[rid] == (values if equal else pytest.approx(values, abs=1e-4))
+    for flags in ({"dtype": "float32"}, *([EQUAL] if EQUAL else [])):
+        alone, got = (answers(*one, path=path, **flags) for one in ((1, 1), shape))
+        assert got.tokens == alone.tokens, flags
+        for rid, values in alone.logprobs.items():
+            assert got.logprobs[rid] == (values if flags is EQUAL else pytest.approx(values, abs=1e-4)), flags
 
 
 # ---- what must be alike on all ranks

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 
 from engine.model_files.model_config import WIDE_MODEL_PATH
+from tests.attention.triton.interpreted import run_interpreted
 from tests.cells import some
 from tests.engine.device.test_gpu_memory import StandIn
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
 from tests.engine.ranks.test_ranks import EQUAL, Answers, answers
-from tests.interpreted import run_interpreted
-
-SHAPES = [(2, 1), (1, 2), (2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +19,7 @@ def alone() -> Answers:
     return answers(1, 1, **EQUAL)
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), some(SHAPES, tried=[(2, 2)]))
+@pytest.mark.parametrize(("tp_size", "pp_size"), some([(2, 1), (1, 2), (2, 2)], tried=[(2, 2)]))
 def test_ranks_that_exchange_by_groups_answer_as_one_does(alone: Answers, tp_size: int, pp_size: int) -> None:
     flags = {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "test_retract": 1}
     got = answers(tp_size, pp_size, stream="threaded", by_groups=True, disable_cuda_graph=True, **flags, **EQUAL)
@@ -52,11 +50,9 @@ def test_ranks_measure_and_warm_up_together_and_the_least_memory_counts(tp_size:
         (follower,) = group.pools.values()
         least = int(0.8 * (6 << 20)) - (1 << 20)
         assert engine.parts.pool.num_pages == follower.num_pages == least // follower.page_bytes
-        engine.add("r", prompt_of(40, 1))
-        engine.run()
+        engine.answer("r", prompt_of(40, 1))
     with EngineInProcess(WIDE_MODEL_PATH) as plain:
-        plain.add("r", prompt_of(40, 1))
-        plain.run()
+        plain.answer("r", prompt_of(40, 1))
         assert engine.tokens == plain.tokens
 
 

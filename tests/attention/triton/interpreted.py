@@ -16,7 +16,7 @@ def run_interpreted(*modules: str) -> None:
     Raises AssertionError with what the first one said that failed.
     """
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.interpreted", *modules]
+    command = [sys.executable, "-m", "tests.attention.triton.interpreted", *modules]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
