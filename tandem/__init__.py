@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
     if name == "asgi":
         return _imported("tandem.asgi")
     if name not in _MODULES:
-        raise AttributeError(f"module 'tandem' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}; it has {', '.join([*__all__, 'asgi'])}")
     globals()[name] = found = getattr(_imported(_MODULES[name]), name)
     return found
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NO_KEY = "none"  # OpenAI's client wants some key
 WRONG_FLAGS = 2  # exit status of a command line
 LAST_LINES = 8
+STARTS = "(logs: "  # in the line of `tandem up` that says that its flags are right
 _HEADS = ("tandem up: error: ", "tandem up: ")
 
 
@@ -87,8 +88,10 @@ def _reason(status: int, output: IO[str]) -> Exception:
     """Why `tandem up` ended, by its last lines."""
     output.seek(0)
     lines = [line.strip() for line in output if line.strip()]
+    errors = [line.removeprefix(_HEADS[0]) for line in lines if line.startswith(_HEADS[0])]
+    if errors and not any(STARTS in line for line in lines):
+        return ConfigError(in_python(errors[-1]))
     if status != WRONG_FLAGS:
-        errors = [line.removeprefix(_HEADS[0]) for line in lines if line.startswith(_HEADS[0])]
         return TandemError("the cluster did not start: " + " / ".join(errors or lines[-LAST_LINES:] or [str(status)]))
     last = lines[-1] if lines else "wrong flags"
     for head in _HEADS:

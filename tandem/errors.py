@@ -41,9 +41,11 @@ def as_python() -> Iterator[None]:
 
 def _translated(error: "ApiError") -> TandemError:
     from engine.frontend.client.scheduler_link import ENGINE_DEAD
+    from tandem.flags import in_python
 
+    message = in_python(error.message)
     if error.code == ENGINE_DEAD:
-        return EngineDeadError(error.message, code=error.code)
+        return EngineDeadError(message, code=error.code)
     if error.status < 500:
-        return RequestError(error.message, field=error.field, code=error.code)
-    return TandemError(error.message, code=error.code)
+        return RequestError(message, field=error.field, code=error.code)
+    return TandemError(message, code=error.code)

@@ -84,7 +84,7 @@ def _words(name: str, value: Any, known: Collection[str]) -> list[str]:
         )
     if isinstance(value, list | tuple):
         return [option, *map(str, value)] if value else []
-    return [f"{option}={value}"]
+    return [f"{option}={str(value).removeprefix('torch.')}"]  # dtypes
 
 
 def _check_served(found: ServeFlags) -> None:

@@ -3,9 +3,9 @@
 import asyncio
 import sys
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -14,9 +14,9 @@ from disagg.processes.worker import plan_on_machine
 from engine.frontend.apis.admin.info import describe_server
 from engine.frontend.services import Services
 from service.http.errors import ApiError
-from tandem.controls import Controls
 from tandem.errors import RequestError
 from tandem.flags import parse_flags, python_names
+from tandem.operations import EngineOperations
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from tandem.params import SamplingLike, fields_of
 from tandem.requests import (
@@ -57,7 +57,7 @@ class LocalEngine:
         self._end()
 
 
-class LLM(LocalEngine, Controls[None]):
+class LLM(LocalEngine, EngineOperations[None]):
     """A model on this machine: `LLM("smollm2").generate("The capital of France is")`.
 
     `model`: what `--model-path` takes, by default the model that comes with Tandem. `flags`: those
@@ -170,16 +170,24 @@ class LLM(LocalEngine, Controls[None]):
 
 
 def listed(prompts: Prompts) -> list[Prompt]:
-    """One prompt, or several, as a list."""
+    """One prompt, or several, as a list. Raises RequestError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        problem = f"must be a text, a list of token ids, or a list of prompts, got {type(prompts).__name__}"
+        raise RequestError(f"prompts: {problem}", field="prompts")
     found = list(cast(Sequence[Prompt], prompts))
-    return [cast(Prompt, found)] if found and isinstance(found[0], int) else found
+    return [cast(Prompt, found)] if found and isinstance(found[0], SupportsIndex) else found
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation, or several, as a list."""
-    found = list(messages)
+    """One conversation, or several, as a list. Raises RequestError."""
+    takes = isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping)
+    found = list(messages) if takes else []
+    if not takes or (found and isinstance(found[0], str)):
+        got = "texts" if found else type(messages).__name__
+        problem = f"must be a list of messages, each with role and content, or a list of such lists, got {got}"
+        raise RequestError(f"messages: {problem}", field="messages")
     if found and isinstance(found[0], Mapping):
         return [cast(Conversation, found)]
     return cast(list[Conversation], found)
@@ -241,7 +249,7 @@ async def _plan_all(
             await asyncio.sleep(0)  # calls of other threads get in between
         except ApiError as error:
             if len(inputs) > 1:
-                text = f"{error.message} (input {number} of {len(inputs)})"
+                text = f"{error.message} (input {number + 1} of {len(inputs)})"
                 raise ApiError(error.status, text, field=error.field, code=error.code) from None
             raise
     return found

@@ -1,11 +1,12 @@
 """Parameters of a call as a request body: names of the HTTP API, vLLM's and SGLang's."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from pydantic import ConfigDict
+from pydantic import ConfigDict, ValidationError
 
 from engine.frontend.apis.chat.body import MAX_TOP_LOGPROBS
 from engine.frontend.apis.shared.constraints import ResponseFormat, StructuredFields
@@ -15,6 +16,9 @@ from engine.messages import LogprobOptions
 from service.http.body import optional
 from service.http.errors import bad_field, plain
 from tandem.errors import RequestError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # Other names -> the body's.
 _ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -42,6 +46,25 @@ class Sampling(SamplingFields, StructuredFields):
     logprobs: int | None = optional("Alternatives per token of the answer, 0 to 20.", 5)
     prompt_logprobs: int | None = optional("Alternatives per token of the prompt, 0 to 20.", 5)
     response_format: ResponseFormat | None = optional("Form of the answer.", {"type": "json_object"})
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None:
+            """Raises RequestError."""
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise _wrong_field(error.errors()[0], list(type(self).model_fields)) from None
+
+
+def _wrong_field(detail: "ErrorDetails", known: list[str]) -> RequestError:
+    name = str(detail["loc"][0])
+    near = difflib.get_close_matches(_ALIASES.get(name, name), known, n=1)
+    if detail["type"] == "extra_forbidden":
+        problem = "is no sampling parameter" + (f"; did you mean {near[0]}?" if near else "; leave it out")
+    else:
+        problem = f"{detail['msg'].replace('Input should', 'must')}, got {detail['input']!r}"
+    return RequestError(f"{name}: {problem}", field=name)
 
 
 SamplingParams = Sampling  # its public name; engine/sampling_params.py has the checked fields
@@ -108,7 +131,7 @@ def _given(params: SamplingLike) -> dict[str, Any]:
     elif dataclasses.is_dataclass(params) and not isinstance(params, type):
         found = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     else:
-        kind = type(params).__name__
+        kind = f"the class {params.__name__}" if isinstance(params, type) else type(params).__name__
         raise RequestError(f"sampling_params: must be a SamplingParams or a dict, got {kind}", field="sampling_params")
     return {
         name: value
@@ -131,7 +154,7 @@ def _listed(value: Any) -> Any:
     """NumPy's and torch's arrays, numbers and enums."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no JSON")
+    raise TypeError(f"{type(value).__name__} has no JSON")
 
 
 def _is_json(value: Any) -> bool:

@@ -6,11 +6,11 @@ on the worker's event loop.
 
 import asyncio
 import difflib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -140,7 +140,15 @@ def _prompt_in(prompt: Prompt) -> str | list[int]:
             raise bad_field("prompt", "a dict has either prompt or prompt_token_ids; images go into a chat's messages")
         (prompt,) = named.values()
         return _prompt_in(prompt)
-    return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    found = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, bytes) else [ids]
+    if found and not isinstance(found[0], SupportsIndex):
+        raise bad_field("prompt", f"must be a text or a list of token ids, got {_kind_of(prompt, found)}")
+    return found
+
+
+def _kind_of(prompt: object, found: Sequence[object]) -> str:
+    return type(prompt).__name__ if found == [prompt] else f"a list of {type(found[0]).__name__}"
 
 
 def _body(s: Services, reader: BodyReader[B], values: Mapping[str, Any]) -> B:
@@ -301,7 +309,7 @@ async def scored(s: Services, pair: tuple[Any, Any], fields: Mapping[str, Any]) 
     return ScoringOutput(scores, prompts.ids[0])
 
 
-WeightSource = str | Path | Iterable[tuple[str, Any]]  # a checkpoint, or tensors by its names
+WeightSource = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]  # a checkpoint, or tensors by its names
 
 
 async def updated(
@@ -312,7 +320,7 @@ async def updated(
         fields = {"weight_version": weight_version, "abort_all_requests": abort_all_requests}
         await ordered(s, "/update_weights_from_disk", {"model_path": str(source), **fields})
         return
-    data = await asyncio.to_thread(_file_of, source)
+    data = await asyncio.to_thread(_file_of, source.items() if isinstance(source, Mapping) else source)
     await update_by_tensors(s, data, weight_version=weight_version, abort_all=bool(abort_all_requests))
 
 
@@ -321,13 +329,26 @@ def _file_of(tensors: Iterable[tuple[str, Any]]) -> bytes:
     from safetensors.torch import save
 
     found: dict[str, Any] = {}
-    for name, tensor in tensors:
+    for name, tensor in _pairs(tensors):
         if name in found:
-            raise RequestError(f"tensors: {name} is given twice", field="tensors")
+            raise RequestError(f"source: {name} is given twice", field="source")
         found[name] = tensor.detach().to("cpu").contiguous().clone()  # clone: safetensors refuses shared memory
     if not found:
-        raise RequestError("tensors: give at least one pair of name and tensor", field="tensors")
+        raise RequestError("source: give at least one pair of name and tensor", field="source")
     return bytes(save(found))
+
+
+def _pairs(tensors: Any) -> Iterator[tuple[str, Any]]:
+    """Raises RequestError."""
+    for pair in tensors if isinstance(tensors, Iterable) else [tensors]:
+        match pair:
+            case (str(), tensor) if hasattr(tensor, "detach"):
+                yield pair
+            case _:
+                problem = (
+                    "must be a checkpoint's path, or pairs of name and torch tensor, as model.state_dict() has them"
+                )
+                raise RequestError(f"source: {problem}, got {type(pair).__name__}", field="source")
 
 
 async def ordered(s: Services, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.ranks.group import GroupProfiler
 from engine.text.incremental import no_stops, stops_of
 from engine.text.tokenizer import Tokenizer
+from service.flags import ConfigError
 
 
 def loop_services(
@@ -60,7 +61,10 @@ def _adapters(parts: EngineParts, ports: Ports) -> AdapterControl:
         wakeup=ports.call_attention,
     )
     for name, path in named_paths(parts.config.lora_paths).items():
-        adapters.load_now(name, path)
+        try:
+            adapters.load_now(name, path)
+        except ConfigError as error:
+            raise ConfigError(f"--lora-paths {name}: {error}") from None
     return adapters
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 import tandem
 from deploy.launcher.up_flags import build_parser
@@ -31,7 +33,8 @@ def test_the_package_is_cheap_to_import() -> None:
 
 def test_each_public_name_leads_somewhere() -> None:
     assert {name: getattr(tandem, name) for name in tandem.__all__} and set(tandem.__all__) <= set(dir(tandem))
-    with pytest.raises(AttributeError, match="'Llm'; it has LLM, AsyncLLM"):
+    assert tandem.asgi.app
+    with pytest.raises(AttributeError, match=r"'Llm'; it has LLM, AsyncLLM, .* asgi$"):
         tandem.Llm  # noqa: B018
 
 
@@ -58,6 +61,8 @@ def test_other_servers_names_work() -> None:
     ("flags", "message"),
     [
         ({"tp_sise": 2}, "unknown argument 'tp_sise=2'; did you mean tp_size?"),
+        ({"tensor_paralel_size": 2}, r"unknown .*; did you mean tensor_parallel_size\?"),
+        ({"dtype": torch.float16}, "dtype: invalid choice: 'float16'"),
         ({"tp_sise": False}, "unknown argument 'tp_sise'; did you mean tp_size?"),
         ({"page_size": 0}, "page_size: must be .*, got 0"),
         ({"page_size": "many"}, "page_size: must be a whole number, got 'many'"),
@@ -117,14 +122,22 @@ def test_parameters_come_in_many_forms() -> None:
 
 
 def test_a_constructor_names_an_unknown_field() -> None:
-    with pytest.raises(ValueError, match="temprature"):
-        Sampling(temprature=1)  # type: ignore[call-arg]
+    for fields, message in (
+        ({"temprature": 1}, r"temprature: is no sampling parameter; did you mean temperature\?"),
+        ({"max_new_tokens": 1}, r"max_new_tokens: is no sampling parameter; did you mean max_tokens\?"),
+        ({"xyz": 1}, "xyz: is no sampling parameter; leave it out"),
+        ({"max_tokens": "x"}, "max_tokens: must be a valid integer, .* got 'x'"),
+    ):
+        with pytest.raises(RequestError, match=message) as wrong:
+            Sampling(**fields)
+        assert wrong.value.field == next(iter(fields))
 
 
 @pytest.mark.parametrize(
     ("params", "more", "message"),
     [
         (3, {}, "sampling_params: must be a SamplingParams or a dict, got int"),
+        (Sampling, {}, "sampling_params: must be a SamplingParams or a dict, got the class Sampling"),
         ({"max_tokens": 1, "max_new_tokens": 2}, {}, "max_new_tokens: is another name of max_tokens; give one"),
         (None, {"stream": True}, "stream: is no argument here: AsyncLLM streams"),
         (None, {"bootstrap_room": 3}, "bootstrap_room: is no argument here"),
@@ -136,7 +149,7 @@ def test_a_wrong_parameter_is_named(params: Any, more: dict[str, Any], message: 
 
 
 def test_a_value_without_json_is_named() -> None:
-    with pytest.raises(RequestError, match="stop: cannot be sent as JSON: a object has no JSON") as wrong:
+    with pytest.raises(RequestError, match="stop: cannot be sent as JSON: object has no JSON") as wrong:
         encoded({"temperature": 1.0, "stop": object()})
     assert wrong.value.field == "stop"
 
@@ -165,8 +178,15 @@ def test_one_input_or_several() -> None:
         and listed([]) == []
     )
     assert listed({"prompt": "a"}) == [{"prompt": "a"}]
+    assert listed(np.array([1, 2])) == [[1, 2]] and listed(iter("ab")) == ["a", "b"]
+    for wrong in (None, 5, b"a"):
+        with pytest.raises(RequestError, match=f"prompts: must be a text, .*, got {type(wrong).__name__}"):
+            listed(wrong)
     message = {"role": "user", "content": "a"}
     assert conversations([message]) == conversations([[message]]) == [[message]]
+    for wrong, got in ((None, "NoneType"), ("a", "str"), (message, "dict"), (["a"], "texts")):
+        with pytest.raises(RequestError, match=f"messages: must be a list of messages, .* got {got}"):
+            conversations(wrong)
     assert score_inputs("q", ["a", "b"], {}) == ({}, [("q", "a"), ("q", "b")])
     named = {"query": ["q", "r"], "items": ["a", "b"], "apply_softmax": True}
     assert score_inputs(None, None, named) == ({"apply_softmax": True}, [("q", "a"), ("r", "b")])

@@ -93,6 +93,8 @@ async def test_vectors_and_errors_are_awaited(async_llm: AsyncLLM) -> None:
     assert [len(one.embedding) for one in await async_llm.embed([PROMPT, "k1"], dimensions=4)] == [4, 4]
     with pytest.raises(RequestError, match="temperature: must be"):
         await collected(async_llm, PROMPT, temperature=-1)
+    with pytest.raises(RequestError, match="prompt: must be a text or a list of token ids, got a list of str"):
+        await collected(async_llm, [PROMPT, PROMPT])
     assert len(await async_llm.score("k1", ["k1", "v2"])) == 2
     labelled = await async_llm.score("k1", ["k1", "v2"], [5, 7], apply_softmax=True)
     assert [(len(one.scores), pytest.approx(1.0)) for one in labelled] == [(2, sum(one.scores)) for one in labelled]

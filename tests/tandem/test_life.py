@@ -2,15 +2,20 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
 
+from deploy.chat.local_cluster import NotStarted
 from service.process.child_process import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tandem import LLM, AsyncLLM, Cluster, ConfigError, EngineDeadError, TandemError
 from tests.e2e.cluster import wait_until
@@ -19,6 +24,7 @@ from tests.tandem.conftest import FLAGS
 from tests.tandem.test_llm import LONG, PROMPT, running
 from tools.family import children, lives
 
+STARTED = "tandem up: router, prefill-0, decode-0 (logs: /tmp/x)"
 # As a beginner writes it: no guard, no `close`.
 PROGRAM = """
 from tandem import LLM
@@ -92,6 +98,7 @@ def test_what_the_engine_cannot_start_with_is_in_the_error() -> None:
         ({"model": "/nowhere"}, "/nowhere"),
         ({"device": "cuda"}, "device cuda: "),
         ({"tokenizer_path": "x"}, "tokenizer_path: the checkpoint decides"),
+        ({"lora_paths": {"a": "/nowhere"}}, "lora_paths a: /nowhere: no such directory"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(**flags)
@@ -139,8 +146,36 @@ def test_a_cluster_answers_openais_client_and_ends(tmp_path: Path) -> None:
 def test_a_cluster_that_cannot_start_says_why() -> None:
     with pytest.raises(ConfigError, match=r"unknown argument 'decodes=2'; did you mean decode\?$"):
         Cluster(decodes=2)
-    with pytest.raises(TandemError, match=r"the cluster did not start: .*/nowhere"):
+    with pytest.raises(ConfigError, match=r"^model_path /nowhere: no such directory"):
         Cluster("/nowhere")
+    with pytest.raises(ConfigError, match=r"^prefill: must be 1 to 64, got 0"):
+        Cluster(prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "kind", "message"),
+    [
+        (2, "tandem up: gpu: is ambiguous (see tandem up --help)", ConfigError, "gpu: is ambiguous"),
+        (1, "tandem up: error: --port: 8000 is taken", ConfigError, "port: 8000 is taken"),
+        (1, f"{STARTED}\ntandem up: error: decode-0 died", TandemError, "the cluster did not start: decode-0 died"),
+        (9, f"{STARTED}\nKilled", TandemError, f"the cluster did not start: {STARTED} / Killed"),
+        (9, "", TandemError, "the cluster did not start: 9"),
+    ],
+)
+def test_why_a_cluster_ended(
+    status: int, lines: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong flag is found before anything starts."""
+
+    @contextmanager
+    def ended(argv: Sequence[str], *, output: IO[str], is_wanted: object) -> Iterator[str]:
+        output.write(lines)
+        raise NotStarted(status)
+        yield ""
+
+    monkeypatch.setattr("tandem.cluster.local_cluster", ended)
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        Cluster()
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

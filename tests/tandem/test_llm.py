@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tandem import LLM, AsyncLLM, RequestError, SamplingParams, TandemError
-from tandem.controls import FOREIGN
+from tandem.operations import FOREIGN
 from tests.e2e.cluster import wait_until
 from tests.tandem.conftest import Post
 from tools.recall import vocab
@@ -149,7 +149,7 @@ def test_a_wrong_argument_is_named_before_anything_runs(
 ) -> None:
     with pytest.raises(RequestError, match=message) as wrong:
         llm.generate([PROMPT, PROMPT], [LONG, params])
-    assert wrong.value.field == field and "(input 1 of 2)" in str(wrong.value)
+    assert wrong.value.field == field and "(input 2 of 2)" in str(wrong.value)
     assert not running(llm)
 
 
@@ -162,6 +162,10 @@ def test_wrong_inputs_are_named(llm: LLM) -> None:
             "prompt: a dict has either prompt or prompt_token_ids; images go",
         ),
         ({}, "prompt: a dict has either"),
+        ([None], "prompt: must be a text or a list of token ids, got NoneType"),
+        ([b"k1"], "prompt: must be a text or a list of token ids, got bytes"),
+        ([["k1", "k2"]], "prompt: must be a text or a list of token ids, got a list of str"),
+        ([{"prompt_token_ids": [1.5]}], "prompt: must be a text or a list of token ids, got a list of float"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.generate(prompt)
@@ -278,6 +282,10 @@ def test_weights_come_as_tensors(llm: LLM) -> None:
         ([], "at least one"),
         ([("a", own[name])] * 2, "twice"),
         ([("no.such", own[name])], "no.such"),
+        (5, "source: must be a checkpoint's path, or pairs of name and torch tensor, .* got int"),
+        ([name], "source: .* got str"),
+        ({name: 5}, "source: .* got tuple"),
+        ({name: torch.ones(3)}, "serialized_named_tensors: tensor .* has shape"),
     ):
         with pytest.raises(RequestError, match=says):
             llm.update_weights(tensors)

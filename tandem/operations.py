@@ -26,7 +26,7 @@ FOREIGN = {  # SGLang's and vLLM's names, with ours
 }
 
 
-class Controls(Generic[R]):
+class EngineOperations(Generic[R]):
     """Orders to an engine. `LLM` waits until all processes have obeyed, `AsyncLLM` is awaited.
 
     They raise RequestError, which names the argument, and change nothing then.
