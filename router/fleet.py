@@ -211,12 +211,10 @@ class PeerProcesses(UnixPeers):
             return False
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self._slot.key.encode())
 
-    async def forward(
-        self, request: HttpRequest, body: dict[str, Any], *, path: str = "", timeout_s: float = TIMEOUT_S
-    ) -> None:
-        """`path`: by default the request's. A starting peer catches up later."""
+    async def forward(self, request: HttpRequest, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
+        """A starting peer catches up later."""
         if self.num and not self.is_peer(request):
-            await self.request(request.method, path or request.path, body, timeout_s=timeout_s)
+            await self.request(request.method, request.path, body, timeout_s=timeout_s)
 
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
         """Copy a peer's pool, which may have changed since the start."""

@@ -14,11 +14,16 @@ from typing import Any, TypeVar
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.frontend.app import SPARE_REQUESTS, make_app, make_handle
+from engine.frontend.client.scheduler_link import ENGINE_DEAD
 from engine.frontend.services import Services
+from service.flags import ConfigError
 from service.http.api import Application
+from service.http.errors import ApiError
 from service.http.request import CONNECTION
+from service.http.routes import shape_of
 from service.security.browser import BrowserRule
 from tandem.async_llm import AsyncLLM
+from tandem.errors import TandemError
 
 T = TypeVar("T")
 
@@ -26,8 +31,9 @@ T = TypeVar("T")
 class WorkerApp(AsyncLLM):
     """A worker's HTTP API as an ASGI application, with an `LLM`'s arguments. `close` ends it.
 
-    The model loads beside the caller; requests wait for it. `allowed_hosts`, `allowed_origins`: as
-    the flags of `tandem serve`; the application around it may be stricter.
+    The model loads beside the caller; requests wait for it, and get 503 if it cannot.
+    `allowed_hosts`, `allowed_origins`: as the flags of `tandem serve`; the application around it
+    may be stricter.
     """
 
     def __init__(
@@ -43,7 +49,12 @@ class WorkerApp(AsyncLLM):
         self._application: Application | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services = await self._ready()
+        try:
+            services = await self._ready()
+            if self._worker.over is not None:
+                raise self._worker.over
+        except (ConfigError, TandemError) as error:
+            return await _refuse(scope, receive, send, str(error))
         if self._application is None:
             self._application = self._served(services)
         if scope["type"] != "http":
@@ -76,6 +87,17 @@ class WorkerApp(AsyncLLM):
 
 
 app = WorkerApp
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, why: str) -> None:
+    """Answer for an engine that did not start, or has ended."""
+    if scope["type"] == "lifespan":
+        await receive()
+        return await send({"type": "lifespan.startup.failed", "message": why})
+    if scope["type"] != "http":
+        return await send({"type": "websocket.close", "code": 1011})
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    await shape_of(path).response(ApiError(503, why, code=ENGINE_DEAD))(scope, receive, send)
 
 
 class _Client:

@@ -173,7 +173,7 @@ class WorkersApi:
     async def _remove(self, request: HttpRequest, url: str) -> Response:
         worker = self.calls.table.remove(url)
         self.monitor.retire(worker)
-        await self.peers.forward(request, {"url": url}, path="/workers")
+        await self.peers.forward(request, {"url": url})
         return json_response(self._describe(worker))
 
     async def switch_role(self, request: HttpRequest) -> Response:

@@ -118,7 +118,7 @@ def document(apis: Sequence[ApiRouter], *, title: str) -> dict[str, Any]:
     tags = [tag._asdict() for tag in dict.fromkeys(api.tag for api in apis)]
     routes = [route for api in apis for route in api.routes]
     made = get_openapi(title=title, version=installed_version(), openapi_version="3.1.0", routes=routes, tags=tags)
-    bodies = dict.fromkeys(route.body for api in apis for route in api.table if route.body and not route.is_alias)
+    bodies = dict.fromkeys(route.body for api in apis for route in api.table if route.body)
     schemas = schemas_of(list(bodies), refs=SCHEMAS.format(name="{model}"))
     made["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     return made

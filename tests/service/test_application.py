@@ -191,6 +191,7 @@ def test_middleware_is_found_in_the_working_directory_last(tmp_path: Path, monke
     (tmp_path / "colorsys.py").write_text("raise SystemExit('not the standard library')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     app = application()
     add_middleware(app, ["marks_of_mine:Mine"])
     assert [entry.cls.__module__ for entry in app.user_middleware] == ["marks_of_mine"]

@@ -12,7 +12,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tandem.asgi import WorkerApp
+from tandem import EngineDeadError
+from tandem.asgi import WorkerApp, app
 
 CHAT = {"messages": [{"role": "user", "content": "k17 v42 k03 v91 k17"}], "max_tokens": 4, "temperature": 0}
 WAIT_S = 30.0
@@ -58,6 +59,30 @@ async def test_a_client_that_leaves_ends_its_request(worker_app: WorkerApp) -> N
         while services.client.num_live and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
         assert services.client.num_live == 0
+
+
+async def test_an_engine_that_cannot_start_is_in_each_answer(caplog: pytest.LogCaptureFixture) -> None:
+    broken = app("/nowhere")
+    async with mounted(broken) as client:
+        for path, kind in (("/v1/chat/completions", "server_error"), ("/v1/messages", "overloaded_error")):
+            answer = await client.post(path, json=CHAT)
+            error = answer.json()["error"]
+            assert answer.status_code == 503 and error["type"] == kind
+            assert error["message"].startswith("model_path /nowhere: no such directory")
+    alone = uvicorn.Server(uvicorn.Config(broken, log_config=None))
+    with pytest.raises(SystemExit):
+        await alone._serve([])
+    assert "/nowhere: no such directory" in caplog.text
+
+
+async def test_an_engine_that_has_ended_is_in_each_answer(
+    worker_app: WorkerApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await worker_app._ready()
+    monkeypatch.setattr(worker_app._worker, "_over", EngineDeadError("it died"))
+    async with mounted(worker_app) as client:
+        answer = await client.get("/v1/models")
+    assert answer.status_code == 503 and answer.json()["error"]["message"] == "it died"
 
 
 async def test_a_host_that_is_not_allowed_is_refused(worker_app: WorkerApp, monkeypatch: pytest.MonkeyPatch) -> None:
