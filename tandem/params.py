@@ -131,7 +131,7 @@ def _given(params: SamplingLike) -> dict[str, Any]:
     elif dataclasses.is_dataclass(params) and not isinstance(params, type):
         found = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     else:
-        kind = f"the class {params.__name__}" if isinstance(params, type) else type(params).__name__
+        kind = "a class, not an object of it" if isinstance(params, type) else type(params).__name__
         raise RequestError(f"sampling_params: must be a SamplingParams or a dict, got {kind}", field="sampling_params")
     return {
         name: value

@@ -137,7 +137,7 @@ def test_a_constructor_names_an_unknown_field() -> None:
     ("params", "more", "message"),
     [
         (3, {}, "sampling_params: must be a SamplingParams or a dict, got int"),
-        (Sampling, {}, "sampling_params: must be a SamplingParams or a dict, got the class Sampling"),
+        (Sampling, {}, "sampling_params: must be a SamplingParams or a dict, got a class, not an object"),
         ({"max_tokens": 1, "max_new_tokens": 2}, {}, "max_new_tokens: is another name of max_tokens; give one"),
         (None, {"stream": True}, "stream: is no argument here: AsyncLLM streams"),
         (None, {"bootstrap_room": 3}, "bootstrap_room: is no argument here"),
