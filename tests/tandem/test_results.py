@@ -28,12 +28,12 @@ def reading(*, n: int = 1, wanted: WantedLogprobs = NO_LOGPROBS, answers: TextAn
 
 def test_results_grow_and_their_deltas_do_not_overlap() -> None:
     growing = reading(n=2)
-    growing.add(0, output("a", [5]))
+    growing.add(0, output("a", [5], cached_tokens=3))
     first = growing.result()
     assert (first.text, first.delta, first.token_ids, first.finished) == ("a", "a", [5], False)
-    growing.add(0, output("b", [6], "stop", cached_tokens=3))
+    growing.add(0, output("b", [6], "stop"))
     assert (second := growing.result()).delta == "b" and not second.finished
-    growing.add(1, output("c", [8], "length"))
+    growing.add(1, output("c", [8], "length", cached_tokens=9))
     last = growing.result()
     assert (last.text, last.delta, last.token_ids, last.finish_reason) == ("ab", "", [5, 6], "stop")
     assert (last.outputs[0].stop_reason, last.outputs[1].text, last.finished, last.num_cached_tokens) == (
