@@ -1,11 +1,15 @@
 """Exceptions of the Python interface. Wrong flags raise `ConfigError` (service/flags.py)."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from service.http.errors import ApiError
+
+
+_ROUTE = re.compile("POST /([a-z_]+)")  # in remedies
 
 
 class TandemError(Exception):
@@ -42,8 +46,9 @@ def as_python() -> Iterator[None]:
 def _translated(error: "ApiError") -> TandemError:
     from engine.frontend.client.scheduler_link import ENGINE_DEAD
     from tandem.flags import in_python
+    from tandem.operations import FOREIGN
 
-    message = in_python(error.message)
+    message = _ROUTE.sub(lambda match: f"{FOREIGN.get(match[1], match[1])}()", in_python(error.message))
     if error.code == ENGINE_DEAD:
         return EngineDeadError(message, code=error.code)
     if error.status < 500:

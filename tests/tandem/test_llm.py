@@ -261,7 +261,7 @@ def test_a_pause_lets_calls_wait(llm: LLM) -> None:
 def test_released_memory_comes_back(llm: LLM) -> None:
     llm.release_memory(["kv_cache"])
     try:
-        with pytest.raises(TandemError, match="has released its memory"):
+        with pytest.raises(TandemError, match=r"has released its memory \(kv_cache\): resume_memory\(\)$"):
             llm.generate(PROMPT, max_tokens=1)
     finally:
         llm.resume_memory(["kv_cache"])
