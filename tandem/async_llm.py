@@ -84,7 +84,7 @@ class AsyncLLM(LocalEngine, EngineOperations[Coroutine[Any, Any, None]]):
         return await self._all([partial(scored, s, pair, fields) for pair in pairs])
 
     async def get_server_info(self) -> dict[str, Any]:
-        """What GET /server_info shows, as `LLM.get_server_info`."""
+        """Flags, limits and load, as `LLM.get_server_info`."""
         return await self._run(describe_server(await self._ready()))
 
     async def abort(self, rid: str) -> None:

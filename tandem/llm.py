@@ -141,7 +141,7 @@ class LLM(LocalEngine, EngineOperations[None]):
         return self._run([(1, partial(scored, self._services, pair, fields)) for pair in pairs], use_tqdm=use_tqdm)
 
     def get_server_info(self) -> dict[str, Any]:
-        """What GET /server_info shows: flags, limits, load, the weights' `weight_version`."""
+        """Flags, limits, load and `weight_version`, as GET /server_info has them."""
         return self._worker.run(describe_server(self._services))
 
     def _answers(

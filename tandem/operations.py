@@ -1,4 +1,4 @@
-"""What a trainer or operator orders of an engine: pauses, memory, weights, adapters."""
+"""Operations of a running engine: pauses, memory, weights, adapters."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -11,19 +11,20 @@ from tandem.requests import WeightSource, ordered, updated
 
 R = TypeVar("R")
 
-FOREIGN = {  # SGLang's and vLLM's names, with ours
-    **{"pause_generation": "pause", "continue_generation": "resume", "reset_prefix_cache": "flush_cache"},
-    **{"release_memory_occupation": "release_memory", "sleep": "release_memory"},
-    **{"resume_memory_occupation": "resume_memory", "wake_up": "resume_memory"},
-    **dict.fromkeys(("update_weights_from_disk", "update_weights_from_tensor"), "update_weights"),
-    **{
-        "encode": "embed",
-        "shutdown": "close",
-        "async_generate": "AsyncLLM.generate",
-        "abort_request": "AsyncLLM.abort",
-    },
-    **dict.fromkeys(("get_model_info", "model_info", "server_info"), "get_server_info"),
+_FOREIGN = {  # ours -> SGLang's and vLLM's names
+    "pause": "pause_generation",
+    "resume": "continue_generation",
+    "release_memory": "release_memory_occupation sleep",
+    "resume_memory": "resume_memory_occupation wake_up",
+    "flush_cache": "reset_prefix_cache",
+    "update_weights": "update_weights_from_disk update_weights_from_tensor",
+    "get_server_info": "server_info model_info get_model_info",
+    "embed": "encode",
+    "close": "shutdown",
+    "AsyncLLM.generate": "async_generate",
+    "AsyncLLM.abort": "abort_request",
 }
+FOREIGN = {name: own for own, names in _FOREIGN.items() for name in names.split()}
 
 
 class EngineOperations(Generic[R]):
@@ -81,7 +82,7 @@ class EngineOperations(Generic[R]):
         group_name: str = GROUP,
         backend: str = "nccl",
     ) -> R:
-        """Join the process group that a trainer opens as rank 0, with ranks from `rank_offset`."""
+        """Join the process group that rank 0 opens, with ranks from `rank_offset`."""
         return self._order(
             "/init_weights_update_group",
             master_address=master_address,
@@ -100,7 +101,7 @@ class EngineOperations(Generic[R]):
         group_name: str = GROUP,
         **more: Any,
     ) -> R:
-        """Take the tensors that a trainer broadcasts to its group in this order.
+        """Take the tensors that rank 0 of a group broadcasts in this order.
 
         `dtypes`: torch's, or names as "bfloat16". `more`: as in `update_weights`.
         """
@@ -108,7 +109,7 @@ class EngineOperations(Generic[R]):
         return self._order("/update_weights_from_distributed", **tensors, group_name=group_name, **more)
 
     def destroy_weights_update_group(self, group_name: str = GROUP) -> R:
-        """Leave a trainer's process group."""
+        """Leave a process group."""
         return self._order("/destroy_weights_update_group", group_name=group_name)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> R:
