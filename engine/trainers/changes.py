@@ -63,7 +63,7 @@ def _checked(found: Mapping[str, Tensor], stored: Safetensors | None, *, tied: b
             raise ConfigError(f"tensor {name} is not part of the model; names are those of its checkpoint")
         else:
             _check_like(name, tensor, stored.stored(own))
-        yield own, tensor.contiguous()
+        yield own, tensor
 
 
 def _is_left_out(name: str, *, tied: bool) -> bool:
