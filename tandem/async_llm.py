@@ -9,7 +9,6 @@ from engine.frontend.apis.admin.info import describe_server
 from engine.frontend.services import Services
 from tandem.errors import EngineDeadError
 from tandem.llm import Conversation, LocalEngine, Prompts, listed, score_inputs
-from tandem.operations import EngineOperations
 from tandem.outputs import EmbeddingOutput, RequestOutput, ScoringOutput
 from tandem.params import SamplingLike, fields_of
 from tandem.requests import (
@@ -27,7 +26,7 @@ from tandem.requests import (
 T = TypeVar("T")
 
 
-class AsyncLLM(LocalEngine, EngineOperations[Coroutine[Any, Any, None]]):
+class AsyncLLM(LocalEngine[Coroutine[Any, Any, None]]):
     """An `LLM` whose calls are awaited, with its arguments.
 
     The constructor returns at once; the model loads in another thread, and the first call, or

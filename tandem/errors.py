@@ -9,6 +9,20 @@ if TYPE_CHECKING:
     from service.http.errors import ApiError
 
 
+_FOREIGN = {  # ours -> SGLang's and vLLM's names
+    "pause": "pause_generation",
+    "resume": "continue_generation",
+    "release_memory": "release_memory_occupation sleep",
+    "resume_memory": "resume_memory_occupation wake_up",
+    "flush_cache": "reset_prefix_cache",
+    "update_weights": "update_weights_from_disk update_weights_from_tensor",
+    "get_server_info": "server_info model_info get_model_info",
+    "embed": "encode",
+    "close": "shutdown",
+    "AsyncLLM.generate": "async_generate",
+    "AsyncLLM.abort": "abort_request",
+}
+FOREIGN = {name: own for own, names in _FOREIGN.items() for name in names.split()}
 _ROUTE = re.compile("POST /([a-z_]+)")  # in remedies
 
 
@@ -46,7 +60,6 @@ def as_python() -> Iterator[None]:
 def _translated(error: "ApiError") -> TandemError:
     from engine.frontend.client.scheduler_link import ENGINE_DEAD
     from tandem.flags import in_python
-    from tandem.operations import FOREIGN
 
     message = _ROUTE.sub(lambda match: f"{FOREIGN.get(match[1], match[1])}()", in_python(error.message))
     if error.code == ENGINE_DEAD:

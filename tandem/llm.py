@@ -32,6 +32,7 @@ from tandem.requests import (
 )
 from tandem.worker import LocalWorker
 
+R = TypeVar("R")
 T = TypeVar("T")
 Job = Callable[[], Awaitable[T]]
 Prompts = Prompt | Sequence[Prompt]
@@ -39,7 +40,7 @@ Conversation = Sequence[Mapping[str, Any]]  # messages with role and content, as
 MakePlan = Callable[[Services, Any, Mapping[str, Any]], Awaitable[PreparedRequest]]
 
 
-class LocalEngine:
+class LocalEngine(EngineOperations[R]):
     """Base of `LLM` and `AsyncLLM`: a worker that ends with its object, or with the program."""
 
     def __init__(self, model: str, flags: Mapping[str, Any]) -> None:
@@ -57,7 +58,7 @@ class LocalEngine:
         self._end()
 
 
-class LLM(LocalEngine, EngineOperations[None]):
+class LLM(LocalEngine[None]):
     """A model on this machine: `LLM("smollm2").generate("The capital of France is")`.
 
     `model`: what `--model-path` takes, by default the model that comes with Tandem. `flags`: those

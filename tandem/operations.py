@@ -7,24 +7,10 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from engine.frontend.apis.admin.control import flush
 from engine.frontend.apis.admin.weights import GROUP
 from engine.frontend.services import Services
+from tandem.errors import FOREIGN
 from tandem.requests import WeightSource, ordered, updated
 
 R = TypeVar("R")
-
-_FOREIGN = {  # ours -> SGLang's and vLLM's names
-    "pause": "pause_generation",
-    "resume": "continue_generation",
-    "release_memory": "release_memory_occupation sleep",
-    "resume_memory": "resume_memory_occupation wake_up",
-    "flush_cache": "reset_prefix_cache",
-    "update_weights": "update_weights_from_disk update_weights_from_tensor",
-    "get_server_info": "server_info model_info get_model_info",
-    "embed": "encode",
-    "close": "shutdown",
-    "AsyncLLM.generate": "async_generate",
-    "AsyncLLM.abort": "abort_request",
-}
-FOREIGN = {name: own for own, names in _FOREIGN.items() for name in names.split()}
 
 
 class EngineOperations(Generic[R]):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.planted import function, plant
-from tools.house import prose, seams
+from tools.house import seams, words
 from tools.house.__main__ import RULES
 from tools.house.ratchet import above
 from tools.house.tree import Tree
@@ -162,11 +162,11 @@ def test_a_subject_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     git("init", "-q")
     for subject in ("b" * 90, "s: " + "a" * 69, "s: " + "a" * 70):
         git("commit", "-qm", subject, "--allow-empty")
-    monkeypatch.setattr(prose, "BASE", git("rev-parse", "HEAD~2").strip())
-    (line,) = above(BY_NAME["subjects"], prose.subjects(Tree.read(tmp_path)))
+    monkeypatch.setattr(words, "BASE", git("rev-parse", "HEAD~2").strip())
+    (line,) = above(BY_NAME["subjects"], words.subjects(Tree.read(tmp_path)))
     assert line.endswith("s: " + "a" * 70)
-    monkeypatch.setattr(prose, "BASE", "fade")
-    assert prose.subjects(Tree.read(tmp_path)) == {}
+    monkeypatch.setattr(words, "BASE", "fade")
+    assert words.subjects(Tree.read(tmp_path)) == {}
 
 
 def test_only_tracked_files_count(tmp_path: Path) -> None:

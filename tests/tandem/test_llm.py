@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tandem import LLM, AsyncLLM, RequestError, SamplingParams, TandemError
-from tandem.operations import FOREIGN
+from tandem.errors import FOREIGN
 from tests.e2e.cluster import wait_until
 from tests.tandem.conftest import Post
 from tools.recall import vocab
