@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from tqdm import tqdm
+
 from engine.config import EngineConfig
 from planner.cluster import ClusterCosts, ClusterLayout, PlannedCluster, parse_layout
 from planner.config import PlanConfig
@@ -90,7 +92,7 @@ def runs_here(config: PlanConfig, *, jobs: int) -> Iterator[SimpleNamespace]:
         done.set_result(try_rate(study, layout, rate))
         return done
 
-    yield SimpleNamespace(submit=submit)
+    yield SimpleNamespace(submit=submit, bar=tqdm(disable=True))
 
 
 in_process = patch("planner.run.RunPool", runs_here)
