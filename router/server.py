@@ -78,13 +78,13 @@ async def start_router(
         router.url = port.url
         if router.secret is None and config.failover_max:
             log.info("no --cluster-secret-file: when a worker dies its answers end, as no other worker continues them")
-        if router.discovery is None and not router.table.workers():
-            log.info("no workers yet: name them by --prefill and --decode or --worker-urls, or by POST /workers")
         for worker in router.table.workers():
             router.monitor.watch(worker)
         await router.monitor.first_round()
         if router.discovery is not None:
             router.discovery.start()
+        elif not router.table.workers():
+            log.info("no workers yet: name them by --prefill and --decode or --worker-urls, or by POST /workers")
         router.auto_roles.start()
         yield router
 
