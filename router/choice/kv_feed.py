@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from router.choice.kv_view import WorkerCacheView
 from router.choice.policies import Chooser
-from router.pool.reports import EventSource, parse_event_source
+from router.pool.reports import EventSource, Info, parse_event_source
 from router.pool.worker import MAX_WORKERS, Worker
 from service.kv_events import (
     END_SEQ,
@@ -58,7 +58,7 @@ class KVEventFeed:
     _turns: "_Turns" = field(default_factory=lambda: _Turns())
     _followers: dict[int, "_Follower"] = field(default_factory=dict)
 
-    def on_info(self, worker: Worker, info: object) -> None:
+    def on_info(self, worker: Worker, info: Info) -> None:
         index = self.chooser.cache_of(worker.role) if self.enabled else None
         source = parse_event_source(info, url_host=worker.url_host) if index is not None else None
         follower = self._followers.get(worker.worker_id)

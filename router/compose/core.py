@@ -17,6 +17,7 @@ from router.history.recorder import Recorder
 from router.parts.admission import Admission
 from router.parts.encoders import Encoders
 from router.parts.prefix import PrefixHeaders, PrefixSources
+from router.pool.reports import Info
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.requests.dispatch import LiveRequests
@@ -65,7 +66,7 @@ class RouterCore:
             return ()
         return (PrefixHeaders(sources=PrefixSources(index), secret=self.secret),)
 
-    def on_info(self, worker: Worker, info: object) -> None:
+    def on_info(self, worker: Worker, info: Info) -> None:
         self.feed.on_info(worker, info)
         self.encoders.on_info(worker, info)
         for prefixes in self.prefixes:

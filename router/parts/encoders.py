@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from router.attempts.request import CallPart, PromptCall
 from router.body import TOKENS_PER_IMAGE
 from router.choice.policies import load_key, owner
-from router.pool.reports import fetches_features, parse_encoder
+from router.pool.reports import Info, parse_encoder
 from router.pool.worker import Pool, Role, Worker
 from router.pool.workers import WorkerTable
 from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, write_header
@@ -59,11 +59,11 @@ class Encoders:
     _at: dict[int, ImageEncoder] = field(default_factory=dict)  # addresses of encoder workers
     _asking: set[int] = field(default_factory=set)  # workers that fetch features
 
-    def on_info(self, worker: Worker, info: object) -> None:
+    def on_info(self, worker: Worker, info: Info) -> None:
         self.on_gone(worker)
         if (at := parse_encoder(info)) is not None:
             self._at[worker.worker_id] = at
-        if fetches_features(info):
+        if info.get("feature_fetch") is True:
             self._asking.add(worker.worker_id)
 
     def on_gone(self, worker: Worker) -> None:

@@ -16,7 +16,7 @@ from router.body import write_bodies
 from router.choice.policies import Placement, RoutingHints, load_key
 from router.choice.prefix_index import PrefixIndex
 from router.client.upstream import HttpReply
-from router.pool.reports import PrefixHolder, parse_prefix_holder
+from router.pool.reports import Info, PrefixHolder, parse_prefix_holder
 from router.pool.worker import Role, Worker
 from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, write_header
 from service.kv_events import BLOCK_TOKENS
@@ -47,7 +47,7 @@ class PrefixSources:
         self._index = index
         self._workers: dict[int, tuple[Worker, PrefixHolder]] = {}
 
-    def on_info(self, worker: Worker, info: object) -> None:
+    def on_info(self, worker: Worker, info: Info) -> None:
         at = parse_prefix_holder(info)
         if at is None:
             self._workers.pop(worker.worker_id, None)

@@ -28,6 +28,7 @@ from router.pool.reports import (
     IS_DRAINING,
     NO_PAIR,
     VLLM,
+    Info,
     is_bootstrap_server,
     parse_bootstrap,
     parse_encoder,
@@ -89,7 +90,7 @@ class HealthMonitor:
     credentials: Credentials
     upstream: Upstream | None = None
     on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None
-    on_info: Callable[[Worker, object], None] = lambda worker, info: None
+    on_info: Callable[[Worker, Info], None] = lambda worker, info: None
     let_go: LetGo = give_up_all
     _watches: dict[int, "_Watch"] = field(default_factory=dict)
     _begin_s: float = 0.0  # start of the last watch
@@ -304,8 +305,9 @@ class HealthMonitor:
     async def _read_info(self, watch: "_Watch") -> str:
         """Read role, models and bootstrap; return an error, which changes nothing."""
         worker = watch.worker
-        info, error = await self._prober.first_json(worker, _INFO_PATHS)
-        error = error or await self._read_models(worker, info) or self._read_role(worker, info)
+        answer, error = await self._prober.first_json(worker, _INFO_PATHS)
+        info: Info = answer if isinstance(answer, dict) else {}
+        error = error or await self._read_models(worker, answer) or self._read_role(worker, info)
         if error:
             return error
         if worker.role is Role.PREFILL:
@@ -320,7 +322,7 @@ class HealthMonitor:
             self.on_info(worker, info)
         return ""
 
-    async def _read_bootstrap(self, watch: "_Watch", info: object) -> str:
+    async def _read_bootstrap(self, watch: "_Watch", info: Info) -> str:
         """Read the bootstrap address; return an error.
 
         A given port (perhaps mapped) wins if a server answers there. Checked once per process, as a
@@ -347,7 +349,7 @@ class HealthMonitor:
             f"out (--prefill, bootstrap_port, the pod's annotation), or give {port}"
         )
 
-    def _read_role(self, worker: Worker, info: object) -> str:
+    def _read_role(self, worker: Worker, info: Info) -> str:
         """Read the role, which may switch; return an error. A server without a role in a pair would
         ignore its peer, and compute whole requests.
         """

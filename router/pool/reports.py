@@ -1,5 +1,6 @@
 """Parsers of workers' reports: load (several dialects), health, bootstrap, role, events. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
 MAX_PIDS = 64
 MAX_TEXTS = 1024
+Info = Mapping[str, Any]  # a `/server_info`, whose values are not checked; empty if it is no object
 _USED = ("num_used_tokens", "num_tokens")
 # Stages in order, and their names in SGLang's /v1/loads, on top or inside `disaggregation`.
 _STAGE_NAMES = {
@@ -92,12 +94,10 @@ def count_of(value: object) -> int:
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
 
 
-def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
+def parse_bootstrap(info: Info, *, url_host: str) -> tuple[str, int | None]:
     """Inside the worker (port None: the default), unless `disaggregation_bootstrap_server` names
     another.
     """
-    if not isinstance(info, dict):
-        return url_host, None
     alone = info.get("disaggregation_bootstrap_server")
     if isinstance(alone, str) and ":" in alone:
         host, _, text = alone.rpartition(":")
@@ -163,17 +163,16 @@ def parse_health(body: bytes) -> HealthReport:
     )
 
 
-def parse_mode(info: object) -> str | None:
-    mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
+def parse_mode(info: Info) -> str | None:
+    mode = info.get("disaggregation_mode")
     return mode if isinstance(mode, str) else None
 
 
-def parse_ranks(info: object) -> RankSizes:
-    facts = info if isinstance(info, dict) else {}
-    tp, pp, dp = (max(1, count_of(facts.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
-    listed = facts.get("rank_pids")
+def parse_ranks(info: Info) -> RankSizes:
+    tp, pp, dp = (max(1, count_of(info.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
+    listed = info.get("rank_pids")
     pids = [count_of(pid) for pid in listed[:MAX_PIDS]] if isinstance(listed, list) else []
-    joint = facts.get("enable_dp_attention") is True
+    joint = info.get("enable_dp_attention") is True
     return RankSizes(tp=tp, pp=pp, dp=dp, pids=tuple(pid for pid in pids if pid), joint=joint)
 
 
@@ -188,11 +187,11 @@ class EventSource:
     named: bool = False
 
 
-def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
+def parse_event_source(info: Info, *, url_host: str) -> EventSource | None:
     """Read `kv_events_config` (JSON, or text as in SGLang). Only its port is used: the router
     connects to no other host.
     """
-    config = info.get("kv_events_config") if isinstance(info, dict) else None
+    config = info.get("kv_events_config")
     if isinstance(config, str):
         config = decode_or_none(config.encode(errors="replace"))
     if not isinstance(config, dict) or config.get("publisher", "zmq") != "zmq":
@@ -219,9 +218,9 @@ class PrefixHolder:
     token_bytes: int
 
 
-def parse_prefix_holder(info: object) -> PrefixHolder | None:
+def parse_prefix_holder(info: Info) -> PrefixHolder | None:
     """Read `prefix_source` in `/server_info`."""
-    text = info.get("prefix_source") if isinstance(info, dict) else None
+    text = info.get("prefix_source")
     named = object_of(text.encode(errors="replace")) if isinstance(text, str) else {}
     control, incarnation = named.get("control"), named.get("incarnation")
     if not (isinstance(control, str) and isinstance(incarnation, str)):
@@ -231,17 +230,13 @@ def parse_prefix_holder(info: object) -> PrefixHolder | None:
     return PrefixHolder(control, incarnation, count_of(named.get("token_bytes")))
 
 
-def parse_encoder(info: object) -> ImageEncoder | None:
+def parse_encoder(info: Info) -> ImageEncoder | None:
     """Read `image_encoder` in `/server_info`."""
-    text = info.get("image_encoder") if isinstance(info, dict) else None
+    text = info.get("image_encoder")
     named: ImageEncoder | None = None
     if isinstance(text, str):
         named = decode_or_none(text.encode(errors="replace"), ImageEncoder)
     return named
-
-
-def fetches_features(info: object) -> bool:
-    return isinstance(info, dict) and info.get("feature_fetch") is True
 
 
 def _dialled(endpoint: object, host: str) -> str | None:

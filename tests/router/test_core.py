@@ -162,10 +162,10 @@ def test_load_reports(answer: object, expected: LoadReport | None) -> None:
         ({"disaggregation_bootstrap_server": "[::1]:77"}, ("::1", 77)),
         ({"disaggregation_bootstrap_server": None, "disaggregation_bootstrap_port": 0}, ("h", None)),
         ({"disaggregation_bootstrap_port": "8998"}, ("h", None)),
-        (None, ("h", None)),
+        ({}, ("h", None)),
     ],
 )
-def test_where_the_bootstrap_server_is(info: object, expected: tuple[str, int | None]) -> None:
+def test_where_the_bootstrap_server_is(info: dict[str, Any], expected: tuple[str, int | None]) -> None:
     assert parse_bootstrap(info, url_host="h") == expected
 
 

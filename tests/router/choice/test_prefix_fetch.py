@@ -155,7 +155,6 @@ JUNK = [
 def test_what_no_worker_says_names_no_source(named: object) -> None:
     assert parse_prefix_holder({"prefix_source": named}) is None
     assert parse_prefix_holder({"prefix_source": json.dumps(named)}) is None
-    assert parse_prefix_holder(named) is None
 
 
 def test_a_holder_is_read_from_server_info() -> None:
