@@ -4,7 +4,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -137,6 +137,58 @@ async def test_it_is_mounted_under_a_path_of_another_application() -> None:
     async with theirs(parent) as url:
         echoed, counted, lost = await answers(url + "/llm")
     assert echoed.json() == {"path": "/echo", "body": "hello"} and counted.text == "0123" and lost.status_code == 404
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    try:
+        async with asyncio.timeout(20):
+            yield reader, writer
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def test_a_body_that_breaks_is_refused_though_its_start_is_whole() -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with ours(application()) as url, connected(url) as (reader, writer):
+        writer.write(head + b"5\r\nhello\r\nno size\r\n")
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"the body cannot be read: " in answer
+
+
+async def test_a_client_that_still_sends_reads_the_whole_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.http.server.LINGER_S", 3600.0)
+    async with ours(application()) as url, connected(url) as (reader, writer):
+        writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 4096\r\n\r\n" + b"a" * 1000)
+        answer = await reader.read()
+        writer.write(b"a" * 1000)  # a reset could have overtaken the answer
+        await writer.drain()
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"longer than 1024 bytes" in answer
+
+
+async def test_a_websocket_is_refused() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    await application()({"type": "websocket"}, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1003}]
+
+
+async def test_the_first_of_equal_fields_of_a_query_counts() -> None:
+    scope = {"type": "http", "raw_path": b"/echo", "query_string": b"a=1&a=2&b=", "headers": []}
+
+    async def none(*values: object) -> Message:
+        return {}
+
+    assert HttpRequest(scope, none, none, LIMITS).query == {"a": "1", "b": ""}
 
 
 async def test_a_request_makes_no_span_of_fastapi(monkeypatch: pytest.MonkeyPatch) -> None:
