@@ -9,9 +9,10 @@ import pytest
 from engine.frontend.services import Services
 from engine.messages import FinishReason, TokenLogprob, TokenOutput
 from engine.text.sample import Arguments, CallBegins, Part, PlainText, ReasoningText, TextAnswers, TextOutput
+from service.http.errors import ApiError
 from tandem.outputs import Logprob, RequestOutput, ResultBuilder
 from tandem.params import WantedLogprobs
-from tandem.requests import Slots, in_order
+from tandem.requests import Slots, in_order, plan_conversation, plan_prompt
 
 NO_LOGPROBS = WantedLogprobs()
 
@@ -97,6 +98,17 @@ def slots(limit: int) -> Slots:
     return Slots(cast(Services, SimpleNamespace(client=client)))
 
 
+async def test_without_a_tokenizer_texts_are_refused() -> None:
+    model = SimpleNamespace(has_text=False, template_names=frozenset[str]())
+    s = cast(Services, SimpleNamespace(model=model))
+    with pytest.raises(ApiError, match="tokenize it yourself, and send token ids") as wrong:
+        await plan_prompt(s, "k1", {})
+    assert wrong.value.field == "prompt"
+    with pytest.raises(ApiError, match="render and tokenize it yourself") as wrong:
+        await plan_conversation(s, [{"role": "user", "content": "k1"}], {})
+    assert wrong.value.field == "messages"
+
+
 async def test_samples_in_flight_are_bounded_and_results_in_order() -> None:
     now, peak = 0, 0
 
@@ -113,6 +125,12 @@ async def test_samples_in_flight_are_bounded_and_results_in_order() -> None:
     jobs = [(1 + i % 2, lambda i=i: job(i, 1 + i % 2)) for i in range(9)]
     assert await in_order(slots(3), jobs, on_done=lambda: done.append(1)) == list(range(9))
     assert (peak, len(done)) == (3, 9)
+
+
+@pytest.mark.parametrize(("max_live", "limit"), [(10, 10), (100, 12)])
+def test_twice_what_runs_is_in_flight(max_live: int, limit: int) -> None:
+    client = SimpleNamespace(max_live=max_live, max_running=3, leaders=SimpleNamespace(num_ranks=2))
+    assert Slots(cast(Services, SimpleNamespace(client=client))).limit == limit
 
 
 async def test_more_samples_than_the_limit_go_alone() -> None:
