@@ -75,9 +75,9 @@ def from_entries(entries: Sequence[TraceEntry], count: int) -> list[PlannedReque
     return found
 
 
-def like_conversations(count: int, *, seed: int = SEED) -> list[PlannedRequest]:
+def like_conversations(count: int) -> list[PlannedRequest]:
     """Lengths as in Mooncake's conversation trace, drawn independently; Poisson arrivals; no two prompts share a prefix."""
-    rng, at, found = random.Random(seed), 0.0, list[PlannedRequest]()
+    rng, at, found = random.Random(SEED), 0.0, list[PlannedRequest]()
     for number in range(count):
         blocks = ((FIRST_OWN + number, _drawn(PROMPTS, rng)),)
         found.append(PlannedRequest(at=at, blocks=blocks, output_len=_drawn(ANSWERS, rng)))

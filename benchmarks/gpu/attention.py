@@ -4,6 +4,7 @@ Other cuts of the work are tried beside the ones in use: what to look at first w
 a pool of all layers, whose pages lie as far apart as a worker's.
 """
 
+import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from engine.kv.step_batch import StepBatch
 from engine.layers.rope import NormedRope, Unturned
 
 PAGE_SIZE = 16
+TILES = tomllib.loads(Path(__file__).with_name("parts.toml").read_text())["tiles"]
 TOLERANCE = {"bfloat16": 4e-2, "float32": 1e-3}  # beside torch, on values up to 4 or so: one step of bf16 there
 
 
@@ -55,7 +58,7 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
 
     size = 2 * batch * context * shape.kv_heads * shape.head_dim * 2
     used = decode_tiles(kv_heads=shape.kv_heads, dim=shape.head_dim, dtype=pool.k(0).dtype)
-    rows = _tried(run, used, _other_decodes(used) if not target.small else [])
+    rows = _tried(run, used, target.pick(TILES["decode"], []))
     deep_pool, deep_table = _pool(shape, batch=batch, context=context, target=target, layers=shape.layers, spread=2)
     deep = {"pool_bytes": deep_pool.buffer.nbytes, "ms": run(used, deep_pool, deep_table)}
     for row in (*rows, deep):
@@ -71,7 +74,7 @@ def extend_rate(target: Target) -> dict[str, Any]:
     flop = 2 * tokens * tokens * shape.heads * shape.head_dim
     used = extend_tiles(dim=shape.head_dim, dtype=pool.k(0).dtype)
     run = partial(_extend_ms, target, shape, pool, table, rows=tokens, context=tokens)
-    rows = _tried(run, used, _other_extends(used) if not target.small else [])
+    rows = _tried(run, used, target.pick(TILES["extend"], []))
     rows += _library_rows(target, shape, tokens)
     for row in rows:
         if "ms" in row:
@@ -199,38 +202,15 @@ def _pool(
     return pool, order.view(batch, pages).to(dtype=torch.int32, device=target.device)
 
 
-def _tried(run: Any, used: Any, others: list[Any]) -> list[dict[str, Any]]:
+def _tried(run: Any, used: Any, changes: list[dict[str, int]]) -> list[dict[str, Any]]:
     """A row each, the one in use first; one that does not fit this GPU says why."""
     rows = [{"tiles": asdict(used), "ms": run(used)}]
-    for tiles in others:
+    for tiles in (replace(used, **change) for change in changes):
         try:
             rows.append({"tiles": asdict(tiles), "ms": run(tiles)})
         except Exception as error:
             print(f"{tiles}: {error}", flush=True)
     return rows
-
-
-def _other_decodes(used: DecodeTiles) -> list[DecodeTiles]:
-    return [
-        replace(used, stages=3, per_sm=4),
-        replace(used, stages=3, per_sm=2),
-        replace(used, per_sm=2),
-        replace(used, min_split=128),
-        replace(used, min_split=512),
-        replace(used, min_split=1024),
-        replace(used, block=32, stages=7, per_sm=4),
-        replace(used, block=128, stages=3, warps=8, per_sm=2),
-    ]
-
-
-def _other_extends(used: ExtendTiles) -> list[ExtendTiles]:
-    return [
-        replace(used, stages=3),
-        replace(used, block=128, stages=3),
-        replace(used, rows=64, warps=4, stages=3),
-        replace(used, rows=64, warps=4, stages=5),
-        replace(used, block=32, stages=5),
-    ]
 
 
 def _library_rows(target: Target, shape: Shape, tokens: int) -> list[dict[str, Any]]:

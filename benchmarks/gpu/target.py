@@ -13,6 +13,7 @@ import torch
 from benchmarks.random_model import qwen3_config
 from engine.model_files.model_config import ModelConfig, load_model_config
 
+WARM_UP = 3
 FLUSH_BYTES = 256 << 20  # more than any L2: what a step left there does not help the next
 Work = Any  # Callable[[], object]
 
@@ -39,12 +40,12 @@ class Target:
         if not self.small:
             torch.cuda.synchronize()
 
-    def ms(self, work: Work, *, repeats: int = 20, warm_up: int = 3, flush: bool = True) -> float:
+    def ms(self, work: Work, *, repeats: int = 20, flush: bool = True) -> float:
         """Median milliseconds of `work` on the device, by events; caches are flushed between two runs."""
         if self.small:
             return _wall_ms(work)
         scratch = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64, device=self.device) if flush else None
-        for _ in range(warm_up):
+        for _ in range(WARM_UP):
             work()
         times = []
         for _ in range(repeats):

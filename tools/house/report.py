@@ -5,7 +5,9 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+from deploy.bench.stats import table
 from tests.packages import PACKAGES
 from tools.house.seams import imported, length, num_none
 from tools.house.tree import Module, Tree
@@ -18,20 +20,8 @@ Cell = Callable[[Sequence[Module]], str]
 
 def page(tree: Tree, sizes: str) -> str:
     """No commit and no time: the page changes when the code does."""
-    lines = ["# Sizes of the code", "", "Written by `make house`. Not to be edited by hand. A length is in lines.", ""]
-    lines += ["## Now, limit and aim", "", "```", sizes, "```", "", "## By package", ""]
-    lines += [
-        *_packages(tree),
-        "",
-        "## Rooms and their imports",
-        "",
-        *_rooms(tree),
-        "",
-        "## Longest",
-        "",
-        *_longest(tree),
-    ]
-    return "\n".join(lines) + "\n"
+    parts = {"packages": _packages(tree), "rooms": _rooms(tree), "longest": "\n".join(_longest(tree))}
+    return Path(__file__).with_suffix(".md").read_text().format(sizes=sizes, **parts)
 
 
 def stale(text: str, sizes: str) -> list[str]:
@@ -44,7 +34,7 @@ def stale(text: str, sizes: str) -> list[str]:
     ]
 
 
-def _packages(tree: Tree) -> list[str]:
+def _packages(tree: Tree) -> str:
     columns = {name: list(tree.of(name)) for name in ("product", "tests", "tools", "benchmarks")}
     columns |= {name: [m for m in columns["product"] if m.path.startswith(f"{name}/")] for name in PACKAGES}
     rows: dict[str, Cell] = {
@@ -57,8 +47,7 @@ def _packages(tree: Tree) -> list[str]:
         "Any / getattr / type: ignore": lambda ms: " / ".join(map(str, _loose_words(ms))),
     }
     columns = {name: modules for name, modules in columns.items() if modules}
-    table = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    return table + [f"| {name} | " + " | ".join(map(cell, columns.values())) + " |" for name, cell in rows.items()]
+    return table(["", *columns], [[name, *map(cell, columns.values())] for name, cell in rows.items()])
 
 
 def _spread(values: Iterable[int]) -> str:
@@ -80,18 +69,15 @@ def _loose_words(modules: Sequence[Module]) -> tuple[int, int, int]:
     return names["Any"], names["getattr"], sum(module.text.count("# type: ignore") for module in modules)
 
 
-def _rooms(tree: Tree) -> list[str]:
+def _rooms(tree: Tree) -> str:
     """A room is a sub-package of a package, or a module beside them; `lint-imports` forbids circles of them."""
-    table = ["| package | rooms | pairs joined by imports | import most | imported by most |", "|---|---|---|---|---|"]
+    rows = []
     for package in PACKAGES:
-        pairs = _pairs(tree, package)
-        if pairs:
-            most = [
-                ", ".join(f"{room} {n}" for room, n in Counter(side).most_common(3))
-                for side in zip(*pairs, strict=True)
-            ]
-            table.append(f"| {package} | {len({*sum(pairs, ())})} | {len(pairs)} | {most[0]} | {most[1]} |")
-    return table
+        if pairs := _pairs(tree, package):
+            most = (Counter(side).most_common(3) for side in zip(*pairs, strict=True))
+            shown = [", ".join(f"{room} {n}" for room, n in side) for side in most]
+            rows.append([package, str(len({*sum(pairs, ())})), str(len(pairs)), *shown])
+    return table(["package", "rooms", "pairs joined by imports", "import most", "imported by most"], rows)
 
 
 def _pairs(tree: Tree, package: str) -> list[tuple[str, str]]:

@@ -11,7 +11,6 @@ from tools.simulation.cluster import Cluster, Node
 from tools.simulation.ending import ending_of
 from tools.simulation.hostile import Hostile
 from tools.simulation.http import Call, call
-from tools.simulation.options import MOVE_FAULT, RANK_FAULT, RETURN_FAULT
 from tools.simulation.workers.weights import BROKEN, OTHER, OWN
 from tools.simulation.workers.worker import Worker
 from tools.simulation.world import Process
@@ -48,9 +47,9 @@ class Faults:
             "hostile peer": self._hostile.act,
             "pause generation": self._pause,
             "update weights": self._update,
-            RANK_FAULT: self._kill_rank,
-            MOVE_FAULT: self._migrate,
-            RETURN_FAULT: self._break_stream,
+            "kill rank": self._kill_rank,
+            "migrate": self._migrate,
+            "broken stream": self._break_stream,
         }
 
     def begin(self) -> None:
@@ -170,7 +169,7 @@ class Faults:
             return
         node.process.on_death.append(lambda: self._restart_later(node))
         self._draw.choice(node.worker.computer.followers).kill()
-        self._count(RANK_FAULT)
+        self._count("kill rank")
 
     def _restart_later(self, node: Node, within_s: tuple[float, float] = SLOW_RESTART_S) -> None:
         self._for(*within_s, lambda: self._restart(node), f"restart {node.name}")
@@ -269,7 +268,7 @@ class Faults:
         number = self._cluster.clients.pick_begun()
         if number is not None:
             self._cluster.clients.lose_connection(number)
-            self._count(RETURN_FAULT)
+            self._count("broken stream")
         elif tries and self._active:
             self._world.after(0.02, "break a stream", self._break_stream, tries - 1)
 

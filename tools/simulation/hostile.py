@@ -5,8 +5,10 @@ have learnt by listening in: without a secret a peer that knows both is a peer.
 """
 
 import random
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -40,19 +42,7 @@ from transfer_backends.wire import (
     pack_ids,
 )
 
-BAD_BODIES = (
-    b"",
-    b"{",
-    b"[]",
-    b'{"input_ids": 3}',
-    b'{"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}',
-    b'{"input_ids": [], "sampling_params": {"max_new_tokens": 3}, "bootstrap_room": 5, "bootstrap_host": "h", "bootstrap_port": 1}',
-    b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 3}, "bootstrap_room": 0, "bootstrap_host": "h", "bootstrap_port": 1}',
-    b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 3}, "bootstrap_room": -1, "bootstrap_host": "h", "bootstrap_port": 1}',
-    b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 3, "n": 2}, "bootstrap_room": [77, 77],'
-    b' "bootstrap_host": ["nowhere", "nowhere"], "bootstrap_port": [1, 1]}',
-    b'{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4000}, "bootstrap_room": 78, "bootstrap_host": "x0", "bootstrap_port": 8998}',
-)
+BAD_BODIES = [text.encode() for text in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["bodies"]]
 
 
 class Hostile:

@@ -21,11 +21,8 @@ FIRST_WITH_HEARTBEATS = 4000
 FIRST_WITH_IMAGES = 5000
 FIRST_WITH_ENCODERS = 6000
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-RANK_FAULT, MOVE_FAULT, RETURN_FAULT = (_DATA[f"{name}_fault"] for name in ("rank", "move", "return"))
-EARLIER_FAULTS, LATER_FAULTS, ENCODER_FAULTS = (
-    tuple(_DATA[f"{name}_faults"]) for name in ("earlier", "later", "encoder")
-)
-FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT, RETURN_FAULT, *ENCODER_FAULTS)
+EARLIER_FAULTS, LATER_FAULTS, PART_FAULTS, ENCODER_FAULTS = map(tuple, _DATA["faults"].values())
+FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, *PART_FAULTS, *ENCODER_FAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +192,10 @@ def _faults_of_parts(seed: int, *, followers: bool, returns: bool) -> tuple[str,
     """Kinds that strike what only some clusters have. `followers`: beside leaders; `returns`: of clients to their streams."""
     drawn: tuple[str, ...] = ()
     if followers and random.Random(f"{seed}/rank fault").random() < 0.5:
-        drawn += (RANK_FAULT,)
+        drawn += ("kill rank",)
     if random.Random(f"{seed}/moves").random() < 0.5:
-        drawn += (MOVE_FAULT,)
-    return (*drawn, RETURN_FAULT) if returns else drawn
+        drawn += ("migrate",)
+    return (*drawn, "broken stream") if returns else drawn
 
 
 def _with_options_of_own_streams(seed: int, options: Options) -> Options:
@@ -230,7 +227,7 @@ def _with_groups(seed: int, options: Options) -> Options:
     states, windows = draw.choice([(True, False), (False, True), (True, True)])
     return replace(
         options,
-        faults=tuple(kind for kind in options.faults if kind != RANK_FAULT),
+        faults=tuple(kind for kind in options.faults if kind != "kill rank"),
         ranks=(1, 1),
         kv_units=1,
         stages=(1, 1),
