@@ -153,6 +153,6 @@ def test_the_program_fails_on_any_finding(tmp_path: Path, capsys: pytest.Capture
     assert "engine/core: 30 lines of Python and C, at most" in shown
     assert f"{REPORT}: it has 2 all product, the tree 32: run `make house`" in shown
     assert main(write, tmp_path) == 0
-    assert "| engine " in (tmp_path / REPORT).read_text()
+    assert " engine |" in (tmp_path / REPORT).read_text()
     main([], tmp_path)
     assert REPORT not in capsys.readouterr().out
