@@ -1,6 +1,6 @@
 """Small planned clusters for tests: a model of 1 MB a KV page, workers with round step times."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -95,4 +95,8 @@ def runs_here(config: PlanConfig, *, jobs: int) -> Iterator[SimpleNamespace]:
     yield SimpleNamespace(submit=submit, bar=tqdm(disable=True))
 
 
-in_process = patch("planner.run.RunPool", runs_here)
+def in_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a test whose plans run here."""
+    for module in ("planner.run", "planner.smallest"):
+        test = patch(f"{module}.RunPool", runs_here)(test)
+    return test
