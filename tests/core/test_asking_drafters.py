@@ -1,6 +1,5 @@
 """Steps of a drafter in the executor: when they come, and what stands in for them."""
 
-from engine.core.plan import Plan
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -32,12 +31,6 @@ def test_a_landed_prompt_is_drafted_for_at_once() -> None:
     assert kinds(engine) == ["draft", "verify", "draft", "verify"]
 
 
-def test_overlapping_steps_end_before_a_drafter_is_asked() -> None:
-    engine = one(depth=2, lag=True)
-    engine.answer("r", [1, 2, 3], max_new_tokens=10)
-    assert "verify" in kinds(engine) and engine.tokens["r"] == expected_tokens([1, 2, 3], 10)
-
-
 def test_without_free_pages_there_are_fewer_drafts_and_nothing_is_evicted() -> None:
     """Two tokens are left in the second page behind the next one; the third page holds a cached prefix."""
     engine = one(num_pages=3, page_size=4)
@@ -56,18 +49,3 @@ def test_a_step_of_a_drafter_that_fails_costs_drafts_alone() -> None:
     engine.answer("r", [1, 2, 3], max_new_tokens=6)
     assert set(kinds(engine)) == {"prompt", "draft", "plain"}
     assert engine.tokens["r"] == expected_tokens([1, 2, 3], 6)
-
-
-def test_an_abort_while_it_drafts_gives_all_memory_back() -> None:
-    engine = one(lag=True)
-    engine.add("r", [1, 2, 3], max_new_tokens=10)
-    while not (engine.plans and engine.plans[-1].skips_model):
-        plan: Plan | None = engine.next_plan()
-        if plan is None:
-            engine.collect()
-        else:
-            engine.launch(plan)
-    engine.abort("r")
-    engine.run()
-    counts = engine.scheduler.memory.allocator.counts()
-    assert counts["held"] == 0 and engine.scheduler.idle

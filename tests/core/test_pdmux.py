@@ -48,18 +48,6 @@ def test_a_request_changes_lanes_when_its_prompt_is_collected_and_opens_its_row_
     assert plan_of(engine, Phase.PREFILL).closes == [opened.slot]
 
 
-def test_a_request_that_is_aborted_in_one_lane_keeps_its_memory_until_that_step_is_collected() -> None:
-    engine = EngineInATest(multiplexed=True, lag=True)
-    engine.add("a", list(range(10)))
-    plan_of(engine, Phase.PREFILL)
-    engine.abort("a")
-    assert engine.scheduler.memory.allocator.counts()["held"] > 0
-    engine.add("b", [1])
-    plan_of(engine, Phase.PREFILL)
-    engine.run()
-    assert engine.scheduler.memory.allocator.counts()["held"] == 0
-
-
 def test_a_failed_prompt_step_takes_no_decode_with_it() -> None:
     engine = EngineInATest(multiplexed=True)
     engine.add("a", [1, 2, 3])

@@ -178,16 +178,6 @@ def test_a_large_image_is_encoded_by_a_step_whose_budget_is_smaller() -> None:
     assert engine.tokens["r"] == right((shown,), 3, length=40)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_prompt_waits_for_the_room_that_steps_in_flight_need(depth: int) -> None:
-    engine = EngineInATest(image_room=6, depth=depth, lag=True, chunk=8)
-    shown = {f"r{n}": (image(2 * n, at=1), image(2 * n + 1, at=11)) for n in range(4)}
-    for rid, images in shown.items():
-        add(engine, rid, *images)
-    engine.run()
-    assert all(engine.tokens[rid] == right(images, 3) for rid, images in shown.items())
-
-
 # ---- ends
 
 
