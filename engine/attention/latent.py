@@ -24,7 +24,6 @@ class TorchLatents:
         self._torch.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        """Return [T, heads * rank]."""
         latents = new.latents.unsqueeze(1)
         sums = self._torch.attend_rotated(layer, new.q, latents, latents, Softmax(new.scale))
         return sums.view(new.q.shape)[:, :, : self._pool.specs[layer].latent].flatten(1)
@@ -47,7 +46,6 @@ class SparseLatents:
             self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        """Return [T, heads * rank]."""
         step, chooser = self._step, new.chooser
         assert step is not None and chooser is not None, "begin() comes first"
         sparse = max(step.kv_lens) > chooser.chosen
@@ -99,5 +97,4 @@ class CpuLatents:
         self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        """Return [T, heads * rank]."""
         return self._kernel.attend(layer, new.q, new.latents, scale=new.scale)

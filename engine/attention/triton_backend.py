@@ -236,7 +236,6 @@ class TritonLatents(TritonBackend):
     """MLA, also for captured steps: one KV head; V is the first elements of K."""
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:  # type: ignore[override]
-        """Return [T, heads * rank]."""
         latents = new.latents.unsqueeze(1)
         self._pool.write(layer, self._token_pages, self._token_offsets, latents, latents)
         return self.attend_written(layer, new.q.contiguous(), Softmax(new.scale))

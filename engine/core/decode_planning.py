@@ -156,11 +156,11 @@ class DecodePlanner:
         for learn in self.learners:
             learn(plan, taken_s)
 
-    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
-        """Note a collected row of a request with parts, before it is applied."""
+    # ---- collected rows: results.py's RowRule
+
+    def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None: ...
 
     def accepts(self, request: Request, item: PlanItem, number: int) -> bool:
-        """Return whether row `number` of a collected step counts; else it has no effect."""
         return True
 
     # ---- rows and pages

@@ -85,7 +85,7 @@ class ForwardPass:
             part.open(opened)
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
-        """Do what else `plan` holds than items. Raises torch.OutOfMemoryError."""
+        """Raises torch.OutOfMemoryError."""
         for part in self._parts:
             part.prepare(model, plan)
 

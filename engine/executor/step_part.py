@@ -276,7 +276,7 @@ class StepPart:
     def open(self, opened: SlotOpen) -> None: ...
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
-        """Do what else `plan` holds than items. Raises torch.OutOfMemoryError."""
+        """Do what `plan` holds besides items. Raises torch.OutOfMemoryError."""
 
     def expect(self, batch: Batch) -> None:
         """Note the step's items, before anything computes them, be it recorded or not."""

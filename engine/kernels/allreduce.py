@@ -97,10 +97,7 @@ class Allreduce:
     def rows(
         self, at: SharedLines, part: torch.Tensor, *, first: int, total: int, windows: int, window: int
     ) -> torch.Tensor:
-        """Return [total, n], the ranks' dense `part`s [T, n]; this rank's start at row `first`.
-
-        `windows`: address of 2 x `window` bytes. Rows that no rank has stay undefined.
-        """
+        """Gather rows (collectives.py). `windows`: address of 2 x `window` bytes."""
         count, width = part.shape
         assert part.is_contiguous() and 0 <= first <= first + count <= total, (part.shape, part.stride(), first, total)
         out = tape.empty((total, width), part.dtype)

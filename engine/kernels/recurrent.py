@@ -1,4 +1,7 @@
-"""Kernels of recurrent layers: short convolution, gated delta rule, Mamba2. C checks nothing."""
+"""Kernels of recurrent layers: short convolution, gated delta rule, Mamba2. C checks nothing.
+
+Equal bits for any cut of a request into steps.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -59,8 +62,6 @@ CONV = CSource("conv", {"conv": _ConvArgs})
 
 
 class ConvKernel:
-    """Equal bits for any cut of a request into steps."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.tandem_conv
 
@@ -132,8 +133,6 @@ DELTA = CSource("delta", {"delta": _DeltaArgs})
 
 
 class DeltaKernel:
-    """Equal bits for any cut of a request into steps."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.tandem_delta
 
@@ -230,8 +229,6 @@ MAMBA = CSource("mamba", {"mamba": _MambaArgs})
 
 
 class MambaKernel:
-    """Equal bits for any cut of a request into steps."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.tandem_mamba
 

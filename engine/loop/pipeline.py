@@ -1,11 +1,11 @@
-"""Launched steps: when each is launched, sampled and collected.
+"""Times at which steps are launched, sampled and collected.
 
 depth 1                    launch N -> collect N -> launch N+1
 depth 2                    launch N -> launch N+1 -> collect N
 deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
 
-The loop waits in `collect` for the oldest step. If ends can be watched, it never waits: each end
-wakes it to collect ended steps and launch the next.
+The loop waits in `collect` for the oldest step. If ends can be watched, each wakes it instead, to
+collect ended steps and launch the next.
 """
 
 from collections import deque

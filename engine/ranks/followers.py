@@ -418,5 +418,4 @@ class Pending:
         return self._followers.answers.has_all(self.number)
 
     def when_there(self, call: Callable[[], None]) -> None:
-        """Call it once `there`, on any thread."""
         self._followers._note(partial(self._followers.answers.when_all, self.number, call))

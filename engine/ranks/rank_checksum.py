@@ -22,7 +22,7 @@ Value = Callable[[], int | None]
 
 
 class RankChecksum:
-    """Checksum, called after the writing step was collected; then poll its result."""
+    """Checksum of a rank's parts of pages and states, used like PageChecksum."""
 
     def __init__(self, pools: RankPools, *, wakeup: Callable[[], None] = lambda: None) -> None:
         held, apart = pools.held, pools.windows is not None

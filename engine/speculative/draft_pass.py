@@ -60,10 +60,7 @@ class DraftPass(StepPart):
         _drafter(batch.model).forward(entries, self._backend.attend)
 
     def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
-        """Move KV of accepted rows of the last step with drafts.
-
-        `tokens`: sampled, in item order; None on a rank that samples nothing.
-        """
+        """Move KV of accepted rows of the last step with drafts."""
         if has_trees(items):
             rows = judged_rows(items, tokens, collectives=self._collectives, device=self._device)
             self._move(rows, *self._places(rows))

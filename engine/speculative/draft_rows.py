@@ -82,9 +82,9 @@ def _padded(rows: list[list[int]]) -> list[list[int]]:
 class AcceptedRows:
     """The n rows of all requests with drafts, rows of known tokens included.
 
-    `items`: of each. `rows`: [n] int64, where it lies in the step. `parents`: [n] int64, the number
-    of the one that samples what it guesses; its own, where its token is known. `right`: [n] bool,
-    whether it counts: its token is what its parent sampled, and that counts.
+    `items`: of each. `rows`: [n] int64, its place in the step. `parents`: [n] int64, the number of
+    the one that samples its token, or its own for a known token. `right`: [n] bool, whether it
+    counts: its parent sampled its token, and counts.
     """
 
     items: list[PlanItem]
@@ -93,7 +93,7 @@ class AcceptedRows:
     right: Tensor
 
     def last(self) -> Tensor:
-        """[n] bool: those that count, and none behind them does."""
+        """[n] bool: those that count without any that counts behind them."""
         followed = torch.zeros_like(self.parents)
         is_draft = self.parents != torch.arange(len(self.parents), device=self.parents.device)
         followed.index_add_(0, self.parents, (self.right & is_draft).long())

@@ -49,7 +49,6 @@ class Backups(MemoryPart, RetractedKV):
         self._copying: dict[int, Request] = {}  # by key, copies requested or in flight
 
     def begin(self, request: Request) -> bool:
-        """Copy a retracted request's KV out; False: no KV, or no room."""
         count = -(-request.computed_len // self._page_size)
         if request in self._copies or count == 0:
             return False
@@ -66,7 +65,6 @@ class Backups(MemoryPart, RetractedKV):
         return True
 
     def restore(self, request: Request) -> None:
-        """Fill a readmitted request's memory, except cached pages."""
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
         count, window = self._copies.pop(request).pages, self._windows.window_of(request, request.saved_len)
