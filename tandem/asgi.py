@@ -19,7 +19,6 @@ from engine.frontend.services import Services
 from service.flags import ConfigError
 from service.http.api import Application
 from service.http.errors import ApiError
-from service.http.request import CONNECTION
 from service.http.routes import shape_of
 from service.security.browser import BrowserRule
 from tandem.async_llm import AsyncLLM
@@ -61,9 +60,7 @@ class WorkerApp(AsyncLLM):
             return await self._application(scope, receive, send)
         here, client = asyncio.get_running_loop(), _Client(receive)
         answering = asyncio.ensure_future(
-            self._run(
-                self._application({**scope, CONNECTION: None}, _crossing(here, client.receive), _crossing(here, send))
-            )
+            self._run(self._application(scope, _crossing(here, client.receive), _crossing(here, send)))
         )
         leaving = asyncio.ensure_future(client.left())
         try:

@@ -1,5 +1,6 @@
 """What `LLM` and its calls take: flags as keywords, parameters by all their names, and errors that name the argument."""
 
+import asyncio
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from service.flags import ConfigError
 from service.http.errors import ApiError
 from tandem.errors import RequestError
 from tandem.flags import argv_of, parse_flags
-from tandem.llm import conversations, each_fields, listed, score_inputs
+from tandem.llm import _plan_all, conversations, each_fields, listed, score_inputs
 from tandem.params import Sampling, WantedLogprobs, encoded, fields_of, take_logprobs
 
 # ---- the package
@@ -197,6 +198,20 @@ def test_one_input_or_several() -> None:
     ):
         with pytest.raises(RequestError, match=message):
             score_inputs(*texts, more)
+
+
+async def test_other_calls_get_in_between_the_plans_of_many_prompts() -> None:
+    order: list[str] = []
+
+    async def plan(s: object, prompt: str, fields: object) -> None:
+        order.append(prompt)
+
+    async def other() -> None:
+        order.append("other")
+
+    call = asyncio.create_task(other())
+    await _plan_all(plan, None, ["a", "b"], [{}, {}])  # type: ignore[arg-type]
+    assert order == ["a", "other", "b"] and call.done()
 
 
 def test_parameters_for_all_or_one_each() -> None:

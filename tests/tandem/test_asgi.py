@@ -55,9 +55,11 @@ async def test_a_client_that_leaves_ends_its_request(worker_app: WorkerApp) -> N
         async with client.stream("POST", "/v1/chat/completions", json=endless) as answer:
             await anext(answer.aiter_bytes())
             assert services.client.num_live == 1
+            await worker_app.pause("in_place")  # it does not end by itself
         until_s = time.monotonic() + WAIT_S
         while services.client.num_live and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
+        await worker_app.resume()
         assert services.client.num_live == 0
 
 

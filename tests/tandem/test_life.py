@@ -1,16 +1,18 @@
 """How an engine ends: closed, with its program, by a death; and what a program sees that has no `if __name__ == "__main__"`."""
 
+import asyncio
 import gc
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -112,6 +114,41 @@ async def test_an_engine_that_starts_beside_the_loop_reports_at_the_first_call()
     llm.close()
 
 
+def engine_of(worker: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> AsyncLLM:
+    """An engine whose worker has these parts."""
+    made = SimpleNamespace(close=lambda: None, **worker)
+    monkeypatch.setattr("tandem.llm.LocalWorker", lambda make_plan: made)
+    return AsyncLLM()
+
+
+async def test_a_call_that_is_cancelled_while_the_model_loads_leaves_it_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loading: Future[Any] = Future()
+    call = asyncio.create_task(engine_of({"started": loading}, monkeypatch).pause())
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled() and not loading.cancelled()
+
+
+@pytest.mark.parametrize("over", [EngineDeadError("it died"), None])
+async def test_a_call_that_the_end_of_the_engine_cancels_says_so(
+    over: EngineDeadError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, ended = Future[Any](), Future[Any]()
+    ready.set_result(None)
+    ended.cancel()
+
+    def submit(call: Coroutine[Any, Any, object]) -> Future[Any]:
+        call.close()
+        return ended
+
+    llm = engine_of({"started": ready, "submit": submit, "over": over}, monkeypatch)
+    with pytest.raises(asyncio.CancelledError if over is None else EngineDeadError):
+        await llm.pause()
+
+
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_program_without_guard_or_close_leaves_no_process(tmp_path: Path) -> None:
     """Its engine is started anew, not forked by the tests' server. Ctrl-C ends the call, not the engine."""
@@ -124,7 +161,8 @@ def test_a_program_without_guard_or_close_leaves_no_process(tmp_path: Path) -> N
         assert process.stdout.readline() == "ready\n"
         left = Leftovers(process.pid, tmp_path)
         (scheduler,) = children(process.pid)
-        wait_until(lambda: scheduler.cpu_percent(0.05) > 20, within_s=30, what="it computes")
+        begun_s = scheduler.cpu_times().user
+        wait_until(lambda: scheduler.cpu_times().user > begun_s + 0.2, within_s=60, what="it computes")
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == " v42\n" and lives(scheduler)
         assert process.wait(timeout=30) == 0
@@ -169,13 +207,14 @@ def test_why_a_cluster_ended(
 
     @contextmanager
     def ended(argv: Sequence[str], *, output: IO[str], is_wanted: object) -> Iterator[str]:
+        assert argv == ["--unified"]  # one worker, which a default for prefill workers would refuse
         output.write(lines)
         raise NotStarted(status)
         yield ""
 
     monkeypatch.setattr("tandem.cluster.local_cluster", ended)
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
-        Cluster()
+        Cluster(unified=True)
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
