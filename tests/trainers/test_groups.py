@@ -2,13 +2,16 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.messages import NewTensors
-from engine.trainers.groups import TrainerGroups
+from engine.messages import JoinTrainer, NewTensors
+from engine.ranks.followers import Followers
+from engine.trainers.groups import GroupTrainers, TrainerGroups
 from service.flags import ConfigError
 from tests.cells import in_turn, some
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -125,3 +128,20 @@ def test_a_group_gives_tensors_in_order(checkpoints: tuple[str, str]) -> None:
         with pytest.raises(ConfigError, match="no group 'other'"):
             groups.receive(NewTensors(group="other"))
         groups.leave(GROUP)
+
+
+def test_a_leader_that_cannot_join_waits_for_its_followers_and_all_leave() -> None:
+    """One that still joins would keep the group, and refuse the next of this name."""
+    calls: list[str] = []
+
+    def call(name: str, **args: object) -> SimpleNamespace:
+        calls.append(name)
+        return SimpleNamespace(number=1, wait=lambda: calls.append(f"{name} ended"))
+
+    followers = cast(Followers, SimpleNamespace(prepare=call, apply=call))
+    group = GroupTrainers(TrainerGroups(rank=0, num_ranks=2, timeout_s=1.0), followers)
+    asked = JoinTrainer("j", GROUP, "h", 1, rank_offset=2, world_size=2, backend="gloo")
+    with pytest.raises(ConfigError, match="rank_offset: 2 makes this worker's rank 0 rank 2 of 2"):
+        group.join(asked)
+    joining, leaving = ["join_trainer", "join_trainer ended"], ["leave_trainer", "leave_trainer ended"]
+    assert calls == [*joining, "forget", "forget ended", *leaving]
