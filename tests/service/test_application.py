@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.frontend.routes import APIS
 from service.flags import ConfigError
 from service.http.api import ApiRouter, Application, add_middleware, document
-from service.http.errors import RequestLimits
+from service.http.errors import ApiError, RequestLimits
 from service.http.guard import answer_of
 from service.http.listening import open_port
 from service.http.request import DirectWrites, HttpRequest
@@ -180,6 +180,20 @@ async def test_a_websocket_is_refused() -> None:
 
     await application()({"type": "websocket"}, receive, send)
     assert sent == [{"type": "websocket.close", "code": 1003}]
+
+
+async def test_pieces_of_a_body_count_together() -> None:
+    scope = {"type": "http", "raw_path": b"/echo", "query_string": b"", "headers": [(b"transfer-encoding", b"chunked")]}
+    pieces = [{"type": "http.request", "body": b"a" * 800, "more_body": more} for more in (False, True)]
+
+    async def receive() -> Message:
+        return pieces.pop()
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    with pytest.raises(ApiError, match="longer than 1024 bytes"):
+        await HttpRequest(scope, receive, send, LIMITS).read()
 
 
 async def test_the_first_of_equal_fields_of_a_query_counts() -> None:
