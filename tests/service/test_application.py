@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -180,6 +181,15 @@ async def test_a_websocket_is_refused() -> None:
 
     await application()({"type": "websocket"}, receive, send)
     assert sent == [{"type": "websocket.close", "code": 1003}]
+
+
+async def test_an_answer_has_the_date_of_its_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, dates = [0.0], []
+    monkeypatch.setattr("service.http.server.time", SimpleNamespace(time=lambda: now_s[0]))
+    async with ours(application()) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+        for now_s[0] in (1e9, 1e9 + 0.9, 1e9 + 1):
+            dates.append((await http.get("/nothing")).headers["date"])
+    assert dates == [f"Sun, 09 Sep 2001 01:46:{second} GMT" for second in (40, 40, 41)]
 
 
 async def test_pieces_of_a_body_count_together() -> None:
