@@ -152,7 +152,10 @@ class HealthMonitor:
         try:
             while not watch.retired or watch.worker.calls:
                 watch.wake.clear()
-                await self._check(watch)
+                try:
+                    await self._check(watch)
+                except Exception as error:  # an answer that no code here expects must not end the checks
+                    self._on_defect(watch.worker, error)
                 self._log.on_round(loop_time_s())
                 self._give_up(watch.worker)
                 watch.checked_s = loop_time_s()
@@ -163,6 +166,12 @@ class HealthMonitor:
                 watch.heartbeats.close()
         self._watches.pop(watch.worker.worker_id, None)
         self._log.forget(watch.worker)
+
+    def _on_defect(self, worker: Worker, error: Exception) -> None:
+        why = f"the router cannot check it: {type(error).__name__}: {error}"
+        if why != worker.checks.error:
+            log.error("%s worker %s: %s", worker.role, worker.url, why, exc_info=error)
+        self._note(worker, Check.FAILED, why)
 
     def _heartbeats(self, watch: "_Watch") -> Heartbeats | None:
         silence_s = self.config.health_silence_s

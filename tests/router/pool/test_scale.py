@@ -69,6 +69,33 @@ def test_first_checks_of_many_workers_do_not_come_at_once() -> None:
     assert all(at_s - begun_s > 0.9 * i * BETWEEN_S for i, at_s in enumerate(asked_s.values()))
 
 
+async def test_a_check_that_fails_unforeseen_ends_neither_the_first_round_nor_later_checks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checks, third = 0, asyncio.Event()
+
+    class Session:
+        def get(self, url: str, **_: Any) -> Any:
+            nonlocal checks
+            checks += 1
+            if checks == 3:
+                third.set()
+            raise KeyError("a defect")
+
+    table, session = table_of(1), cast(Any, Session())
+    gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+    config = RouterConfig(pd_disaggregation=True, health_check_interval_s=0.001)
+    monitor = HealthMonitor(config=config, table=table, session=session, credentials=Credentials(api=gate.api))
+    (worker,) = table.workers()
+    monitor.watch(worker)
+    async with asyncio.timeout(60):
+        await monitor.first_round()
+        await third.wait()
+    await monitor.close()
+    assert worker.checks.error == "the router cannot check it: KeyError: 'a defect'"
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]  # not at each check
+
+
 def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
