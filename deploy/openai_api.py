@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from router.client.upstream import why_unreachable
 from service.flags import ConfigError
 
 DONE = b"[DONE]"
@@ -79,6 +80,11 @@ def text_of(choice: StreamChoice) -> str:
     return choice.text or (part and (part.content or part.reasoning_content)) or ""
 
 
+def why_no_answer(error: Exception) -> str:
+    """An error's text without the address, which the caller names."""
+    return (why_unreachable(error) if isinstance(error, OSError) else str(error)) or type(error).__name__
+
+
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     """The first of /v1/models. Raises ConfigError."""
     try:
@@ -88,9 +94,8 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
                 raise ConfigError(f"--url {url}: HTTP {reply.status}: {message_of(body)}{hint_for(reply.status)}")
             return str(msgspec.json.decode(body)["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, LookupError, TypeError) as error:
-        why = str(error) or type(error).__name__
         raise ConfigError(
-            f"--url {url}: no answer from /v1/models ({why}); is the server up? Else give --model"
+            f"--url {url}: no answer from /v1/models ({why_no_answer(error)}); is the server up? Else give --model"
         ) from None
 
 

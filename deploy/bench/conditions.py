@@ -11,7 +11,7 @@ import msgspec
 from deploy.bench.config import CHAT, GENERATE, RANDOM, SAMPLING, BenchConfig
 from deploy.bench.target import PATHS
 from deploy.bench.workload import BenchRequest
-from deploy.openai_api import hint_for, message_of
+from deploy.openai_api import hint_for, message_of, why_no_answer
 from service.flags import ConfigError
 
 REPLY_S = 30.0
@@ -77,8 +77,9 @@ async def _models(session: aiohttp.ClientSession, url: str, config: BenchConfig)
         async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=REPLY_S)) as reply:
             body = await reply.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        why = str(error) or type(error).__name__
-        raise ConfigError(f"--url {url}: no answer ({why}); is the server up, and is this its address?") from None
+        raise ConfigError(
+            f"--url {url}: no answer ({why_no_answer(error)}); is the server up, and is this its address?"
+        ) from None
     if reply.status in (401, 403):
         raise ConfigError(f"--url {url}: HTTP {reply.status}: {message_of(body)}{hint_for(401)}")
     if reply.status != 200:

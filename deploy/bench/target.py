@@ -13,7 +13,7 @@ from deploy.bench.config import CHAT, COMPLETIONS, GENERATE, BenchConfig
 from deploy.bench.stats import RequestRecord
 from deploy.bench.tokens import EVENTS, META_INFO, TOKEN_IDS, TOKENIZER, UNKNOWN, USAGE, WORDS, TokenCounter
 from deploy.bench.workload import BenchRequest
-from deploy.openai_api import DONE, SseParser, StreamFailed, decode_event, message_of, text_of
+from deploy.openai_api import DONE, SseParser, StreamFailed, decode_event, message_of, text_of, why_no_answer
 
 DETAIL_CHARS = 300
 PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions", GENERATE: "/generate"}
@@ -56,7 +56,7 @@ class Target:
         except TimeoutError:
             record.error = "timeout"
         except aiohttp.ClientConnectorError as error:
-            record.error, record.detail = "connect", str(error)
+            record.error, record.detail = "connect", why_no_answer(error)
         except (aiohttp.ClientError, OSError) as error:
             record.error, record.detail = "disconnect", f"{type(error).__name__}: {error}"[:DETAIL_CHARS]
         record.e2e_s = time.perf_counter() - sent_at

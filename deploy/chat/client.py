@@ -15,7 +15,16 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from deploy.openai_api import DONE, SseParser, StreamChunk, StreamFailed, decode_event, hint_for, message_of
+from deploy.openai_api import (
+    DONE,
+    SseParser,
+    StreamChunk,
+    StreamFailed,
+    decode_event,
+    hint_for,
+    message_of,
+    why_no_answer,
+)
 from service.flags import FlagSet, flag
 from service.http.request import segment
 from service.security.keys import bearer
@@ -157,7 +166,7 @@ class ChatClient:
         except StreamFailed as error:
             raise ChatFailed(str(error)) from None
         except aiohttp.ClientConnectorError as error:
-            raise ChatFailed(f"{self.url} does not answer ({error.strerror or error}); is the server up?") from None
+            raise ChatFailed(f"{self.url} does not answer ({why_no_answer(error)}); is the server up?") from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ChatFailed(f"the connection to {self.url} broke ({type(error).__name__})") from None
 

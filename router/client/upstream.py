@@ -25,7 +25,7 @@ MAX_ORIGINS = 4 * 4096  # cached parsed URLs
 
 def why_unreachable(error: OSError | TimeoutError) -> str:
     """Return an error's text without addresses."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 class UpstreamError(Exception):

@@ -177,7 +177,9 @@ async def test_errors_are_distinguished(behaviour: str, kind: str) -> None:
 
 
 async def test_a_server_that_is_not_there_is_one_message() -> None:
-    with pytest.raises(ConfigError, match=r"^--url http://127.0.0.1:1: no answer \(.*; is the server up"):
+    with pytest.raises(
+        ConfigError, match=r"^--url http://127.0.0.1:1: no answer \(Connection refused\); is the server up"
+    ):
         await measure(BenchConfig(url="http://127.0.0.1:1", model="m", num_requests=1))
 
 

@@ -226,7 +226,7 @@ async def test_a_pipe_is_one_message_and_its_answer() -> None:
         status, _, err = await piped("long", "--url", c.url)
         assert status == 1 and err.strip() == f"tandem chat: error: HTTP 400: {CONTEXT}"
     status, out, err = await piped("hello", "--url", c.url)
-    assert (status, out) == (1, "") and "no answer from /v1/models" in err and err.count("\n") == 1
+    assert (status, out) == (1, "") and "no answer from /v1/models (Connection refused)" in err and err.count("\n") == 1
 
 
 async def test_bytes_that_are_no_text_are_sent_and_a_reader_may_leave() -> None:
