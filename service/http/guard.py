@@ -130,8 +130,10 @@ LEAST_S = 0.001  # least deadline of a retry: an idle worker may meet it
 UNITS_S: Mapping[str, float] = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
 
 
-def seconds_of(text: str, name: str) -> float | None:
-    """Return a header's seconds, None unless above 0."""
+def seconds_of(text: str | None, name: str) -> float | None:
+    """Return a header's seconds, None unless above 0. `text` is None for an absent header."""
+    if text is None:
+        return None
     try:
         value_s = float(text) * UNITS_S[name]
     except ValueError:
@@ -154,10 +156,8 @@ def request_timeout_s(headers: Mapping[str, str]) -> float | None:
 
 def time_given(headers: Mapping[str, str]) -> float:
     """Return the deadline in seconds, inf without one; bad numbers count for none."""
-    return min(
-        (value_s for name in UNITS_S if (value_s := seconds_of(headers.get(name, ""), name)) is not None),
-        default=math.inf,
-    )
+    times_s = (seconds_of(headers.get(name), name) for name in UNITS_S)
+    return min((value_s for value_s in times_s if value_s is not None), default=math.inf)
 
 
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> Mapping[str, str]:
@@ -166,7 +166,7 @@ def less_time(headers: Mapping[str, str], elapsed_s: float) -> Mapping[str, str]
         return headers
     left = dict(headers)
     for name, unit_s in UNITS_S.items():
-        value_s = seconds_of(headers.get(name, ""), name)
+        value_s = seconds_of(headers.get(name), name)
         if value_s is not None:
             left[name] = f"{max(LEAST_S, value_s - elapsed_s) / unit_s:.3f}"
     return left
