@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from router.client.upstream import why_unreachable
 from service.flags import ConfigError
+from service.http.listening import why_unreachable
 
 DONE = b"[DONE]"
 MESSAGE_BYTES = 300

@@ -5,7 +5,6 @@ or resend.
 """
 
 import asyncio
-import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -15,17 +14,13 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.client.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
+from service.http.listening import why_unreachable
 from service.http.resume import FRAMES_TYPE
 from service.http.routes import STREAM_TYPES
 from service.waiter import Waiter, end_tasks
 
 MAX_HEAD_BYTES = 64 << 10  # of a response
 MAX_ORIGINS = 4 * 4096  # cached parsed URLs
-
-
-def why_unreachable(error: OSError | TimeoutError) -> str:
-    """Return an error's text without addresses."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 class UpstreamError(Exception):

@@ -9,7 +9,7 @@ import aiohttp
 
 from router.client.credentials import Credentials
 from router.client.session import call_worker
-from router.client.upstream import Upstream, why_unreachable
+from router.client.upstream import Upstream
 from router.config import HealthFlags
 from router.pool.active_calls import (
     PAUSES,
@@ -43,7 +43,7 @@ from router.pool.reports import (
 )
 from router.pool.worker import PAIR, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable, has_adapters, parse_models, reports_models
-from service.http.listening import url_of
+from service.http.listening import url_of, why_unreachable
 from service.kv_layout import read_layout
 from service.waiter import end_tasks, loop_time_s
 

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -86,6 +87,11 @@ def _message(host: str, port: int, flag: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"{flag}: {host}:{port} is taken; choose another {flag}"
     return f"{flag}: cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+def why_unreachable(error: OSError | TimeoutError) -> str:
+    """Return an error's text without addresses."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:

@@ -183,7 +183,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 # ---- what a soak came to
 
-BY_ROUTER = "cut by a router's death"  # the connection broke, or it has not been told of all workers again
+BY_ROUTER = "cut by a router's death"  # the connection broke, or it does not know all workers again yet
 FLAT_KIB_A_REQUEST = 0.25  # 5 MiB over 20,000 requests; a request that is never forgotten costs more
 DEATHS = ("kill -9", "child killed", "SIGTERM")
 

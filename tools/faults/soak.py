@@ -39,11 +39,11 @@ ROUTER_SHARE = 0.2  # of what is done
 
 @dataclass
 class Fleet:
-    """Workers that are killed and added at random, behind two routers that are told of it; `close()` must be called.
+    """Workers that are killed and added at random, behind two routers, which get each change; `close()` must be called.
 
     Workers come at new addresses by the routers' POST /workers and leave their tables by DELETE /workers after their death, as an
     autoscaler or an operator would do it; some come back at the address they had, without a word to the routers. One of the routers
-    is killed, too, and told of all workers when it is back. One worker of each role and one router, the veterans, are never touched:
+    is killed, too, and gets all workers when it is back. One worker of each role and one router, the veterans, are never touched:
     what leaks when others die shows there.
     """
 
@@ -119,7 +119,7 @@ class Fleet:
             del self.household.parts[part.name]
 
     async def _kill_router(self) -> None:
-        """SIGKILL, at its address again at once, and told of the workers there are."""
+        """SIGKILL, at its address again at once, with the workers there are."""
         self.events["router killed"] += 1
         self.router_changes += 1
         part = self.household.parts[MORTAL_ROUTER]
