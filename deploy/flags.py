@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import math
 import sys
 import types
@@ -11,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from deploy.foreign.translate import CannotFollow, ForeignFlags, translate
-from service.flags import FlagSet, FlagSpec, option_of, shown, spec_of, topic_of
+from service.flags import FlagSet, FlagSpec, nearest, option_of, shown, spec_of, topic_of
 
 Config = TypeVar("Config", bound=FlagSet)
 Parse = Callable[[str], Any]
@@ -204,8 +203,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _unknown_flag_message(text: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(text.partition("=")[0], known, n=1)
-    return f"unknown argument {text!r}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"unknown argument {text!r}" + nearest(text.partition("=")[0], known)
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:

@@ -1,8 +1,9 @@
 """Flags as fields of frozen dataclasses (CLI: deploy/flags.py)."""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
@@ -157,3 +158,9 @@ LATEST = ":latest"
 def untagged(name: str) -> str:
     """Drop the tag that Ollama's clients add."""
     return name.removesuffix(LATEST)
+
+
+def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """Return a question with the nearest `known` name, else `otherwise`."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else otherwise

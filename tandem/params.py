@@ -1,7 +1,6 @@
 """Parameters of a call as a request body: names of the HTTP API, vLLM's and SGLang's."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +12,7 @@ from engine.frontend.apis.shared.constraints import ResponseFormat, StructuredFi
 from engine.frontend.apis.shared.fields import check_range
 from engine.frontend.apis.shared.request_body import SamplingFields
 from engine.messages import LogprobOptions
+from service.flags import nearest
 from service.http.body import optional
 from service.http.errors import bad_field, plain
 from tandem.errors import RequestError
@@ -59,9 +59,8 @@ class Sampling(SamplingFields, StructuredFields):
 
 def _wrong_field(detail: "ErrorDetails", known: list[str]) -> RequestError:
     name = str(detail["loc"][0])
-    near = difflib.get_close_matches(_ALIASES.get(name, name), known, n=1)
     if detail["type"] == "extra_forbidden":
-        problem = "is no sampling parameter" + (f"; did you mean {near[0]}?" if near else "; leave it out")
+        problem = "is no sampling parameter" + nearest(_ALIASES.get(name, name), known, otherwise="; leave it out")
     else:
         problem = f"{detail['msg'].replace('Input should', 'must')}, got {detail['input']!r}"
     return RequestError(f"{name}: {problem}", field=name)

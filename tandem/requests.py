@@ -5,7 +5,6 @@ on the worker's event loop.
 """
 
 import asyncio
-import difflib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +34,7 @@ from engine.frontend.routes import ORDERS
 from engine.frontend.services import Services
 from engine.messages import GenerateRequest
 from engine.text.sample import TextAnswers
+from service.flags import nearest
 from service.http.body import Body, field_types
 from service.http.errors import bad_field
 from tandem.errors import RequestError
@@ -155,8 +155,8 @@ def _body(s: Services, reader: BodyReader[B], values: Mapping[str, Any]) -> B:
     """Raises ApiError(400), also for an unknown name."""
     body, ignored = reader.decode(encoded(values), s.model.template_names)
     if unknown := [name for name in ignored if name in values]:  # fields inside, as of messages, are ignored
-        near = difflib.get_close_matches(unknown[0], list(field_types(reader.body)), n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; leave it out (docs/python.md names the arguments)"
+        leave = "; leave it out (docs/python.md names the arguments)"
+        hint = nearest(unknown[0], field_types(reader.body), otherwise=leave)
         raise bad_field(unknown[0], f"is no argument of this call{hint}")
     if not s.model.has_text:
         check_ids_only(body)

@@ -131,7 +131,7 @@ UNITS_S: Mapping[str, float] = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
 
 
 def seconds_of(text: str | None, name: str) -> float | None:
-    """Return a header's seconds, None unless above 0. `text` is None for an absent header."""
+    """Return a header's seconds, None if absent or not above 0."""
     if text is None:
         return None
     try:

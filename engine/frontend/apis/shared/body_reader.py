@@ -1,6 +1,5 @@
 """Request bodies: fields are known, rejected because unsupported, or ignored by name."""
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.errors import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
+from service.flags import nearest
 from service.http.body import Body, field_types, is_body, types_in
 from service.http.errors import MAX_FIELDS, ApiError, bad_field, body_of, check_fields, read_object, unsupported
 from service.http.request import HttpRequest
@@ -114,8 +114,7 @@ def _check_unserved(refused: Unserved, name: str, value: Any) -> None:
 
 
 def _unknown_field(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name[:64], known, n=1)
-    return "is no sampling parameter" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
+    return "is no sampling parameter" + nearest(name[:64], known, otherwise=f"; there are {', '.join(known)}")
 
 
 def _find_unknown(value: Any, path: str, found: dict[str, None]) -> None:
