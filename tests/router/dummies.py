@@ -237,8 +237,9 @@ class Cluster:
 
     async def begin(self, body: Any, *at: DummyWorker, path: str = CHAT_PATH, **kw: Any) -> "asyncio.Task[Any]":
         """The answer to come to a request that the workers `at` have received."""
+        before = [len(worker.seen) for worker in at]
         task = asyncio.create_task(self.post(path, body, **kw))
-        await until(lambda: all(worker.seen for worker in at))
+        await until(lambda: all(len(worker.seen) > count for worker, count in zip(at, before, strict=True)))
         return task
 
     async def first_byte(self) -> None:
