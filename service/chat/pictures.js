@@ -72,7 +72,7 @@ async function show(canvas, url) {
 /** Images that the next message will carry. Owns their box; `onChange()`: after each change, `onError(text)`: what was refused. */
 export class Attachments {
   constructor(box, { onChange, onError }) {
-    Object.assign(this, { box, onChange, onError, list: [] });
+    Object.assign(this, { box, onChange, onError, list: [], reading: Promise.resolve() });
   }
 
   /** Files that were chosen, pasted or dropped. `taken`: whether the model takes images. */
@@ -83,7 +83,12 @@ export class Attachments {
     else await this.add(images);
   }
 
-  async add(files) {
+  /** One after the other: reading takes time, and two at once would each begin with the list of before. */
+  add(files) {
+    return (this.reading = this.reading.then(() => this.read(files)));
+  }
+
+  async read(files) {
     for (const file of files) {
       if (this.list.length >= MAX_IMAGES) return this.onError(`A message takes at most ${MAX_IMAGES} images.`);
       try {

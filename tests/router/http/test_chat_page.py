@@ -450,6 +450,15 @@ async def test_the_switch_overrules_the_system(devtools: str) -> None:
         assert await page.js(ground) == dark
 
 
+async def test_images_that_are_given_at_once_are_all_attached(devtools: str) -> None:
+    async with shown(devtools, models=[SEEING]) as (_, page):
+        gives = ", ".join(f"{GIVE}('paste', '{i}.png', 'image/png', {400 - 90 * i}, 400, false)" for i in range(4))
+        await page.js(f"Promise.all([{gives}])")
+        await page.until(f"{THUMBS} === 4")
+        names = await page.js("[...document.querySelectorAll('#attached canvas')].map((one) => one.title)")
+        assert sorted(names) == [f"{i}.png" for i in range(4)]
+
+
 async def test_no_width_scrolls_sideways(devtools: str) -> None:
     async with shown(devtools, models=[SEEING]) as (c, page):
         answer_with(c, says(RICH + "\n\n" + "long" * 60))
