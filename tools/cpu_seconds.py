@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+COMPILED = Path(__file__).parents[1] / ".build/triton"  # what tests have compiled in this clone
 MOST_FILES, MOST_TESTS = 150, 60
 TICKS = os.sysconf("SC_CLK_TCK")
 EVERY_S, LOOP_TURNS = 2.0, 60_000
@@ -78,6 +79,7 @@ def timed_loop() -> tuple[float, float]:
 
 
 meter = Meter()
+is_first = not COMPILED.exists()  # nothing is compiled yet
 spent_s: Counter[str] = Counter()  # by test; "": collections
 unmeasured_s = 0.0  # CPU seconds that tests have used since the last loop
 loops_s: list[tuple[float, float]] = []
@@ -135,7 +137,8 @@ def added_up(tests_s: Mapping[str, float], by: Callable[[str], str]) -> Counter[
 
 def write(file: Path, *, is_whole: bool, status: int) -> None:
     loop_s, clock_s = (statistics.fmean(column) for column in zip(*loops_s, strict=True)) if loops_s else (0.0, 0.0)
-    run = {"is_whole": is_whole, "status": status, "num_loops": len(loops_s), "loop_s": loop_s, "loop_clock_s": clock_s}
+    run = {"is_whole": is_whole, "is_first": is_first, "status": status, "num_loops": len(loops_s)}
+    run |= {"loop_s": loop_s, "loop_clock_s": clock_s}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**run, "tests_s": spent_s}))
 

@@ -120,11 +120,13 @@ def main() -> None:
     run, cpu = json.loads(MEASURED.read_text()), str(describe()["cpu"])
     if not run["is_whole"] or run["status"]:
         sys.exit(f"{MEASURED}: not of a whole suite that passed")
+    if args.write and not run["is_first"]:
+        sys.exit("--write: a run before this one has compiled and imported: run `make test` in a new clone, and write its seconds")
     if args.write:
         BUDGETS.write_text(dump(cpu, run))
     budgets, folders_s, loop_s = read_budgets(), added_up(run["tests_s"], folder_of), run["loop_s"]
     print(f"CPU seconds: {sum(folders_s.values()):.0f}; the fixed loop took {loop_s / budgets.loop_s:.2f} of its time")
-    for folder in spare(budgets, folders_s, loop_s):
+    for folder in spare(budgets, folders_s, loop_s) if run["is_first"] else ():
         print(f"{folder} needs much less than its budget: python -m tools.durations --write")
     found = list(findings(budgets, folders_s, loop_s))
     print(*found, sep="\n", end="\n" if found else "")

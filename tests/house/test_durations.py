@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.packages import ROOT
+from tools import durations
 from tools.cpu_seconds import added_up, folder_of
 from tools.durations import Budgets, dump, findings, is_comparable, read_budgets
 
@@ -75,6 +76,17 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     file.write_text(dump(CPU, {"tests_s": tests_s, "loop_s": LOOP_S, "loop_clock_s": 3 * LOOP_S}))
     folders_s = {" collection": 20.0, "tests/core": 6.0}
     assert read_budgets(file) == Budgets(CPU, LOOP_S, 3.0, folders_s, {"tests/core/test_a.py": 6.0})
+
+
+def test_budgets_are_those_of_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {"is_whole": True, "is_first": False, "status": 0, "tests_s": {}, "loop_s": LOOP_S, "loop_clock_s": LOOP_S}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    monkeypatch.setattr(durations, "MEASURED", tmp_path / "run.json")
+    monkeypatch.setattr(durations, "BUDGETS", tmp_path / "durations.toml")
+    monkeypatch.setattr(sys, "argv", ["durations", "--write"])
+    with pytest.raises(SystemExit, match="in a new clone"):
+        durations.main()
+    assert not durations.BUDGETS.exists()
 
 
 def test_the_committed_budgets_are_of_folders_that_are_there() -> None:
