@@ -121,7 +121,9 @@ def main() -> None:
     if not run["is_whole"] or run["status"]:
         sys.exit(f"{MEASURED}: not of a whole suite that passed")
     if args.write and not run["is_first"]:
-        sys.exit("--write: a run before this one has compiled and imported: run `make test` in a new clone, and write its seconds")
+        sys.exit(
+            "--write: a run before this one has compiled and imported: run `make test` in a new clone, and write its seconds"
+        )
     if args.write:
         BUDGETS.write_text(dump(cpu, run))
     budgets, folders_s, loop_s = read_budgets(), added_up(run["tests_s"], folder_of), run["loop_s"]

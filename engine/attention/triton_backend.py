@@ -1,6 +1,6 @@
 """Attention by Triton: split-KV decode and extend over pages, without host syncs.
 
-Piggybacked decodes get decode kernels. Never run on a GPU; tested in the interpreter.
+Piggybacked decodes get decode kernels.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 import logging
 from functools import partial
 
+import torch
+
 from engine.attention.backend import CapturableBackend
 from engine.config import EngineConfig
 from engine.device.forward_parts import ForwardParts
@@ -43,7 +45,7 @@ def make_graphs(
     """`end`: of decode steps; None: they cannot be recorded."""
     capture, page_table, backend = records.capture, parts.page_table, parts.backend
     if capture is None and page_table.device.type == "cuda":
-        capture = partial(CudaCapture, page_table.device)
+        capture = partial(CudaCapture, torch.cuda.Stream(page_table.device))
     if capture is None or config.disable_cuda_graph or not (records.decodes or records.prefills):
         return []
     if parts.states is not None:

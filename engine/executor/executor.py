@@ -242,7 +242,7 @@ class CudaStream:
         future = Future[T]()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             run_into(future, work)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # a thread that waits for a step leaves its core to frontends
             event.record(self._stream)
         return _CudaTask(future, event)
 

@@ -77,12 +77,15 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """torch.cuda.CUDAGraph. Graphs never overlap, so share a pool; largest first takes least."""
+    """torch.cuda.CUDAGraph. Graphs never overlap, so share a pool; largest first takes least.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # one for all captures, or they do not share memory
+    `stream`: of all captures, or they do not share memory. Kernels of a replay keep its priority,
+    whatever stream replays them. cuBLAS keeps a workspace for each stream it has ever seen, so
+    one stream serves all recordings.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._pool = stream, torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         self._warm_up(work)
@@ -99,11 +102,11 @@ class CudaCapture:
         return replay
 
     def _warm_up(self, work: Callable[[], object]) -> None:
-        torch.cuda.synchronize(self._device)  # weights and pool come from other streams
+        torch.cuda.synchronize(self._stream.device)  # weights and pool come from other streams
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
                 work()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._stream.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -17,12 +18,13 @@ from engine.core.plan import Phase
 from engine.device.device import Device, nothing_to_give
 from engine.device.step_memory import Recording
 from engine.executor.executor import Executor, Stream, StreamTask, ThreadStream
+from engine.executor.graphs import CudaCapture
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
 from engine.pdmux.core_share import CoreShare, be_nice
 from service.waiter import run_into, start_in_thread
 
-FIRST, NEXT = -1, 0  # priorities of streams
+PRIORITIES = {Phase.DECODE: -1, Phase.PREFILL: 0}  # of streams: lower numbers first
 
 T = TypeVar("T")
 
@@ -40,18 +42,24 @@ def build_lanes(build: Build, config: EngineConfig, records: Recording, *, atten
     give: Callable[[int], None] = nothing_to_give
     if config.device == "cuda":
         device = torch.device(config.device)
-        streams: dict[Phase, Stream] = {
-            Phase.DECODE: CudaLane(device, priority=FIRST),
-            Phase.PREFILL: CudaLane(device, priority=NEXT),
-        }
+        streams: dict[Phase, Stream] = {phase: CudaLane(device, priority=at) for phase, at in PRIORITIES.items()}
     else:
         share = CoreShare(config.num_threads)
         parts, give = share.num_threads, share.give
         streams = {Phase.DECODE: _decodes(config, share), Phase.PREFILL: _prompts(config, share)}
-    decode = build(records=replace(records, decodes=True, prefills=False), stream=streams[Phase.DECODE])
-    prefill = build(records=replace(records, decodes=False, prefills=True), stream=streams[Phase.PREFILL])
+    decode, prefill = (
+        build(records=_records_of(records, phase, config), stream=streams[phase]) for phase in PRIORITIES
+    )
     both = Executor([*decode.executor.streams, *prefill.executor.streams], attention=attention)
     return replace(decode, executor=both, parts=parts, give=give)
+
+
+def _records_of(records: Recording, phase: Phase, config: EngineConfig) -> Recording:
+    """What this lane records. On a GPU the kernels of its graphs have its priority."""
+    capture = records.capture
+    if capture is None and config.device == "cuda":
+        capture = partial(CudaCapture, torch.cuda.Stream(torch.device("cuda"), priority=PRIORITIES[phase]))
+    return replace(records, decodes=phase is Phase.DECODE, prefills=phase is Phase.PREFILL, capture=capture)
 
 
 def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:
@@ -118,7 +126,7 @@ class _CudaLaneTask(Generic[T]):
 
 
 class CudaLane:
-    """Stream with CUDA `priority`; lower numbers first."""
+    """Stream with a CUDA priority."""
 
     def __init__(self, device: torch.device, *, priority: int) -> None:
         self._device = device
@@ -131,7 +139,7 @@ class CudaLane:
 
         def enqueue() -> torch.cuda.Event:
             run_into(future, work)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # as in CudaStream
             event.record(self._stream)
             return event
 

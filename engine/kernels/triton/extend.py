@@ -29,6 +29,7 @@ from engine.kernels.triton.paged_tiles import (
     block_scores,
     block_values,
     load_q,
+    products,
     row_starts,
 )
 
@@ -85,6 +86,12 @@ class _Rows(NamedTuple):
 
 
 @triton.jit
+def _step(pages):
+    """log2 of a weight by unit of a score."""
+    return 1.0 if pages.CAP != 0.0 else pages.scale
+
+
+@triton.jit
 def _extend_block(rows, attended, at, pages, MASKED: tl.constexpr, SPLIT: tl.constexpr):
     """Add a block to (best, total, acc).
 
@@ -100,7 +107,10 @@ def _extend_block(rows, attended, at, pages, MASKED: tl.constexpr, SPLIT: tl.con
             mask_n = mask_n & (token >= rows.low)  # before it, the page table may name another request's page
             there = tl.maximum(there, rows.low)
     start = row_starts(there, rows.kv_head, rows.table, pages)
-    scores, k = block_scores(rows.q, rows.q_rest, start, pages)
+    if pages.CAP != 0.0:
+        scores, k = block_scores(rows.q, rows.q_rest, start, pages)
+    else:  # the scale joins the exponent: one FFMA a score
+        scores, k = products(rows.q, rows.q_rest, start, pages)
     if MASKED:
         # rows past the end see what the last row sees: no empty row, no NaN
         seen = (token[None, :] <= rows.position[:, None]) & mask_n[None, :]
@@ -111,8 +121,9 @@ def _extend_block(rows, attended, at, pages, MASKED: tl.constexpr, SPLIT: tl.con
     base = best_now
     if MASKED and (SPLIT or pages.WINDOW):
         base = tl.where(best_now == float("-inf"), 0.0, best_now)  # rows without a token so far: weights of 0, no NaN
-    factor = tl.exp2(best - base)
-    weights = tl.exp2(scores - base[:, None])
+    step = _step(pages)
+    factor = tl.exp2((best - base) * step)
+    weights = tl.exp2(scores * step - (base * step)[:, None])
     v = tl.trans(k) if pages.REST else block_values(start, pages)
     acc = acc * factor[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=pages.PRECISION)
@@ -185,7 +196,7 @@ def _extend_tile(unit, queries, pages):
     total = tl.zeros([unit.BLOCK_ROWS], tl.float32)
     if queries.sinks_ptr is not None:
         is_first = begin <= low  # first span that the tile needs
-        best = tl.where(is_first, tl.load(queries.sinks_ptr + head) * KERNEL_LOG2_E, best)
+        best = tl.where(is_first, tl.load(queries.sinks_ptr + head) * KERNEL_LOG2_E / _step(pages), best)
         total = tl.where(is_first, 1.0, total)
     acc = tl.zeros([unit.BLOCK_ROWS, pages.TILE_DIM], tl.float32)
     table = queries.table_ptr + tl.load(queries.slots_ptr + unit.request) * queries.table_stride
@@ -210,7 +221,7 @@ def _store_tile(unit, attended, queries, pages, out_ptr, lse_ptr):
         part_row = tl.load(unit.ptr + 4) + tl.arange(0, unit.BLOCK_ROWS)
         part = part_row.to(tl.int64) * pages.KV_HEADS + kv_head
         tl.store(out_ptr + part[:, None] * pages.DIM + dims[None, :], out, mask=mask_md)
-        tl.store(lse_ptr + part, best + tl.log2(total), mask=mask)
+        tl.store(lse_ptr + part, best * _step(pages) + tl.log2(total), mask=mask)
     else:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         if pages.REST:

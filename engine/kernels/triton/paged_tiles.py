@@ -92,8 +92,8 @@ def row_starts(token, kv_head, table, pages):
 
 
 @triton.jit
-def block_scores(q, q_rest, start, pages):
-    """Scores [rows, BLOCK] times log2(e) of tokens whose rows start there, and K [dim, BLOCK]."""
+def products(q, q_rest, start, pages):
+    """q K^T [rows, BLOCK] of tokens whose rows start there, and K [dim, BLOCK]."""
     dims = tl.arange(0, pages.TILE_DIM)
     at = pages.k_ptr + start[None, :] + dims[:, None]
     k = tl.load(at) if pages.TILE_DIM == pages.DIM else tl.load(at, mask=(dims < pages.DIM)[:, None], other=0.0)
@@ -103,6 +103,13 @@ def block_scores(q, q_rest, start, pages):
         at_rest = pages.k_ptr + pages.DIM + start[None, :] + rest[:, None]
         k_rest = tl.load(at_rest, mask=(rest < pages.REST)[:, None], other=0.0)
         scores = tl.dot(q_rest, k_rest, scores, input_precision=pages.PRECISION)
+    return scores, k
+
+
+@triton.jit
+def block_scores(q, q_rest, start, pages):
+    """Scores [rows, BLOCK] times log2(e), and K [dim, BLOCK]."""
+    scores, k = products(q, q_rest, start, pages)
     scores = scores * pages.scale
     if pages.CAP != 0.0:
         scores = _capped(scores, pages.CAP)

@@ -8,7 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.pdmux.build import CudaLane
+from engine.config import EngineConfig
+from engine.device.device import Device
+from engine.device.step_memory import Recording
+from engine.executor.executor import Executor
+from engine.executor.executor import Stream as AnyStream
+from engine.executor.graphs import CudaCapture
+from engine.executor.layer_marks import LayerMarks
+from engine.pdmux.build import CudaLane, build_lanes
 
 WAIT_S = 60.0
 
@@ -16,7 +23,8 @@ WAIT_S = 60.0
 class Event:
     """The device reaches it when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a thread that waits for a step takes a core from those that compute"
         self.reached = threading.Event()
         events.append(self)
 
@@ -32,7 +40,7 @@ class Event:
 
 class Stream:
     def __init__(self, device: torch.device, *, priority: int) -> None:
-        self.priority = priority
+        self.device, self.priority = device, priority
 
     def synchronize(self) -> None:
         """Nothing runs here."""
@@ -64,11 +72,30 @@ def on(stream: object) -> Iterator[None]:
     current.pop()
 
 
+class Graph:
+    """What is recorded runs again."""
+
+    def replay(self) -> None:
+        """Nothing runs here."""
+
+
+@contextmanager
+def recording(graph: Graph, *, pool: object, stream: object, **_: object) -> Iterator[None]:
+    with on(stream):
+        yield
+
+
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CudaLane, CudaLane]]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     events.clear()
-    for name, value in {"Event": Event, "Stream": Stream, "stream": on, "synchronize": lambda device: None}.items():
+    stand_ins = {"Event": Event, "Stream": Stream, "stream": on, "synchronize": lambda device: None}
+    stand_ins |= {"CUDAGraph": Graph, "graph": recording, "graph_pool_handle": object}
+    for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.fixture
+def lanes(gpu: None) -> Iterator[tuple[CudaLane, CudaLane]]:
     device = torch.device("cuda")
     both = CudaLane(device, priority=-1), CudaLane(device, priority=0)
     yield both
@@ -112,3 +139,27 @@ def test_what_a_step_raises_comes_out_of_its_result(lanes: tuple[CudaLane, CudaL
     reach(1)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         task.result()
+
+
+def test_kernels_of_a_lane_s_graphs_have_its_priority_and_one_stream_in_all_recordings(gpu: None) -> None:
+    """A graph's kernels keep the priority of the stream that they were recorded on."""
+    found: dict[int, list[object]] = {}
+
+    def build(*, records: Recording, stream: AnyStream) -> Device:
+        assert isinstance(stream, CudaLane) and records.capture is not None
+        before = len(events)
+        enqueued = stream.submit(lambda: current[-1])
+        reach(before + 1)
+        priority = enqueued.result().priority  # type: ignore[attr-defined]
+        again = (records.capture(), records.capture())  # new weights are recorded again
+        found[priority] = [capture.capture(lambda: current[-1])() for capture in again]
+        assert isinstance(again[0], CudaCapture) and records.decodes is (priority < 0)
+        stream.close()
+        return Device(Executor([]), LayerMarks(torch.device("cuda")), adapters=None, states=None, windows=None)
+
+    build_lanes(build, EngineConfig(device="cuda", num_threads=1), Recording(), attention=lambda: None)
+    assert [(priority, [stream.priority for stream in streams]) for priority, streams in found.items()] == [  # type: ignore[attr-defined]
+        (-1, [-1, -1]),
+        (0, [0, 0]),
+    ]
+    assert all(first is second for first, second in found.values())
