@@ -34,6 +34,7 @@ FLAGS: dict[str, Any] = {**OF_RANKS, "reduce_units": 4, "kv_units": 4}
 SHAPES = ((2, 1), (1, 2), (2, 2))  # --tp-size, --pp-size
 PROMPTS = {"a": prompt_of(150, 1), "b": prompt_of(9, 2), "c": prompt_of(70, 3)}
 DEADLINE_S = 30.0
+ROUNDING = 0.3  # of logprobs of a tiny model in bf16: 0.11 was seen, an adapter changes 6
 
 pytestmark = pytest.mark.skipif(linear_kernel() is None, reason="--reduce-units needs the C kernel")
 
@@ -130,18 +131,37 @@ def grammars(engine: EngineInProcess, paths: Paths) -> Answers:
     return Answers(engine.tokens, {"masked": len(grammar["a"].seen), "deferred": deferred})
 
 
+@dataclass(frozen=True, eq=False)
+class Near:
+    """Logprobs of prompts by sums that are not cut into units: other shapes, and other CPUs, round them otherwise."""
+
+    logprobs: list[float]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Near) and self.logprobs == pytest.approx(other.logprobs, abs=ROUNDING)
+
+    def is_far_from(self, other: "Near") -> bool:
+        return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True)) > 10 * ROUNDING
+
+
+def of_prompts(engine: EngineInProcess, suffix: str) -> Near:
+    entries = [entry for name in PROMPTS for entry in engine.input_logprobs[name + suffix]]
+    return Near([entry.logprob for entry in entries if entry.logprob is not None])
+
+
 def adapters(engine: EngineInProcess, paths: Paths) -> Answers:
-    """An adapter that loads, one that is refused, and an end. The sums of adapters are not cut into units: tokens alone."""
+    """An adapter that loads, one that is refused, and an end."""
     before, store = run(engine), engine.parts.adapters
     assert store is not None
     store.install(1, store.read(paths.adapter))
     with pytest.raises(ConfigError):
         store.read(str(Path(paths.adapter).parent / "none"))
-    adapted = run(engine, "-adapted", adapter=1, logprobs=None)
+    run(engine, "-adapted", adapter=1)
+    adapted, plain_ones = of_prompts(engine, "-adapted"), of_prompts(engine, "")
     store.remove(1)
     after = run(engine, "-after", wanted={"namespace": ("again",)})
     assert after.values == before.values
-    return Answers((before.values, adapted.values[0]), {"changed": adapted.values[0] != before.values[0]})
+    return Answers((before.values, adapted), {"changed": adapted.is_far_from(plain_ones)})
 
 
 def other_weights(engine: EngineInProcess, paths: Paths) -> Answers:

@@ -33,7 +33,7 @@ def freeze(worker: DummyWorker) -> None:
 
 
 async def test_a_request_of_a_frozen_decode_worker_moves_to_another_one() -> None:
-    async with cluster(decode=2, health_check_timeout_s=0.3, **QUICK) as c:
+    async with cluster(decode=2, health_check_timeout_s=2.0, **QUICK) as c:
         dead, other = c.decodes
         dead.behave = hang
         ask = await c.begin(CHAT, dead)
