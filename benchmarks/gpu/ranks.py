@@ -115,7 +115,7 @@ def _rank(rank: int, store: int, *, backend: str, device: torch.device) -> dict[
 
         assert torch.equal(work(), wanted), f"other bits than the tree's in a sum of {rows} rows"
         if backend == "nccl":
-            work = CudaCapture(device).capture(work)
+            work = CudaCapture(torch.cuda.Stream(device)).capture(work)
             assert torch.equal(work(), wanted), f"other bits in a recorded sum of {rows} rows"
         us[f"{rows * WIDTH * 4 >> 10} KiB"] = _p50_us(work, device)
     row = torch.arange(4, device=device) * (rank + 1)

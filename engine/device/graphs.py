@@ -20,7 +20,7 @@ from engine.executor.graphs import (
     graph_sizes,
 )
 from engine.executor.step_part import RecordedSteps, StepInputs
-from engine.flags.speculation import passes_of, topk_of
+from engine.flags.speculation import passes_of, rows_of_request, topk_of
 from engine.models.decoder import DenseDecoder
 from engine.speculative.draft_rows import tree_rows
 
@@ -45,14 +45,11 @@ def make_graphs(
     """`end`: of decode steps; None: they cannot be recorded."""
     capture, page_table, backend = records.capture, parts.page_table, parts.backend
     if capture is None and page_table.device.type == "cuda":
-        capture = partial(CudaCapture, torch.cuda.Stream(page_table.device))
+        capture = partial(CudaCapture, torch.cuda.Stream(page_table.device))  # type: ignore[no-untyped-call]
     if capture is None or config.disable_cuda_graph or not (records.decodes or records.prefills):
         return []
     if parts.states is not None:
         log.warning("no graphs: the model has recurrent states, which no recorded step knows")
-        return []
-    if model.is_watched:
-        log.warning("no graphs: the drafter reads hidden states inside the model, which no recorded step gives")
         return []
     if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
@@ -89,5 +86,8 @@ def logits_bytes(config: EngineConfig, *, vocab_size: int, decodes: bool) -> int
 def _decode_sizes(config: EngineConfig) -> list[int]:
     assert config.max_running_requests is not None, "resolved"
     return graph_sizes(
-        sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
+        sizes=config.cuda_graph_bs,
+        max_bs=config.cuda_graph_max_bs,
+        max_running=config.max_running_requests,
+        rows=1 if config.speculative_algorithm is None else rows_of_request(config),
     )

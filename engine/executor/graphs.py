@@ -66,6 +66,7 @@ class FollowedEnd:
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MAX_BY_DEFAULT = 256
+MOST_DRAFTED = 512  # rows of a recorded step with drafts: split contexts take half a MiB a row
 
 T = TypeVar("T")
 Work = Callable[[], Tensor]
@@ -154,6 +155,17 @@ class GraphRecorder:
         self.backend.begin_on_device(step)
         return model.forward(self.inputs.recorded(ids), positions, self.backend.attend)
 
+    def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], T]) -> Callable[[int], T]:
+        """A replay of a step of so many rows lends `model` what its drafter reads of them."""
+        replay = capture.capture(lambda: (work(), model.seen_inside()))
+
+        def replayed(rows: int) -> T:
+            out, seen = replay()
+            model.see_inside([x[:rows] for x in seen])
+            return out
+
+        return replayed
+
 
 def _checked(sizes: Sequence[int]) -> list[int]:
     assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
@@ -186,8 +198,8 @@ class DecodeGraphs:
             [[0, 1] + [0] * (self._tree.depth if self._tree else 0)], dtype=torch.int32, device=device
         )
         self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if self._tree else {}
-        self._graphs: dict[int, Callable[[], Forward]] = {}
-        self._adapted: dict[int, Callable[[], Forward]] = {}
+        self._graphs: dict[int, Callable[[int], Forward]] = {}
+        self._adapted: dict[int, Callable[[int], Forward]] = {}
 
     def forget(self) -> None:
         self._graphs, self._adapted = {}, {}
@@ -202,10 +214,10 @@ class DecodeGraphs:
         capture = self._recorder.capture()
         graphs, adapted = {}, {}
         for size in self._recorder.bar(self.sizes, "decode graphs"):
-            graphs[size] = capture.capture(self._work(model, size))
+            graphs[size] = self._recorder.record(model, capture, self._work(model, size))
             if self._adapters is not None:
                 self._adapters.begin_recording(size)
-                adapted[size] = capture.capture(self._work(model, size))
+                adapted[size] = self._recorder.record(model, capture, self._work(model, size))
                 self._adapters.rest()
         self._graphs, self._adapted = graphs, adapted
 
@@ -228,7 +240,8 @@ class DecodeGraphs:
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
         if self._tree is not None:
             upload_into(self._trees[size], self._tree.rows(plan.items, self._trees[size]))
-        return (self._adapted if batch.adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
+        replay = (self._adapted if batch.adapted else self._graphs)[size]
+        return replay(len(plan.items)).rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
         """Host int64[4, size]: ids or placeholders, positions (or RoPE's), slots, lengths."""
@@ -268,19 +281,21 @@ class DecodeGraphs:
         return work
 
 
-def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int) -> list[int]:
-    """Choose ascending batch sizes, up to the first that holds `max_running` requests.
+def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int, rows: int = 1) -> list[int]:
+    """Choose ascending numbers of rows, up to the first that holds `max_running` requests of `rows`.
 
-    Default: 1, 2, 4, then at most 7 wasted rows up to 64, 31 beyond, to `max_bs`.
+    Default: 1, 2, 4, then at most 7 wasted rows up to 64, 31 up to 256, 63 beyond, to `max_bs`
+    requests, with drafts at most `MOST_DRAFTED` rows.
     """
     if sizes:
-        wanted = sorted(set(sizes))
+        wanted, running = sorted(set(sizes)), max_running * rows
     else:
         most = min(max_bs or MAX_BY_DEFAULT, max_running)
-        wanted = [1, 2, 4, *range(8, 65, 8), *range(96, most + 1, 32)]
+        most = running = max(most, min(most * rows, MOST_DRAFTED))
+        wanted = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, most + 1, 64)]
         wanted = [size for size in wanted if size < most] + [most]
-    needed = [size for size in wanted if size < max_running]
-    return needed + [size for size in wanted if size >= max_running][:1]
+    needed = [size for size in wanted if size < running]
+    return needed + [size for size in wanted if size >= running][:1]
 
 
 MAX_REQUESTS = 16  # of a recorded step: attention starts programs for each, also for one that is padding
@@ -298,7 +313,7 @@ class PrefillGraphs:
     def __init__(self, sizes: Sequence[int], recorder: GraphRecorder) -> None:
         self.sizes, self._recorder, self._page_table = _checked(sizes), recorder, recorder.page_table
         self._inputs = {size: self._rows([], size).to(self._page_table.device) for size in sizes}
-        self._graphs: dict[int, Work] = {}
+        self._graphs: dict[int, Callable[[int], Tensor]] = {}
 
     def forget(self) -> None:
         self._graphs = {}
@@ -308,7 +323,7 @@ class PrefillGraphs:
         self.forget()
         capture = self._recorder.capture()
         bar = self._recorder.bar(self.sizes, "prefill graphs")
-        self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}
+        self._graphs = {size: self._recorder.record(model, capture, self._work(model, size)) for size in bar}
 
     def takes(self, plan: Plan) -> bool:
         items = plan.items
@@ -331,7 +346,7 @@ class PrefillGraphs:
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._recorder.inputs.fill(num_tokens)
         upload_into(self._inputs[size], self._rows(items, size))
-        return self._graphs[size]()[:num_tokens]
+        return self._graphs[size](num_tokens)[:num_tokens]
 
     def _rows(self, items: list[PlanItem], size: int) -> Tensor:
         """Return a graph's input on the host: int64 [3 * size + 3 * MAX_REQUESTS + 1] (`_work`)."""

@@ -49,7 +49,7 @@ class OffsetNorm:
         self._weight = weight
         self._eps = eps
         self._offset = offset
-        self._kernel = elementwise_on_cpu(weight)
+        self._kernel = elementwise_for(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernel is not None:
@@ -187,7 +187,8 @@ class Linear:
 
     def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """self(x) as float32, without delta."""
-        return self._matrix.times(x, dtype=torch.float32) if out is None else out.copy_(self._matrix.times(x))
+        y = self._matrix.times(x, dtype=torch.float32)
+        return y if out is None else out.copy_(y)
 
 
 class _OneDnnMatrix:
@@ -207,6 +208,8 @@ class _PlainMatrix:
         self._weight, self._bias = weight, bias
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if dtype == torch.float32 and x.is_cuda and self._bias is None:
+            return _float32_product(x, self._weight.t())
         y = functional.linear(x, self._weight, self._bias)
         return y if dtype is None else y.to(dtype)
 
@@ -392,7 +395,7 @@ def gelu_mul(x: torch.Tensor) -> torch.Tensor:
 
     GeGLU: Shazeer 2020, "GLU Variants Improve Transformer".
     """
-    kernel = elementwise_on_cpu(x, multiple=2 * LANES)
+    kernel = elementwise_for(x, multiple=2 * LANES)
     if kernel is not None:
         return kernel.gelu_mul(x)
     gate, up = torch.split(x, x.shape[-1] // 2, dim=-1)

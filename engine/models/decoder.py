@@ -82,7 +82,7 @@ class DenseDecoder:
         config, numbers = self._config, self._config.arithmetic
         own = numbers.norm == "rms" and numbers.is_gated and not numbers.clip
         dense = all(map(config.is_dense, range(config.num_layers)))
-        return own and dense and config.qk_norm != "whole" and not self.is_watched
+        return own and dense and config.qk_norm != "whole" and not self._watched
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
@@ -161,17 +161,19 @@ class DenseDecoder:
         return self._embed(ids)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Keep inputs of `layers` in each step, for a drafter; disables recording."""
+        """Keep inputs of `layers` in each step, for a drafter; disables tapes."""
         self._watched = [_Watched(self._layers[layer]) for layer in layers]
         for layer, watched in zip(layers, self._watched, strict=True):
             self._calls[layer] = watched
 
-    @property
-    def is_watched(self) -> bool:
-        return bool(self._watched)
-
     def seen_inside(self) -> list[torch.Tensor]:
+        """Inputs [T, hidden] of the watched layers in the last step."""
         return [watched.inputs for watched in self._watched]
+
+    def see_inside(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Take what a recorded step has computed."""
+        for watched, each in zip(self._watched, inputs, strict=True):
+            watched.inputs = each
 
     def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: torch.Tensor) -> None:
         """Rerun recurrences over accepted `rows` [n] i64 of the last draft step, from its start.

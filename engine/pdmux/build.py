@@ -58,7 +58,8 @@ def _records_of(records: Recording, phase: Phase, config: EngineConfig) -> Recor
     """What this lane records. On a GPU the kernels of its graphs have its priority."""
     capture = records.capture
     if capture is None and config.device == "cuda":
-        capture = partial(CudaCapture, torch.cuda.Stream(torch.device("cuda"), priority=PRIORITIES[phase]))
+        stream = torch.cuda.Stream(torch.device("cuda"), priority=PRIORITIES[phase])  # type: ignore[no-untyped-call]
+        capture = partial(CudaCapture, stream)
     return replace(records, decodes=phase is Phase.DECODE, prefills=phase is Phase.PREFILL, capture=capture)
 
 

@@ -39,7 +39,7 @@ VARIANTS = {
     "extend_merge_kernel": 1,
     "rms_norm_kernel": 2,  # alone, and of a sum
     "rope_write_kernel": 1,
-    "silu_mul_kernel": 1,
+    "gate_kernel": 1,
     "peaks_kernel": 1,
     "top_k_kernel": 1,
     "scores_kernel": 1,

@@ -25,7 +25,7 @@ from engine.kernels.triton.decode import (
     split_list_kernel,
     split_options,
 )
-from engine.kernels.triton.elementwise import GATE_TILE, rms_norm_kernel, silu_mul_kernel
+from engine.kernels.triton.elementwise import GATE_TILE, gate_kernel, rms_norm_kernel
 from engine.kernels.triton.extend import (
     extend_constants,
     extend_kernel,
@@ -158,11 +158,12 @@ def test_elementwise_kernels_compile_for_sm_90_without_spills():
     """Of Qwen3-8B."""
     pointers = dict.fromkeys(["x_ptr", "delta_ptr", "weight_ptr", "out_ptr"], "*bf16")
     signature = {**pointers, "width": "i32", "eps": "fp32"}
-    check_compiled(
-        rms_norm_kernel, signature, {"ADDS": True, "TILE": 4096}, aligned=["width"], num_warps=8, num_stages=3
-    )
+    constants = {"ADDS": True, "OFFSET": 1.0, "TILE": 4096}
+    check_compiled(rms_norm_kernel, signature, constants, aligned=["width"], num_warps=8, num_stages=3)
     signature = {**dict.fromkeys(["x_ptr", "out_ptr"], "*bf16"), "width": "i32"}
-    check_compiled(silu_mul_kernel, signature, {"TILE": GATE_TILE}, aligned=["width"], num_warps=4, num_stages=3)
+    for gelu in (False, True):
+        constants = {"GELU": gelu, "TILE": GATE_TILE}
+        check_compiled(gate_kernel, signature, constants, aligned=["width"], num_warps=4, num_stages=3)
 
 
 @pytest.mark.parametrize("norms", [False, True])

@@ -38,6 +38,8 @@ def _norms(width: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     _close(x, total.float(), dtype)
     _close(found, expected, dtype)
     assert torch.equal(TritonElementwise().rms_norm(x, weight[0], eps=1e-6), found)
+    expected = functional.rms_norm(total.float(), (width,), weight[0].float() + 1.0, 1e-6)
+    _close(TritonElementwise().rms_norm(x, weight[0], eps=1e-6, offset=1.0), expected, dtype)
 
 
 def _heads(heads: Heads, dtype: torch.dtype, generator: torch.Generator, *, normed: bool) -> None:
@@ -67,6 +69,7 @@ def _gate(dtype: torch.dtype, generator: torch.Generator) -> None:
     x[0, 0] = -200.0  # e^200 is no float
     gate, up = x.split(1100, dim=-1)
     _close(TritonElementwise().silu_mul(x), (functional.silu(gate) * up).float(), dtype)
+    _close(TritonElementwise().gelu_mul(x), (functional.gelu(gate, approximate="tanh") * up).float(), dtype)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -61,8 +61,9 @@ class CountingCapture:
         def replay() -> T:
             self.replays += 1
             out = work()
-            if isinstance(out, SampledForward):
-                self.logits.add(out.recorded.data_ptr())
+            forward = out[0] if isinstance(out, tuple) else None
+            if isinstance(forward, SampledForward):
+                self.logits.add(forward.recorded.data_ptr())
             return out
 
         return replay

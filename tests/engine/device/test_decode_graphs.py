@@ -46,6 +46,14 @@ def test_many_requests_take_steps_of_32() -> None:
         assert padded - batch < (8 if batch <= 64 else 32)
 
 
+def test_rows_of_drafts_have_graphs_too() -> None:
+    sizes = graph_sizes(sizes=(), max_bs=None, max_running=64, rows=5)
+    assert sizes[-3:] == [224, 256, 320]
+    assert graph_sizes(sizes=(), max_bs=None, max_running=1000, rows=16)[-3:] == [384, 448, 512]
+    assert graph_sizes(sizes=(), max_bs=600, max_running=600, rows=2)[-2:] == [576, 600], "as without drafts"
+    assert graph_sizes(sizes=(8, 16), max_bs=None, max_running=8, rows=5) == [8, 16]
+
+
 def prompts(sizes: list[int]) -> PrefillGraphs:
     device = torch.device("cpu")
     backend: Any = TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device))

@@ -153,10 +153,11 @@ def runner(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
     return build(recorder, model_config)
 
 
-def build(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
+def build(recorder: Recorder, model_config: ModelConfig, *, watched: tuple[int, ...] = ()) -> ModelRunner:
     config = EngineConfig(device="cuda", max_running_requests=BATCH, max_total_tokens=8192)
     config = replace(resolve(config, model_config, cuda=True), stream="inline")
     model = DenseDecoder(ModelPart(model_config, Unread()))  # type: ignore[arg-type]
+    model.watch(watched)
     with recorder:
         device = build_device(
             config,
@@ -216,7 +217,7 @@ LAYER = {
     "aten.linear.default": 4,
     "rope_write_kernel": 1,
     "decode_split_kernel": 1,
-    "silu_mul_kernel": 1,
+    "gate_kernel": 1,
 }
 
 
@@ -226,6 +227,19 @@ def test_a_layer_adds_no_more_to_a_graph_than_stated(recorder: Recorder, model_c
     recorder.recorded.clear()
     build(recorder, replace(model_config, num_layers=2))
     assert recorder.recorded[0] - few == LAYER
+
+
+def test_a_drafter_reads_inside_the_graph_that_was_replayed(recorder: Recorder, model_config: ModelConfig) -> None:
+    """EAGLE-3's inputs are those of the step's rows, whatever graph was recorded last."""
+    runner = build(recorder, model_config, watched=(0, 1))
+    model, whole = runner.running.model, decode_step(0, new_pages=(1, 2))
+    whole.opens = [SlotOpen(slot, GREEDY, [3, 4], [5], (2,)) for slot in range(BATCH)]
+    for seq, rows in enumerate((BATCH, 3, 40)):
+        plan = replace(decode_step(seq), items=decode_step(seq).items[:rows]) if seq else whole
+        with recorder, torch.no_grad():
+            runner.run(plan)
+        assert [len(x) for x in model.seen_inside()] == [rows, rows]
+    assert recorder.launches["graph"] == 3
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ async def test_a_request_of_a_frozen_decode_worker_moves_to_another_one() -> Non
         for worker in c.decodes:
             worker.behave = hangs_first
         ask = await c.begin(CHAT)
-        dead = await until(lambda: next((w for w in c.decodes if w.seen), None))  # a late check may have cost the other one
+        dead = await until(
+            lambda: next((w for w in c.decodes if w.seen), None)
+        )  # a late check may have cost the other one
         dead.frozen = True
         status, _, answer = await ask
         assert status == 200 and json.loads(answer)["from"] != dead.name and dead.cancelled == 1
