@@ -20,15 +20,14 @@ from engine.executor.graphs import (
     graph_sizes,
 )
 from engine.executor.step_part import RecordedSteps, StepInputs
+from engine.flags.resolve import flops_of_token
 from engine.flags.speculation import passes_of, rows_of_request, topk_of
+from engine.kernels.triton.extend_plan import MAX_WHOLE
+from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.speculative.draft_rows import tree_rows
 
-PREFILL_SIZES: tuple[int, ...] = (
-    16,
-    32,
-    *range(64, 513, 64),
-)  # tokens; a GPU computes more for longer than a host needs to launch them
+LAUNCH_FLOPS = 2e11  # what an H200 computes while its host launches a layer's kernels (docs/reports/gpu.md)
 
 log = logging.getLogger(__name__)
 
@@ -64,19 +63,26 @@ def make_graphs(
         )
         found.append(DecodeGraphs(_decode_sizes(config), recorder, end=end, features=features))
     if records.prefills:
-        found.append(PrefillGraphs(PREFILL_SIZES, recorder))
+        found.append(PrefillGraphs(prefill_sizes(model.config), recorder))
     return found
 
 
-def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:
+def prefill_sizes(model: ModelConfig) -> list[int]:
+    """Tokens of recorded prompt steps, as far as a GPU computes them faster than a host launches."""
+    faster = int(LAUNCH_FLOPS * model.num_layers / flops_of_token(model))
+    most = min(max(faster // 64 * 64, 64), MAX_WHOLE)
+    return [16, 32, *range(64, min(most, 512) + 1, 64), *range(768, most + 1, 256)]
+
+
+def num_graphs(config: EngineConfig, model: ModelConfig, *, decodes: bool, prefills: bool) -> int:
     if config.disable_cuda_graph:
         return 0
     kinds = 2 if config.enable_lora else 1  # decode steps without and with adapters
-    return len(_decode_sizes(config)) * kinds * decodes + len(PREFILL_SIZES) * prefills
+    return len(_decode_sizes(config)) * kinds * decodes + len(prefill_sizes(model)) * prefills
 
 
-def max_recorded_rows(config: EngineConfig) -> int:
-    return max(_decode_sizes(config)[-1], PREFILL_SIZES[-1])
+def max_recorded_rows(config: EngineConfig, model: ModelConfig) -> int:
+    return max(_decode_sizes(config)[-1], prefill_sizes(model)[-1])
 
 
 def logits_bytes(config: EngineConfig, *, vocab_size: int, decodes: bool) -> int:

@@ -142,7 +142,7 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
-    token_flops = _token_flops(model)
+    token_flops = flops_of_token(model)
     pair_flops = model.num_layers * model.pair_flops()
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(
@@ -153,7 +153,8 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     )
 
 
-def _token_flops(model: ModelConfig) -> float:
+def flops_of_token(model: ModelConfig) -> float:
+    """FLOPs of the layers' matrices for one token."""
     mlp_weights = model.mlp_matrices * model.hidden_size * model.mlp_width(active=True)
     return 2 * model.num_layers * (model.attention_weights() + mlp_weights)
 
@@ -161,7 +162,7 @@ def _token_flops(model: ModelConfig) -> float:
 def profiled_tokens(config: EngineConfig, model: ModelConfig) -> int:
     """Prompt tokens to measure on a CPU: the maximum, or what PROFILE_S can compute."""
     assert config.num_threads is not None, "resolved"
-    tokens = int(PROFILE_S * FIRST_FLOPS["cpu"] * config.num_threads / _token_flops(model))
+    tokens = int(PROFILE_S * FIRST_FLOPS["cpu"] * config.num_threads / flops_of_token(model))
     return min(largest_prompt_step(config), max(config.page_size, tokens))
 
 

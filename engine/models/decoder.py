@@ -40,7 +40,7 @@ class DenseDecoder:
         for name in kept.names:
             part.checkpoint.ignore(name)
         config, place, share = part.config, part.place, part.share
-        self._config, self._share = config, share
+        self.config, self._share = config, share
         self.collectives: Collectives = part.collectives
         self._specs = [
             part.cache_spec(window=config.windows[layer] if config.windows else 0)
@@ -79,14 +79,14 @@ class DenseDecoder:
     @property
     def recordable(self) -> bool:
         """True if a step only calls our C kernels, so that a tape can record it."""
-        config, numbers = self._config, self._config.arithmetic
+        config, numbers = self.config, self.config.arithmetic
         own = numbers.norm == "rms" and numbers.is_gated and not numbers.clip
         dense = all(map(config.is_dense, range(config.num_layers)))
         return own and dense and config.qk_norm != "whole" and not self._watched
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
-        return self._config.attention_needs()
+        return self.config.attention_needs()
 
     @property
     def num_heads(self) -> int:
@@ -95,11 +95,11 @@ class DenseDecoder:
     @property
     def sees(self) -> bool:
         """True if tokens may be images, on any stage."""
-        return self._config.vision is not None
+        return self.config.vision is not None
 
     @property
     def vocab_size(self) -> int:
-        return self._config.vocab_size
+        return self.config.vocab_size
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._specs)
@@ -124,14 +124,14 @@ class DenseDecoder:
     def other_sites(self) -> list[SiteShape]:
         return [
             SiteShape(site.shape.in_size, tuple((_of_layer(index, name), rows) for name, rows in site.shape.parts))
-            for index in range(self._config.num_layers)
+            for index in range(self.config.num_layers)
             if index not in self._share.layers
             for site in self._layers[0].sites
         ]
 
     @property
     def num_layers(self) -> int:
-        return self._config.num_layers
+        return self.config.num_layers
 
     def mixtures(self) -> dict[int, Mixture]:
         found = zip(self._share.layers, self._layers, strict=True)
@@ -220,7 +220,7 @@ class DenseDecoder:
         return hidden.float() @ self._labels.T
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        scale, cap = self._config.arithmetic.logit_scale, self._config.arithmetic.logit_cap
+        scale, cap = self.config.arithmetic.logit_scale, self.config.arithmetic.logit_cap
         if scale != 1.0:
             logits.mul_(scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -157,7 +157,7 @@ def stage_input(links: RankLinks, config: EngineConfig, model: ModelConfig) -> S
         return None
     if links.tokens is not None or config.disable_cuda_graph:  # on a CPU, or no step is recorded
         return StageInput(links.before)
-    shape = max_recorded_rows(config), model.hidden_size
+    shape = max_recorded_rows(config, model), model.hidden_size
     return StageInput(links.before, room=torch.zeros(shape, dtype=DTYPES[config.dtype], device=config.device))
 
 

@@ -25,6 +25,7 @@ from engine.layers.linear import SiteShape
 from engine.lora.bank import AdapterBank, Run, SlicedAdapters, adapter_runs, max_tiles, row_tiles
 from engine.lora.grouped import GroupedAdapters
 from engine.lora.weights import AdapterWeights
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import SamplingParams
 from tests.attention.triton.interpreted import run_interpreted
 from tests.attention.triton.test_specialization import recorder
@@ -83,7 +84,8 @@ def test_what_a_day_launches_was_compiled_before_it(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_reserve_for_graphs_knows_those_with_adapters(lora: bool) -> None:
     config = EngineConfig(enable_lora=lora, max_running_requests=8)
-    assert num_graphs(config, decodes=True, prefills=False) == 4 * (1 + lora)  # batches of 1, 2, 4, 8
+    model = load_model_config(DEFAULT_MODEL_PATH)
+    assert num_graphs(config, model, decodes=True, prefills=False) == 4 * (1 + lora)  # batches of 1, 2, 4, 8
     assert logits_bytes(config, vocab_size=1000, decodes=True) == 4 * 8 * 1000  # the largest batch, shared
     assert logits_bytes(config, vocab_size=1000, decodes=False) == 0
 

@@ -1,5 +1,6 @@
 """Graphs: which sizes, and (by the interpreter, in a process of its own) that padded steps sample the same tokens."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.gpu.engine import EagerCapture
+from benchmarks.gpu.target import QWEN3_8B
 from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
 from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
+from engine.device.graphs import prefill_sizes
 from engine.executor.graphs import MAX_REQUESTS, GraphRecorder, PrefillGraphs, graph_sizes
 from engine.executor.step_part import FutureMap
 from engine.flags.resolve import resolve
@@ -52,6 +55,15 @@ def test_rows_of_drafts_have_graphs_too() -> None:
     assert graph_sizes(sizes=(), max_bs=None, max_running=1000, rows=16)[-3:] == [384, 448, 512]
     assert graph_sizes(sizes=(), max_bs=600, max_running=600, rows=2)[-2:] == [576, 600], "as without drafts"
     assert graph_sizes(sizes=(8, 16), max_bs=None, max_running=8, rows=5) == [8, 16]
+
+
+def test_prompts_are_recorded_as_far_as_launches_take_longer_than_their_work() -> None:
+    large, small = (
+        prefill_sizes(shape.config(context=4096))
+        for shape in (QWEN3_8B, dataclasses.replace(QWEN3_8B, hidden=1024, intermediate=3072))
+    )
+    assert large == [16, 32, *range(64, 513, 64)]
+    assert small[: len(large)] == large and small[len(large) :] == [*range(768, MAX_WHOLE + 1, 256)]
 
 
 def prompts(sizes: list[int]) -> PrefillGraphs:
