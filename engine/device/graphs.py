@@ -68,7 +68,7 @@ def make_graphs(
 
 
 def prefill_sizes(model: ModelConfig) -> list[int]:
-    """Tokens of recorded prompt steps, as far as a GPU computes them faster than a host launches."""
+    """Tokens of prompt steps that a GPU computes faster than a host launches."""
     faster = int(LAUNCH_FLOPS * model.num_layers / flops_of_token(model))
     most = min(max(faster // 64 * 64, 64), MAX_WHOLE)
     return [16, 32, *range(64, min(most, 512) + 1, 64), *range(768, most + 1, 256)]

@@ -66,7 +66,7 @@ class FollowedEnd:
 
 WARM_UP_RUNS = 2  # compile kernels and allocate workspaces before a capture
 MAX_BY_DEFAULT = 256
-MOST_DRAFTED = 512  # rows of a recorded step with drafts: split contexts take half a MiB a row
+DRAFTED_ROWS = 512  # rows of a recorded step with drafts: split contexts take half a MiB a row
 
 T = TypeVar("T")
 Work = Callable[[], Tensor]
@@ -80,9 +80,7 @@ class Capture(Protocol):
 class CudaCapture:
     """torch.cuda.CUDAGraph. Graphs never overlap, so share a pool; largest first takes least.
 
-    `stream`: of all captures, or they do not share memory. Kernels of a replay keep its priority,
-    whatever stream replays them. cuBLAS keeps a workspace for each stream it has ever seen, so
-    one stream serves all recordings.
+    `stream`: of all recordings. Kernels keep its priority, and cuBLAS a workspace for each.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -156,7 +154,7 @@ class GraphRecorder:
         return model.forward(self.inputs.recorded(ids), positions, self.backend.attend)
 
     def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], T]) -> Callable[[int], T]:
-        """A replay of a step of so many rows lends `model` what its drafter reads of them."""
+        """Record `work`; a replay of so many rows shows `model` what its drafter reads."""
         replay = capture.capture(lambda: (work(), model.seen_inside()))
 
         def replayed(rows: int) -> T:
@@ -282,16 +280,15 @@ class DecodeGraphs:
 
 
 def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int, rows: int = 1) -> list[int]:
-    """Choose ascending numbers of rows, up to the first that holds `max_running` requests of `rows`.
+    """Choose ascending sizes, up to the first that holds `max_running` requests of `rows`.
 
-    Default: 1, 2, 4, then at most 7 wasted rows up to 64, 31 up to 256, 63 beyond, to `max_bs`
-    requests, with drafts at most `MOST_DRAFTED` rows.
+    Default: 1, 2, 4, then at most 7 wasted rows up to 64, 31 to 256, 63 beyond.
     """
     if sizes:
         wanted, running = sorted(set(sizes)), max_running * rows
     else:
         most = min(max_bs or MAX_BY_DEFAULT, max_running)
-        most = running = max(most, min(most * rows, MOST_DRAFTED))
+        most = running = max(most, min(most * rows, DRAFTED_ROWS))
         wanted = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, most + 1, 64)]
         wanted = [size for size in wanted if size < most] + [most]
     needed = [size for size in wanted if size < running]

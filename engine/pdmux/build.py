@@ -24,7 +24,7 @@ from engine.kernels.linear import linear_kernel
 from engine.pdmux.core_share import CoreShare, be_nice
 from service.waiter import run_into, start_in_thread
 
-PRIORITIES = {Phase.DECODE: -1, Phase.PREFILL: 0}  # of streams: lower numbers first
+ORDER = {Phase.DECODE: -1, Phase.PREFILL: 0}  # of streams: lower numbers first
 
 T = TypeVar("T")
 
@@ -42,23 +42,21 @@ def build_lanes(build: Build, config: EngineConfig, records: Recording, *, atten
     give: Callable[[int], None] = nothing_to_give
     if config.device == "cuda":
         device = torch.device(config.device)
-        streams: dict[Phase, Stream] = {phase: CudaLane(device, priority=at) for phase, at in PRIORITIES.items()}
+        streams: dict[Phase, Stream] = {phase: CudaLane(device, priority=at) for phase, at in ORDER.items()}
     else:
         share = CoreShare(config.num_threads)
         parts, give = share.num_threads, share.give
         streams = {Phase.DECODE: _decodes(config, share), Phase.PREFILL: _prompts(config, share)}
-    decode, prefill = (
-        build(records=_records_of(records, phase, config), stream=streams[phase]) for phase in PRIORITIES
-    )
+    decode, prefill = (build(records=_records_of(records, phase, config), stream=streams[phase]) for phase in ORDER)
     both = Executor([*decode.executor.streams, *prefill.executor.streams], attention=attention)
     return replace(decode, executor=both, parts=parts, give=give)
 
 
 def _records_of(records: Recording, phase: Phase, config: EngineConfig) -> Recording:
-    """What this lane records. On a GPU the kernels of its graphs have its priority."""
+    """Its steps, on a GPU with its priority."""
     capture = records.capture
     if capture is None and config.device == "cuda":
-        stream = torch.cuda.Stream(torch.device("cuda"), priority=PRIORITIES[phase])  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(torch.device("cuda"), priority=ORDER[phase])  # type: ignore[no-untyped-call]
         capture = partial(CudaCapture, stream)
     return replace(records, decodes=phase is Phase.DECODE, prefills=phase is Phase.PREFILL, capture=capture)
 
@@ -127,7 +125,7 @@ class _CudaLaneTask(Generic[T]):
 
 
 class CudaLane:
-    """Stream with a CUDA priority."""
+    """Stream with a `priority`, CUDA's."""
 
     def __init__(self, device: torch.device, *, priority: int) -> None:
         self._device = device

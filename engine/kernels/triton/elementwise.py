@@ -12,15 +12,13 @@ GATE_TILE = 1024
 
 
 @triton.jit
-def rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, ADDS: tl.constexpr, OFFSET: tl.constexpr, TILE: tl.constexpr
-):
-    """Program (row): x [T, width] += delta, out = norm(x) * (weight + OFFSET); all dense."""
+def rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, OFFSET: tl.constexpr, TILE: tl.constexpr):
+    """Program (row): x [T, width] += delta, out = norm(x) * (weight + OFFSET), dense."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, TILE)
     mask = at < width
     x = tl.load(x_ptr + row + at, mask=mask, other=0.0)
-    if ADDS:
+    if delta_ptr is not None:
         delta = tl.load(delta_ptr + row + at, mask=mask, other=0.0)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row + at, x, mask=mask)
@@ -32,7 +30,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, width, GELU: tl.constexpr, TILE: tl.constexpr):
-    """Program (row, tile): x [T, 2 * width] -> out [T, width], dense. GELU: by tanh, instead of silu."""
+    """Program (row, tile): x [T, 2 * width] -> out [T, width], dense. GELU: by tanh."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = at < width
@@ -64,12 +62,11 @@ class TritonElementwise:
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         rms_norm_kernel[(rows,)](
             x,
-            x if delta is None else delta,
+            delta,
             weight,
             out,
             width,
             eps,
-            ADDS=delta is not None,
             OFFSET=offset,
             TILE=triton.next_power_of_2(width),
             num_warps=8 if width > 2048 else 4,

@@ -44,7 +44,7 @@ class ExtendTiles:
 
 @cache
 def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
-    """Return tiles for sm_90; those of 128 x 128 may spill two registers (tests compile them)."""
+    """Return tiles for sm_90; tests bound their spills."""
     if dtype == torch.float32:  # no tensor cores for exact fp32: small tiles
         return ExtendTiles(rows=16, block=32 if dim <= 128 else 16, warps=8, stages=2)
     if dim > 128:

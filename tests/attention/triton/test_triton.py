@@ -159,7 +159,7 @@ def test_elementwise_kernels_compile_for_sm_90_without_spills():
     """Of Qwen3-8B."""
     pointers = dict.fromkeys(["x_ptr", "delta_ptr", "weight_ptr", "out_ptr"], "*bf16")
     signature = {**pointers, "width": "i32", "eps": "fp32"}
-    constants = {"ADDS": True, "OFFSET": 1.0, "TILE": 4096}
+    constants = {"OFFSET": 1.0, "TILE": 4096}
     check_compiled(rms_norm_kernel, signature, constants, aligned=["width"], num_warps=8, num_stages=3)
     signature = {**dict.fromkeys(["x_ptr", "out_ptr"], "*bf16"), "width": "i32"}
     for gelu in (False, True):
