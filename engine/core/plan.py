@@ -201,6 +201,11 @@ class Plan:
     phase: Phase | None = None
 
     @property
+    def warms_up(self) -> bool:
+        """True for a step before the worker is ready: the scheduler counts from 1."""
+        return self.seq == 0
+
+    @property
     def stream(self) -> int:
         return 0 if self.phase is None else STREAMS[self.phase]
 

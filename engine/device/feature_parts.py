@@ -6,7 +6,7 @@ import torch
 
 from engine.attention.backend import make_attention_backend
 from engine.config import EngineConfig, ModelFlags
-from engine.core.plan import SlotOpen
+from engine.core.plan import Plan, SlotOpen
 from engine.device.step_memory import StepMemory
 from engine.executor.image_pass import ImagePass, ImagePositions
 from engine.executor.states import States
@@ -25,12 +25,21 @@ from engine.speculative.draft_steps import DraftParts
 from service.flags import ConfigError
 
 
-class _BalancedExperts(StepPart):
+class _MovingExperts(StepPart):
     """Experts that may move between two steps: a recorded step runs without the host."""
 
     def expect(self, batch: Batch) -> None:
         assert batch.model.balance is not None, "a part of models whose experts move"
-        batch.model.balance.on_step()
+        if not batch.plan.warms_up:
+            batch.model.balance.on_step()
+
+
+class _ExpertLoads(StepPart):
+    """Loads of experts, which leave out steps before the worker is ready."""
+
+    def prepare(self, model: DenseDecoder, plan: Plan) -> None:
+        if plan.warms_up:
+            model.forget_loads()
 
 
 class _AdapterPart(StepPart):
@@ -81,7 +90,9 @@ def make_parts(
     if isinstance(page_table, WindowedPageTable):
         parts.append(_WindowPart(page_table))
     if model.balance is not None:
-        parts.append(_BalancedExperts())
+        parts.append(_MovingExperts())
+    if model.mixtures():
+        parts.append(_ExpertLoads())
     if adapters is not None:
         parts.append(_AdapterPart(adapters))
     if states is not None:

@@ -148,10 +148,16 @@ class GraphRecorder:
     def bar(self, sizes: Sequence[int], what: str) -> "tqdm[int]":
         return tqdm(sizes[::-1], desc=what, disable=None if self.progress else True, leave=False)
 
-    def hidden(self, model: DenseDecoder, ids: Tensor, positions: Tensor, step: DeviceStep | DeviceExtend) -> Tensor:
-        """Compute `model` over the inputs that `ids` stand for, [T, hidden]."""
+    def hidden(
+        self, model: DenseDecoder, ids: Tensor, positions: Tensor, step: DeviceStep | DeviceExtend, *, real: Tensor
+    ) -> Tensor:
+        """Compute `model` over the inputs that `ids` stand for, [T, hidden]; `real` [1] are no padding."""
         self.backend.begin_on_device(step)
-        return model.forward(self.inputs.recorded(ids), positions, self.backend.attend)
+        model.count_rows(real)
+        try:
+            return model.forward(self.inputs.recorded(ids), positions, self.backend.attend)
+        finally:
+            model.count_rows(None)
 
     def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], T]) -> Callable[[int], T]:
         """Record `work`; a replay of so many rows shows `model` what its drafter reads."""
@@ -175,7 +181,7 @@ class DecodeGraphs:
 
     Padded rows are token 0 at position 0 of the scratch row, write to
     page 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions,
-    slots, output lengths; RoPE positions if multimodal), page table, sampler table, future map, KV
+    slots, output lengths, their number; RoPE positions if multimodal), page table, sampler table, future map, KV
     pool, weights. Lengths follow from positions on the device. With grammar masks no row is sampled
     in the graph, but after it. With draft trees it also reads places and paths; other rows have
     their own places.
@@ -189,7 +195,7 @@ class DecodeGraphs:
         self.sizes, self._recorder, self._end = _checked(sizes), recorder, end
         self._page_table, device = recorder.page_table, recorder.page_table.device
         self._adapters, self._tree, self._sees = features.adapters, features.trees, features.sees
-        rows = [0, 0, self._page_table.scratch_slot, NOT_SAMPLED, *([0] if features.sees else [])]
+        rows = [0, 0, self._page_table.scratch_slot, NOT_SAMPLED, 0, *([0] if features.sees else [])]
         padding = torch.tensor(rows, device=device)[:, None]
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
         no_tree = torch.tensor(
@@ -212,6 +218,7 @@ class DecodeGraphs:
         capture = self._recorder.capture()
         graphs, adapted = {}, {}
         for size in self._recorder.bar(self.sizes, "decode graphs"):
+            upload_into(self._inputs[size], self._rows([], size, samples=False))  # recording counts no row
             graphs[size] = self._recorder.record(model, capture, self._work(model, size))
             if self._adapters is not None:
                 self._adapters.begin_recording(size)
@@ -242,7 +249,7 @@ class DecodeGraphs:
         return replay(len(plan.items)).rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
-        """Host int64[4, size]: ids or placeholders, positions (or RoPE's), slots, lengths."""
+        """Host int64[5, size]: ids or placeholders, positions, slots, lengths, real rows; RoPE's."""
         assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
@@ -254,10 +261,10 @@ class DecodeGraphs:
             if self._sees
             else []
         )
-        return torch.tensor([ids, positions, slots, lens, *turns])
+        return torch.tensor([ids, positions, slots, lens, [len(items)] * size, *turns])
 
     def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:
-        ids, positions, slots, output_lens, *turns = self._inputs[size]
+        ids, positions, slots, output_lens, real, *turns = self._inputs[size]
         trees = self._trees.get(size)
 
         def work() -> Forward:
@@ -273,7 +280,8 @@ class DecodeGraphs:
                 if trees is None
                 else TreePaths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
             )
-            hidden = self._recorder.hidden(model, ids, turns[0] if turns else positions, step)
+            turned = turns[0] if turns else positions
+            hidden = self._recorder.hidden(model, ids, turned, step, real=real[:1])
             return self._end.run(model, hidden, slots, output_lens)
 
         return work
@@ -320,7 +328,11 @@ class PrefillGraphs:
         self.forget()
         capture = self._recorder.capture()
         bar = self._recorder.bar(self.sizes, "prefill graphs")
-        self._graphs = {size: self._recorder.record(model, capture, self._work(model, size)) for size in bar}
+        graphs = {}
+        for size in bar:
+            upload_into(self._inputs[size], self._rows([], size))  # recording counts no row
+            graphs[size] = self._recorder.record(model, capture, self._work(model, size))
+        self._graphs = graphs
 
     def takes(self, plan: Plan) -> bool:
         items = plan.items
@@ -372,6 +384,6 @@ class PrefillGraphs:
                 token_pages=pages,
                 token_offsets=offsets,
             )
-            return self._recorder.hidden(model, ids, positions, step)
+            return self._recorder.hidden(model, ids, positions, step, real=starts[-1:])
 
         return work

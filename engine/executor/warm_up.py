@@ -22,7 +22,8 @@ from engine.images import KEY_BYTES, ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 
-PROMPTS = (1, 17, 128)  # tokens of prompts, beside the largest step: one row, a page and a bit, a whole tile
+# Tokens of prompts, beside the largest step: one row, a page and a bit, a whole tile, each kind of tile of experts.
+PROMPTS = (1, 17, *(1 << n for n in range(7, 14)))
 SHORT = 17
 LOGPROBS = LogprobOptions(start_len=0, top_num=5, token_ids=(0,))
 _PLAIN = SamplingParams(max_new_tokens=1, seed=1)

@@ -1,5 +1,7 @@
 """Products of experts: rows are sorted by expert, so each weight is read once."""
 
+import threading
+from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
 import torch
@@ -11,7 +13,35 @@ from engine.layers.linear import kernel_for, packable, silu_mul, sums_matrix
 from engine.model_files.experts_config import ExpertsConfig
 from engine.quant.integers import Weight, columns_of, dense_of
 
+
+
+def is_fused(device: torch.device) -> bool:
+    """True if Triton computes mixtures there (engine/layers/fused_experts.py)."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 # ---- Expert choice and weights.
+
+
+class ExpertLoads:
+    """Tokens of each expert since the start: `total` [experts] i64.
+
+    `rows` [1] i64: only the first so many rows of a step count; None: all.
+    """
+
+    def __init__(self, count: int, *, device: torch.device) -> None:
+        self.total = torch.zeros(count, dtype=torch.int64, device=device)
+        self.rows: Tensor | None = None
+        self._adding = threading.Lock()  # two streams may compute at once
+
+    def add(self, chosen: Tensor, rows: Tensor) -> None:
+        """Add experts `chosen` [T, k], which have `rows` [experts]."""
+        if self.rows is not None:
+            real = torch.arange(len(chosen), device=chosen.device).unsqueeze(1) < self.rows
+            ones = real.expand_as(chosen).flatten().to(torch.int64)
+            rows = torch.zeros_like(rows).scatter_add_(0, chosen.flatten().to(torch.int64), ones)
+        with self._adding:
+            self.total += rows
 
 
 class ExpertRouter:

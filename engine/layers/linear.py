@@ -217,7 +217,7 @@ class _PlainMatrix:
 class _SumsMatrix:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, segments: int) -> None:
         self._size = weight.shape[1] // segments
-        parts = torch.split(weight if weight.is_cuda else weight.float(), self._size, dim=1)
+        parts = torch.split(weight.float() if weight.device.type == "cpu" else weight, self._size, dim=1)
         self._weights = [part.t().contiguous() for part in parts]
         self._bias = None if bias is None else bias.float()
 
@@ -233,7 +233,7 @@ class _SumsMatrix:
 
 
 def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda and x.dtype != torch.float32:
+    if x.device.type != "cpu" and x.dtype != torch.float32:
         return torch.mm(x, weight, out_dtype=torch.float32)
     return x.float() @ weight
 

@@ -137,6 +137,15 @@ class DenseDecoder:
         found = zip(self._share.layers, self._layers, strict=True)
         return {index: mixture for index, layer in found for mixture in mixtures_in(layer)}
 
+    def count_rows(self, rows: torch.Tensor | None) -> None:
+        """Count only the first `rows` [1] i64 rows of steps in loads of experts; None: all."""
+        for mixture in self.mixtures().values():
+            mixture.counted.rows = rows
+
+    def forget_loads(self) -> None:
+        for mixture in self.mixtures().values():
+            mixture.loads.zero_()
+
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: StepImages = NO_IMAGES
     ) -> torch.Tensor:

@@ -7,13 +7,13 @@ Ranks have a part of every expert. Sums from the best expert down make bits inde
 batch.
 """
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Union
 
 import torch
 from torch import Tensor
 
-from engine.layers.experts import BiasedExperts, ExpertRouter, Experts
+from engine.layers.experts import BiasedExperts, ExpertLoads, ExpertRouter, Experts, is_fused
 from engine.layers.linear import LinearSite, Normed, kernel_on, silu_mul, summed, sums_matrix
 from engine.model_files.experts_config import ClampedGate, ExpertNames, ExpertsConfig
 from engine.models.part import ModelPart, in_one
@@ -21,18 +21,29 @@ from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut, Extent
 from engine.quant.integers import BLOCK, Weight, columns_of, mxfp4_codes, mxfp4_values
 
+if TYPE_CHECKING:
+    from engine.layers.fused_experts import FusedExperts, FusedRouter
 
-def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> ExpertRouter:
+AnyExperts = Union[Experts, BiasedExperts, "FusedExperts"]
+
+
+def load_router(
+    part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames, loads: ExpertLoads | None
+) -> "ExpertRouter | FusedRouter":
+    """`loads`: which a fused router counts."""
     checkpoint = part.checkpoint
     weight = checkpoint.take(f"{prefix}{names.router}.weight", [experts.count, part.config.hidden_size])
-    bias = None
+    bias = logit_bias = None
     if experts.clamped is not None:
-        own = checkpoint.take(f"{prefix}{names.router}.bias", [experts.count])
-        return ExpertRouter(weight, None, experts, logit_bias=own)
-    if experts.sigmoid:
+        logit_bias = checkpoint.take(f"{prefix}{names.router}.bias", [experts.count])
+    elif experts.sigmoid:
         name = names.choice_bias or f"{names.router}.e_score_correction_bias"
         bias = checkpoint.take(f"{prefix}{name}", [experts.count], dtype=torch.float32)
-    return ExpertRouter(weight, bias, experts)
+    if is_fused(checkpoint.device):
+        from engine.layers.fused_experts import FusedRouter
+
+        return FusedRouter(weight, bias, experts, logit_bias=logit_bias, loads=loads)
+    return ExpertRouter(weight, bias, experts, logit_bias=logit_bias)
 
 
 def load_experts(
@@ -44,7 +55,7 @@ def load_experts(
     *,
     cut: Cut,
     segments: int,
-) -> Experts | BiasedExperts:
+) -> "AnyExperts":
     """Loads the experts of a layer and their router.
 
     one matrix each    most families
@@ -58,7 +69,7 @@ def load_experts(
         return _load_fused(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)
     if names.stacks is not None and part.checkpoint.has(prefix + names.stacks[0]):
         first, last = (prefix + name for name in names.stacks)
-        return Experts(*_load_stacks(part, (first, last), experts, cut=cut, segments=segments), segments=segments)
+        return _plain(part, *_load_stacks(part, (first, last), experts, cut=cut, segments=segments), segments=segments)
     hidden = part.config.hidden_size
     gate_up, down = [], []
     for index in experts:
@@ -66,6 +77,16 @@ def load_experts(
         both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]
         gate_up.append(part.matrix(both, [cut, cut], hidden))
         down.append(part.matrix([f"{of_one}{names.down}.weight"], [hidden], cut, segments=segments))
+    return _plain(part, gate_up, down, segments=segments)
+
+
+def _plain(
+    part: ModelPart, gate_up: list[Weight], down: list[Weight], *, segments: int
+) -> "Experts | FusedExperts":
+    if is_fused(part.checkpoint.device):
+        from engine.layers.fused_experts import FusedExperts
+
+        return FusedExperts(gate_up, down, segments=segments)
     return Experts(gate_up, down, segments=segments)
 
 
@@ -93,7 +114,7 @@ def _transposed(part: ModelPart, name: str, rows: Sequence[Extent], inputs: Exte
 
 def _load_fused(
     part: ModelPart, prefix: str, gate: ClampedGate, experts: Sequence[int], *, count: int, cut: Cut, segments: int
-) -> BiasedExperts:
+) -> "BiasedExperts | FusedExperts":
     hidden, checkpoint = Cut.whole(part.config.hidden_size), part.checkpoint
     own = Cut(count, range(min(experts), max(experts) + 1))
     order = [expert - own.taken.start for expert in experts]
@@ -103,11 +124,16 @@ def _load_fused(
     down = of_names(part, names[1], own, order, hidden, cut, segments=segments)
     gate_up_bias = checkpoint.take(f"{prefix}gate_up_proj_bias", [own, cut.times(2)], dtype=torch.float32)
     down_bias = checkpoint.take(f"{prefix}down_proj_bias", [own, hidden], dtype=torch.float32)
+    biases = gate_up_bias[order], down_bias[order] if cut.taken.start == 0 else None
+    if is_fused(checkpoint.device):
+        from engine.layers.fused_experts import Clamped, FusedExperts
+
+        return FusedExperts(gate_up, down, segments=segments, clamped=Clamped(*biases, gate))
     return BiasedExperts(
         gate_up,
-        gate_up_bias[order],
+        biases[0],
         down,
-        down_bias[order] if cut.taken.start == 0 else None,
+        biases[1],
         alpha=gate.alpha,
         limit=gate.limit,
         segments=segments,
@@ -140,18 +166,24 @@ class ExpertMLP:
     """A `FeedForward` without LoRA sites. `loads` [experts] i64: tokens since the start."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
-        self._router = load_router(part, prefix, experts, names)
+        self.counted = ExpertLoads(experts.count, device=part.checkpoint.device)
+        self.loads = self.counted.total
+        router = load_router(part, prefix, experts, names, self.counted)
         cut, segments = part.mlp_cut(experts.intermediate), part.mlp_segments
         self._experts = load_experts(part, prefix, experts, names, range(experts.count), cut=cut, segments=segments)
-        self._shared = None
+        shared = None
         if experts.shared_intermediate:
             cut = part.mlp_cut(experts.shared_intermediate)
-            self._shared = SharedExpert(part, prefix, names, cut, segments=segments)
-        self._count, self._per_token = experts.count, experts.per_token
+            shared = SharedExpert(part, prefix, names, cut, segments=segments)
         self._collectives, self._exchange = part.collectives, part.exchange
+        whole = part.collectives.size == segments == 1 and part.exchange is None
+        self._partial: Callable[[Tensor], Tensor]  # fp32, or what `summed` would round it to
+        if isinstance(self._experts, Experts | BiasedExperts):
+            self._partial = _Sorted(router, self._experts, shared, self.counted)
+        else:
+            dtype = torch.bfloat16 if whole and part.checkpoint.dtype == torch.bfloat16 else torch.float32
+            self._partial = _Fused(router, self._experts, shared, dtype=dtype)
         self._no_rows = part.no_rows()
-        self.loads = no_loads(part, experts)
-        self._counting = threading.Lock()  # two streams may compute at once
         self.sites: list[LinearSite] = []
 
     def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
@@ -164,16 +196,28 @@ class ExpertMLP:
         assert self._exchange is not None, "without DP attention no rank computes for others"
         self._exchange.compute(self._no_rows, self._partial)
 
-    def _partial(self, x: Tensor) -> Tensor:
+
+class _Sorted:
+    """x [T, hidden] -> fp32 sums: rows are gathered by expert for grouped products."""
+
+    def __init__(
+        self,
+        router: "ExpertRouter | FusedRouter",
+        experts: Experts | BiasedExperts,
+        shared: "SharedExpert | None",
+        counted: ExpertLoads,
+    ) -> None:
+        self._router, self._experts, self._shared, self._counted = router, experts, shared, counted
+
+    def __call__(self, x: Tensor) -> Tensor:
         chosen, weights = self._router(x)
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
-        rows = torch.zeros(self._count, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-        with self._counting:
-            self.loads += rows
+        rows = torch.zeros_like(self._counted.total).scatter_add_(0, flat, torch.ones_like(flat))
+        self._counted.add(chosen, rows)
         segments = [
             self._weighed(answers, order, weights)
-            for answers in self._experts(x.index_select(0, order // self._per_token), rows)
+            for answers in self._experts(x.index_select(0, order // chosen.shape[1]), rows)
         ]
         if self._shared is not None:
             segments = [routed + shared for routed, shared in zip(segments, self._shared(x), strict=True)]
@@ -184,8 +228,23 @@ class ExpertMLP:
         return weighed(ranked, weights)
 
 
-def no_loads(part: ModelPart, experts: ExpertsConfig) -> Tensor:
-    return torch.zeros(experts.count, dtype=torch.int64, device=part.checkpoint.device)
+class _Fused:
+    """As `_Sorted`, by Triton's kernels, in `dtype`. The router counts."""
+
+    def __init__(
+        self,
+        router: "ExpertRouter | FusedRouter",
+        experts: "FusedExperts",
+        shared: "SharedExpert | None",
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        self._router, self._experts, self._shared, self._dtype = router, experts, shared, dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        chosen, weights = self._router(x)
+        shared = None if self._shared is None else self._shared.parts(x)
+        return tree_sum(self._experts.total(x, chosen, weights, shared, dtype=self._dtype))
 
 
 def weighed(answers: Tensor, weights: Tensor) -> Tensor:
@@ -214,9 +273,14 @@ class SharedExpert:
         self._downs = [sums_matrix(columns_of(down, slice(at, at + self._width)), None, segments=1) for at in starts]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
+        sums, gate = self.parts(x)
+        if gate is None:
+            return sums
+        weight = gate.sigmoid()
+        return [partial * weight for partial in sums]
+
+    def parts(self, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Sums [T, hidden] per segment; [T, 1], whose sigmoid weighs them. All fp32."""
         parts = torch.split(silu_mul(self._gate_up(x)), self._width, dim=1)
         sums = [down.partial(part.contiguous()) for part, down in zip(parts, self._downs, strict=True)]
-        if self._gate is None:
-            return sums
-        weight = self._gate.partial(x).sigmoid()
-        return [partial * weight for partial in sums]
+        return sums, None if self._gate is None else self._gate.partial(x)

@@ -7,10 +7,10 @@ one rank. The shared expert is replicated. Any replica of an expert may serve a 
 import torch
 from torch import Tensor
 
-from engine.layers.experts import BiasedExperts, Experts
+from engine.layers.experts import ExpertLoads
 from engine.layers.linear import LinearSite, Normed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
-from engine.models.expert_mlp import SharedExpert, load_experts, load_router, no_loads, weighed
+from engine.models.expert_mlp import AnyExperts, SharedExpert, load_experts, load_router, weighed
 from engine.models.part import ModelPart
 from engine.parallel.collectives import tree_sum
 from engine.parallel.expert_placement import Placement
@@ -21,7 +21,7 @@ from engine.parallel.layout import Cut
 class Placed:
     """Experts of this rank (`own`) and the placement on all."""
 
-    def __init__(self, placement: Placement, own: Experts | BiasedExperts, *, count: int, device: torch.device) -> None:
+    def __init__(self, placement: Placement, own: AnyExperts, *, count: int, device: torch.device) -> None:
         self.placement, self.own = placement, own
         slots = [[slot for slot, expert in enumerate(placement) if expert == one] for one in range(count)]
         most = 1 + len(placement) - count  # so that tables of all placements have one shape
@@ -56,7 +56,7 @@ class ExpertParallelMLP:
     """An expert-parallel `FeedForward` without LoRA sites. `loads`: over tokens of all ranks."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames, index: int) -> None:
-        self._router = load_router(part, prefix, experts, names)
+        self._router = load_router(part, prefix, experts, names, None)
         self._rows = expert_rows(part.collectives, part.exchange)
         segments, whole = part.whole_segments, Cut.whole(experts.intermediate)
         placement = part.experts.placement(index, experts.count)
@@ -76,7 +76,8 @@ class ExpertParallelMLP:
         for expert in range(experts.count):
             part.checkpoint.ignore(f"{prefix}{names.experts}.{expert}.")  # other ranks' experts
         self._no_rows = part.no_rows()
-        self.loads = no_loads(part, experts)
+        self.counted = ExpertLoads(experts.count, device=part.checkpoint.device)
+        self.loads = self.counted.total
         self.sites: list[LinearSite] = []
         moves = index < part.config.num_layers  # draft layers do not run in each step
         if part.balance is not None and moves:
@@ -114,7 +115,7 @@ class ExpertParallelMLP:
         chosen, weights = self._router(own)
         slots = placed.slots_of(chosen)
         answers, rows = self._rows.answers(own, slots, self._compute, total=len(placed.placement))
-        self.loads += placed.loads(rows)
+        self.counted.add(chosen, placed.loads(rows))
         segments = [weighed(part, weights) for part in torch.split(answers, own.shape[1], dim=2)]
         if self._shared is not None:
             segments = [routed + shared for routed, shared in zip(segments, self._shared(own), strict=True)]

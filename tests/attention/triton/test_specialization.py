@@ -31,7 +31,7 @@ CONSTANTS_OF_A_MODEL = {
     "turn_stride": "cosine and sine of a position",
     "width": "hidden size, or intermediate size",
 }
-FLOATS = {"scale", "eps", "offset"}  # Triton specialises no float
+FLOATS = {"scale", "eps", "offset", "alpha", "limit"}  # Triton specialises no float
 VARIANTS = {
     "split_list_kernel": 1,
     "decode_split_kernel": 1,

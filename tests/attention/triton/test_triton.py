@@ -80,7 +80,7 @@ EXTENDED = {
 
 
 def test_numerics_by_the_interpreter():
-    cases = ("numerics", "windows", "latents")
+    cases = ("numerics", "windows", "latents", "experts")
     run_interpreted(*(f"tests.attention.triton.triton_{of}" for of in cases))
 
 

@@ -7,6 +7,7 @@ torch dispatches is counted, Triton's launches are counted in place of being mad
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,8 +50,11 @@ class Unread:
 
     dtype_name, dtype, device = "bfloat16", torch.bfloat16, META
 
-    def take(self, name: str, shape: list[Extent]) -> Tensor:
-        return torch.empty([len(cut_of(size)) for size in shape], dtype=self.dtype, device=META)
+    def take(self, name: str, shape: list[Extent], *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty([len(cut_of(size)) for size in shape], dtype=dtype, device=META)
+
+    def has(self, name: str) -> bool:
+        return False
 
     def take_rows(self, names: list[str], rows: list[Extent], rest: list[Extent]) -> Tensor:
         return self.take("", [sum(len(cut_of(count)) for count in rows), *rest])
@@ -145,6 +149,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: found.pin(x.clone()))
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: found.launches.update([kernel.fn.__name__]))
     monkeypatch.setattr("engine.layers.linear.elementwise_for", lambda *_, **__: TritonElementwise())
+    monkeypatch.setattr("engine.models.expert_mlp.is_fused", lambda _: True)
     return found
 
 
@@ -219,14 +224,29 @@ LAYER = {
     "decode_split_kernel": 1,
     "gate_kernel": 1,
 }
+EXPERTS = dict.fromkeys(("route_kernel", "sort_kernel", "up_kernel", "down_kernel", "sum_kernel"), 1)
+MIXTURES = {"qwen3_moe": 12, "gpt_oss": 12, "glm4_moe": 15, "deepseek_v2": 24}  # launches of a layer
 
 
 def test_a_layer_adds_no_more_to_a_graph_than_stated(recorder: Recorder, model_config: ModelConfig) -> None:
-    build(recorder, replace(model_config, num_layers=1))
-    few = recorder.recorded[0]
-    recorder.recorded.clear()
-    build(recorder, replace(model_config, num_layers=2))
-    assert recorder.recorded[0] - few == LAYER
+    assert added_by_a_layer(recorder, model_config) == LAYER
+
+
+def added_by_a_layer(recorder: Recorder, config: ModelConfig) -> Counter[str]:
+    counts = []
+    for num_layers in (2, 3):
+        recorder.recorded.clear()
+        build(recorder, replace(config, num_layers=num_layers))
+        counts.append(recorder.recorded[0])
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_layer_of_experts_adds_no_more_than_stated(recorder: Recorder, tmp_path: Path, family: str) -> None:
+    config = load_model_config(make_tiny_checkpoint(tmp_path, family, num_hidden_layers=3))
+    added = added_by_a_layer(recorder, config)
+    assert {name: added[name] for name in EXPERTS} == EXPERTS
+    assert sum(added.values()) <= MIXTURES[family], added
 
 
 def test_a_drafter_reads_inside_the_graph_that_was_replayed(recorder: Recorder, model_config: ModelConfig) -> None:

@@ -1,0 +1,488 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+"""Mixtures of experts for GPUs: five launches from logits to the weighted sum, without host sync.
+
+  route  (token)        scores, choice, weights; counts real rows
+  sort   (expert)       pairs by expert, in blocks of rows; few pairs need none
+  up     (block, tile)  activated gate times up
+  down   (block, tile)  answers of pairs
+  sum    (token, tile)  answers by rank, and the shared expert's
+
+A pair is (token, rank), number token * PER_TOKEN + rank. Blocks of one expert's rows, as in vLLM's
+fused_moe.
+
+Bits: an answer is a dot product that one thread adds up in order of the inputs, whatever rows the
+tile has beside. Few and sorted pairs have the same tile, so a row keeps its bits in each batch of
+up to SHORT_ROWS pairs an expert. Longer steps use wgmma, whose sums may round differently.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW_PAIRS = 64  # each is a block: equal experts meet in the L2 cache
+SHORT_ROWS, MID_ROWS = 32, 96  # pairs an expert, on average
+SORT_TILE, SORT_WARPS = 2048, 8
+SUM_TILE = 1024
+LOWEST = tl.constexpr(-1e30)  # in place of NaN, twice as low still finite
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """`columns` of weights; `depth`: inputs of an iteration."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@cache
+def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
+    """Return tiles for sm_90 without spills (tests compile them)."""
+    if dtype == torch.float32:  # no tensor cores for exact fp32
+        return ExpertTiles(rows=16, columns=32, depth=32, warps=4, stages=2)
+    if pairs <= SHORT_ROWS * experts:
+        return ExpertTiles(rows=16, columns=64, depth=128, warps=4, stages=4)
+    if pairs <= MID_ROWS * experts:
+        return ExpertTiles(rows=64, columns=128, depth=64, warps=4, stages=4)
+    return ExpertTiles(rows=128, columns=128, depth=64, warps=8, stages=4)
+
+
+# ---- Choice of experts.
+
+
+@triton.jit
+def _in_best_groups(choice, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl.constexpr):
+    """Scores of the CHOSEN groups whose BEST (1 or 2) scores sum to most, -inf elsewhere."""
+    SIZE: tl.constexpr = choice.shape[0] // GROUPS
+    grouped = tl.reshape(choice, [GROUPS, SIZE])
+    best, first = tl.max(grouped, 1, return_indices=True)
+    if BEST == 2:
+        best += tl.max(tl.where(tl.arange(0, SIZE)[None, :] == first[:, None], float("-inf"), grouped), 1)
+    group = tl.arange(0, GROUPS)
+    kept = group < 0
+    for _ in range(CHOSEN):
+        at = group == tl.argmax(best, 0)
+        kept = kept | at
+        best = tl.where(at, float("-inf"), best)
+    return tl.reshape(tl.where(kept[:, None], grouped, float("-inf")), [GROUPS * SIZE])
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr,  # [T, COUNT] fp32
+    logit_bias_ptr,  # [COUNT] fp32
+    choice_bias_ptr,  # [COUNT] fp32
+    chosen_ptr,  # [T, PER_TOKEN] int32
+    weights_ptr,  # [T, PER_TOKEN] fp32
+    loads_ptr,  # [COUNT] int64; None: not counted
+    real_ptr,  # [1] int64: only the first so many tokens count; None: all
+    scale,
+    COUNT: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    MEMBER_TILE: tl.constexpr,
+    RANK_TILE: tl.constexpr,
+):
+    """Program (token). Lanes are groups of MEMBER_TILE, in order of experts: the lower wins ties."""
+    SIZE: tl.constexpr = COUNT // GROUPS
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, GROUP_TILE * MEMBER_TILE)
+    member = lane % MEMBER_TILE
+    expert = lane // MEMBER_TILE * SIZE + member
+    inside = (member < SIZE) & (expert < COUNT)
+    x = tl.load(logits_ptr + token * COUNT + expert, mask=inside, other=float("-inf"))
+    if logit_bias_ptr is not None:
+        x += tl.load(logit_bias_ptr + expert, mask=inside, other=0.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        powers = tl.exp(x - tl.max(x, 0))
+        scores = powers / tl.sum(powers, 0)
+    choice = scores
+    if choice_bias_ptr is not None:
+        choice += tl.load(choice_bias_ptr + expert, mask=inside, other=0.0)
+    choice = tl.where(choice != choice, LOWEST, choice)  # padding may be NaN, and has experts all the same
+    choice = tl.where(inside, choice, float("-inf"))
+    if GROUPS > 1:
+        choice = _in_best_groups(choice, GROUP_TILE, CHOSEN_GROUPS, GROUP_BEST)
+    ranks = tl.arange(0, RANK_TILE)
+    chosen, weights = tl.zeros([RANK_TILE], tl.int32), tl.zeros([RANK_TILE], tl.float32)
+    for rank in range(PER_TOKEN):
+        best, first = tl.max(choice, 0, return_indices=True)
+        at = lane == first
+        if choice_bias_ptr is not None:
+            best = tl.sum(tl.where(at, scores, 0.0), 0)
+        chosen = tl.where(ranks == rank, first // MEMBER_TILE * SIZE + first % MEMBER_TILE, chosen)
+        weights = tl.where(ranks == rank, best, weights)
+        choice = tl.where(at, float("-inf"), choice)
+    if NORMALIZED:
+        total = tl.sum(weights, 0)
+        if SIGMOID:
+            total += 1e-20
+        weights = weights / total
+    own = ranks < PER_TOKEN
+    tl.store(chosen_ptr + token * PER_TOKEN + ranks, chosen, mask=own)
+    tl.store(weights_ptr + token * PER_TOKEN + ranks, weights * scale, mask=own)
+    if loads_ptr is not None:
+        if real_ptr is not None:
+            own = own & (token < tl.load(real_ptr))
+        tl.atomic_add(loads_ptr + chosen, tl.full([RANK_TILE], 1, tl.int64), mask=own, sem="relaxed")
+
+
+def route_constants(
+    *,
+    count: int,
+    per_token: int,
+    sigmoid: bool,
+    normalized: bool,
+    groups: int,
+    chosen_groups: int,
+    group_best: int,
+) -> dict[str, Any]:
+    assert group_best in (1, 2), group_best
+    return {
+        "COUNT": count,
+        "PER_TOKEN": per_token,
+        "SIGMOID": sigmoid,
+        "NORMALIZED": normalized,
+        "GROUPS": groups,
+        "CHOSEN_GROUPS": chosen_groups,
+        "GROUP_BEST": group_best,
+        "GROUP_TILE": triton.next_power_of_2(groups),
+        "MEMBER_TILE": triton.next_power_of_2(count // groups),
+        "RANK_TILE": triton.next_power_of_2(per_token),
+    }
+
+
+def route(
+    logits: Tensor,
+    *,
+    logit_bias: Tensor | None,
+    choice_bias: Tensor | None,
+    loads: Tensor | None,
+    real: Tensor | None,
+    scale: float,
+    constants: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Experts [T, k] int32 of logits [T, experts] fp32, best first, and their weights fp32."""
+    tokens, count = logits.shape
+    assert logits.dtype == torch.float32 and logits.is_contiguous() and count == constants["COUNT"], logits.shape
+    chosen = torch.empty((tokens, constants["PER_TOKEN"]), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, constants["PER_TOKEN"]), dtype=torch.float32, device=logits.device)
+    arguments = logits, logit_bias, choice_bias, chosen, weights, loads, real, scale
+    route_kernel[(tokens,)](*arguments, **constants, num_warps=1)
+    return chosen, weights
+
+
+# ---- Pairs by expert.
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def sort_kernel(
+    chosen_ptr,  # [pairs] int32; COUNT or more: of no expert here
+    order_ptr,  # [pairs] int32: pairs by expert, stable
+    blocks_ptr,  # [blocks, 4] int32: (expert, first, end, unused), of `order`; empty if first >= end
+    pairs,
+    blocks,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (expert). Blocks of `begin // ROWS + expert` on: enough for any expert, none twice."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, TILE)
+    lower, own = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    for at in range(0, pairs, TILE):
+        found = tl.load(chosen_ptr + at + lane, mask=at + lane < pairs, other=COUNT)
+        lower += (found < expert).to(tl.int32)
+        own += (found == expert).to(tl.int32)
+    begin = tl.sum(lower, 0)
+    end = begin + tl.sum(own, 0)
+    place = begin
+    for at in range(0, pairs, TILE):
+        found = tl.load(chosen_ptr + at + lane, mask=at + lane < pairs, other=COUNT)
+        mine = (found == expert).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(mine, 0) - 1, at + lane, mask=mine != 0)
+        place += tl.sum(mine, 0)
+    first = begin // ROWS + expert
+    last = tl.where(expert == COUNT - 1, blocks, end // ROWS + expert + 1)
+    for at in range(first, last, TILE):
+        block = at + lane
+        start = begin + (block - first) * ROWS
+        mask = block < last
+        tl.store(blocks_ptr + block * 4, tl.zeros([TILE], tl.int32) + expert, mask=mask)
+        tl.store(blocks_ptr + block * 4 + 1, start, mask=mask)
+        tl.store(blocks_ptr + block * 4 + 2, tl.zeros([TILE], tl.int32) + end, mask=mask)
+
+
+class Blocks(NamedTuple):
+    """`chosen` [T, k]; unsorted, a pair is a block."""
+
+    chosen: Tensor
+    order: Tensor | None
+    blocks: Tensor | None
+
+    @property
+    def count(self) -> int:
+        return self.chosen.numel() if self.blocks is None else len(self.blocks)
+
+
+def sort(chosen: Tensor, *, experts: int, rows: int) -> Blocks:
+    """chosen [T, k] int32; `experts` or more: of none here."""
+    pairs, device = chosen.numel(), chosen.device
+    assert chosen.dtype == torch.int32 and chosen.is_contiguous(), (chosen.dtype, chosen.stride())
+    if pairs <= FEW_PAIRS:
+        return Blocks(chosen, None, None)
+    count = pairs // rows + experts
+    order = torch.empty((pairs,), dtype=torch.int32, device=device)
+    blocks = torch.empty((count, 4), dtype=torch.int32, device=device)
+    constants = {"COUNT": experts, "ROWS": rows, "TILE": SORT_TILE}
+    sort_kernel[(experts,)](chosen, order, blocks, pairs, count, **constants, num_warps=SORT_WARPS)
+    return Blocks(chosen, order, blocks)
+
+
+# ---- Products of blocks.
+
+
+@triton.jit
+def _rows_of(block, chosen_ptr, order_ptr, blocks_ptr, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """Expert of the block, COUNT or more if it has no rows; its pairs int64 [ROWS], which of them are."""
+    lane = tl.arange(0, ROWS)
+    if blocks_ptr is None:
+        expert = tl.load(chosen_ptr + block)
+        inside = lane == 0
+        pair = tl.zeros([ROWS], tl.int64) + block
+    else:
+        first, end = tl.load(blocks_ptr + block * 4 + 1), tl.load(blocks_ptr + block * 4 + 2)
+        expert = tl.where(first < end, tl.load(blocks_ptr + block * 4), COUNT)
+        inside = first + lane < end
+        pair = tl.load(order_ptr + first + lane, mask=inside, other=0).to(tl.int64)
+    return expert, pair, inside
+
+
+@triton.jit
+def _product(
+    x,  # pointers [ROWS]
+    mask_rows,
+    weight,  # pointers [COLUMNS]
+    mask_columns,
+    SIZE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sums of SIZE inputs [ROWS, COLUMNS] fp32, in order."""
+    depth = tl.arange(0, DEPTH)
+    acc = tl.zeros([x.shape[0], weight.shape[0]], tl.float32)
+    for at in range(0, SIZE, DEPTH):
+        inputs = at + depth
+        mask = inputs < SIZE
+        rows = tl.load(x[:, None] + inputs[None, :], mask=mask_rows[:, None] & mask[None, :], other=0.0)
+        columns = tl.load(weight[None, :] + inputs[:, None], mask=mask_columns[None, :] & mask[:, None], other=0.0)
+        acc = tl.dot(rows, columns, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def up_kernel(
+    x_ptr,  # [T, INPUTS]
+    weight_ptr,  # [COUNT, 2 * WIDTH, INPUTS]; rows of gate and up alternate
+    bias_ptr,  # [COUNT, 2 * WIDTH] fp32
+    inner_ptr,  # [pairs, WIDTH]
+    chosen_ptr,
+    order_ptr,
+    blocks_ptr,  # None: pairs are blocks
+    alpha,
+    limit,
+    COUNT: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (block, tile): silu(gate) * up, or CLAMPED (up + 1) * gate * sigmoid(alpha * gate)."""
+    TILES: tl.constexpr = (2 * WIDTH + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) % TILES
+    expert, pair, inside = _rows_of(tl.program_id(0) // TILES, chosen_ptr, order_ptr, blocks_ptr, COUNT, ROWS)
+    if expert >= COUNT:
+        return
+    row = tile * COLUMNS + tl.arange(0, COLUMNS)
+    x = x_ptr + pair // PER_TOKEN * INPUTS
+    weight = weight_ptr + expert.to(tl.int64) * (2 * WIDTH * INPUTS) + row * INPUTS
+    acc = _product(x, inside, weight, row < 2 * WIDTH, INPUTS, DEPTH, PRECISION)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + expert * (2 * WIDTH) + row, mask=row < 2 * WIDTH, other=0.0)[None, :]
+    gate, up = tl.split(tl.reshape(acc, [ROWS, COLUMNS // 2, 2]))
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        inner = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    else:
+        inner = gate / (1.0 + tl.exp(-gate)) * up
+    column = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    to = inner_ptr + pair[:, None] * WIDTH + column[None, :]
+    tl.store(to, inner.to(inner_ptr.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def down_kernel(
+    inner_ptr,  # [pairs, SEGMENTS * WIDTH]
+    weight_ptr,  # [COUNT, OUTPUTS, SEGMENTS * WIDTH]
+    bias_ptr,  # [COUNT, OUTPUTS] fp32, of the first segment
+    answers_ptr,  # [SEGMENTS, pairs, OUTPUTS]
+    chosen_ptr,
+    order_ptr,
+    blocks_ptr,
+    pairs,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (block, tile; segment)."""
+    TILES: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
+    tile, segment = tl.program_id(0) % TILES, tl.program_id(1)
+    expert, pair, inside = _rows_of(tl.program_id(0) // TILES, chosen_ptr, order_ptr, blocks_ptr, COUNT, ROWS)
+    if expert >= COUNT:
+        return
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inner = inner_ptr + pair * (SEGMENTS * WIDTH) + segment * WIDTH
+    weight = weight_ptr + expert.to(tl.int64) * (OUTPUTS * SEGMENTS * WIDTH) + segment * WIDTH
+    weight += column * (SEGMENTS * WIDTH)
+    acc = _product(inner, inside, weight, column < OUTPUTS, WIDTH, DEPTH, PRECISION)
+    if bias_ptr is not None:
+        if segment == 0:  # not of the others
+            acc += tl.load(bias_ptr + expert * OUTPUTS + column, mask=column < OUTPUTS, other=0.0)[None, :]
+    to = answers_ptr + (segment.to(tl.int64) * pairs + pair)[:, None] * OUTPUTS + column[None, :]
+    tl.store(to, acc.to(answers_ptr.dtype.element_ty), mask=inside[:, None] & (column < OUTPUTS)[None, :])
+
+
+def product_constants(tiles: ExpertTiles, dtype: torch.dtype) -> dict[str, Any]:
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    return {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "PRECISION": precision}
+
+
+def up(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    blocks: Blocks,
+    *,
+    clamp: tuple[float, float] | None,
+    tiles: ExpertTiles,
+) -> Tensor:
+    """[pairs, width] for x [T, inputs]; `weight` [experts, 2 * width, inputs], `clamp` (alpha, limit)."""
+    (experts, both, inputs), (tokens, per_token) = weight.shape, blocks.chosen.shape
+    assert x.shape == (tokens, inputs) and x.dtype == weight.dtype and x.is_contiguous(), (x.shape, x.stride())
+    inner = torch.empty((tokens * per_token, both // 2), dtype=x.dtype, device=x.device)
+    up_kernel[(blocks.count * triton.cdiv(both, tiles.columns),)](
+        x,
+        weight,
+        bias,
+        inner,
+        *blocks,
+        *(clamp or (0.0, 0.0)),
+        COUNT=experts,
+        PER_TOKEN=per_token,
+        INPUTS=inputs,
+        WIDTH=both // 2,
+        CLAMPED=clamp is not None,
+        **product_constants(tiles, x.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return inner
+
+
+def down(
+    inner: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    blocks: Blocks,
+    *,
+    segments: int,
+    dtype: torch.dtype,
+    tiles: ExpertTiles,
+) -> Tensor:
+    """Answers [segments, pairs, outputs]; `weight` [experts, outputs, width]. Undefined without an expert."""
+    (experts, outputs, width), pairs = weight.shape, len(inner)
+    answers = torch.empty((segments, pairs, outputs), dtype=dtype, device=inner.device)
+    down_kernel[(blocks.count * triton.cdiv(outputs, tiles.columns), segments)](
+        inner,
+        weight,
+        bias,
+        answers,
+        *blocks,
+        pairs,
+        COUNT=experts,
+        WIDTH=width // segments,
+        SEGMENTS=segments,
+        OUTPUTS=outputs,
+        **product_constants(tiles, inner.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return answers
+
+
+# ---- Sums of answers.
+
+
+@triton.jit
+def sum_kernel(
+    answers_ptr,  # [T, PER_TOKEN, WIDTH]
+    weights_ptr,  # [T, PER_TOKEN] fp32
+    shared_ptr,  # [T, WIDTH] fp32
+    gate_ptr,  # [T] fp32: the sigmoid weighs `shared`
+    out_ptr,  # [T, WIDTH]
+    PER_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (token, tile): from the best expert down, then the shared one."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = at < WIDTH
+    total = tl.zeros([TILE], tl.float32)
+    for rank in range(PER_TOKEN):
+        pair = token * PER_TOKEN + rank
+        answer = tl.load(answers_ptr + pair * WIDTH + at, mask=mask, other=0.0)
+        total += answer.to(tl.float32) * tl.load(weights_ptr + pair)
+    if shared_ptr is not None:
+        shared = tl.load(shared_ptr + token * WIDTH + at, mask=mask, other=0.0)
+        if gate_ptr is not None:
+            shared = shared / (1.0 + tl.exp(-tl.load(gate_ptr + token)))
+        total += shared
+    tl.store(out_ptr + token * WIDTH + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def weighed_sum(
+    answers: Tensor, weights: Tensor, *, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """[T, width] of answers [T * k, width] and weights [T, k]; `gate` [T, 1] is before its sigmoid."""
+    (tokens, per_token), width = weights.shape, answers.shape[1]
+    assert shared is None or (shared.dtype == torch.float32 and shared.is_contiguous()), shared
+    out = torch.empty((tokens, width), dtype=dtype, device=answers.device)
+    constants = {"PER_TOKEN": per_token, "WIDTH": width, "TILE": SUM_TILE}
+    grid = tokens, triton.cdiv(width, SUM_TILE)
+    sum_kernel[grid](answers, weights, shared, gate, out, **constants, num_warps=4)
+    return out

@@ -1,0 +1,133 @@
+"""Mixtures of experts by Triton's kernels (engine/kernels/triton/experts.py)."""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton.experts import down, expert_tiles, route, route_constants, sort, up, weighed_sum
+from engine.layers.experts import ExpertLoads
+from engine.layers.linear import sums_matrix
+from engine.model_files.experts_config import ClampedGate, ExpertsConfig
+from engine.quant.integers import Weight, dense_of
+
+
+class FusedRouter:
+    """As `ExpertRouter`; adds to `loads`, if given."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        config: ExpertsConfig,
+        *,
+        logit_bias: Tensor | None = None,
+        loads: ExpertLoads | None,
+    ) -> None:
+        self._matrix = sums_matrix(weight, None, segments=1)
+        self._bias, self._logit_bias = bias, None if logit_bias is None else logit_bias.float()
+        self._scale, self._loads = float(config.scaling), loads
+        self._constants = route_constants(
+            count=config.count,
+            per_token=config.per_token,
+            sigmoid=config.sigmoid,
+            normalized=config.normalized,
+            groups=config.groups,
+            chosen_groups=config.chosen_groups,
+            group_best=config.group_best,
+        )
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts [T, per_token] i32, best first, and their weights fp32, for x [T, hidden]."""
+        loads = self._loads
+        return route(
+            self._matrix.partial(x),
+            logit_bias=self._logit_bias,
+            choice_bias=self._bias,
+            loads=None if loads is None else loads.total,
+            real=None if loads is None else loads.rows,
+            scale=self._scale,
+            constants=self._constants,
+        )
+
+
+class Clamped(NamedTuple):
+    """Biases fp32 and gate of gpt-oss, as of `BiasedExperts`."""
+
+    gate_up_bias: Tensor
+    down_bias: Tensor | None
+    gate: ClampedGate
+
+
+class FusedExperts:
+    """`gate_up`: [2 * intermediate, hidden] each, `down`: [hidden, intermediate]; both are emptied.
+
+    `clamped`: rows of gate and up alternate in the checkpoint, too.
+    """
+
+    def __init__(
+        self, gate_up: list[Weight], down: list[Weight], *, segments: int, clamped: Clamped | None = None
+    ) -> None:
+        self._segments = segments
+        self._gate_up = _stacked(gate_up, alternates=clamped is None)
+        self._down = _stacked(down, alternates=False)
+        self._gate_up_bias, self._down_bias, self._clamp = None, None, None
+        if clamped is not None:
+            self._gate_up_bias, self._down_bias = clamped.gate_up_bias, clamped.down_bias
+            self._clamp = float(clamped.gate.alpha), float(clamped.gate.limit)
+
+    def take(self, other: Self) -> None:
+        """Copy weights of `other` into the same memory, which recorded graphs read."""
+        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
+            mine.copy_(theirs)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        every = self._gate_up, self._down, self._gate_up_bias, self._down_bias
+        return [tensor for tensor in every if tensor is not None]
+
+    def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+        """As `Experts`."""
+        places = torch.arange(len(x), device=x.device)
+        chosen = torch.bucketize(places, rows.cumsum(0), right=True, out_int32=True)
+        return list(self._answers(x, chosen.unsqueeze(1), dtype=torch.float32))
+
+    def total(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        shared: tuple[list[Tensor], Tensor | None] | None,
+        *,
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """[T, hidden] per segment of x [T, hidden], in `dtype`, plus `SharedExpert.parts`."""
+        sums, gate = (None, None) if shared is None else shared
+        # A long step's answers are most of its bytes: they are rounded.
+        rounds = expert_tiles(chosen.numel(), len(self._down), x.dtype).rows > 16
+        answers = self._answers(x, chosen, dtype=x.dtype if rounds else torch.float32)
+        return [
+            weighed_sum(part, weights, shared=None if sums is None else sums[i], gate=gate, dtype=dtype)
+            for i, part in enumerate(answers)
+        ]
+
+    def _answers(self, x: Tensor, chosen: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """[segments, T * k, hidden]."""
+        tiles = expert_tiles(chosen.numel(), len(self._down), x.dtype)
+        blocks = sort(chosen, experts=len(self._down), rows=tiles.rows)
+        inner = up(x, self._gate_up, self._gate_up_bias, blocks, clamp=self._clamp, tiles=tiles)
+        segments = self._segments
+        return down(inner, self._down, self._down_bias, blocks, segments=segments, dtype=dtype, tiles=tiles)
+
+
+def _stacked(matrices: list[Weight], *, alternates: bool) -> Tensor:
+    """[experts, outputs, inputs]; `alternates`: rows of the second half go between those of the first."""
+    first = dense_of(matrices[0])
+    stack = torch.empty((len(matrices), *first.shape), dtype=first.dtype, device=first.device)
+    for into, matrix in zip(stack, matrices, strict=True):
+        dense = dense_of(matrix)
+        if alternates:
+            into, dense = into.view(-1, 2, into.shape[1]), dense.unflatten(0, (2, -1)).transpose(0, 1)
+        into.copy_(dense)
+    matrices.clear()
+    return stack
