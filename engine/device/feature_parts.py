@@ -25,7 +25,7 @@ from engine.speculative.draft_steps import DraftParts
 from service.flags import ConfigError
 
 
-class _MovingExperts(StepPart):
+class _BalancedExperts(StepPart):
     """Experts that may move between two steps: a recorded step runs without the host."""
 
     def expect(self, batch: Batch) -> None:
@@ -34,7 +34,7 @@ class _MovingExperts(StepPart):
             batch.model.balance.on_step()
 
 
-class _ExpertLoads(StepPart):
+class _RoutedTokens(StepPart):
     """Loads of experts, which leave out steps before the worker is ready."""
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
@@ -90,9 +90,9 @@ def make_parts(
     if isinstance(page_table, WindowedPageTable):
         parts.append(_WindowPart(page_table))
     if model.balance is not None:
-        parts.append(_MovingExperts())
+        parts.append(_BalancedExperts())
     if model.mixtures():
-        parts.append(_ExpertLoads())
+        parts.append(_RoutedTokens())
     if adapters is not None:
         parts.append(_AdapterPart(adapters))
     if states is not None:

@@ -151,7 +151,7 @@ class GraphRecorder:
     def hidden(
         self, model: DenseDecoder, ids: Tensor, positions: Tensor, step: DeviceStep | DeviceExtend, *, real: Tensor
     ) -> Tensor:
-        """Compute `model` over the inputs that `ids` stand for, [T, hidden]; `real` [1] are no padding."""
+        """Compute `model` over what `ids` stand for, [T, hidden]; `real` [1]: rows to count."""
         self.backend.begin_on_device(step)
         model.count_rows(real)
         try:
@@ -181,10 +181,10 @@ class DecodeGraphs:
 
     Padded rows are token 0 at position 0 of the scratch row, write to
     page 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions,
-    slots, output lengths, their number; RoPE positions if multimodal), page table, sampler table, future map, KV
-    pool, weights. Lengths follow from positions on the device. With grammar masks no row is sampled
-    in the graph, but after it. With draft trees it also reads places and paths; other rows have
-    their own places.
+    slots, output lengths, count; RoPE positions if multimodal), page table, sampler table, future
+    map, KV pool, weights. Lengths follow from positions on the device. With grammar masks no row
+    is sampled in the graph, but after it. With draft trees it also reads places and paths; other
+    rows have their own places.
 
     Ranks record the same sizes in the same order, with the sums of a step.
     """
@@ -249,7 +249,7 @@ class DecodeGraphs:
         return replay(len(plan.items)).rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
-        """Host int64[5, size]: ids or placeholders, positions, slots, lengths, real rows; RoPE's."""
+        """Host int64[5, size]: ids or placeholders, positions, slots, lengths, count; RoPE's."""
         assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more

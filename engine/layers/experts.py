@@ -14,7 +14,6 @@ from engine.model_files.experts_config import ExpertsConfig
 from engine.quant.integers import Weight, columns_of, dense_of
 
 
-
 def is_fused(device: torch.device) -> bool:
     """True if Triton computes mixtures there (engine/layers/fused_experts.py)."""
     return device.type == "cuda" and find_spec("triton") is not None
@@ -23,10 +22,10 @@ def is_fused(device: torch.device) -> bool:
 # ---- Expert choice and weights.
 
 
-class ExpertLoads:
+class RoutedTokens:
     """Tokens of each expert since the start: `total` [experts] i64.
 
-    `rows` [1] i64: only the first so many rows of a step count; None: all.
+    `rows` [1] i64: if given, only the first so many rows of a step count.
     """
 
     def __init__(self, count: int, *, device: torch.device) -> None:
@@ -35,7 +34,7 @@ class ExpertLoads:
         self._adding = threading.Lock()  # two streams may compute at once
 
     def add(self, chosen: Tensor, rows: Tensor) -> None:
-        """Add experts `chosen` [T, k], which have `rows` [experts]."""
+        """Add `rows` [experts] of `chosen` [T, k]."""
         if self.rows is not None:
             real = torch.arange(len(chosen), device=chosen.device).unsqueeze(1) < self.rows
             ones = real.expand_as(chosen).flatten().to(torch.int64)
@@ -98,21 +97,9 @@ def _best(values: Tensor, count: int) -> Tensor:
 def grouped_product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     """x [T, in] sorted by expert, `weights` [experts, in, out], `rows` [experts] i64 -> [T, out].
 
-    Without host sync, for CUDA graphs. Rows after the last expert's are undefined.
+    Rows after the last expert's are undefined.
     """
-    ends = rows.cumsum(0)
-    if weights.is_cuda and weights.dtype != torch.bfloat16:
-        return _product_by_expert(x, weights, ends)
-    return functional.grouped_mm(x, weights, offs=ends.to(torch.int32))
-
-
-def _product_by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """All rows by each expert: torch's grouped product syncs with the host except for bf16."""
-    places = torch.arange(len(x), device=x.device).unsqueeze(1)
-    product = x @ weights[0]
-    for expert in range(1, len(weights)):
-        product = torch.where(places < ends[expert - 1], product, x @ weights[expert])
-    return product
+    return functional.grouped_mm(x, weights, offs=rows.cumsum(0).to(torch.int32))
 
 
 class _Matrices(Protocol):
@@ -160,7 +147,7 @@ class Experts(_GatedMatrices):
 
 
 class _TorchMatrices:
-    """Torch's grouped product, without host sync."""
+    """Torch's grouped product."""
 
     def __init__(self, matrices: list[Tensor]) -> None:
         self._weights = torch.stack([matrix.t() for matrix in matrices])

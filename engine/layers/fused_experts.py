@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from engine.kernels.triton.experts import down, expert_tiles, route, route_constants, sort, up, weighed_sum
-from engine.layers.experts import ExpertLoads
+from engine.layers.experts import RoutedTokens
 from engine.layers.linear import sums_matrix
 from engine.model_files.experts_config import ClampedGate, ExpertsConfig
 from engine.quant.integers import Weight, dense_of
 
 
 class FusedRouter:
-    """As `ExpertRouter`; adds to `loads`, if given."""
+    """An `ExpertRouter` that adds to `loads`, if given."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class FusedRouter:
         config: ExpertsConfig,
         *,
         logit_bias: Tensor | None = None,
-        loads: ExpertLoads | None,
+        loads: RoutedTokens | None,
     ) -> None:
         self._matrix = sums_matrix(weight, None, segments=1)
         self._bias, self._logit_bias = bias, None if logit_bias is None else logit_bias.float()
@@ -52,7 +52,7 @@ class FusedRouter:
 
 
 class Clamped(NamedTuple):
-    """Biases fp32 and gate of gpt-oss, as of `BiasedExperts`."""
+    """Biases fp32 and gate of gpt-oss."""
 
     gate_up_bias: Tensor
     down_bias: Tensor | None
@@ -60,10 +60,7 @@ class Clamped(NamedTuple):
 
 
 class FusedExperts:
-    """`gate_up`: [2 * intermediate, hidden] each, `down`: [hidden, intermediate]; both are emptied.
-
-    `clamped`: rows of gate and up alternate in the checkpoint, too.
-    """
+    """Lists as of `Experts`, or with `clamped` of `BiasedExperts`; they are emptied."""
 
     def __init__(
         self, gate_up: list[Weight], down: list[Weight], *, segments: int, clamped: Clamped | None = None
@@ -87,7 +84,7 @@ class FusedExperts:
         return [tensor for tensor in every if tensor is not None]
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
-        """As `Experts`."""
+        """Return what `Experts` does."""
         places = torch.arange(len(x), device=x.device)
         chosen = torch.bucketize(places, rows.cumsum(0), right=True, out_int32=True)
         return list(self._answers(x, chosen.unsqueeze(1), dtype=torch.float32))
@@ -101,7 +98,7 @@ class FusedExperts:
         *,
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """[T, hidden] per segment of x [T, hidden], in `dtype`, plus `SharedExpert.parts`."""
+        """Return [T, hidden] per segment, plus `SharedExpert.parts`, in `dtype`."""
         sums, gate = (None, None) if shared is None else shared
         # A long step's answers are most of its bytes: they are rounded.
         rounds = expert_tiles(chosen.numel(), len(self._down), x.dtype).rows > 16
@@ -112,7 +109,6 @@ class FusedExperts:
         ]
 
     def _answers(self, x: Tensor, chosen: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """[segments, T * k, hidden]."""
         tiles = expert_tiles(chosen.numel(), len(self._down), x.dtype)
         blocks = sort(chosen, experts=len(self._down), rows=tiles.rows)
         inner = up(x, self._gate_up, self._gate_up_bias, blocks, clamp=self._clamp, tiles=tiles)
@@ -121,7 +117,7 @@ class FusedExperts:
 
 
 def _stacked(matrices: list[Weight], *, alternates: bool) -> Tensor:
-    """[experts, outputs, inputs]; `alternates`: rows of the second half go between those of the first."""
+    """Return [experts, outputs, inputs]; `alternates`: rows of gate and up in turn."""
     first = dense_of(matrices[0])
     stack = torch.empty((len(matrices), *first.shape), dtype=first.dtype, device=first.device)
     for into, matrix in zip(stack, matrices, strict=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Union
 import torch
 from torch import Tensor
 
-from engine.layers.experts import BiasedExperts, ExpertLoads, ExpertRouter, Experts, is_fused
+from engine.layers.experts import BiasedExperts, ExpertRouter, Experts, RoutedTokens, is_fused
 from engine.layers.linear import LinearSite, Normed, kernel_on, silu_mul, summed, sums_matrix
 from engine.model_files.experts_config import ClampedGate, ExpertNames, ExpertsConfig
 from engine.models.part import ModelPart, in_one
@@ -28,7 +28,7 @@ AnyExperts = Union[Experts, BiasedExperts, "FusedExperts"]
 
 
 def load_router(
-    part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames, loads: ExpertLoads | None
+    part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames, loads: RoutedTokens | None
 ) -> "ExpertRouter | FusedRouter":
     """`loads`: which a fused router counts."""
     checkpoint = part.checkpoint
@@ -80,9 +80,7 @@ def load_experts(
     return _plain(part, gate_up, down, segments=segments)
 
 
-def _plain(
-    part: ModelPart, gate_up: list[Weight], down: list[Weight], *, segments: int
-) -> "Experts | FusedExperts":
+def _plain(part: ModelPart, gate_up: list[Weight], down: list[Weight], *, segments: int) -> "Experts | FusedExperts":
     if is_fused(part.checkpoint.device):
         from engine.layers.fused_experts import FusedExperts
 
@@ -166,7 +164,7 @@ class ExpertMLP:
     """A `FeedForward` without LoRA sites. `loads` [experts] i64: tokens since the start."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
-        self.counted = ExpertLoads(experts.count, device=part.checkpoint.device)
+        self.counted = RoutedTokens(experts.count, device=part.checkpoint.device)
         self.loads = self.counted.total
         router = load_router(part, prefix, experts, names, self.counted)
         cut, segments = part.mlp_cut(experts.intermediate), part.mlp_segments
@@ -198,14 +196,14 @@ class ExpertMLP:
 
 
 class _Sorted:
-    """x [T, hidden] -> fp32 sums: rows are gathered by expert for grouped products."""
+    """Gathers rows by expert for grouped products: x [T, hidden] -> fp32 sums."""
 
     def __init__(
         self,
         router: "ExpertRouter | FusedRouter",
         experts: Experts | BiasedExperts,
         shared: "SharedExpert | None",
-        counted: ExpertLoads,
+        counted: RoutedTokens,
     ) -> None:
         self._router, self._experts, self._shared, self._counted = router, experts, shared, counted
 
@@ -229,7 +227,7 @@ class _Sorted:
 
 
 class _Fused:
-    """As `_Sorted`, by Triton's kernels, in `dtype`. The router counts."""
+    """Sums in `dtype` by Triton's kernels; the router counts."""
 
     def __init__(
         self,
@@ -280,7 +278,7 @@ class SharedExpert:
         return [partial * weight for partial in sums]
 
     def parts(self, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """Sums [T, hidden] per segment; [T, 1], whose sigmoid weighs them. All fp32."""
+        """Return sums [T, hidden] per segment, and [T, 1], whose sigmoid weighs them; all fp32."""
         parts = torch.split(silu_mul(self._gate_up(x)), self._width, dim=1)
         sums = [down.partial(part.contiguous()) for part, down in zip(parts, self._downs, strict=True)]
         return sums, None if self._gate is None else self._gate.partial(x)

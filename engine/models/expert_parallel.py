@@ -7,7 +7,7 @@ one rank. The shared expert is replicated. Any replica of an expert may serve a 
 import torch
 from torch import Tensor
 
-from engine.layers.experts import ExpertLoads
+from engine.layers.experts import RoutedTokens
 from engine.layers.linear import LinearSite, Normed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.expert_mlp import AnyExperts, SharedExpert, load_experts, load_router, weighed
@@ -76,7 +76,7 @@ class ExpertParallelMLP:
         for expert in range(experts.count):
             part.checkpoint.ignore(f"{prefix}{names.experts}.{expert}.")  # other ranks' experts
         self._no_rows = part.no_rows()
-        self.counted = ExpertLoads(experts.count, device=part.checkpoint.device)
+        self.counted = RoutedTokens(experts.count, device=part.checkpoint.device)
         self.loads = self.counted.total
         self.sites: list[LinearSite] = []
         moves = index < part.config.num_layers  # draft layers do not run in each step

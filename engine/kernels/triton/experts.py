@@ -1,19 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Mixtures of experts for GPUs: five launches from logits to the weighted sum, without host sync.
-
-  route  (token)        scores, choice, weights; counts real rows
-  sort   (expert)       pairs by expert, in blocks of rows; few pairs need none
-  up     (block, tile)  activated gate times up
-  down   (block, tile)  answers of pairs
-  sum    (token, tile)  answers by rank, and the shared expert's
-
-A pair is (token, rank), number token * PER_TOKEN + rank. Blocks of one expert's rows, as in vLLM's
-fused_moe.
-
-Bits: an answer is a dot product that one thread adds up in order of the inputs, whatever rows the
-tile has beside. Few and sorted pairs have the same tile, so a row keeps its bits in each batch of
-up to SHORT_ROWS pairs an expert. Longer steps use wgmma, whose sums may round differently.
-"""
+"""Mixtures of experts for GPUs: five launches from logits to the weighted sum."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# route  (token)        scores, choice, weights; counts real rows
+# sort   (expert)       pairs by expert, in blocks of rows (as in SGLang's fused MoE); few pairs need none
+# up     (block, tile)  activated gate times up
+# down   (block, tile)  answers of pairs
+# sum    (token, tile)  answers by rank, and the shared expert's
+#
+# A pair is (token, rank), number token * PER_TOKEN + rank.
+#
+# Bits: one thread adds up an answer in order of its inputs, whatever rows share the tile. Few and sorted pairs have tiles of
+# one size, so a row has the same bits in every step of up to SHORT_ROWS pairs an expert. Longer ones take wgmma, whose sums
+# may round differently.
 FEW_PAIRS = 64  # each is a block: equal experts meet in the L2 cache
 SHORT_ROWS, MID_ROWS = 32, 96  # pairs an expert, on average
 SORT_TILE, SORT_WARPS = 2048, 8
@@ -75,6 +72,22 @@ def _in_best_groups(choice, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl
 
 
 @triton.jit
+def _best(choice, scores, ranks, COUNT: tl.constexpr, APART: tl.constexpr):
+    # spots of the COUNT best and their scores, by rank; APART: the choice is not by scores alone
+    spot = tl.arange(0, choice.shape[0])
+    spots, found = tl.zeros([ranks.shape[0]], tl.int32), tl.zeros([ranks.shape[0]], tl.float32)
+    for rank in range(COUNT):
+        best, first = tl.max(choice, 0, return_indices=True)
+        at = spot == first
+        if APART:
+            best = tl.sum(tl.where(at, scores, 0.0), 0)
+        spots = tl.where(ranks == rank, first, spots)
+        found = tl.where(ranks == rank, best, found)
+        choice = tl.where(at, float("-inf"), choice)
+    return spots, found
+
+
+@triton.jit
 def route_kernel(
     logits_ptr,  # [T, COUNT] fp32
     logit_bias_ptr,  # [COUNT] fp32
@@ -95,12 +108,12 @@ def route_kernel(
     MEMBER_TILE: tl.constexpr,
     RANK_TILE: tl.constexpr,
 ):
-    """Program (token). Lanes are groups of MEMBER_TILE, in order of experts: the lower wins ties."""
+    """Program (token). Groups of MEMBER_TILE in order of experts; the lower wins ties."""
     SIZE: tl.constexpr = COUNT // GROUPS
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, GROUP_TILE * MEMBER_TILE)
-    member = lane % MEMBER_TILE
-    expert = lane // MEMBER_TILE * SIZE + member
+    spot = tl.arange(0, GROUP_TILE * MEMBER_TILE)
+    member = spot % MEMBER_TILE
+    expert = spot // MEMBER_TILE * SIZE + member
     inside = (member < SIZE) & (expert < COUNT)
     x = tl.load(logits_ptr + token * COUNT + expert, mask=inside, other=float("-inf"))
     if logit_bias_ptr is not None:
@@ -109,7 +122,8 @@ def route_kernel(
         scores = 1.0 / (1.0 + tl.exp(-x))
     else:
         powers = tl.exp(x - tl.max(x, 0))
-        scores = powers / tl.sum(powers, 0)
+        total = tl.sum(powers, 0)
+        scores = powers / total
     choice = scores
     if choice_bias_ptr is not None:
         choice += tl.load(choice_bias_ptr + expert, mask=inside, other=0.0)
@@ -118,15 +132,10 @@ def route_kernel(
     if GROUPS > 1:
         choice = _in_best_groups(choice, GROUP_TILE, CHOSEN_GROUPS, GROUP_BEST)
     ranks = tl.arange(0, RANK_TILE)
-    chosen, weights = tl.zeros([RANK_TILE], tl.int32), tl.zeros([RANK_TILE], tl.float32)
-    for rank in range(PER_TOKEN):
-        best, first = tl.max(choice, 0, return_indices=True)
-        at = lane == first
-        if choice_bias_ptr is not None:
-            best = tl.sum(tl.where(at, scores, 0.0), 0)
-        chosen = tl.where(ranks == rank, first // MEMBER_TILE * SIZE + first % MEMBER_TILE, chosen)
-        weights = tl.where(ranks == rank, best, weights)
-        choice = tl.where(at, float("-inf"), choice)
+    spots, weights = _best(choice, scores, ranks, PER_TOKEN, choice_bias_ptr is not None)
+    chosen = spots // MEMBER_TILE * SIZE + spots % MEMBER_TILE
+    if not SIGMOID:
+        weights += total - total  # NaN stays NaN
     if NORMALIZED:
         total = tl.sum(weights, 0)
         if SIGMOID:
@@ -176,7 +185,7 @@ def route(
     scale: float,
     constants: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Experts [T, k] int32 of logits [T, experts] fp32, best first, and their weights fp32."""
+    """Return experts [T, k] int32 of logits [T, experts], best first, and weights, both fp32."""
     tokens, count = logits.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and count == constants["COUNT"], logits.shape
     chosen = torch.empty((tokens, constants["PER_TOKEN"]), dtype=torch.int32, device=logits.device)
@@ -200,26 +209,26 @@ def sort_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (expert). Blocks of `begin // ROWS + expert` on: enough for any expert, none twice."""
+    """Program (expert). Its blocks begin at first pair // ROWS + expert: enough, and none twice."""
     expert = tl.program_id(0)
-    lane = tl.arange(0, TILE)
+    ids = tl.arange(0, TILE)
     lower, own = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     for at in range(0, pairs, TILE):
-        found = tl.load(chosen_ptr + at + lane, mask=at + lane < pairs, other=COUNT)
+        found = tl.load(chosen_ptr + at + ids, mask=at + ids < pairs, other=COUNT)
         lower += (found < expert).to(tl.int32)
         own += (found == expert).to(tl.int32)
     begin = tl.sum(lower, 0)
     end = begin + tl.sum(own, 0)
     place = begin
     for at in range(0, pairs, TILE):
-        found = tl.load(chosen_ptr + at + lane, mask=at + lane < pairs, other=COUNT)
+        found = tl.load(chosen_ptr + at + ids, mask=at + ids < pairs, other=COUNT)
         mine = (found == expert).to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(mine, 0) - 1, at + lane, mask=mine != 0)
+        tl.store(order_ptr + place + tl.cumsum(mine, 0) - 1, at + ids, mask=mine != 0)
         place += tl.sum(mine, 0)
     first = begin // ROWS + expert
     last = tl.where(expert == COUNT - 1, blocks, end // ROWS + expert + 1)
     for at in range(first, last, TILE):
-        block = at + lane
+        block = at + ids
         start = begin + (block - first) * ROWS
         mask = block < last
         tl.store(blocks_ptr + block * 4, tl.zeros([TILE], tl.int32) + expert, mask=mask)
@@ -240,7 +249,7 @@ class Blocks(NamedTuple):
 
 
 def sort(chosen: Tensor, *, experts: int, rows: int) -> Blocks:
-    """chosen [T, k] int32; `experts` or more: of none here."""
+    """Sort pairs of chosen [T, k] int32; `experts` or more: of none here."""
     pairs, device = chosen.numel(), chosen.device
     assert chosen.dtype == torch.int32 and chosen.is_contiguous(), (chosen.dtype, chosen.stride())
     if pairs <= FEW_PAIRS:
@@ -258,17 +267,17 @@ def sort(chosen: Tensor, *, experts: int, rows: int) -> Blocks:
 
 @triton.jit
 def _rows_of(block, chosen_ptr, order_ptr, blocks_ptr, COUNT: tl.constexpr, ROWS: tl.constexpr):
-    """Expert of the block, COUNT or more if it has no rows; its pairs int64 [ROWS], which of them are."""
-    lane = tl.arange(0, ROWS)
+    # expert, COUNT or more without rows; pairs int64 [ROWS], and which of these exist
+    row = tl.arange(0, ROWS)
     if blocks_ptr is None:
         expert = tl.load(chosen_ptr + block)
-        inside = lane == 0
+        inside = row == 0
         pair = tl.zeros([ROWS], tl.int64) + block
     else:
         first, end = tl.load(blocks_ptr + block * 4 + 1), tl.load(blocks_ptr + block * 4 + 2)
         expert = tl.where(first < end, tl.load(blocks_ptr + block * 4), COUNT)
-        inside = first + lane < end
-        pair = tl.load(order_ptr + first + lane, mask=inside, other=0).to(tl.int64)
+        inside = first + row < end
+        pair = tl.load(order_ptr + first + row, mask=inside, other=0).to(tl.int64)
     return expert, pair, inside
 
 
@@ -315,7 +324,7 @@ def up_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (block, tile): silu(gate) * up, or CLAMPED (up + 1) * gate * sigmoid(alpha * gate)."""
+    """Program (block, tile): silu(gate) * up; CLAMPED: as in BiasedExperts."""
     TILES: tl.constexpr = (2 * WIDTH + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) % TILES
     expert, pair, inside = _rows_of(tl.program_id(0) // TILES, chosen_ptr, order_ptr, blocks_ptr, COUNT, ROWS)
@@ -369,8 +378,8 @@ def down_kernel(
     weight = weight_ptr + expert.to(tl.int64) * (OUTPUTS * SEGMENTS * WIDTH) + segment * WIDTH
     weight += column * (SEGMENTS * WIDTH)
     acc = _product(inner, inside, weight, column < OUTPUTS, WIDTH, DEPTH, PRECISION)
-    if bias_ptr is not None:
-        if segment == 0:  # not of the others
+    if bias_ptr is not None:  # noqa: SIM102 (decided by the compiler)
+        if segment == 0:
             acc += tl.load(bias_ptr + expert * OUTPUTS + column, mask=column < OUTPUTS, other=0.0)[None, :]
     to = answers_ptr + (segment.to(tl.int64) * pairs + pair)[:, None] * OUTPUTS + column[None, :]
     tl.store(to, acc.to(answers_ptr.dtype.element_ty), mask=inside[:, None] & (column < OUTPUTS)[None, :])
@@ -390,7 +399,7 @@ def up(
     clamp: tuple[float, float] | None,
     tiles: ExpertTiles,
 ) -> Tensor:
-    """[pairs, width] for x [T, inputs]; `weight` [experts, 2 * width, inputs], `clamp` (alpha, limit)."""
+    """Return [pairs, width] for x [T, inputs]; `clamp`: (alpha, limit)."""
     (experts, both, inputs), (tokens, per_token) = weight.shape, blocks.chosen.shape
     assert x.shape == (tokens, inputs) and x.dtype == weight.dtype and x.is_contiguous(), (x.shape, x.stride())
     inner = torch.empty((tokens * per_token, both // 2), dtype=x.dtype, device=x.device)
@@ -423,7 +432,7 @@ def down(
     dtype: torch.dtype,
     tiles: ExpertTiles,
 ) -> Tensor:
-    """Answers [segments, pairs, outputs]; `weight` [experts, outputs, width]. Undefined without an expert."""
+    """Return [segments, pairs, outputs], undefined without an expert."""
     (experts, outputs, width), pairs = weight.shape, len(inner)
     answers = torch.empty((segments, pairs, outputs), dtype=dtype, device=inner.device)
     down_kernel[(blocks.count * triton.cdiv(outputs, tiles.columns), segments)](
@@ -478,7 +487,7 @@ def sum_kernel(
 def weighed_sum(
     answers: Tensor, weights: Tensor, *, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """[T, width] of answers [T * k, width] and weights [T, k]; `gate` [T, 1] is before its sigmoid."""
+    """Return [T, width] of answers [T * k, width]; `gate` [T, 1] is before its sigmoid."""
     (tokens, per_token), width = weights.shape, answers.shape[1]
     assert shared is None or (shared.dtype == torch.float32 and shared.is_contiguous()), shared
     out = torch.empty((tokens, width), dtype=dtype, device=answers.device)

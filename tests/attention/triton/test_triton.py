@@ -26,6 +26,21 @@ from engine.kernels.triton.decode import (
     split_options,
 )
 from engine.kernels.triton.elementwise import GATE_TILE, gate_kernel, rms_norm_kernel
+from engine.kernels.triton.experts import (
+    MID_ROWS,
+    SHORT_ROWS,
+    SORT_TILE,
+    SORT_WARPS,
+    SUM_TILE,
+    down_kernel,
+    expert_tiles,
+    product_constants,
+    route_constants,
+    route_kernel,
+    sort_kernel,
+    sum_kernel,
+    up_kernel,
+)
 from engine.kernels.triton.extend import (
     extend_constants,
     extend_kernel,
@@ -46,6 +61,7 @@ REGISTERS = 65536
 SPILLS = {(128, 128): 8}  # bytes of a thread, by rows and block of extend: no measurable part of its loop
 STRIDES = ["page_grains", "page_stride", "unit_stride", "q_stride"]  # multiples of 16
 WHERE_NEEDED = ["sinks_ptr", "path_starts_ptr", "path_places_ptr", "path_stride"]
+WHERE_NEEDED += ["logit_bias_ptr", "choice_bias_ptr", "bias_ptr", "order_ptr", "blocks_ptr"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {
     "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "dim": 128},
@@ -231,6 +247,71 @@ def test_the_merge_of_extend_compiles_for_sm_90_without_spills(heads):
     constants = extend_merge_constants(**heads, tiles=tiles)
     made = check_compiled(extend_merge_kernel, signature, constants, aligned=[], num_warps=warps, num_stages=3)
     assert made.usage["REG"] * 32 * warps <= REGISTERS // (4 if warps == 4 else 1), made.usage
+
+
+MIXTURES = {
+    "Qwen3-30B-A3B": {"count": 128, "hidden": 2048, "width": 768, "per_token": 8},
+    "gpt-oss-20b": {"count": 32, "hidden": 2880, "width": 2880, "per_token": 4, "clamped": True},
+    "GLM-4.5": {"count": 160, "hidden": 5120, "width": 1536, "per_token": 8},
+}
+# Pairs an expert; 0: pairs are blocks.
+STEPS = {"few": 0, "short": SHORT_ROWS, "mid": MID_ROWS, "long": MID_ROWS + 1}
+PRODUCTS = {("bf16", step, "Qwen3-30B-A3B") for step in STEPS} | {("bf16", "mid", "gpt-oss-20b")}
+
+
+@pytest.mark.parametrize(("dtype", "step", "model"), some(product(["bf16", "fp32"], STEPS, MIXTURES), tried=PRODUCTS))
+def test_products_of_experts_compile_for_sm_90_without_spills(dtype, step, model):
+    compiled_products(dtype, step, **MIXTURES[model])
+
+
+def compiled_products(
+    dtype: str, step: str, *, count: int, hidden: int, width: int, per_token: int, clamped: bool = False
+) -> None:
+    tiles = expert_tiles(STEPS[step] * count, count, TORCH_DTYPES[dtype])
+    lists = {"chosen_ptr": "*i32", **({} if step == "few" else {"order_ptr": "*i32", "blocks_ptr": "*i32"})}
+    bias = {"bias_ptr": "*fp32"} if clamped else {}
+    shared = {**product_constants(tiles, TORCH_DTYPES[dtype]), "COUNT": count, "WIDTH": width}
+    up = dict.fromkeys(["x_ptr", "weight_ptr", "inner_ptr"], f"*{dtype}") | lists | {"alpha": "fp32", "limit": "fp32"}
+    down = dict.fromkeys(["inner_ptr", "weight_ptr"], f"*{dtype}") | {"answers_ptr": "*fp32"} | lists | {"pairs": "i32"}
+    kernels = (
+        (up_kernel, up, {"PER_TOKEN": per_token, "INPUTS": hidden, "CLAMPED": clamped}),
+        (down_kernel, down, {"SEGMENTS": 1, "OUTPUTS": hidden}),
+    )
+    for kernel, signature, constants in kernels:
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        made = check_compiled(kernel, in_order(kernel, signature | bias), shared | constants, aligned=[], **options)
+        if dtype == "bf16":
+            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^,]*, [^,]*, (0x\w+)", made.asm["ptx"])
+            assert copies and set(copies) == {"0x10"}, "loads are not pipelined, or narrow"
+            # mma.sync for all short steps: a row has its bits in each of them
+            assert ("wgmma" in made.asm["ptx"]) == (tiles.rows > 16) and "mma" in made.asm["ptx"]
+
+
+def in_order(kernel: Any, signature: dict[str, str]) -> dict[str, str]:
+    return {name: signature[name] for name in kernel.arg_names if name in signature}
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_the_choice_of_experts_compiles_for_sm_90_without_spills(groups):
+    """Of Qwen3-30B-A3B, and of DeepSeek V3."""
+    pointers = {"logits_ptr": "*fp32", "choice_bias_ptr": "*fp32", "chosen_ptr": "*i32", "weights_ptr": "*fp32"}
+    signature = {**pointers, "loads_ptr": "*i64", "real_ptr": "*i64", "scale": "fp32"}
+    is_v3 = groups > 1
+    if not is_v3:
+        del signature["choice_bias_ptr"]
+    chosen = {"per_token": 8, "groups": groups, "chosen_groups": 4 if is_v3 else 1, "group_best": 2}
+    constants = route_constants(count=256 if is_v3 else 128, sigmoid=is_v3, normalized=True, **chosen)
+    check_compiled(route_kernel, signature, constants, aligned=[], num_warps=1, num_stages=3)
+
+
+def test_sorts_and_sums_of_experts_compile_for_sm_90_without_spills():
+    """Of Qwen3-30B-A3B."""
+    signature = {**dict.fromkeys(["chosen_ptr", "order_ptr", "blocks_ptr"], "*i32"), "pairs": "i32", "blocks": "i32"}
+    constants = {"COUNT": 128, "ROWS": 16, "TILE": SORT_TILE}
+    check_compiled(sort_kernel, signature, constants, aligned=[], num_warps=SORT_WARPS, num_stages=3)
+    signature = {**dict.fromkeys(["answers_ptr", "weights_ptr", "shared_ptr", "gate_ptr"], "*fp32"), "out_ptr": "*bf16"}
+    constants = {"PER_TOKEN": 8, "WIDTH": 2048, "TILE": SUM_TILE}
+    check_compiled(sum_kernel, signature, constants, aligned=[], num_warps=4, num_stages=3)
 
 
 @dataclass

@@ -19,11 +19,13 @@ from engine.executor.graphs import DecodeGraphs, PrefillGraphs, T
 from engine.executor.step_part import SampledForward
 from engine.kernels.triton import sample
 from engine.models.load import load_model
+from tests.attention.triton.triton_experts import fused
 from tests.engine.device.late_copies import copy_late
 from tests.engine.drafts.drafters import always, fared
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.three_requests import PROMPTS, SAMPLING, run, two_models
 from tests.grammar.fixed import Fixed
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.models.tiny_seeing import FAMILIES, PromptMaker, make_seeing_checkpoint
 
 LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
@@ -43,6 +45,7 @@ def main() -> None:
         check_drafter(models[0])
         check_drafter(models[0], topk=2)
         check_images(Path(folder) / "seeing")
+        check_experts(Path(folder) / "experts")
 
 
 def every_third(vocab_size: int) -> Fixed:
@@ -172,6 +175,18 @@ def check_images(folder: Path) -> None:
         right = ask(plain)
         assert ask(engine) == right and right["sees"] != right["reads"], right
     assert capture.replays >= 4, capture.replays
+
+
+def check_experts(folder: Path) -> None:
+    """Prompts and decode steps of a mixture by Triton's kernels: rows of padding choose experts, and are not counted."""
+    path = make_tiny_checkpoint(folder, "qwen3_moe", num_hidden_layers=1)
+    capture = CountingCapture()
+    with fused():
+        engine = recording(path, capture, **UNCACHED)
+    with plain_engine(path, **UNCACHED) as plain, engine:
+        assert run(engine, LENGTHS)[0] == run(plain, LENGTHS)[0]
+        found, expected = (each.parts.executor.runner.expert_loads() for each in (engine, plain))
+    assert capture.replays == max(LENGTHS.values()) and found == expected, (capture.replays, found, expected)
 
 
 if __name__ == "__main__":

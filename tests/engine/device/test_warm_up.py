@@ -3,6 +3,8 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +75,17 @@ def test_they_leave_no_trace(checkpoint: str) -> None:
             engine.run()
             tokens.append(engine.tokens)
     assert tokens[0] == tokens[1]
+
+
+def test_loads_of_experts_leave_them_out(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    steps = replace(STEPS, prompt_tokens=8, rows=2, positions=16)
+    with EngineInProcess(path, dtype="float32", max_running_requests=2) as engine:
+        runner = engine.parts.executor.runner
+        warm_up(by_executor(engine.parts.device.executor), steps, progress=False)
+        assert sum(map(sum, runner.expert_loads())) == 0
+        engine.answer("r", prompt_of(5, 0), max_new_tokens=1)
+        assert [sum(layer) for layer in runner.expert_loads()] == [5 * 3] * 2
 
 
 class Operations(TorchDispatchMode):
