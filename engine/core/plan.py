@@ -202,7 +202,7 @@ class Plan:
 
     @property
     def warms_up(self) -> bool:
-        """True for a step before the worker is ready: the scheduler counts from 1."""
+        """The scheduler counts from 1."""
         return self.seq == 0
 
     @property

@@ -15,7 +15,6 @@ from engine.quant.integers import Weight, columns_of, dense_of
 
 
 def is_fused(device: torch.device) -> bool:
-    """True if Triton computes mixtures there (engine/layers/fused_experts.py)."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
@@ -23,10 +22,7 @@ def is_fused(device: torch.device) -> bool:
 
 
 class RoutedTokens:
-    """Tokens of each expert since the start: `total` [experts] i64.
-
-    `rows` [1] i64: if given, only the first so many rows of a step count.
-    """
+    """Counts by expert since the start, of the first `rows` [1] i64 of each step if given."""
 
     def __init__(self, count: int, *, device: torch.device) -> None:
         self.total = torch.zeros(count, dtype=torch.int64, device=device)
@@ -34,7 +30,6 @@ class RoutedTokens:
         self._adding = threading.Lock()  # two streams may compute at once
 
     def add(self, chosen: Tensor, rows: Tensor) -> None:
-        """Add `rows` [experts] of `chosen` [T, k]."""
         if self.rows is not None:
             real = torch.arange(len(chosen), device=chosen.device).unsqueeze(1) < self.rows
             ones = real.expand_as(chosen).flatten().to(torch.int64)

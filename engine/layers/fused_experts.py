@@ -38,7 +38,6 @@ class FusedRouter:
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts [T, per_token] i32, best first, and their weights fp32, for x [T, hidden]."""
         loads = self._loads
         return route(
             self._matrix.partial(x),
@@ -74,7 +73,6 @@ class FusedExperts:
             self._clamp = float(clamped.gate.alpha), float(clamped.gate.limit)
 
     def take(self, other: Self) -> None:
-        """Copy weights of `other` into the same memory, which recorded graphs read."""
         for mine, theirs in zip(self._tensors, other._tensors, strict=True):
             mine.copy_(theirs)
 
@@ -84,7 +82,6 @@ class FusedExperts:
         return [tensor for tensor in every if tensor is not None]
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
-        """Return what `Experts` does."""
         places = torch.arange(len(x), device=x.device)
         chosen = torch.bucketize(places, rows.cumsum(0), right=True, out_int32=True)
         return list(self._answers(x, chosen.unsqueeze(1), dtype=torch.float32))
@@ -117,7 +114,7 @@ class FusedExperts:
 
 
 def _stacked(matrices: list[Weight], *, alternates: bool) -> Tensor:
-    """Return [experts, outputs, inputs]; `alternates`: rows of gate and up in turn."""
+    # [experts, outputs, inputs]; `alternates`: rows of gate and up in turn
     first = dense_of(matrices[0])
     stack = torch.empty((len(matrices), *first.shape), dtype=first.dtype, device=first.device)
     for into, matrix in zip(stack, matrices, strict=True):

@@ -138,7 +138,7 @@ class DenseDecoder:
         return {index: mixture for index, layer in found for mixture in mixtures_in(layer)}
 
     def count_rows(self, rows: torch.Tensor | None) -> None:
-        """Let loads of experts count the first `rows` [1] i64 rows of steps; None: all."""
+        """Let loads count the first `rows` [1] i64 rows of steps; None: all."""
         for mixture in self.mixtures().values():
             mixture.counted.rows = rows
 

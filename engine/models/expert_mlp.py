@@ -30,7 +30,6 @@ AnyExperts = Union[Experts, BiasedExperts, "FusedExperts"]
 def load_router(
     part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames, loads: RoutedTokens | None
 ) -> "ExpertRouter | FusedRouter":
-    """`loads`: which a fused router counts."""
     checkpoint = part.checkpoint
     weight = checkpoint.take(f"{prefix}{names.router}.weight", [experts.count, part.config.hidden_size])
     bias = logit_bias = None
@@ -161,7 +160,7 @@ def _blocks(
 
 
 class ExpertMLP:
-    """A `FeedForward` without LoRA sites. `loads` [experts] i64: tokens since the start."""
+    """A `FeedForward` without LoRA sites. `loads` [experts] i64: tokens."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
         self.counted = RoutedTokens(experts.count, device=part.checkpoint.device)

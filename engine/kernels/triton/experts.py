@@ -30,18 +30,16 @@ LOWEST = tl.constexpr(-1e30)  # in place of NaN, twice as low still finite
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """`columns` of weights; `depth`: inputs of an iteration."""
-
     rows: int
-    columns: int
-    depth: int
+    columns: int  # of weights
+    depth: int  # inputs of an iteration
     warps: int
     stages: int
 
 
 @cache
 def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
-    """Return tiles for sm_90 without spills (tests compile them)."""
+    # for sm_90 without spills (tests compile them)
     if dtype == torch.float32:  # no tensor cores for exact fp32
         return ExpertTiles(rows=16, columns=32, depth=32, warps=4, stages=2)
     if pairs <= SHORT_ROWS * experts:
@@ -56,7 +54,7 @@ def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
 
 @triton.jit
 def _in_best_groups(choice, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl.constexpr):
-    """Scores of the CHOSEN groups whose BEST (1 or 2) scores sum to most, -inf elsewhere."""
+    # scores of the CHOSEN groups whose BEST (1 or 2) scores sum to most, -inf elsewhere
     SIZE: tl.constexpr = choice.shape[0] // GROUPS
     grouped = tl.reshape(choice, [GROUPS, SIZE])
     best, first = tl.max(grouped, 1, return_indices=True)
@@ -108,7 +106,7 @@ def route_kernel(
     MEMBER_TILE: tl.constexpr,
     RANK_TILE: tl.constexpr,
 ):
-    """Program (token). Groups of MEMBER_TILE in order of experts; the lower wins ties."""
+    # Program (token). Groups of MEMBER_TILE in order of experts; the lower wins ties.
     SIZE: tl.constexpr = COUNT // GROUPS
     token = tl.program_id(0).to(tl.int64)
     spot = tl.arange(0, GROUP_TILE * MEMBER_TILE)
@@ -185,7 +183,7 @@ def route(
     scale: float,
     constants: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Return experts [T, k] int32 of logits [T, experts], best first, and weights, both fp32."""
+    """Return experts [T, k] int32, best first, and weights fp32."""
     tokens, count = logits.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and count == constants["COUNT"], logits.shape
     chosen = torch.empty((tokens, constants["PER_TOKEN"]), dtype=torch.int32, device=logits.device)
@@ -209,7 +207,7 @@ def sort_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (expert). Its blocks begin at first pair // ROWS + expert: enough, and none twice."""
+    # Program (expert). Its blocks begin at first pair // ROWS + expert: enough, and none twice.
     expert = tl.program_id(0)
     ids = tl.arange(0, TILE)
     lower, own = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
@@ -237,10 +235,8 @@ def sort_kernel(
 
 
 class Blocks(NamedTuple):
-    """`chosen` [T, k]; unsorted, a pair is a block."""
-
-    chosen: Tensor
-    order: Tensor | None
+    chosen: Tensor  # [T, k]
+    order: Tensor | None  # None: pairs are blocks
     blocks: Tensor | None
 
     @property
@@ -249,7 +245,7 @@ class Blocks(NamedTuple):
 
 
 def sort(chosen: Tensor, *, experts: int, rows: int) -> Blocks:
-    """Sort pairs of chosen [T, k] int32; `experts` or more: of none here."""
+    """chosen [T, k] int32; `experts` or more: of none here."""
     pairs, device = chosen.numel(), chosen.device
     assert chosen.dtype == torch.int32 and chosen.is_contiguous(), (chosen.dtype, chosen.stride())
     if pairs <= FEW_PAIRS:
@@ -291,7 +287,7 @@ def _product(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sums of SIZE inputs [ROWS, COLUMNS] fp32, in order."""
+    # sums of SIZE inputs [ROWS, COLUMNS] fp32, in order
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([x.shape[0], weight.shape[0]], tl.float32)
     for at in range(0, SIZE, DEPTH):
@@ -324,7 +320,7 @@ def up_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (block, tile): silu(gate) * up; CLAMPED: as in BiasedExperts."""
+    # Program (block, tile): silu(gate) * up; CLAMPED: as in BiasedExperts.
     TILES: tl.constexpr = (2 * WIDTH + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) % TILES
     expert, pair, inside = _rows_of(tl.program_id(0) // TILES, chosen_ptr, order_ptr, blocks_ptr, COUNT, ROWS)
@@ -367,7 +363,7 @@ def down_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (block, tile; segment)."""
+    # Program (block, tile; segment).
     TILES: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     tile, segment = tl.program_id(0) % TILES, tl.program_id(1)
     expert, pair, inside = _rows_of(tl.program_id(0) // TILES, chosen_ptr, order_ptr, blocks_ptr, COUNT, ROWS)
@@ -399,7 +395,7 @@ def up(
     clamp: tuple[float, float] | None,
     tiles: ExpertTiles,
 ) -> Tensor:
-    """Return [pairs, width] for x [T, inputs]; `clamp`: (alpha, limit)."""
+    """Return [pairs, width]; `clamp`: (alpha, limit)."""
     (experts, both, inputs), (tokens, per_token) = weight.shape, blocks.chosen.shape
     assert x.shape == (tokens, inputs) and x.dtype == weight.dtype and x.is_contiguous(), (x.shape, x.stride())
     inner = torch.empty((tokens * per_token, both // 2), dtype=x.dtype, device=x.device)
@@ -467,7 +463,7 @@ def sum_kernel(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (token, tile): from the best expert down, then the shared one."""
+    # Program (token, tile): from the best expert down, then the shared one.
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = at < WIDTH
@@ -487,7 +483,7 @@ def sum_kernel(
 def weighed_sum(
     answers: Tensor, weights: Tensor, *, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return [T, width] of answers [T * k, width]; `gate` [T, 1] is before its sigmoid."""
+    """Return [T, width]; answers [T * k, width]; `gate` [T, 1]: before its sigmoid."""
     (tokens, per_token), width = weights.shape, answers.shape[1]
     assert shared is None or (shared.dtype == torch.float32 and shared.is_contiguous()), shared
     out = torch.empty((tokens, width), dtype=dtype, device=answers.device)

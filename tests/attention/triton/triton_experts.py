@@ -18,12 +18,16 @@ from engine.kernels.triton.experts import ExpertTiles
 from engine.layers import fused_experts
 from engine.layers.experts import ExpertRouter
 from engine.layers.fused_experts import FusedExperts, FusedRouter
-from engine.model_files.experts_config import ExpertsConfig
+from engine.model_files.experts_config import GPT_OSS_NAMES, ExpertsConfig
 from engine.model_files.model_config import load_model_config
 from engine.models import expert_mlp
+from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.expert_mlp import ExpertMLP
+from engine.models.expert_parallel import ExpertParallelMLP
 from engine.models.load import load_model
+from engine.models.part import ModelPart
+from engine.parallel.expert_placement import ExpertPlan
 from tests.attention.triton.triton_numerics import guarded
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -138,6 +142,25 @@ def check_sorted_rows() -> None:
         guarded.check()
 
 
+def check_whole_experts() -> None:
+    """Expert parallelism of one rank, which has copies of experts; padding is not counted."""
+    config = {"hidden_size": HIDDEN, "num_hidden_layers": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_tiny_checkpoint(Path(folder), "gpt_oss", **config, **FAMILIES["gpt_oss"])
+        plain, found = of_torch(path, {}), load_model_config(path)
+        assert found.experts is not None
+        with fused(), Checkpoint(path, dtype="float32", device="cpu", progress=False) as checkpoint:
+            part = ModelPart(found, checkpoint, experts=ExpertPlan(start={0: [2, 0, 1, 2, 3, 0]}))
+            mixture = ExpertParallelMLP(part, "model.layers.0.", found.experts, GPT_OSS_NAMES, 0)
+    x = inputs(SORTED)
+    torch.testing.assert_close(mixture._of(x), plain._partial(x), rtol=2e-5, atol=2e-5)
+    assert torch.equal(mixture.loads, plain.loads)
+    mixture.counted.rows = torch.tensor([0])
+    mixture._of(x)
+    assert torch.equal(mixture.loads, plain.loads)
+    guarded.check()
+
+
 def check_roundings() -> None:
     """Half floats; the interpreter multiplies no bf16, in which one rank's sums leave the kernel rounded."""
     plain, _ = mixtures("qwen3_moe")
@@ -171,6 +194,7 @@ def main() -> None:
     check_ties()
     check_long_steps()
     check_sorted_rows()
+    check_whole_experts()
     check_roundings()
     check_take()
 
