@@ -105,11 +105,11 @@ def check_batches(family: str) -> None:
 
 def check_ties() -> None:
     """The lower expert wins; what is no number has experts, each once."""
-    sigmoid = ExpertsConfig(count=12, per_token=5, intermediate=8, sigmoid=True, groups=3, chosen_groups=2)
-    for config in (sigmoid, ExpertsConfig(count=12, per_token=5, intermediate=8)):
-        weight = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(1))
+    sigmoid = ExpertsConfig(count=15, per_token=5, intermediate=8, sigmoid=True, groups=3, chosen_groups=2)
+    for config in (sigmoid, ExpertsConfig(count=15, per_token=5, intermediate=8)):
+        weight = torch.randn(15, HIDDEN, generator=torch.Generator().manual_seed(1))
         weight[[3, 7, 8]] = weight[[2, 6, 4]]
-        bias = torch.arange(12) % 3 * 0.1 if config.sigmoid else None
+        bias = torch.arange(15) % 3 * 0.1 if config.sigmoid else None
         x = torch.cat([torch.zeros(1, HIDDEN), inputs(4), torch.full((1, HIDDEN), torch.nan)])
         chosen, weights = FusedRouter(weight, bias, config, loads=None)(x)
         expected, expected_weights = ExpertRouter(weight, bias, config)(x)
@@ -117,7 +117,7 @@ def check_ties() -> None:
         torch.testing.assert_close(weights[:-1], expected_weights[:-1])
         assert weights[-1].isnan().all(), "numbers where there are none"
         last = chosen[-1].tolist()
-        assert len(set(last)) == 5 and min(last) >= 0 and max(last) < 12
+        assert len(set(last)) == 5 and min(last) >= 0 and max(last) < 15
 
 
 def check_long_steps() -> None:
