@@ -45,6 +45,13 @@ VARIANTS = {
     "scores_kernel": 1,
     "finish_kernel": 1,
 }
+MIXTURE_VARIANTS = {name: count for name, count in VARIANTS.items() if name != "silu_mul_kernel"} | {
+    "route_kernel": 2,  # all rows count, or the first of a graph
+    "sort_kernel": 1,  # fp32 has one kind of tile
+    "up_kernel": 2,  # few pairs, and sorted ones
+    "down_kernel": 2,
+    "sum_kernel": 1,
+}
 
 
 def kernels() -> dict[str, JITFunction]:
@@ -68,18 +75,20 @@ def test_only_constants_of_a_model_are_specialized(name: str) -> None:
     assert integers <= set(CONSTANTS_OF_A_MODEL), "not constant in a model, and not in do_not_specialize"
 
 
+@pytest.mark.parametrize(("family", "variants"), [("qwen3", VARIANTS), ("qwen3_moe", MIXTURE_VARIANTS)])
 def test_a_day_of_any_shapes_compiles_each_kernel_a_stated_number_of_times(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, variants: dict[str, int]
 ) -> None:
     keys: dict[str, set[str]] = defaultdict(set)
     monkeypatch.setattr(JITFunction, "run", recorder(keys))
     monkeypatch.setattr("engine.layers.linear.elementwise_for", lambda *_, **__: TritonElementwise())
-    folder = make_tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    monkeypatch.setattr("engine.models.expert_mlp.is_fused", lambda _: True)
+    folder = make_tiny_checkpoint(tmp_path, family, num_hidden_layers=2)
     model = load_model(folder, load_model_config(folder), dtype="float32", device="cpu", progress=False)
     day = Day(model, random.Random(0))
     for _ in range(60):
         day.step()
-    assert {name: len(found) for name, found in keys.items()} == VARIANTS, dict(keys)
+    assert {name: len(found) for name, found in keys.items()} == variants, dict(keys)
 
 
 def recorder(keys: dict[str, set[str]]) -> Callable[..., None]:

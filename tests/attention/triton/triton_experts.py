@@ -14,15 +14,12 @@ from torch import Tensor
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.kernels.triton import experts as kernels
-from engine.kernels.triton.experts import ExpertTiles
 from engine.layers import fused_experts
 from engine.layers.experts import ExpertRouter
-from engine.layers.fused_experts import FusedExperts, FusedRouter
 from engine.model_files.experts_config import GPT_OSS_NAMES, ExpertsConfig
 from engine.model_files.model_config import load_model_config
 from engine.models import expert_mlp
 from engine.models.checkpoint import Checkpoint
-from engine.models.decoder import DenseDecoder
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.expert_parallel import ExpertParallelMLP
 from engine.models.load import load_model
@@ -40,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
 }
 SORTED, FEW = 9, 2  # tokens: more and fewer than FEW_PAIRS
-TILES = ExpertTiles(rows=16, columns=32, depth=32, warps=4, stages=2)
+TILES = kernels.ExpertTiles(rows=16, columns=32, depth=32, warps=4, stages=2)
 
 
 def mixtures(family: str, **flags: Any) -> tuple[ExpertMLP, ExpertMLP]:
@@ -53,7 +50,7 @@ def mixtures(family: str, **flags: Any) -> tuple[ExpertMLP, ExpertMLP]:
 
 def of_torch(path: str, flags: dict[str, Any]) -> ExpertMLP:
     config = {"dtype": "float32", "device": "cpu", "progress": False} | flags
-    model: DenseDecoder = load_model(path, load_model_config(path), **config)
+    model = load_model(path, load_model_config(path), **config)
     found = list(model.mixtures().values())[-1]
     assert isinstance(found, ExpertMLP)
     return found
@@ -111,7 +108,7 @@ def check_ties() -> None:
         weight[[3, 7, 8]] = weight[[2, 6, 4]]
         bias = torch.arange(15) % 3 * 0.1 if config.sigmoid else None
         x = torch.cat([torch.zeros(1, HIDDEN), inputs(4), torch.full((1, HIDDEN), torch.nan)])
-        chosen, weights = FusedRouter(weight, bias, config, loads=None)(x)
+        chosen, weights = fused_experts.FusedRouter(weight, bias, config, loads=None)(x)
         expected, expected_weights = ExpertRouter(weight, bias, config)(x)
         assert torch.equal(chosen[:-1].long(), expected[:-1])
         torch.testing.assert_close(weights[:-1], expected_weights[:-1])
@@ -177,7 +174,7 @@ def check_take() -> None:
     """Experts are moved into memory that graphs read."""
     (_, one), (_, other) = mixtures("gpt_oss"), mixtures("gpt_oss")
     experts = one._experts
-    assert isinstance(experts, FusedExperts)
+    assert isinstance(experts, fused_experts.FusedExperts)
     for tensor in experts._tensors:
         tensor.zero_()
     experts.take(other._experts)  # type: ignore[arg-type]
