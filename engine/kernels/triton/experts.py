@@ -18,11 +18,11 @@ from torch import Tensor
 #
 # A pair is (token, rank), number token * PER_TOKEN + rank.
 #
-# Bits: one thread adds up an answer in order of its inputs, whatever rows share the tile. Few and sorted pairs have tiles of
-# one size, so a row has the same bits in every step of up to SHORT_ROWS pairs an expert. Longer ones take wgmma, whose sums
-# may round differently.
+# Bits: one thread adds up an answer in order of its inputs, 16 by 16 (mma.sync), whatever rows and columns share the tile.
+# So a row has the same bits in every step of up to SHORT_ROWS pairs an expert. Longer ones take wgmma, whose sums may round
+# differently.
 FEW_PAIRS = 64  # each is a block: equal experts meet in the L2 cache
-SHORT_ROWS, MID_ROWS = 32, 96  # pairs an expert, on average
+SPARSE_ROWS, SHORT_ROWS, MID_ROWS = 2, 32, 64  # pairs an expert, on average
 SORT_TILE, SORT_WARPS = 2048, 8
 SUM_TILE = 1024
 LOWEST = tl.constexpr(-1e30)  # in place of NaN, twice as low still finite
@@ -39,14 +39,16 @@ class ExpertTiles:
 
 @cache
 def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
-    # for sm_90 without spills (tests compile them)
+    # for sm_90 without spills (tests compile them); near sizes that others tuned for fused_moe on an H200
     if dtype == torch.float32:  # no tensor cores for exact fp32
         return ExpertTiles(rows=16, columns=32, depth=32, warps=4, stages=2)
-    if pairs <= SHORT_ROWS * experts:
+    if pairs <= SPARSE_ROWS * experts:
         return ExpertTiles(rows=16, columns=64, depth=128, warps=4, stages=4)
+    if pairs <= SHORT_ROWS * experts:
+        return ExpertTiles(rows=16, columns=128, depth=128, warps=4, stages=3)
     if pairs <= MID_ROWS * experts:
         return ExpertTiles(rows=64, columns=128, depth=64, warps=4, stages=4)
-    return ExpertTiles(rows=128, columns=128, depth=64, warps=8, stages=4)
+    return ExpertTiles(rows=128, columns=256, depth=64, warps=8, stages=3)
 
 
 # ---- Choice of experts.

@@ -31,6 +31,7 @@ from engine.kernels.triton.experts import (
     SHORT_ROWS,
     SORT_TILE,
     SORT_WARPS,
+    SPARSE_ROWS,
     SUM_TILE,
     down_kernel,
     expert_tiles,
@@ -255,7 +256,7 @@ MIXTURES = {
     "GLM-4.5": {"count": 160, "hidden": 5120, "width": 1536, "per_token": 8},
 }
 # Pairs an expert; 0: pairs are blocks.
-STEPS = {"few": 0, "short": SHORT_ROWS, "mid": MID_ROWS, "long": MID_ROWS + 1}
+STEPS = {"few": 0, "sparse": SPARSE_ROWS, "short": SHORT_ROWS, "mid": MID_ROWS, "long": MID_ROWS + 1}
 PRODUCTS = {("bf16", step, "Qwen3-30B-A3B") for step in STEPS} | {("bf16", "mid", "gpt-oss-20b")}
 
 
@@ -284,7 +285,8 @@ def compiled_products(
             copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^,]*, [^,]*, (0x\w+)", made.asm["ptx"])
             assert copies and set(copies) == {"0x10"}, "loads are not pipelined, or narrow"
             # mma.sync for all short steps: a row has its bits in each of them
-            assert ("wgmma" in made.asm["ptx"]) == (tiles.rows > 16) and "mma" in made.asm["ptx"]
+            kinds = set(re.findall(r"wgmma\.mma_async\S*k16|mma\.sync\S*m16n8k16", made.asm["ptx"]))
+            assert len(kinds) == 1 and ("wgmma" in kinds.pop()) == (tiles.rows > 16)
 
 
 def in_order(kernel: Any, signature: dict[str, str]) -> dict[str, str]:
