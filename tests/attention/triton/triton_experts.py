@@ -71,6 +71,13 @@ def fused() -> Iterator[None]:
         expert_mlp.is_fused = before
 
 
+@contextmanager
+def tiles(found: kernels.ExpertTiles) -> Iterator[None]:
+    setattr(fused_experts, "expert_tiles", lambda *_: found)  # noqa: B010
+    yield
+    setattr(fused_experts, "expert_tiles", kernels.expert_tiles)  # noqa: B010
+
+
 def inputs(tokens: int, seed: int = 0) -> Tensor:
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
@@ -98,6 +105,8 @@ def check_batches(family: str) -> None:
     assert torch.equal(triton._partial(x[:1]), whole[:1])
     assert torch.equal(triton._partial(x[3 : 3 + FEW]), whole[3 : 3 + FEW])
     assert torch.equal(triton._partial(x.flip(0)).flip(0), whole)
+    with tiles(replace(TILES, columns=2 * TILES.columns)):  # of fewer pairs an expert
+        assert torch.equal(triton._partial(x), whole)
 
 
 def check_ties() -> None:
@@ -121,11 +130,10 @@ def check_long_steps() -> None:
     """Tiles of more rows, columns in the middle of one; every token has the same experts."""
     plain, triton = mixtures("gpt_oss", reduce_units=2)
     x = inputs(1).expand(SORTED, -1) + 0.01 * inputs(SORTED)
-    for tiles in (replace(TILES, rows=32, columns=16), replace(TILES, rows=64, columns=64, depth=16)):
-        setattr(fused_experts, "expert_tiles", lambda *_, found=tiles: found)  # noqa: B010
-        torch.testing.assert_close(triton._partial(x), plain._partial(x), rtol=2e-5, atol=2e-5)
+    for found in (replace(TILES, rows=32, columns=16), replace(TILES, rows=64, columns=64, depth=16)):
+        with tiles(found):
+            torch.testing.assert_close(triton._partial(x), plain._partial(x), rtol=2e-5, atol=2e-5)
         guarded.check()
-    setattr(fused_experts, "expert_tiles", kernels.expert_tiles)  # noqa: B010
 
 
 def check_sorted_rows() -> None:
