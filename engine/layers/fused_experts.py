@@ -27,15 +27,7 @@ class FusedRouter:
         self._matrix = sums_matrix(weight, None, segments=1)
         self._bias, self._logit_bias = bias, None if logit_bias is None else logit_bias.float()
         self._scale, self._loads = float(config.scaling), loads
-        self._constants = route_constants(
-            count=config.count,
-            per_token=config.per_token,
-            sigmoid=config.sigmoid,
-            normalized=config.normalized,
-            groups=config.groups,
-            chosen_groups=config.chosen_groups,
-            group_best=config.group_best,
-        )
+        self._constants = route_constants(config)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         loads = self._loads

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model_files.experts_config import ExpertsConfig
+
 # route  (token)        scores, choice, weights; counts real rows
 # sort   (expert)       pairs by expert, in blocks of rows (as in SGLang's fused MoE); few pairs need none
 # up     (block, tile)  activated gate times up
@@ -150,28 +152,19 @@ def route_kernel(
         tl.atomic_add(loads_ptr + chosen, tl.full([RANK_TILE], 1, tl.int64), mask=own, sem="relaxed")
 
 
-def route_constants(
-    *,
-    count: int,
-    per_token: int,
-    sigmoid: bool,
-    normalized: bool,
-    groups: int,
-    chosen_groups: int,
-    group_best: int,
-) -> dict[str, Any]:
-    assert group_best in (1, 2), group_best
+def route_constants(config: ExpertsConfig) -> dict[str, Any]:
+    assert config.group_best in (1, 2), config.group_best
     return {
-        "COUNT": count,
-        "PER_TOKEN": per_token,
-        "SIGMOID": sigmoid,
-        "NORMALIZED": normalized,
-        "GROUPS": groups,
-        "CHOSEN_GROUPS": chosen_groups,
-        "GROUP_BEST": group_best,
-        "GROUP_TILE": triton.next_power_of_2(groups),
-        "MEMBER_TILE": triton.next_power_of_2(count // groups),
-        "RANK_TILE": triton.next_power_of_2(per_token),
+        "COUNT": config.count,
+        "PER_TOKEN": config.per_token,
+        "SIGMOID": config.sigmoid,
+        "NORMALIZED": config.normalized,
+        "GROUPS": config.groups,
+        "CHOSEN_GROUPS": config.chosen_groups,
+        "GROUP_BEST": config.group_best,
+        "GROUP_TILE": triton.next_power_of_2(config.groups),
+        "MEMBER_TILE": triton.next_power_of_2(config.count // config.groups),
+        "RANK_TILE": triton.next_power_of_2(config.per_token),
     }
 
 
