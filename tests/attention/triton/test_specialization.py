@@ -45,7 +45,7 @@ VARIANTS = {
     "scores_kernel": 1,
     "finish_kernel": 1,
 }
-MIXTURE_VARIANTS = {name: count for name, count in VARIANTS.items() if name != "silu_mul_kernel"} | {
+MIXTURE_VARIANTS = {name: count for name, count in VARIANTS.items() if name != "gate_kernel"} | {
     "route_kernel": 2,  # all rows count, or the first of a graph
     "sort_kernel": 1,  # fp32 has one kind of tile
     "up_kernel": 2,  # few pairs, and sorted ones
