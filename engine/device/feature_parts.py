@@ -129,7 +129,6 @@ def make_adapters(config: EngineConfig, model: DenseDecoder, *, grouped: bool) -
 
 def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device, *, shadows: int) -> States | None:
     """Raises ConfigError."""
-    assert config.max_running_requests is not None, "resolved"
     specs, num_slots = model.state_specs(), state_slots(config)
     if not specs:
         return None
@@ -142,7 +141,7 @@ def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device,
             f"--max-running-requests {config.max_running_requests}: no memory for {num_slots} recurrent states{beside} of {size:.1f} GiB "
             f"({error}); lower it"
         ) from error
-    return States(pool, num_rows=config.max_running_requests)
+    return States(pool)
 
 
 def make_draft_pass(

@@ -47,13 +47,13 @@ def make_graphs(
         capture = partial(CudaCapture, torch.cuda.Stream(page_table.device))  # type: ignore[no-untyped-call]
     if capture is None or config.disable_cuda_graph or not (records.decodes or records.prefills):
         return []
-    if parts.states is not None:
-        log.warning("no graphs: the model has recurrent states, which no recorded step knows")
-        return []
     if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
         return []
-    found, recorder = list[RecordedSteps](), GraphRecorder(capture, backend, page_table, inputs, records.progress)
+    found, recorder = (
+        list[RecordedSteps](),
+        GraphRecorder(capture, backend, page_table, inputs, parts.states, records.progress),
+    )
     if records.decodes:
         adapters = parts.adapters
         features = RecordedFeatures(
@@ -62,7 +62,7 @@ def make_graphs(
             sees=model.sees,
         )
         found.append(DecodeGraphs(_decode_sizes(config), recorder, end=end, features=features))
-    if records.prefills:
+    if records.prefills and parts.states is None:  # chunks of recurrences are cut on the host
         found.append(PrefillGraphs(prefill_sizes(model.config), recorder))
     return found
 

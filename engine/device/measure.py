@@ -116,7 +116,8 @@ def measure(trial: LargestSteps, gauge: MemoryGauge) -> MeasuredMemory:
     del pool
     gc.collect()  # the engine of the steps is a circle, and holds its pool
     gauge.release()
-    graphs = num_graphs(config, model_config, decodes=use.decodes, prefills=use.prefills) * GRAPH_BYTES
+    prefills = use.prefills and not rank.recurrent
+    graphs = num_graphs(config, model_config, decodes=use.decodes, prefills=prefills) * GRAPH_BYTES
     graphs += logits_bytes(config, vocab_size=model_config.vocab_size, decodes=use.decodes)
     total = gauge.total()
     free = min(total, gauge.free() + gauge.own())

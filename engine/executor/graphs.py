@@ -1,5 +1,6 @@
 """Steps as graphs, recorded once and replayed: decode by batch size, short prompts by length."""
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,16 @@ from tqdm import tqdm
 
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
+from engine.executor.states import States
 from engine.executor.step_part import Batch, Forward, FutureMap, SampledForward, StepInputs
 from engine.kernels.triton.extend_plan import MAX_WHOLE
-from engine.kv.step_batch import DeviceExtend, DeviceStep, PageTable, TreePaths, upload_into
+from engine.kv.step_batch import DeviceExtend, DeviceStep, PageTable, TreePaths, upload, upload_into
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
 from engine.sampler.sampler import NOT_SAMPLED, CapturableSampler
 from service.process.start import no_collections
+
+log = logging.getLogger(__name__)
 
 
 class RecordedEnd(Protocol):
@@ -137,12 +141,13 @@ PLAIN = RecordedFeatures()
 
 @dataclass(frozen=True, slots=True)
 class GraphRecorder:
-    """What graphs are recorded by and over. `progress`: show a bar."""
+    """What graphs are recorded by and over. `states`: recurrent ones. `progress`: show a bar."""
 
     capture: Callable[[], Capture]
     backend: CapturableBackend
     page_table: PageTable
     inputs: StepInputs
+    states: States | None = None
     progress: bool = False
 
     def bar(self, sizes: Sequence[int], what: str) -> "tqdm[int]":
@@ -153,19 +158,29 @@ class GraphRecorder:
     ) -> Tensor:
         """Compute `model` over what `ids` stand for, [T, hidden]; `real` [1]: rows to count."""
         self.backend.begin_on_device(step)
+        if self.states is not None:
+            assert isinstance(step, DeviceStep), "prompts are no graphs"
+            self.states.pool.step = step
         model.count_rows(real)
         try:
             return model.forward(self.inputs.recorded(ids), positions, self.backend.attend)
         finally:
             model.count_rows(None)
 
-    def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], T]) -> Callable[[int], T]:
-        """Record `work`; a replay of so many rows shows `model` what its drafter reads."""
-        replay = capture.capture(lambda: (work(), model.seen_inside()))
+    def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], T]) -> Callable[[int, bool], T]:
+        """Record `work`; a replay of so many rows shows `model` what drafters and rewinds read."""
 
-        def replayed(rows: int) -> T:
-            out, seen = replay()
+        def kept() -> dict[int, Tensor]:
+            return {layer: product for states in model.states for layer, product in states.products.items()}
+
+        replay = capture.capture(lambda: (work(), model.seen_inside(), kept()))
+
+        def replayed(rows: int, drafts: bool) -> T:
+            out, seen, products = replay()
             model.see_inside([x[:rows] for x in seen])
+            if drafts:
+                for states in model.states:  # a later step replays this graph before drafts are rejected
+                    states.products = {layer: product.clone() for layer, product in products.items()}
             return out
 
         return replayed
@@ -195,15 +210,13 @@ class DecodeGraphs:
         self.sizes, self._recorder, self._end = _checked(sizes), recorder, end
         self._page_table, device = recorder.page_table, recorder.page_table.device
         self._adapters, self._tree, self._sees = features.adapters, features.trees, features.sees
-        rows = [0, 0, self._page_table.scratch_slot, NOT_SAMPLED, 0, *([0] if features.sees else [])]
-        padding = torch.tensor(rows, device=device)[:, None]
-        self._inputs = {size: padding.repeat(1, size) for size in sizes}
+        self._inputs = {size: upload(self._rows([], size, samples=False), device) for size in sizes}
         no_tree = torch.tensor(
             [[0, 1] + [0] * (self._tree.depth if self._tree else 0)], dtype=torch.int32, device=device
         )
         self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if self._tree else {}
-        self._graphs: dict[int, Callable[[int], Forward]] = {}
-        self._adapted: dict[int, Callable[[int], Forward]] = {}
+        self._graphs: dict[int, Callable[[int, bool], Forward]] = {}
+        self._adapted: dict[int, Callable[[int, bool], Forward]] = {}
 
     def forget(self) -> None:
         self._graphs, self._adapted = {}, {}
@@ -214,11 +227,15 @@ class DecodeGraphs:
         Raises torch.OutOfMemoryError and leaves no graphs.
         """
         self.forget()
+        if any(states.gpu is None for states in model.states):
+            log.warning("no graphs: recurrent layers have kernels of their own on GPUs alone, by Triton")
+            return
         self._end.begin(model, rows=self.sizes[-1])
         capture = self._recorder.capture()
         graphs, adapted = {}, {}
         for size in self._recorder.bar(self.sizes, "decode graphs"):
-            upload_into(self._inputs[size], self._rows([], size, samples=False))  # recording counts no row
+            padding = self._rows([], size, samples=False)
+            upload_into(self._inputs[size], padding)  # warm-ups would compute, and count, the last step again
             graphs[size] = self._recorder.record(model, capture, self._work(model, size))
             if self._adapters is not None:
                 self._adapters.begin_recording(size)
@@ -245,11 +262,12 @@ class DecodeGraphs:
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
         if self._tree is not None:
             upload_into(self._trees[size], self._tree.rows(plan.items, self._trees[size]))
+        drafts = self._recorder.states is not None and self._recorder.states.checkpoint(plan.items)
         replay = (self._adapted if batch.adapted else self._graphs)[size]
-        return replay(len(plan.items)).rows(len(plan.items), sampled=samples)
+        return replay(len(plan.items), drafts).rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
-        """Host int64[5, size]: ids or placeholders, positions, slots, lengths, count; RoPE's."""
+        """Host int64[n, size]: ids, positions, slots, lengths, count, RoPE, states."""
         assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
@@ -261,10 +279,11 @@ class DecodeGraphs:
             if self._sees
             else []
         )
-        return torch.tensor([ids, positions, slots, lens, [len(items)] * size, *turns])
+        states = self._recorder.states.recorded_rows(items, size) if self._recorder.states is not None else []
+        return torch.tensor([ids, positions, slots, lens, [len(items)] * size, *turns, *states])
 
     def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:
-        ids, positions, slots, output_lens, real, *turns = self._inputs[size]
+        ids, positions, slots, output_lens, real, *more = self._inputs[size]
         trees = self._trees.get(size)
 
         def work() -> Forward:
@@ -279,8 +298,9 @@ class DecodeGraphs:
                 paths=None
                 if trees is None
                 else TreePaths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
+                state_rows=self._inputs[size][-3:] if self._recorder.states is not None else None,
             )
-            turned = turns[0] if turns else positions
+            turned = more[0] if self._sees else positions
             hidden = self._recorder.hidden(model, ids, turned, step, real=real[:1])
             return self._end.run(model, hidden, slots, output_lens)
 
@@ -318,7 +338,7 @@ class PrefillGraphs:
     def __init__(self, sizes: Sequence[int], recorder: GraphRecorder) -> None:
         self.sizes, self._recorder, self._page_table = _checked(sizes), recorder, recorder.page_table
         self._inputs = {size: self._rows([], size).to(self._page_table.device) for size in sizes}
-        self._graphs: dict[int, Callable[[int], Tensor]] = {}
+        self._graphs: dict[int, Callable[[int, bool], Tensor]] = {}
 
     def forget(self) -> None:
         self._graphs = {}
@@ -355,7 +375,7 @@ class PrefillGraphs:
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._recorder.inputs.fill(num_tokens)
         upload_into(self._inputs[size], self._rows(items, size))
-        return self._graphs[size](num_tokens)[:num_tokens]
+        return self._graphs[size](num_tokens, False)[:num_tokens]
 
     def _rows(self, items: list[PlanItem], size: int) -> Tensor:
         """Return a graph's input on the host: int64 [3 * size + 3 * MAX_REQUESTS + 1] (`_work`)."""

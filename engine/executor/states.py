@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRollback
 from engine.executor.step_part import Batch, StepPart, StepRows, first_rows, runs_of
-from engine.kv.state_pool import StatePool, StateTable
+from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder
 
@@ -34,31 +34,41 @@ class _Verified:
 
 
 class States(StepPart):
-    def __init__(self, pool: StatePool, *, num_rows: int) -> None:
+    def __init__(self, pool: StatePool) -> None:
         self.pool = pool
-        self._table = StateTable(num_rows=num_rows, device=pool.device)
-        self._slots: dict[int, int] = {}  # the same on the host
+        self._slots: dict[int, int] = {}  # by row of the request table; padding has scratch
         self._verified: dict[int, _Verified] = {}  # of the last step with drafts, by row of the request table
 
     def attach(self, model: DenseDecoder) -> None:
         model.use_states(self.pool)
 
     def open(self, opened: SlotOpen) -> None:
-        self._table.open(opened.slot, opened.state)
         self._slots[opened.slot] = opened.state
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
         self.pool.run(plan.states)
 
     def fill(self, rows: StepRows) -> None:
-        rows.step.state_slots = self._table.rows[rows.step.slots]
+        rows.step.state_slots = [self._slots.get(item.slot, 0) for item in rows.items]
+
+    def recorded_rows(self, items: Sequence[PlanItem], size: int) -> list[list[int]]:
+        """`DeviceStep.state_rows`; rows of padding are apart."""
+        starts = [i for i in range(size) if i >= len(items) or not items[i].draft]
+        slots = [self._slots.get(items[i].slot, 0) if i < len(items) else 0 for i in starts]
+        more = size - len(starts)
+        return [starts + [size] * more, [*starts[1:], size] + [size] * more, slots + [0] * more]
 
     def begin(self, batch: Batch) -> None:
-        step = batch.rows.step
-        self.pool.step = step
-        if step.drafts:
-            self._note_runs(batch.items)
-            self.pool.run([StateCopy(run.slot, run.shadow) for run in self._verified.values()])
+        self.pool.step = batch.rows.step
+        self.checkpoint(batch.items)
+
+    def checkpoint(self, items: Sequence[PlanItem]) -> bool:
+        """Keep states before their drafts, if any."""
+        if not any(item.draft for item in items):
+            return False
+        self._note_runs(items)
+        self.pool.run([StateCopy(run.slot, run.shadow) for run in self._verified.values()])
+        return True
 
     def _note_runs(self, items: Sequence[PlanItem]) -> None:
         starts, drafted = first_rows(items), [run[0] for run in runs_of(items) if len(run) > 1]
@@ -75,8 +85,4 @@ class States(StepPart):
         self.pool.run([StateCopy(run.shadow, run.slot) for run in runs])
         counts = [rewind.length - run.start for rewind, run in zip(rewinds, runs, strict=True)]
         rows = [row for run, count in zip(runs, counts, strict=True) for row in range(run.first, run.first + count)]
-        slots = torch.tensor([run.slot for run in runs], dtype=torch.int32)
-        model.pass_again(self._upload(torch.tensor(rows)), counts, self._upload(slots))
-
-    def _upload(self, values: Tensor) -> Tensor:
-        return upload(values, self.pool.device)
+        model.pass_again(upload(torch.tensor(rows), self.pool.device), counts, [run.slot for run in runs])

@@ -7,6 +7,8 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,10 @@ from torch import Tensor
 from engine.kernels import tape
 from engine.kernels.build import CSource, fields
 from engine.kv.state_pool import StatePool
+from engine.kv.step_batch import upload
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.recurrent import TritonRecurrent
 
 # ---- Rows and state slots of a step's requests, for kernels of recurrent layers.
 
@@ -34,15 +40,72 @@ class StateRows:
     def address(self) -> int:
         return ctypes.addressof(self._rows)
 
-    def begin(self, lens: Sequence[int], slots: torch.Tensor) -> None:
-        assert slots.dtype == torch.int32 and len(slots) == len(lens), slots
-        low, high = slots.aminmax()
-        assert int(low) >= 0 and int(high) <= self._pool.num_slots, (int(low), int(high))  # C trusts them
+    def begin(self, lens: Sequence[int], slots: Sequence[int]) -> None:
+        assert len(slots) == len(lens), (slots, lens)
+        assert min(slots) >= 0 and max(slots) <= self._pool.num_slots, slots  # C trusts them
         starts = torch.zeros(len(slots) + 1, dtype=torch.int64)
         torch.cumsum(torch.tensor(lens), 0, out=starts[1:])
-        self._kept = (starts, slots.contiguous())
+        self._kept = (starts, torch.tensor(slots, dtype=torch.int32))
         self._rows.starts, self._rows.slots = (x.data_ptr() for x in self._kept)
         self._rows.batch = len(slots)
+
+
+# ---- The same for kernels of GPUs.
+
+UNIT_ROWS = 64  # of a prompt in a program of the convolution; more than any window
+
+
+class RequestRows(NamedTuple):
+    """Rows `first`.. `end` of a request. `decodes`: one answer token, with drafts several."""
+
+    first: int
+    end: int
+    slot: int
+    decodes: bool
+
+
+class RowTable(NamedTuple):
+    """Units [n, 5] i32: first row, end; request's first row; window before; slot to write or 0.
+
+    Request `decodes` come first. Windows are slots, or copies of slots `copied`.
+    """
+
+    units: Tensor
+    decodes: int
+    copied: Tensor | None = None
+
+
+def row_table(spans: Sequence[RequestRows], device: torch.device) -> RowTable:
+    decodes = [span for span in spans if span.decodes]
+    if len(decodes) == len(spans):
+        units = [(first, end, first, slot, slot) for first, end, slot, _ in spans]
+        return RowTable(upload(torch.tensor(units, dtype=torch.int32), device), len(units))
+    units, prompts = [], [span for span in spans if not span.decodes]
+    for place, (first, end, slot, _) in enumerate((*decodes, *prompts)):
+        cuts = [end] if place < len(decodes) else [*range(first + UNIT_ROWS, end, UNIT_ROWS), end]
+        starts = [first, *cuts[:-1]]
+        units += [(a, b, first, place, slot if b == end else 0) for a, b in zip(starts, cuts, strict=True)]
+    copied = upload(torch.tensor([span.slot for span in (*decodes, *prompts)]), device)  # units race for windows
+    return RowTable(upload(torch.tensor(units, dtype=torch.int32), device), len(decodes), copied)
+
+
+def recorded_rows(rows: Tensor) -> RowTable:
+    """Return the table of `DeviceStep.state_rows`."""
+    first, end, slot = rows.to(torch.int32)
+    return RowTable(torch.stack((first, end, first, slot, slot), 1), len(first))
+
+
+@cache
+def _on_gpu() -> "TritonRecurrent | None":
+    if find_spec("triton") is None:
+        return None
+    from engine.kernels.triton.recurrent import TritonRecurrent
+
+    return TritonRecurrent()
+
+
+def recurrent_on_gpu(like: Tensor) -> "TritonRecurrent | None":
+    return _on_gpu() if like.device.type == "cuda" else None
 
 
 # ---- Short causal convolution of recurrent layers (conv.c), after checks of arguments.

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.core.plan import StateCopy
 from engine.kv.cache_spec import StateShard
 from engine.kv.kv_pool import DTYPES, zeroed_bytes
-from engine.kv.step_batch import StepBatch
+from engine.kv.step_batch import DeviceStep, StepBatch
 
 SLOT_ALIGN_BYTES = 64
 STATE = torch.float32
@@ -83,7 +83,7 @@ class StatePool:
         self.slot_bytes = self.slot_bytes_of(specs)
         self._num_rows = 1 + num_slots + num_shadows
         self.buffer = zeroed_bytes(self._num_rows * self.slot_bytes, self.device)
-        self.step: StepBatch | None = None
+        self.step: StepBatch | DeviceStep | None = None
         self._rows = self.buffer.view(self._num_rows, self.slot_bytes)
         offsets = _offsets(specs)
         self._conv = [
@@ -138,9 +138,10 @@ class StatePool:
             found.append((begin + part.heads.start * spec.head_bytes, recurrent, len(part.heads) * spec.head_bytes))
         return found
 
-    def keep(self, slots: Tensor) -> Callable[[], object]:
-        kept = self._rows[slots]
-        return lambda: self._rows.index_copy_(0, slots, kept)
+    def keep(self, slots: Sequence[int]) -> Callable[[], object]:
+        at = torch.tensor(slots)
+        kept = self._rows[at]
+        return lambda: self._rows.index_copy_(0, at, kept)
 
     def _view(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -149,16 +150,6 @@ class StatePool:
             (self.slot_bytes // dtype.itemsize, *strides),
             offset_bytes // dtype.itemsize,
         )
-
-
-class StateTable:
-    """State slot per row of the request table; the last row has scratch."""
-
-    def __init__(self, *, num_rows: int, device: torch.device) -> None:
-        self.rows = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-
-    def open(self, row: int, state_slot: int) -> None:
-        self.rows[row] = state_slot
 
 
 def _offsets(specs: Sequence[StateSpec]) -> list[tuple[int, int]]:

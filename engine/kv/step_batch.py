@@ -46,7 +46,7 @@ class StepBatch:
     - page_table: int32[slots, max_pages]: page ids of each slot's request, then padding
     - slots: int64[B]; token_pages, token_offsets: int64[T]: destinations
     - riders: decodes in an extend step; None if any request of one token may be one
-    - state_slots: int32[B] (engine/kv/state_pool.py); windows: tables of a window pool
+    - state_slots: [B] on the host (engine/kv/state_pool.py); windows: tables of a window pool
     - drafted: single-token entries that read a draft of the entry before; paths: in trees
     """
 
@@ -58,7 +58,7 @@ class StepBatch:
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
     riders: Sequence[int] | None = None
-    state_slots: torch.Tensor | None = None
+    state_slots: Sequence[int] | None = None
     windows: WindowRows | None = None
     drafted: frozenset[int] = frozenset()
     paths: TreePaths | None = None
@@ -83,7 +83,10 @@ class StepBatch:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """Decode step with lengths int32[B] only on the device, for captured graphs."""
+    """Decode step with lengths int32[B] only on the device, for captured graphs.
+
+    state_rows: [3, B]: first row, end and state slot of requests; padding is empty.
+    """
 
     page_table: torch.Tensor
     slots: torch.Tensor
@@ -91,6 +94,7 @@ class DeviceStep:
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
     paths: TreePaths | None = None
+    state_rows: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

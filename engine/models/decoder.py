@@ -184,10 +184,10 @@ class DenseDecoder:
         for watched, each in zip(self._watched, inputs, strict=True):
             watched.inputs = each
 
-    def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: torch.Tensor) -> None:
+    def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: Sequence[int]) -> None:
         """Rerun recurrences over accepted `rows` [n] i64 of the last draft step, from its start.
 
-        `counts`: rows per request; `slots` [requests] i32: states.
+        `counts`: rows per request; `slots`: their states.
         """
         for states in self.states:
             states.begin_again(counts, slots)

@@ -5,7 +5,7 @@ import torch
 
 from engine.core.plan import StateCopy
 from engine.kv.cache_spec import StateShard
-from engine.kv.state_pool import StatePool, StateSpec, StateTable
+from engine.kv.state_pool import StatePool, StateSpec
 
 SPECS = [StateSpec((5, 3), (2, 3, 7), "bfloat16"), StateSpec((4, 3), (6,), "float32")]
 
@@ -44,13 +44,6 @@ def test_copies_run_in_their_order() -> None:
     pool.run([StateCopy(1, 2), StateCopy(3, 1), StateCopy(None, 3)])
     assert [pool.recurrent(0)[slot].unique().tolist() for slot in (1, 2, 3)] == [[3.0], [1.0], [0.0]]
     assert [pool.conv(1)[slot].unique().tolist() for slot in (1, 2, 3)] == [[3.0], [1.0], [0.0]]
-
-
-def test_rows_without_a_request_have_the_scratch_slot() -> None:
-    table = StateTable(num_rows=2, device=torch.device("cpu"))
-    table.open(1, 5)
-    table.open(0, 3)
-    assert table.rows[torch.tensor([1, 0, 2])].tolist() == [5, 3, 0] and table.rows.dtype == torch.int32
 
 
 def test_runs_name_the_bytes_of_the_models_state() -> None:

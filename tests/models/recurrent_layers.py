@@ -1,4 +1,7 @@
-"""Layers of Gated DeltaNet and Mamba2 between their products, with random weights and a pool of 4 requests; and transformers'."""
+"""Layers of Gated DeltaNet and Mamba2 between their products, with random weights and a pool of 4 requests; and transformers'.
+
+Transformers is imported where it is called: Triton's interpreter runs these layers without.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -6,12 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated, mamba2_chunk_scan
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextRMSNormGated,
-    causal_conv1d_fn,
-    torch_chunk_gated_delta_rule,
-)
 
 from engine.kernels.recurrent import DeltaWeights, MambaWeights
 from engine.kv.state_pool import StatePool, StateSpec
@@ -43,6 +40,8 @@ class Inputs:
 
     def convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """By transformers, fp32."""
+        from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
+
         weight = self.conv_weight.float()
         mixed: Tensor = causal_conv1d_fn(x.float().t().unsqueeze(0), weight, bias, activation="silu")[0].t()
         return mixed
@@ -79,6 +78,8 @@ class DeltaLayers:
         return self._delta(self._conv(qkv, states.conv, step), gates, z, states.recurrent, step)
 
     def theirs(self, x: Tensor) -> Tensor:
+        from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
         qkv, z, gates = self.inputs.split(x.float())
         keys, heads = self._key_heads * self._keys, (self._key_heads, self._key_heads, self._heads)
         parts = torch.split(self.inputs.convolved(qkv, None), [keys, keys, self._heads * self._values], dim=1)
@@ -86,8 +87,8 @@ class DeltaLayers:
         beta, time = torch.split(gates, self._heads, dim=1)
         decay = self._weights.decay * functional.softplus(time + self._weights.bias)
         rule = (part.unsqueeze(0) for part in (q, k, v, decay, beta.sigmoid()))
-        out, _ = torch_chunk_gated_delta_rule(*rule, use_qk_l2norm_in_kernel=True)
-        norm = Qwen3NextRMSNormGated(self._values, eps=self._weights.eps)
+        out, _ = theirs.torch_chunk_gated_delta_rule(*rule, use_qk_l2norm_in_kernel=True)
+        norm = theirs.Qwen3NextRMSNormGated(self._values, eps=self._weights.eps)
         norm.weight.data = self._weights.norm
         with torch.inference_mode():
             gated: Tensor = norm(out.reshape(-1, self._values), z.reshape(-1, self._values))
@@ -130,6 +131,8 @@ class MambaLayers:
         return self._mamba(self._conv(mixed, states.conv, step), time, gate, states.recurrent, step)
 
     def theirs(self, x: Tensor) -> Tensor:
+        from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated, mamba2_chunk_scan
+
         weights, (gate, mixed, time) = self._weights, self.inputs.split(x.float())
         wide, inner = self._groups * self._keys, self._heads * self._values
         values, b, c = torch.split(self.inputs.convolved(mixed, self._bias), [inner, wide, wide], dim=1)
@@ -178,7 +181,7 @@ def run(
         token_pages=none,
         token_offsets=none,
         riders=decodes,
-        state_slots=torch.tensor(slots, dtype=torch.int32),
+        state_slots=slots,
         drafted=frozenset(drafted),
     )
     layers.inputs.step.begin()
@@ -192,7 +195,7 @@ def one_by_one(layers: Layers, x: Tensor, slot: int) -> Tensor:
 
 def again(layers: Layers, x: Tensor, counts: Sequence[int], slots: Sequence[int]) -> None:
     """Pass x, so many rows of each request, on behind the states in `slots`."""
-    layers.inputs.step.begin_again(counts, torch.tensor(slots, dtype=torch.int32))
+    layers.inputs.step.begin_again(counts, slots)
     layers(x)
 
 

@@ -54,7 +54,7 @@ class Sequence:
             token_pages=none,
             token_offsets=none,
             riders=[],
-            state_slots=torch.tensor([2], dtype=torch.int32),
+            state_slots=[2],
         )
 
     def greedy(self, ids: list[int], count: int) -> list[int]:

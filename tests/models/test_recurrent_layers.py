@@ -75,6 +75,22 @@ def test_bits_depend_neither_on_cuts_nor_on_the_batch(form: str, name: str, dtyp
         assert torch.equal(pool.conv(0)[slot], kept[0]) and torch.equal(pool.recurrent(0)[slot], kept[1])
 
 
+@pytest.mark.parametrize("most", [2, 32])
+@pytest.mark.parametrize("name", SMALL)
+def test_prompts_in_torch_have_their_bits_alone(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all lengths, in one step: chunks of all are prepared together, `most` at once."""
+    monkeypatch.setattr("engine.layers.recurrence.CHUNKS_AT_ONCE", most)
+    layers = WHOLE_VECTORS[name]()
+    layers.inputs.step.rows = None  # as without a compiler
+    slots, prompts = [2, 4, 1, 3], [layers.inputs.rows(n) for n in (3, 2 * GRID + 2, GRID, 3 * GRID + 1)]
+    alone = [run(layers, [x], [slot])[0] for x, slot in zip(prompts, slots, strict=True)]
+    kept = [copy_of(layers, slot) for slot in slots]
+    layers.inputs.pool.buffer.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(run(layers, prompts, slots), alone, strict=True))
+    for slot, state in zip(slots, kept, strict=True):
+        assert_equal(copy_of(layers, slot), state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_rows_that_read_drafts_have_the_bits_of_steps_of_one(form: str, name: str, dtype: torch.dtype) -> None:

@@ -29,9 +29,11 @@ CONSTANTS_OF_A_MODEL = {
     "x_stride": "the same, or the input of a site of adapters",
     "y_stride": "output of a site of adapters",
     "turn_stride": "cosine and sine of a position",
+    "slot_stride": "a recurrent state of all layers",
+    **dict.fromkeys(["gates_stride", "z_stride", "time_stride", "gate_stride"], "a recurrent layer's product"),
     "width": "hidden size, or intermediate size",
 }
-FLOATS = {"scale", "eps", "offset", "alpha", "limit"}  # Triton specialises no float
+FLOATS = {"scale", "eps", "offset", "alpha", "limit", "shortest", "longest"}  # Triton specialises no float
 VARIANTS = {
     "split_list_kernel": 1,
     "decode_split_kernel": 1,

@@ -51,6 +51,17 @@ from engine.kernels.triton.extend import (
     latent_extend_tiles,
     merge_warps,
 )
+from engine.kernels.triton.recurrent import (
+    conv_constants,
+    conv_kernel,
+    delta_constants,
+    delta_kernel,
+    gated_norm_kernel,
+    mamba_constants,
+    mamba_kernel,
+    norm_constants,
+    norm_warps,
+)
 from engine.kernels.triton.rope_write import HEAD_TILE, rope_write_kernel
 from engine.model_files.experts_config import ExpertsConfig
 from tests.attention.triton.interpreted import run_interpreted
@@ -98,7 +109,7 @@ EXTENDED = {
 
 
 def test_numerics_by_the_interpreter():
-    cases = ("numerics", "windows", "latents", "experts")
+    cases = ("numerics", "windows", "latents", "experts", "recurrent")
     run_interpreted(*(f"tests.attention.triton.triton_{of}" for of in cases))
 
 
@@ -197,6 +208,32 @@ def test_the_turn_compiles_for_sm_90_without_spills(norms):
     made = check_compiled(rope_write_kernel, signature, constants, aligned=list(strides), num_warps=4, num_stages=3)
     stores = re.findall(r"st\.global\S*", made.asm["ptx"])
     assert len(stores) == 6 and all(".v4" in store or ".v2" in store for store in stores), stores
+
+
+RECURRENCES = {  # Of Qwen3-Next; Falcon-H1 34B and 1.5B; Granite 4 Small.
+    "delta": (delta_kernel, delta_constants(16, 32, 128, 128), 4),
+    "mamba 32 x 256 x 128": (mamba_kernel, mamba_constants(32, 2, 256, 128) | {"GATES": True}, 4),
+    "mamba 48 x 256 x 64": (mamba_kernel, mamba_constants(48, 1, 256, 64) | {"GATES": False}, 4),
+    "mamba 128 x 128 x 64": (mamba_kernel, mamba_constants(128, 1, 128, 64) | {"GATES": False}, 4),
+    "norm": (gated_norm_kernel, norm_constants(8192, 8192) | {"GATE_FIRST": True}, norm_warps(8192)),
+    "convolution": (conv_kernel, conv_constants(8192, 4) | {"BIASED": True}, 4),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_recurrences_compile_for_sm_90_without_spills(name):
+    """The state of a head, or a tile of it, is in registers, two programs or more on a multiprocessor."""
+    kernel, constants, warps = RECURRENCES[name]
+    strides = [n for n in kernel.arg_names if n.endswith("_stride")]
+    floats = dict.fromkeys(["decay_ptr", "bias_ptr", "skip_ptr", "norm_ptr", "weight_ptr"], "*fp32")
+    floats |= {} if kernel is conv_kernel else {"state_ptr": "*fp32"}
+    floats |= dict.fromkeys(["scale", "eps", "shortest", "longest"], "fp32")
+    floats |= {"x_ptr": "*fp32"} if kernel is gated_norm_kernel else {}
+    whole = dict.fromkeys(strides, "i32") | floats | {"units_ptr": "*i32"}
+    signature = {n: whole.get(n, "*bf16") for n in kernel.arg_names if n not in constants}
+    aligned = [n for n in strides if n not in ("gates_stride", "time_stride")]
+    made = check_compiled(kernel, signature, constants, aligned=aligned, num_warps=warps, num_stages=3)
+    assert made.usage["REG"] * 32 * warps * 2 <= REGISTERS, made.usage
 
 
 @pytest.mark.parametrize(

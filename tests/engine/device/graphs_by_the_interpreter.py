@@ -18,6 +18,9 @@ from engine.device.step_memory import EngineUse, LocalMachine
 from engine.executor.graphs import DecodeGraphs, PrefillGraphs, T
 from engine.executor.step_part import SampledForward
 from engine.kernels.triton import sample
+from engine.kernels.triton.recurrent import TritonRecurrent
+from engine.layers import recurrence
+from engine.layers.recurrence import StepStates
 from engine.models.load import load_model
 from tests.attention.triton.triton_experts import fused
 from tests.engine.device.late_copies import copy_late
@@ -46,6 +49,9 @@ def main() -> None:
         check_drafter(models[0], topk=2)
         check_images(Path(folder) / "seeing")
         check_experts(Path(folder) / "experts")
+        for family, layers in (("qwen3_5_text", 2), ("falcon_h1", 1)):
+            check_recurrent(make_tiny_checkpoint(Path(folder) / family, family, num_hidden_layers=layers))
+        check_recurrent_drafts(str(Path(folder) / "qwen3_5_text"))
 
 
 def every_third(vocab_size: int) -> Fixed:
@@ -64,9 +70,8 @@ class CountingCapture:
         def replay() -> T:
             self.replays += 1
             out = work()
-            forward = out[0] if isinstance(out, tuple) else None
-            if isinstance(forward, SampledForward):
-                self.logits.add(forward.recorded.data_ptr())
+            if isinstance(out, tuple) and isinstance(out[0], SampledForward):
+                self.logits.add(out[0].recorded.data_ptr())
             return out
 
         return replay
@@ -187,6 +192,72 @@ def check_experts(folder: Path) -> None:
         assert run(engine, LENGTHS)[0] == run(plain, LENGTHS)[0]
         found, expected = (each.parts.executor.runner.expert_loads() for each in (engine, plain))
     assert capture.replays == max(LENGTHS.values()) and found == expected, (capture.replays, found, expected)
+
+
+class WarmCapture(CountingCapture):
+    """Runs the work before it records it, as CUDA's warm-ups do."""
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        work()
+        return super().capture(work)
+
+
+class ForgetfulCapture(CountingCapture):
+    """What recurrent layers keep is only what a replay returns, and the next replay overwrites that."""
+
+    states: tuple[StepStates, ...] = ()
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        replay_once, kept = super().capture(work), list[torch.Tensor]()
+
+        def replay() -> T:
+            for product in kept:
+                product.fill_(torch.nan)
+            out: Any = replay_once()
+            kept[:] = out[2].values()
+            for states in self.states:
+                states.products = {}
+            return out  # type: ignore[no-any-return]
+
+        return replay
+
+
+def check_recurrent(path: str) -> None:
+    """Recorded decode steps of requests with recurrent states, padded; weights are recorded again between two of them."""
+    recurrence.recurrent_on_gpu = lambda _: None
+    capture = WarmCapture()
+    with recording(path, capture, **UNCACHED) as engine:
+        right = run(engine, LENGTHS)[0]
+    assert not capture.replays, "C kernels know their rows from the host"
+    recurrence.recurrent_on_gpu = lambda _: TritonRecurrent()  # type: ignore[assignment, return-value]
+    with recording(path, capture, **UNCACHED) as engine:
+        executor = engine.parts.executor
+        for rid, count in LENGTHS.items():
+            engine.add(rid, PROMPTS[rid], max_new_tokens=count, seed=3, **SAMPLING[rid])
+        for _ in range(4):
+            engine.turn()
+        executor.call(executor.streams[0].runner.running.record)
+        assert len(engine.tokens["a"]) < LENGTHS["a"], "all have ended"
+        engine.run()
+    assert engine.tokens == right, (engine.tokens, right)
+    assert capture.replays == max(LENGTHS.values()) - 1, capture.replays
+
+
+def check_recurrent_drafts(path: str) -> None:
+    """Steps with drafts, too; rejected ones are rolled back by what a graph has kept."""
+    asked: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logit_bias": {30: 40.0, 31: 40.0}, "max_new_tokens": 10}
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
+    capture, found = ForgetfulCapture(), list[list[int]]()
+    for flags in ({}, drafts):
+        with recording(path, capture, **UNCACHED, **flags) as engine:
+            capture.states = engine.parts.executor.streams[0].runner.running.model.states
+            if flags:
+                always(engine.parts.scheduler)
+            engine.answer("a", [30, 31, 30], **asked)
+            found.append(engine.tokens["a"])
+            how = fared(engine)
+    assert found[0] == found[1] and 0 < how.accepted < how.drafts, (found, how)
+    assert capture.replays == 9 + 9 - how.accepted, (capture.replays, how)
 
 
 if __name__ == "__main__":

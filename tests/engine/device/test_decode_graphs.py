@@ -11,16 +11,19 @@ from benchmarks.gpu.engine import EagerCapture
 from benchmarks.gpu.target import QWEN3_8B
 from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
-from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
+from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem, SlotOpen
 from engine.device.graphs import prefill_sizes
 from engine.executor.graphs import MAX_REQUESTS, GraphRecorder, PrefillGraphs, graph_sizes
+from engine.executor.states import States
 from engine.executor.step_part import FutureMap
 from engine.flags.resolve import resolve
 from engine.kernels.triton.extend_plan import MAX_WHOLE
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
+from engine.kv.state_pool import StatePool, StateSpec
 from engine.kv.step_batch import PageTable
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.sampling_params import SamplingParams
 from service.flags import ConfigError
 from tests.attention.triton.interpreted import run_interpreted
 
@@ -121,6 +124,17 @@ def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], cuda: bo
     with pytest.raises(ConfigError, match=f"^{named}: "):
         resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, **flags), model, cuda=cuda)
     resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, disable_cuda_graph=True), model, cuda=cuda)
+
+
+def test_a_recorded_step_has_rows_of_one_state_in_one_run() -> None:
+    states = States(StatePool([StateSpec((1, 1), (1, 1, 1), "float32")], num_slots=3, device="cpu"))
+    for row, state in ((0, 3), (2, 1)):
+        states.open(SlotOpen(row, SamplingParams(), [], [], (), state=state))
+    items = [
+        PlanItem("r", row, [0], 0, page_start=0, new_pages=[], sample=True, output_len=0, extend=False, behind=behind)
+        for row, behind in ((0, 0), (0, 1), (2, 0))
+    ]
+    assert states.recorded_rows(items, 5) == [[0, 2, 3, 4, 5], [2, 3, 4, 5, 5], [3, 1, 0, 0, 0]]
 
 
 def test_padded_steps_sample_the_same_tokens() -> None:

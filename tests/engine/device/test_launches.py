@@ -24,6 +24,7 @@ from engine.executor.graphs import Work
 from engine.executor.model_runner import ModelRunner
 from engine.flags.resolve import resolve
 from engine.kernels.triton.elementwise import TritonElementwise
+from engine.kernels.triton.recurrent import TritonRecurrent
 from engine.kv.kv_pool import KVPool
 from engine.messages import LogprobOptions
 from engine.model_files.model_config import ModelConfig, load_model_config
@@ -50,14 +51,14 @@ class Unread:
 
     dtype_name, dtype, device = "bfloat16", torch.bfloat16, META
 
-    def take(self, name: str, shape: list[Extent], *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty([len(cut_of(size)) for size in shape], dtype=dtype, device=META)
-
     def has(self, name: str) -> bool:
         return False
 
-    def take_rows(self, names: list[str], rows: list[Extent], rest: list[Extent]) -> Tensor:
-        return self.take("", [sum(len(cut_of(count)) for count in rows), *rest])
+    def take(self, name: str, shape: list[Extent], *, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty([len(cut_of(size)) for size in shape], dtype=dtype or self.dtype, device=META)
+
+    def take_rows(self, names: list[str], rows: list[Extent], rest: list[Extent], **dtype: Any) -> Tensor:
+        return self.take("", [sum(len(cut_of(count)) for count in rows), *rest], **dtype)
 
     def take_integers(self, *_: object) -> None:
         """It has none."""
@@ -148,6 +149,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: found.pin(x.clone()))
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: found.launches.update([kernel.fn.__name__]))
+    monkeypatch.setattr("engine.layers.recurrence.recurrent_on_gpu", lambda _: TritonRecurrent())
     monkeypatch.setattr("engine.layers.linear.elementwise_for", lambda *_, **__: TritonElementwise())
     monkeypatch.setattr("engine.models.expert_mlp.is_fused", lambda _: True)
     return found
@@ -158,8 +160,8 @@ def runner(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
     return build(recorder, model_config)
 
 
-def build(recorder: Recorder, model_config: ModelConfig, *, watched: tuple[int, ...] = ()) -> ModelRunner:
-    config = EngineConfig(device="cuda", max_running_requests=BATCH, max_total_tokens=8192)
+def build(recorder: Recorder, model_config: ModelConfig, *, watched: tuple[int, ...] = (), **flags: Any) -> ModelRunner:
+    config = EngineConfig(device="cuda", max_running_requests=BATCH, max_total_tokens=8192, **flags)
     config = replace(resolve(config, model_config, cuda=True), stream="inline")
     model = DenseDecoder(ModelPart(model_config, Unread()))  # type: ignore[arg-type]
     model.watch(watched)
@@ -175,23 +177,26 @@ def build(recorder: Recorder, model_config: ModelConfig, *, watched: tuple[int, 
     return device.executor.runner
 
 
-def decode_step(seq: int, *, logprobs: LogprobOptions | None = None, new_pages: tuple[int, ...] = ()) -> Plan:
+def decode_step(
+    seq: int, *, logprobs: LogprobOptions | None = None, new_pages: tuple[int, ...] = (), prompts: int = 0
+) -> Plan:
+    """`prompts`: requests that begin with 70 tokens."""
     items = [
         PlanItem(
             rid=str(slot),
             slot=slot,
-            tokens=[-(slot + 1)],
-            start=20 + seq,
+            tokens=[1] * 70 if slot < prompts else [-(slot + 1)],
+            start=0 if slot < prompts else 20 + seq,
             page_start=2 if new_pages and seq else 0,
             new_pages=list(new_pages),
             sample=True,
             output_len=seq,
-            extend=False,
+            extend=slot < prompts,
             logprobs=logprobs,
         )
         for slot in range(BATCH)
     ]
-    return Plan(seq=seq, extend=False, items=items)
+    return Plan(seq=seq, extend=prompts > 0, items=items)
 
 
 def launches_of(
@@ -276,6 +281,32 @@ def test_what_else_a_step_may_bring(
 ) -> None:
     launches = launches_of(recorder, runner, GREEDY, make_step)
     assert sum(launches.values()) <= LAUNCHES + more, launches
+
+
+HYBRIDS = {  # layers with the kernel, of 4; launches of a layer, those of the step among them
+    "qwen3_5_text": ("delta_kernel", 2, 25),
+    "falcon_h1": ("mamba_kernel", 4, 25),
+    "granitemoehybrid": ("mamba_kernel", 2, 25),
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_step_of_a_hybrid_is_one_graph_too(recorder: Recorder, tmp_path: Any, family: str) -> None:
+    model_config = load_model_config(make_tiny_checkpoint(tmp_path / family, family))
+    launches = launches_of(recorder, build(recorder, model_config), GREEDY, decode_step)
+    assert launches["graph"] == 1 and sum(launches.values()) <= LAUNCHES, launches
+    (kernel, layers, most), recorded = HYBRIDS[family], recorder.recorded[0]
+    assert recorded["conv_kernel"] == recorded[kernel] == layers and sum(recorded.values()) <= 4 * most, recorded
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_never_waits_outside_graphs(recorder: Recorder, tmp_path: Any, family: str) -> None:
+    """Answers alone, then beside prompts of a chunk and more, all in the same launches."""
+    model_config = load_model_config(make_tiny_checkpoint(tmp_path / family, family))
+    runner = build(recorder, model_config, disable_cuda_graph=True)
+
+    launches = launches_of(recorder, runner, GREEDY, lambda seq: decode_step(seq, new_pages=(3, 4, 5), prompts=30))
+    assert launches["conv_kernel"] == HYBRIDS[family][1] and sum(launches.values()) <= 4 * 150, launches
 
 
 @pytest.mark.parametrize(
