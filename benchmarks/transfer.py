@@ -148,15 +148,13 @@ def process_pair(
     num_pages: int,
     page_bytes: int,
     device: torch.device,
-    before_peer: Callable[[], object] = lambda: None,
 ) -> Iterator[Pair]:
-    """Start both sides, each with a pool of this size; `before_peer` is called between them."""
+    """Start both sides, each with a pool of this size."""
     sizes: dict[str, Any] = {"num_pages": num_pages, "page_bytes": page_bytes, "device": device}
     memory, changed = Memory(**sizes), threading.Event()
     manager = PrefillManager(memory.args, memory.engine(backend), TransferConfig())
     manager.set_wakeup(changed.set)
     manager.start()
-    before_peer()
     spawn = get_context("spawn")
     wire, theirs = spawn.Pipe()
     route = Route(control=manager.control_address, incarnation=manager.incarnation)

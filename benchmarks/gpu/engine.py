@@ -1,12 +1,14 @@
-"""An engine with random weights, made on the device: model, pool, graphs, stream and scheduler as they are in a worker."""
+"""An engine with generated weights, made on the device: model, pool, graphs, stream and scheduler as they are in a worker."""
 
-from collections.abc import Callable, Sequence
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-import torch
-
-from benchmarks.gpu.target import Shape, Target
+from benchmarks.gpu.target import Target
 from engine.assembly.leader import build_engine
 from engine.assembly.parts import EngineParts
 from engine.config import EngineConfig
@@ -14,15 +16,13 @@ from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
 from engine.device.step_memory import LocalMachine
 from engine.executor.graphs import Capture, Work
+from engine.kv.kv_pool import KVPool
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.messages import GenerateRequest
-from engine.model_files.model_config import ModelConfig
-from engine.models.decoder import DenseDecoder
-from engine.models.part import ModelPart
-from engine.parallel.layout import Extent, cut_of
+from engine.model_files.model_config import load_model_config
 from engine.sampling_params import SamplingParams
 
-STD = 0.02
+STRIDE = 7919  # between tokens of neighbours; a prime
 
 
 class EagerCapture:
@@ -32,54 +32,39 @@ class EagerCapture:
         return work
 
 
-class RandomCheckpoint:
-    """Tensors of whatever shape is asked for; as `engine.models.checkpoint.Checkpoint`."""
-
-    def __init__(self, *, dtype: str, device: str) -> None:
-        self.dtype_name = dtype
-        self.dtype = getattr(torch, dtype)
-        self.device = torch.device(device)
-        self._generator = torch.Generator(self.device).manual_seed(0)
-
-    def has(self, _name: str) -> bool:
-        """Of the tensors that a checkpoint may leave out it has none."""
-        return False
-
-    def take(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
-        return self.take_rows([name], [shape[0]], shape[1:])
-
-    def take_rows(self, names: Sequence[str], rows: Sequence[Extent], rest: Sequence[Extent]) -> torch.Tensor:
-        shape = [sum(len(cut_of(count)) for count in rows), *(len(cut_of(size)) for size in rest)]
-        if "norm" in names[0]:
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        made = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return made.normal_(0.0, STD, generator=self._generator)
-
-    def take_integers(self, *_: object) -> None:
-        """It has none."""
-
-    def ignore(self, name: str) -> None:
-        pass
-
-
-def random_model(_model_path: str, config: ModelConfig, *, dtype: str, device: str, **_: object) -> DenseDecoder:
-    with torch.inference_mode():
-        return DenseDecoder(ModelPart(config, RandomCheckpoint(dtype=dtype, device=device)))  # type: ignore[arg-type]
-
-
-def make_engine(target: Target, shape: Shape, *, context: int, load: Any = random_model, **flags: Any) -> EngineParts:
-    """On a CPU with eager graphs, so that the same code runs."""
-    defaults: dict[str, Any] = {
-        "model_path": "random",
-        "dtype": target.dtype,
-        "device": target.device.type,
-        "attention_backend": "triton",
-        "disable_radix_cache": True,
-        "chunked_prefill_size": -1,
-    }
+def make_engine(target: Target, fields: Mapping[str, object], **flags: Any) -> EngineParts:
+    """`fields`: config.json. On a CPU with eager graphs, so that the same code runs."""
     capture: Callable[[], Capture] | None = EagerCapture if target.small else None
-    config = EngineConfig(**(defaults | flags))
-    return build_engine(config, shape.config(context=context), machine=LocalMachine(capture=capture, load=load))
+    with TemporaryDirectory(prefix="tandem-gpu-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        defaults: dict[str, Any] = {
+            "model_path": folder,
+            "load_format": "dummy",
+            "dtype": target.dtype,
+            "device": target.device.type,
+            "attention_backend": "triton",
+            "disable_radix_cache": True,
+            "chunked_prefill_size": -1,
+        }
+        config = EngineConfig(**(defaults | flags))
+        return build_engine(config, load_model_config(folder), machine=LocalMachine(capture=capture))
+
+
+def fill_kv(pool: KVPool) -> None:
+    """Random K and V: rows that read zeros alone would be alike, and a product of zeros costs less power."""
+    for layer in range(pool.num_layers):
+        for cache in (pool.k(layer), pool.v(layer)):
+            cache.normal_()
+
+
+def experts_reached(parts: EngineParts, run: Callable[[], object]) -> float:
+    """Return how many experts of a layer got a token while `run` computed, on average."""
+    [stream] = parts.device.executor.streams
+    before = stream.runner.expert_loads()
+    run()
+    after = stream.runner.expert_loads()
+    counts = [sum(map(operator.gt, now, then)) for now, then in zip(after, before, strict=True)]
+    return sum(counts) / len(counts)
 
 
 def request(rid: str, *, prompt: list[int], new_tokens: int) -> Request:
@@ -117,7 +102,7 @@ class Run:
 
 
 class Steps:
-    """Hand-made plans for an executor without a scheduler: `batch` requests of `context` tokens, whose KV is whatever it is.
+    """Hand-made plans for an executor without a scheduler: `batch` requests of `context` tokens, all different, over random KV.
 
     `adapters`: the number of each slot's adapter.
     """
@@ -130,14 +115,20 @@ class Steps:
         assert batch * self._pages <= parts.pool.num_pages, (batch, self._pages, parts.pool.num_pages)
         self._seq = 0
         self._open = False
+        fill_kv(parts.pool)
 
     def decode(self) -> Plan:
         """The last token of each, again and again: the same work every time."""
-        return self._plan([self._item(slot, [1], self._context - 1) for slot in range(self._batch)], extend=False)
+        return self._plan(
+            [self._item(slot, [self._token(slot, 0)], self._context - 1) for slot in range(self._batch)], extend=False
+        )
 
     def prefill(self) -> Plan:
-        tokens = [1 + t % 500 for t in range(self._context)]
-        return self._plan([self._item(slot, tokens, 0) for slot in range(self._batch)], extend=True)
+        prompts = [[self._token(slot, t) for t in range(self._context)] for slot in range(self._batch)]
+        return self._plan([self._item(slot, prompt, 0) for slot, prompt in enumerate(prompts)], extend=True)
+
+    def _token(self, slot: int, place: int) -> int:
+        return 1 + (slot + place) * STRIDE % (self._parts.model.vocab_size - 1)
 
     def _item(self, slot: int, tokens: list[int], start: int) -> PlanItem:
         first = 1 + slot * self._pages

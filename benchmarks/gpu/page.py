@@ -1,50 +1,65 @@
-"""The report of a GPU as a page: docs/reports/gpu.md, from the JSON of `make gpu-check`."""
+"""The result of `make gpu-check` in words: lines for a terminal, and the page docs/reports/gpu.md."""
 
-import tomllib
-from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.target import TABLE
 from deploy.bench.stats import table
 
-TABLES = tomllib.loads(Path(__file__).with_name("parts.toml").read_text())["tables"]
+TABLES = TABLE["tables"]
+WORDS = {True: "yes", False: "no", None: "-"}
 
 
-def page(result: dict[str, Any], aims: str) -> str:
-    """Return Markdown: what ran where, `aims`, then rows of the parts that have some."""
+def page(result: dict[str, Any]) -> str:
+    """Return Markdown: what ran where, the aims, then rows of the parts that have some."""
     made_by = result["environment"]
-    parts = {name: part for name, part in result["parts"].items() if "error" not in part}
     versions = ", ".join(f"{name} {version}" for name, version in made_by["versions"].items())
+    failed = [f"{name}: {part['error']}" for name, part in result["parts"].items() if "error" in part]
     return "\n\n".join(
         [
             "# One GPU",
             f"{made_by['gpu']}, {versions}; commit {made_by['commit']}, {made_by['time'][:10]}. Command: `{made_by['command']}`. "
             "What the figures mean: [gpu.md](../gpu.md); all of them: [gpu_check.json](gpu_check.json).",
-            aims,
-            *(_section(one["title"], parts[one["part"]], one["columns"]) for one in TABLES if one["part"] in parts),
+            aim_table(result["aims"]),
+            *(["Parts without all their figures: " + "; ".join(failed)] if failed else []),
+            *(
+                f"## {one['title']}\n\n{table(list(one['columns']), cells)}"
+                for one in TABLES
+                if (cells := _cells(one, result["parts"]))
+            ),
             "",
         ]
     )
 
 
-def _section(title: str, part: dict[str, Any], columns: dict[str, str]) -> str:
-    rows = part["rows"] if "rows" in part else _families(part)
-    cells = [[form.format(**_words(row)) for form in columns.values()] for row in rows]
-    return f"## {title}\n\n{table(list(columns), cells)}"
-
-
-def _words(row: dict[str, Any]) -> dict[str, Any]:
-    """A row, and what is said of it in words or in other units."""
-    floor_ms, graph = row.get("floor_ms"), "no" if row.get("graphs") is False else "yes"
-    return {
-        **row,
-        "graph": graph,
-        "floor": "-" if floor_ms is None else f"{floor_ms:.2f}",
-        "mb": row.get("bytes", 0) / 1e6,
-    }
-
-
-def _families(part: dict[str, Any]) -> list[dict[str, str]]:
-    said = {family: ways for family, ways in part.items() if isinstance(ways, dict)}
-    return [
-        {"family": name, "triton": ways["triton"].split(":")[0], "torch": ways["torch"]} for name, ways in said.items()
+def aim_table(aims: list[dict[str, Any]]) -> str:
+    rows = [
+        [row["what"], "-" if row["found"] is None else f"{row['found']:.3f}", row["aim"], WORDS[row["met"]]]
+        for row in aims
     ]
+    return table(["", "found", "aim", "met"], rows)
+
+
+def lines_of(parts: dict[str, Any]) -> list[str]:
+    """A line for each table of the page: its columns, then its rows."""
+    lines = []
+    for one in TABLES:
+        if one.get("on_page"):
+            continue
+        if cells := _cells(one, parts):
+            lines.append(f"{one['title']} ({' '.join(one['columns'])}): {'; '.join(' '.join(row) for row in cells)}")
+    return lines
+
+
+def _cells(one: dict[str, Any], parts: dict[str, Any]) -> list[list[str]]:
+    rows: Any = parts.get(one["part"], {})
+    for key in one.get("at", "rows").split("."):
+        rows = rows.get(key, []) if isinstance(rows, dict) else []
+    return [[_cell(form, row) for form in one["columns"].values()] for row in rows]
+
+
+def _cell(form: str, row: dict[str, Any]) -> str:
+    """`form` with what the row has; "-" where it has no such figure."""
+    try:
+        return form.format(**row)
+    except (KeyError, TypeError, ValueError):  # a figure that was not measured is None
+        return "-"

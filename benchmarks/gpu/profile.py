@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "docs" / "reports" / "gpu_check.json"
 GAP_CONTEXT = 64 + 60 // 2  # of the median step in benchmarks/gpu/steps.py: a prompt and half of the answers
 PARTS = ("decode", "adapters", "gap", "short_prompts", "prefill")
+ENGINE = "engine8b"  # has these, of a report after 2026-11-26
 
 Step = tuple[str, StepLoad, float]  # (name, load, seconds)
 
@@ -44,7 +45,7 @@ def profile_of(result: Mapping[str, Any]) -> Profile:
     found = fit_efficiency([(load, seconds) for _, load, seconds in steps], gpu, shape())
     model = Roofline(gpu=gpu, shape=shape(), efficiency=found)
     worst = max(abs(model.seconds(load) / seconds - 1) for _, load, seconds in steps)
-    named = " ".join(result["parts"][part]["commit"] for part in PARTS)
+    named = " ".join(result["parts"].get(part, {}).get("commit", result["environment"]["commit"]) for part in PARTS)
     commits = " and ".join(dict.fromkeys(re.findall(r"\b[0-9a-f]{8,40}\b", named)))
     return Profile(
         gpu=gpu,
@@ -80,13 +81,17 @@ def shape() -> Shape:
 
 def measured_steps(parts: Mapping[str, Any]) -> list[Step]:
     """Return the steps of a dense model with graphs, as served: decodes by batch and context, prompts by length."""
-    decode, gap, adapters = parts["decode"], parts["gap"], parts["adapters"]
+    parts = {**parts, **parts.get(ENGINE, {})}
+    decode, gap, adapters = parts["decode"], parts["gap"], parts.get("adapters", {"rows": []})
+    prompts = parts["prefill"].get("rows") or [
+        *(row for row in parts["short_prompts"]["rows"] if row["graphs"]),
+        parts["prefill"],
+    ]
     return [
         *(_decode(row, decode["context"], row["ms"]) for row in decode["rows"] if row["graphs"]),
         *(_decode(row, adapters["context"], row["ms"]) for row in adapters["rows"] if not row["adapters"]),
         *(_decode(row, GAP_CONTEXT, row["step_p50_ms"]) for row in gap["rows"] if row["depth"] == 2),
-        *(_prompt(row["tokens"], row["ms"]) for row in parts["short_prompts"]["rows"] if row["graphs"]),
-        _prompt(parts["prefill"]["tokens"], parts["prefill"]["ms"]),
+        *(_prompt(row["tokens"], row["ms"]) for row in prompts),
     ]
 
 

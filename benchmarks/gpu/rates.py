@@ -1,22 +1,15 @@
-"""What this GPU gives at best (bytes copied within its memory, bf16 products), a decode step's products one by one, and its sampling."""
+"""What this GPU gives at best (bytes copied within its memory, bf16 products), and a decode step's sampling."""
 
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from benchmarks.gpu.target import QWEN3_8B, TINY, Target
+from benchmarks.gpu.target import QWEN3_8B, TABLE, TINY, Target
 from engine.core.plan import SlotOpen
 from engine.sampler.sampler import TokenSampler, make_sampler
 from engine.sampling_params import SamplingParams
 
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {"temperature": 0.8},
-    "top_k": {"temperature": 0.8, "top_k": 50},
-    "top_p": {"temperature": 0.8, "top_p": 0.9},
-    "penalties": {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-}
+KINDS: dict[str, dict[str, Any]] = TABLE["sampling"]
 CONTEXT = 1024  # of the step that a row is compared with
 
 
@@ -36,34 +29,6 @@ def limits(target: Target) -> dict[str, Any]:
         "copy_bytes": size,
         "product_edge": edge,
     }
-
-
-def products(target: Target) -> dict[str, Any]:
-    """Measure how much of the memory's rate each product reaches at small batches, where it reads its weight.
-
-    What to look at first where a decode step is far over its floor: attention and these are nearly all of its bytes.
-    """
-    shape = target.pick(QWEN3_8B, TINY)
-    wide = shape.head_dim * shape.heads
-    matrices = {
-        "qkv": (wide + 2 * shape.head_dim * shape.kv_heads, shape.hidden),
-        "out": (shape.hidden, wide),
-        "gate_up": (2 * shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
-        "head": (shape.vocab, shape.hidden),
-    }
-    rows = []
-    for name, (outs, ins) in matrices.items():
-        weight = torch.randn(outs, ins, device=target.device).bfloat16()
-        rows += [_product(target, name, weight, batch) for batch in target.pick((1, 8, 64, 128), (1, 2))]
-    return {"rows": rows}
-
-
-def _product(target: Target, name: str, weight: torch.Tensor, batch: int) -> dict[str, Any]:
-    x = torch.randn(batch, weight.shape[1], device=target.device).bfloat16()
-    ms = target.ms(lambda: functional.linear(x, weight))
-    rate = 2 * (weight.numel() + x.numel() + batch * len(weight)) / ms / 1e6
-    return {"matrix": name, "batch": batch, "ms": ms, "gb_s": rate, "of_copy": target.share(rate, "copy_gb_s")}
 
 
 def sampler(target: Target) -> dict[str, Any]:

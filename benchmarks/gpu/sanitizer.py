@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from benchmarks.cluster import ROOT
-from benchmarks.gpu.attention import worst_error
+from benchmarks.gpu.numerics import Case, worst_error
 from benchmarks.gpu.rates import KINDS
-from benchmarks.gpu.target import Shape, Target
+from benchmarks.gpu.target import Target
 from engine.core.plan import SlotOpen
 from engine.sampler.sampler import make_sampler
 from engine.sampling_params import SamplingParams
 
 CUDA_BIN = "/usr/local/cuda/bin"
 FOUND = 9  # the exit status for a wrong access
-SHAPE = Shape(1, 0, 0, 8, 2, 64, 0)
+CASES = (Case(8, 2, 64), Case(8, 2, 64, window=40, sinks=True, trees=True), Case(16, 1, 576, rank=512))
+SMALL = (Case(8, 2, 16, dtype="float32"),)
 VOCAB = 1031  # odd: the last tile is not full
 
 
@@ -38,8 +39,9 @@ def sanitizer(target: Target) -> dict[str, Any]:
 
 
 def use_kernels(target: Target) -> None:
-    """Extend, decode, and a sample of each kind."""
-    worst_error(target, SHAPE, target.dtype, lengths=target.pick([1, 19, 130], [1, 19]))
+    """Extend, decode, of latents and in windows, too, and a sample of each kind."""
+    for case in target.pick(CASES, SMALL):
+        worst_error(target, case, lengths=target.pick([1, 19, 130], [1, 19]))
     sampler = make_sampler(num_slots=len(KINDS), vocab_size=VOCAB, device=torch.device(target.device))
     for slot, flags in enumerate(KINDS.values()):
         sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, seed=slot, **flags)

@@ -1,4 +1,4 @@
-"""Steps of a model of Qwen3-8B's shape: decode beside the memory's floor and with adapters, prompts beside bf16 products, the gaps."""
+"""Steps of engines of real shapes: decode beside the memory's floor, prompts beside bf16 products, gaps, adapters; one engine a shape."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,107 +10,107 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.engine import STD, Run, Steps, make_engine, random_model
-from benchmarks.gpu.target import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Shape, Target
+from benchmarks.gpu.engine import Run, Steps, experts_reached, make_engine
+from benchmarks.gpu.target import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Shape, Target
 from engine.assembly.parts import EngineParts
 from engine.core.plan import Plan
+from engine.device.graphs import PREFILL_SIZES
 from engine.executor.model_runner import ModelRunner
 from engine.executor.passes import StepOutput
 from engine.layers.linear import SiteShape
 from engine.lora.weights import AdapterWeights, SiteWeights
-from engine.models.decoder import DenseDecoder
 from service.process.start import spare_what_lives
 
 KERNELS_SHOWN = 14
+STD = 0.02
 RANK = 16  # of adapters
 SETTLED = 4  # decode steps before the first whose gap counts
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = 1024
 
 Mark = Callable[[], float]  # milliseconds on one axis; on CUDA valid when the stream is done
 
 
-def decode(target: Target) -> dict[str, Any]:
-    """Decode steps back to back, as graphs and launched kernel by kernel; what of a step is which kernel."""
-    shape, context = target.pick((QWEN3_8B, 1024), (TINY, 20))
-    batches = target.pick((1, 64), (1, 2))
-    found: dict[str, Any] = {"context": context, "rows": []}
-    flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (context + 32)}
-    for graphs in (True, False):
-        parts = make_engine(target, shape, context=context + 16, disable_cuda_graph=not graphs, **flags)
-        for batch in batches:
-            row = _decode_row(target, parts, shape, batch=batch, context=context) | {"graphs": graphs}
-            if graphs and not target.small:
-                row["kernels"] = _kernels(parts, batch=batch, context=context)
-            found["rows"].append(row)
-        parts.device.executor.close()
-        del parts
-        _give_back(target)
+def engine8b(target: Target) -> dict[str, Any]:
+    """Everything of one engine of Qwen3-8B's shape: decode steps, prompts, gaps."""
+    parts, found = _figures(target, target.pick(QWEN3_8B, TINY), BATCHES, (64, 128, 512, 1024, 2048, 8192))
+    found["kernels"] = {of: _kernels(target, parts, batch=of, context=CONTEXT) for of in (1, 64)}
+    found["kernels"]["prompt"] = _kernels(target, parts, context=8192, extend=True)
+    target.keep(found)
+    found["gap"] = {"rows": gap_rows(target, parts, target.pick((64, 256), (2,)), prompt_len=target.pick(64, 4))}
+    parts.device.executor.close()
     return found
+
+
+def engine06b(target: Target) -> dict[str, Any]:
+    """A small model, which a GPU computes faster than a host launches its kernels: also prompts without graphs."""
+    shape, lengths = target.pick(QWEN3_06B, TINY), (256, 512, 1024, 2048, 8192)
+    parts, found = _figures(target, shape, BATCHES, lengths)
+    parts.device.executor.close()
+    parts, eager = _figures(target, shape, (1,), lengths[:2], disable_cuda_graph=True)
+    parts.device.executor.close()
+    return {**found, "eager": eager}
 
 
 def mixture(target: Target) -> dict[str, Any]:
-    """Decode steps of a mixture of experts, as graphs."""
-    shape, context = target.pick((QWEN3_30B_A3B, 1024), (TINY_MIXTURE, 20))
-    batches = target.pick((1, 8, 64), (2,))
-    flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (context + 32)}
-    parts = make_engine(target, shape, context=context + 16, **flags)
-    rows = [_decode_row(target, parts, shape, batch=batch, context=context) for batch in batches]
-    if not target.small:
-        rows[-1]["kernels"] = _kernels(parts, batch=batches[-1], context=context)
-    parts.device.executor.close()
-    return {"layers": shape.layers, "context": context, "rows": rows}
-
-
-def _decode_row(target: Target, parts: EngineParts, shape: Shape, *, batch: int, context: int) -> dict[str, Any]:
-    ms = step_ms(target, parts, Steps(parts, batch=batch, context=context))
-    floor_ms = None
-    if "copy_gb_s" in target.limits:
-        floor_ms = shape.step_bytes(batch=batch, context=context) / target.limits["copy_gb_s"] / 1e6
-    return {"batch": batch, "ms": ms, "floor_ms": floor_ms, "of_floor": ms / floor_ms if floor_ms else None}
-
-
-def prefill(target: Target) -> dict[str, Any]:
-    shape, tokens = target.pick((QWEN3_8B, 8192), (TINY, 20))
-    flags = {"max_running_requests": 1, "max_total_tokens": tokens + 32, "disable_cuda_graph": True}
-    parts = make_engine(target, shape, context=tokens + 16, **flags)
-    steps = Steps(parts, batch=1, context=tokens)
-    ms = _prefill_ms(parts, steps, repeats=target.pick(5, 1))
-    flop = shape.prefill_flop(tokens)
-    found = {"tokens": tokens, "ms": ms, "flop": flop, "tflop_s": flop / ms / 1e9}
-    found["of_bf16"] = target.share(found["tflop_s"], "bf16_tflop_s")
-    if not target.small:
-        found["kernels"] = _profiled(parts, steps.prefill, count=1)
+    """Steps of a mixture of experts, whose rows choose experts of their own."""
+    parts, found = _figures(target, target.pick(QWEN3_30B_A3B, TINY_MIXTURE), (1, 8, 64, 256), (1024, 8192))
+    found["kernels"] = {of: _kernels(target, parts, batch=of, context=CONTEXT) for of in (1, 64)}
     parts.device.executor.close()
     return found
+
+
+def _figures(
+    target: Target, shape: Shape, batches: Sequence[int], lengths: Sequence[int], **flags: Any
+) -> tuple[EngineParts, dict[str, Any]]:
+    """An engine, its decode steps back to back, and prompts alone."""
+    context, batches, lengths = target.pick((CONTEXT, batches, lengths), (20, (2,), (5, 20)))
+    tokens = max(max(batches) * (context + 32), max(lengths) + 32)
+    sizes = {"max_running_requests": max(batches), "max_total_tokens": tokens}
+    parts = make_engine(target, shape.fields(context=max(*lengths, context) + 64), **sizes, **flags)
+    found: dict[str, Any] = {"layers": shape.layers, "decode": {"context": context, "rows": []}}
+    for batch in batches:
+        found["decode"]["rows"].append(_decode_row(target, parts, shape, batch, context))
+        target.keep(found)
+    found["prefill"] = {"rows": [_prompt_row(target, parts, shape, tokens) for tokens in lengths]}
+    target.keep(found)
+    return parts, found
+
+
+def _decode_row(target: Target, parts: EngineParts, shape: Shape, batch: int, context: int) -> dict[str, Any]:
+    ms = step_ms(target, parts, Steps(parts, batch=batch, context=context))
+    row: dict[str, Any] = {"batch": batch, "graphs": not parts.config.disable_cuda_graph, "ms": ms, "of_floor": None}
+    if "copy_gb_s" in target.limits:
+        row["floor_ms"] = shape.step_bytes(batch=batch, context=context) / target.limits["copy_gb_s"] / 1e6
+        row["of_floor"] = ms / row["floor_ms"]
+    if shape.experts:
+        steps = Steps(parts, batch=batch, context=context)
+        row["experts"] = experts_reached(parts, lambda: collect(parts, steps.decode()))
+        steps.close()
+    return row
+
+
+def _prompt_row(target: Target, parts: EngineParts, shape: Shape, tokens: int) -> dict[str, Any]:
+    is_short, steps = tokens <= PREFILL_SIZES[-1], Steps(parts, batch=1, context=tokens)
+    ms = _prefill_ms(parts, steps, repeats=target.pick(20 if is_short else 5, 1))
+    steps.close()
+    tflop_s = shape.prefill_flop(tokens) / ms / 1e9
+    row = {"tokens": tokens, "graphs": is_short and not parts.config.disable_cuda_graph, "ms": ms, "tflop_s": tflop_s}
+    return row | {"of_bf16": target.share(tflop_s, "bf16_tflop_s")}
 
 
 def _prefill_ms(parts: EngineParts, steps: Steps, *, repeats: int) -> float:
     """Return the median milliseconds of a prompt step, from its launch to its results."""
-    _collect(parts, steps.prefill())
+    collect(parts, steps.prefill())
     times = []
     for _ in range(repeats):
         begin = perf_counter()
-        _collect(parts, steps.prefill())
+        collect(parts, steps.prefill())
         times.append(1000 * (perf_counter() - begin))
     return median(times)
 
 
-def short_prompts(target: Target) -> dict[str, Any]:
-    """Prompts that a GPU computes faster than the host launches their kernels, as graphs and kernel by kernel."""
-    shape, lengths = target.pick((QWEN3_8B, (64, 128, 512)), (TINY, (5,)))
-    rows = []
-    for graphs in (True, False):
-        flags = {"max_running_requests": 1, "max_total_tokens": 1024, "disable_cuda_graph": not graphs}
-        parts = make_engine(target, shape, context=1024, **flags)
-        for tokens in lengths:
-            steps = Steps(parts, batch=1, context=tokens)
-            rows.append(
-                {"tokens": tokens, "graphs": graphs, "ms": _prefill_ms(parts, steps, repeats=target.pick(20, 1))}
-            )
-            steps.close()
-        parts.device.executor.close()
-        del parts
-        _give_back(target)
-    return {"rows": rows}
+# ---- gaps
 
 
 class TimedRunner:
@@ -136,12 +136,6 @@ class TimedRunner:
     def close(self) -> None:
         self._runner.close()
 
-    def forward(self, plan: Plan) -> Tensor | None:
-        raise AssertionError("a step in two halves: only grammars ask for one")
-
-    def sample(self, plan: Plan, hidden: Tensor | None) -> StepOutput:
-        raise AssertionError("a step in two halves: only grammars ask for one")
-
 
 def _clock_mark() -> Mark:
     now_ms = 1000 * perf_counter()
@@ -161,26 +155,22 @@ def _cuda_marks() -> Callable[[], Mark]:
     return mark
 
 
-def gap(target: Target) -> dict[str, Any]:
-    """What the device waits between decode steps, driven by the scheduler, at depth 1 and 2: by events around each step.
+def gap_rows(
+    target: Target, parts: EngineParts, batches: Sequence[int], *, prompt_len: int, depths: Sequence[int] = (1, 2)
+) -> list[dict[str, Any]]:
+    """What the device waits between decode steps, driven by the scheduler: by events around each step.
 
     A step's begin is when the device comes to the first thing that is enqueued for it; waits within a step (for kernels
     that are not launched yet, which the sampler's are one by one) count as the step's.
     """
-    shape, prompt_len = target.pick((QWEN3_8B, 64), (TINY, 4))
-    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 2 * SETTLED + 2))
-    flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
-    parts = make_engine(target, shape, context=1024, **flags)
-    timed = TimedRunner(parts.pool.device)
+    timed, num_steps = TimedRunner(parts.pool.device), target.pick(60, 2 * SETTLED + 2)
     [stream] = parts.device.executor.streams
     stream.runner = timed.around(stream.runner)
-    rows = [
+    return [
         _gap_row(parts, timed, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
         for batch in batches
-        for depth in (1, 2)
+        for depth in depths
     ]
-    parts.device.executor.close()
-    return {"rows": rows}
 
 
 def _gap_row(
@@ -190,7 +180,9 @@ def _gap_row(
     spare_what_lives()  # as a worker does
     run = Run(parts, depth=depth)
     for i in range(batch):
-        run.add(f"{batch}-{depth}-{i}", prompt=[1 + (i + t) % 500 for t in range(prompt_len)], new_tokens=num_steps)
+        run.add(
+            f"{batch}-{depth}-{i}", prompt=[16 + (7 * i + t) % 250 for t in range(prompt_len)], new_tokens=num_steps
+        )
     begin = perf_counter()
     run.drain()
     wall_ms = 1000 * (perf_counter() - begin)
@@ -215,17 +207,9 @@ def adapters(target: Target) -> dict[str, Any]:
     shape = target.pick(QWEN3_8B, TINY)
     batch, counts = target.pick((64, (0, 1, 8)), (2, (0, 2)))
     context = target.pick(512, 20)
-    models: list[DenseDecoder] = []
-
-    def load(*args: Any, **kwargs: Any) -> DenseDecoder:
-        models.append(random_model(*args, **kwargs))
-        return models[-1]
-
     parts = make_engine(
         target,
-        shape,
-        context=context + 16,
-        load=load,
+        shape.fields(context=context + 16),
         enable_lora=True,
         max_lora_rank=RANK,
         max_loras_per_batch=max(counts),
@@ -234,7 +218,8 @@ def adapters(target: Target) -> dict[str, Any]:
     )
     store = parts.device.adapters
     assert store is not None
-    sites = [site.shape for site in models[0].linear_sites()]
+    [stream] = parts.device.executor.streams
+    sites = [site.shape for site in stream.runner.running.model.linear_sites()]
     for number in range(1, max(counts) + 1):
         store.install(number, random_adapter(sites, dtype=getattr(torch, target.dtype), device=target.device))
     rows = []
@@ -270,7 +255,7 @@ def step_ms(target: Target, parts: EngineParts, steps: Steps) -> float:
     That is what the device needs. Closes `steps`.
     """
     many = target.pick(40, 2)
-    _collect(parts, steps.decode())
+    collect(parts, steps.decode())
     times = []
     for _ in range(target.pick(3, 1)):
         target.sync()
@@ -283,21 +268,21 @@ def step_ms(target: Target, parts: EngineParts, steps: Steps) -> float:
     return min(times)
 
 
-def _kernels(parts: EngineParts, *, batch: int, context: int) -> list[dict[str, Any]]:
-    steps = Steps(parts, batch=batch, context=context)
-    _collect(parts, steps.decode())
-    rows = _profiled(parts, steps.decode, count=5)
-    steps.close()
-    return rows
-
-
-def _profiled(parts: EngineParts, plan: Any, *, count: int) -> list[dict[str, Any]]:
+def _kernels(
+    target: Target, parts: EngineParts, *, batch: int = 1, context: int, extend: bool = False
+) -> list[dict[str, Any]]:
     """Microseconds and launches of each kernel in a step, the longest first."""
+    if target.small:
+        return []
+    steps, count = Steps(parts, batch=batch, context=context), 1 if extend else 5
+    plan = steps.prefill if extend else steps.decode
+    collect(parts, plan())
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(count):
-            _collect(parts, plan())
+            collect(parts, plan())
         torch.cuda.synchronize()
+    steps.close()
     micros: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     for event in profile.events():
@@ -313,10 +298,5 @@ def _profiled(parts: EngineParts, plan: Any, *, count: int) -> list[dict[str, An
     return [total, *rows]
 
 
-def _collect(parts: EngineParts, plan: Any) -> None:
+def collect(parts: EngineParts, plan: Any) -> None:
     parts.device.executor.collect(parts.device.executor.launch(plan))
-
-
-def _give_back(target: Target) -> None:
-    if not target.small:
-        torch.cuda.empty_cache()

@@ -1,7 +1,11 @@
 """Where a part of the GPU check runs: a GPU at full size, or this CPU at a size that shows that the code runs."""
 
 import json
+import tomllib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -13,6 +17,7 @@ import torch
 from benchmarks.random_model import qwen3_config
 from engine.model_files.model_config import ModelConfig, load_model_config
 
+TABLE = tomllib.loads(Path(__file__).with_name("parts.toml").read_text())
 WARM_UP = 3
 FLUSH_BYTES = 256 << 20  # more than any L2: what a step left there does not help the next
 Work = Any  # Callable[[], object]
@@ -20,10 +25,11 @@ Work = Any  # Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`limits`: what the part `limits` measured: `copy_gb_s` (bytes read and written), `bf16_tflop_s`."""
+    """`limits`: what the part `limits` measured: `copy_gb_s` (bytes read and written), `bf16_tflop_s`. `output`: see `keep`."""
 
     small: bool
     limits: dict[str, float]
+    output: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -59,9 +65,31 @@ class Target:
         torch.cuda.synchronize()
         return median(begin.elapsed_time(end) for begin, end in times)
 
+    def keep(self, found: Mapping[str, Any]) -> None:
+        """Save what a part has found so far: it stays if the part is ended."""
+        if self.output:
+            Path(self.output).write_text(json.dumps(found))
+
     def share(self, value: float, limit: str) -> float | None:
         """`value` over a limit, where that was measured."""
         return value / self.limits[limit] if limit in self.limits else None
+
+
+def side_by_side(target: Target, jobs: Mapping[str, Callable[[], object]], *, processes: int = 16) -> dict[str, Any]:
+    """Run each in a process; {name: what it returned, or what it raised in words}."""
+    if target.small:
+        return {name: _attempted(job) for name, job in jobs.items()}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        begun = {name: pool.submit(_attempted, job) for name, job in jobs.items()}
+        return {name: one.result() for name, one in begun.items()}
+
+
+def _attempted(job: Callable[[], object]) -> object:
+    torch.set_grad_enabled(False)
+    try:
+        return job()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
 
 
 def _wall_ms(work: Work) -> float:
@@ -84,7 +112,8 @@ class Shape:
     experts: int = 0
     per_token: int = 0
 
-    def config(self, *, context: int) -> ModelConfig:
+    def fields(self, *, context: int) -> dict[str, object]:
+        """Return config.json."""
         sizes = {"layers": self.layers, "hidden": self.hidden, "intermediate": self.intermediate, "vocab": self.vocab}
         text = qwen3_config(**sizes, heads=(self.heads, self.kv_heads, self.head_dim), context=context)
         text |= {"tie_word_embeddings": False, "eos_token_id": 0}
@@ -92,8 +121,11 @@ class Shape:
             text |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
             text |= {"moe_intermediate_size": self.intermediate, "num_experts": self.experts}
             text |= {"num_experts_per_tok": self.per_token}
+        return text
+
+    def config(self, *, context: int) -> ModelConfig:
         with TemporaryDirectory(prefix="tandem-gpu-") as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(text))
+            (Path(folder) / "config.json").write_text(json.dumps(self.fields(context=context)))
             return load_model_config(folder)
 
     @property
@@ -117,6 +149,7 @@ class Shape:
 
 
 QWEN3_8B = Shape(36, 4096, 12288, 32, 8, 128, 151936)
+QWEN3_06B = Shape(28, 1024, 3072, 16, 8, 128, 151936)
 QWEN3_30B_A3B = Shape(12, 2048, 768, 32, 4, 128, 151936, experts=128, per_token=8)  # 12 of its 48 layers
-TINY = Shape(2, 64, 64, 4, 2, 16, 528)
-TINY_MIXTURE = Shape(2, 64, 32, 4, 2, 16, 528, experts=4, per_token=2)
+TINY = Shape(1, 64, 64, 4, 2, 16, 528)
+TINY_MIXTURE = Shape(1, 64, 32, 4, 2, 16, 528, experts=8, per_token=2)

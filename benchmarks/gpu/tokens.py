@@ -1,19 +1,13 @@
-"""The CPU's tokens on a GPU: by every way of one model, by every family, and by a cluster, whose answers show that KV crossed. Times nothing."""
+"""The CPU's tokens on a GPU: by every way of one model, and by every family. Times nothing."""
 
 import random
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import requests
-import torch
-
-from benchmarks.cluster import post, tandem_up
 from benchmarks.gpu.engine import EagerCapture, Run
-from benchmarks.gpu.target import Target
+from benchmarks.gpu.target import TABLE, Target, side_by_side
 from benchmarks.random_model import write_model
 from engine.assembly.leader import build_engine
 from engine.assembly.parts import EngineParts
@@ -23,39 +17,6 @@ from engine.device.step_memory import LocalMachine
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
-from tools.recall import vocab
-from tools.recall.oracle import continuation
-
-ANSWER = 16
-
-
-def cluster(target: Target) -> dict[str, Any]:
-    """`tandem up` on one GPU, as a user starts it: a prefill and a decode worker share it, and KV crosses by NIXL.
-
-    Asks the shipped model, whose answers are right only if KV crossed, and says what the transfer engine took.
-    """
-    with tandem_up(*target.pick(("--device", "cuda", "--share-gpus"), ("--device", "cpu"))) as up:
-        ids = [_prompt(seed, words=40 + 40 * seed) for seed in range(target.pick(32, 2))]
-        sampling = {"max_new_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-        answers = post(up.url, {"input_ids": ids, "sampling_params": sampling})
-        right = [continuation(prompt, ANSWER, ignore_eos=True) for prompt in ids]
-        wrong = [i for i, answer in enumerate(answers) if answer["output_ids"] != right[i]]
-        if wrong:
-            raise AssertionError(f"wrong answers: {wrong}")
-        workers = {role: _server_info(url) for role, url in up.workers}
-    return {"answers": len(ids), "ready_s": up.ready_s, "workers": workers}
-
-
-def _prompt(seed: int, *, words: int) -> list[int]:
-    """Pairs of a key and a value, then a key again: `words` tokens or as many as there are keys."""
-    known = random.Random(seed).sample(range(16, vocab.VOCAB_SIZE), min(words, vocab.VOCAB_SIZE - 16))
-    return [vocab.BOS, *known, known[0]]
-
-
-def _server_info(url: str) -> dict[str, Any]:
-    info = requests.get(url + "/server_info", timeout=10).json()
-    return {key: value for key, value in info.items() if key.startswith(("memory_", "transfer", "kv_", "device"))}
-
 
 Tokens = dict[str, list[int]]
 
@@ -83,14 +44,6 @@ def tokens_of(
 
 # ---- ways of one model
 
-WAYS: dict[str, dict[str, Any]] = {
-    "graphs": {},
-    "no graphs": {"disable_cuda_graph": True},
-    "torch": {"attention_backend": "torch", "disable_cuda_graph": True},
-    "chunks": {"chunked_prefill_size": 64},
-    "drafts": {"speculative_algorithm": "NGRAM"},
-}
-
 
 def identity(target: Target) -> dict[str, Any]:
     """Compare each way with the CPU, for the model that ships with Tandem and one of random weights; raises where they differ."""
@@ -105,7 +58,7 @@ def identity(target: Target) -> dict[str, Any]:
         write_model(Path(folder), layers=target.pick(4, 1), hidden=target.pick(512, 64))
         for name, path in (("shipped", DEFAULT_MODEL_PATH), ("random", folder)):
             expected, _ = tokens(path, device="cpu", attention_backend="torch")
-            for way, flags in target.pick(WAYS, {"graphs": {}}).items():
+            for way, flags in target.pick(TABLE["ways"], {"graphs": {}}).items():
                 at = {"device": target.device.type, "attention_backend": "triton"} | flags
                 found[f"{name}, {way}"] = tokens(path, **at)[0] == expected
     if different := [name for name, same in found.items() if not same]:
@@ -115,10 +68,6 @@ def identity(target: Target) -> dict[str, Any]:
 
 # ---- families
 
-BACKENDS: dict[str, dict[str, Any]] = {
-    "triton": {"attention_backend": "triton"},
-    "torch": {"attention_backend": "torch", "disable_cuda_graph": True},
-}
 PROMPTS = [[16 + (7 * i + 13 * t) % 250 for t in range(n)] for i, n in enumerate((5, 40, 130))]
 PROCESSES = 6
 
@@ -126,26 +75,23 @@ PROCESSES = 6
 def families(target: Target) -> dict[str, Any]:
     """For each family and backend: "same", or why it was refused at start; raises where tokens differ or a step fails."""
     names = target.pick(list(ARCHITECTURES), ["qwen3"])
-    if target.small:
-        found = {family: _family(target, family) for family in names}
-    else:
-        with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-            found = dict(zip(names, pool.map(partial(_family, target), names), strict=True))
+    found = side_by_side(target, {name: partial(_family, target, name) for name in names}, processes=PROCESSES)
+    rows = [{"family": family, **ways} for family, ways in found.items()]
+    target.keep({"rows": rows})
     said = {f"{family} by {way}": text for family, ways in found.items() for way, text in ways.items()}
     if wrong := [f"{name}: {text}" for name, text in said.items() if text != "same" and text[:9] != "refused: "]:
         raise AssertionError("; ".join(wrong))
-    return found
+    return {"rows": rows}
 
 
 def _family(target: Target, family: str) -> dict[str, str]:
-    torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory(prefix="tandem-families-") as folder:
         path = str(make_tiny_checkpoint(Path(folder), family))
         flags = {"max_total_tokens": 1024, "max_running_requests": 4, "disable_radix_cache": True}
         tokens = partial(tokens_of, path, PROMPTS, 8, **flags)
         expected, _ = tokens(device="cpu", attention_backend="torch")
         found = {}
-        for way, backend in BACKENDS.items():
+        for way, backend in TABLE["backends"].items():
             try:
                 found[way] = "same" if tokens(device=target.device.type, **backend)[0] == expected else "other tokens"
             except ConfigError as error:

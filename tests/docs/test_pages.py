@@ -17,8 +17,8 @@ from tests.docs.pages import PAGES, REPORTS, anchors, without_blocks
 from tests.packages import PACKAGES, ROOT
 
 # Flags of other programs, of benchmarks and of tools.
-_FOREIGN = """--backend --base-url --build-arg --delete-emptydir-data --force --format --grace-period --ignore-daemonsets --list --max-concurrency --merge --no-deps --rollout-external-engine-addrs
-    --num-prompts --parts --replicas --scenario --shm-size --small --wait"""
+_FOREIGN = """--backend --base-url --build-arg --deadline --delete-emptydir-data --force --format --grace-period --ignore-daemonsets --list --max-concurrency --merge --no-deps --no-index --rollout-external-engine-addrs
+    --num-prompts --parts --replicas --scenario --shm-size --small --target --wait"""
 FOREIGN = frozenset(_FOREIGN.split())
 TOP = (
     "engine",
