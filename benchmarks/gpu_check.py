@@ -212,6 +212,7 @@ def render(result: dict[str, Any]) -> str:
 
     parts, met = result["parts"], [row for row in result["aims"] if row["found"] is not None]
     last = [f"{name} failed: {part['error']}"[:MOST_CHARS] for name, part in parts.items() if "error" in part]
+    last += [f"{name}: {part['missing']}" for name, part in parts.items() if "missing" in part]
     left_out = [f"{name} ({part['left_out']})" for name, part in parts.items() if "left_out" in part]
     last += [f"Left out for --deadline: {', '.join(left_out)}"] if left_out else []
     lines = [*(aim_table(met).split("\n") if met else []), "", *lines_of(parts)]

@@ -32,14 +32,14 @@ def peer(target: Target) -> dict[str, Any]:
     found["matrices"] = _matrices(target, shape, batches)
     _products(target, shape, batches, note)
     if find_spec("transformers") is None:
-        return {**found, "missing": "transformers"}
+        return {**found, "missing": "transformers is not installed"}
     model = _model(target, shape, context + 2 * NEW_TOKENS)
-    for name, way in (("static cache, compiled", _static), ("paged", _paged)):
+    for name, way in (("paged", _paged), ("static cache, compiled", _static)):
         try:
             for batch in batches:
                 note(f"transformers {name}", batch, way(target, model, batch=batch, context=context))
         except Exception as error:  # a peer that fails leaves the others their figures
-            found.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:300]
+            found["error"] = f"{found.get('error', '')} {name}: {type(error).__name__}: {error}".strip()[:600]
     return found
 
 

@@ -65,7 +65,7 @@ def kill(target: Target) -> dict[str, Any]:
 
     Asks the shipped model, whose answers are right only if KV crossed.
     """
-    with _up(target) as up, ThreadPoolExecutor(1) as pool:
+    with _up(target, "", "--disaggregation-kv-checksum") as up, ThreadPoolExecutor(1) as pool:
         ids = [_pairs(seed, count=40 + 40 * seed) for seed in range(target.pick(16, 2))]
         sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
         found = [one["output_ids"] for one in post(up.url, {"input_ids": ids, "sampling_params": sampling})]
@@ -89,19 +89,25 @@ def kill(target: Target) -> dict[str, Any]:
 
 
 def updates(target: Target) -> dict[str, Any]:
-    """New weights, several times: seconds, and the memory that each keeps (graphs are recorded anew)."""
+    """New weights, several times: seconds, and the memory that each keeps (graphs are recorded anew). Then KV's memory goes, and comes."""
     found: dict[str, Any] = {"rows": []}
-    with _model(target, QWEN3_06B) as folder, _up(target, folder, "--unified") as up:
-        for number in range(1 + UPDATES):
+    with _model(target, QWEN3_06B) as folder, _up(target, folder, "--unified", "--enable-memory-saver") as up:
+
+        def note(what: str, path: str, body: Mapping[str, object]) -> None:
             begin = time.monotonic()
-            if number:
-                post(up.url, {"model_path": folder}, "/update_weights_from_disk")
-            post(up.url, ONE)
-            row = {"update": number, "s": time.monotonic() - begin, "used_mb": _used_mb(target, up)}
+            post(up.url, body, path)
+            row = {"what": what, "s": time.monotonic() - begin, "used_mb": _used_mb(target, up)}
             found["rows"].append(row)
             target.keep(found)
+
+        for number in range(1, 1 + UPDATES):
+            note(f"update {number}", "/update_weights_from_disk", {"model_path": folder})
+            post(up.url, ONE)
+        note("release", "/release_memory_occupation", {})
+        note("resume", "/resume_memory_occupation", {})
+        note("answer", "/generate", ONE)
     # the first update may keep what later ones use again
-    kept_mb = (found["rows"][-1]["used_mb"] - found["rows"][1]["used_mb"]) / (UPDATES - 1)
+    kept_mb = (found["rows"][UPDATES - 1]["used_mb"] - found["rows"][0]["used_mb"]) / (UPDATES - 1)
     return {**found, "kept_mb": kept_mb}
 
 

@@ -100,6 +100,10 @@ def test_the_table_has_sixty_lines_at_most() -> None:
     lines = gpu_check.render({"aims": aims, "parts": parts}).splitlines()
     assert [line[-4:] for line in lines[2:3]] == ["no |"] and lines[4].endswith("a 0.1000")
     assert len(lines) == 5 + 9 and max(map(len, lines[5:])) == gpu_check.MOST_CHARS
+    assert (
+        gpu_check.render({"aims": [], "parts": {"peer": {"missing": "x is not there"}}}).splitlines()[-1]
+        == "peer: x is not there"
+    )
     many = {f"part {i}": {"error": "x"} for i in range(50)} | {"b": {"left_out": "x"}}
     lines = gpu_check.render({"aims": 20 * [row for row in aims if row["found"]], "parts": many}).splitlines()
     assert len(lines) == 60 and "JSON file" in lines[8] and lines[-1] == "Left out for --deadline: b (x)"
@@ -162,7 +166,7 @@ def test_the_other_parts_run_on_a_cpu(tmp_path: Path) -> None:
     assert all(parts["identity"][way] for way in parts["identity"] if "," in way)
     assert len(parts["numerics"]["rows"]) == 4 and parts["numerics"]["checksum"]
     assert parts["mixture"]["decode"]["rows"][0]["experts"] > TINY_MIXTURE.per_token
-    assert len(parts["peer"]["rows"]) == 6 and "failed" not in parts["peer"]
+    assert len(parts["peer"]["rows"]) == 6
     check_words(result, tmp_path)
 
 
@@ -174,7 +178,7 @@ def test_whole_servers_run_on_a_cpu(tmp_path: Path) -> None:
     assert parts["serve"]["rows"][0]["output_tokens_s"] > 0 and parts["serve"]["rows"][0]["errors"] == {}
     assert set(parts["serve"]["rows"][0]["cores"]) >= {"prefill's scheduler", "decode's scheduler", "router"}
     assert [row["layout"] for row in parts["pdmux"]["rows"]] == ["mixed chunks", "PD multiplexing"]
-    assert len(parts["updates"]["rows"]) == 5
+    assert [row["what"] for row in parts["updates"]["rows"]][3:] == ["update 4", "release", "resume", "answer"]
     assert [row["drafter"] for row in parts["drafters"]["rows"]] == ["none", "EAGLE3", "none", "NEXTN"]
     check_words(result, tmp_path)
 
