@@ -51,7 +51,7 @@ help:
 	@echo "make bench [ARGS=...]  benchmarks.md: measure this machine (an hour); ARGS="--beside TREE": compare two checkouts"
 	@echo "make bench-peers [PEERS=DIR]          peers.md: beside vLLM, transformers and llama.cpp on this kind of CPU (an hour; 6 GB)"
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
-	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (4 minutes, at most 12)"
+	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (13 minutes)"
 	@echo "make gpu-profile       planner/profiles/: what gpu_check.json says of a GPU, for tandem plan --gpu"
 	@echo "make goodput [ARGS='--trace PATH']    goodput.md: requests a second within objectives, by cluster, on all cores (25 minutes)"
 	@echo "make encoder-faults    encoder_faults.json: real processes, every fault of an encoder worker"

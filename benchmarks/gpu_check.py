@@ -148,6 +148,8 @@ def run_apart(name: str, limits: dict[str, float], within_s: float) -> dict[str,
         found = kept(output)
         if error and "error" not in found:
             found["error"] = error
+        if "error" in found and (reasons := [line for line in said.splitlines() if "error: " in line]):
+            found["error"] = f"{reasons[-1].strip()[:200]} ({found['error']})"  # of a server that did not start
         return found | {"said": said[-3000:]} if "error" in found else found
 
 
