@@ -29,7 +29,7 @@ from tools.recall import vocab
 from tools.recall.oracle import continuation
 
 GOOD_S = {"ttft": 1.0, "tpot": 0.05}
-WITHIN_S, ASK_EVERY_S = 60.0, 0.1
+WITHIN_S, ASK_S, ASK_EVERY_S = 60.0, 10.0, 0.1
 ANSWER = 16
 UPDATES = 4
 ONE: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
@@ -71,21 +71,21 @@ def kill(target: Target) -> dict[str, Any]:
         found = [one["output_ids"] for one in post(up.url, {"input_ids": ids, "sampling_params": sampling})]
         right = [continuation(prompt, ANSWER, ignore_eos=True) for prompt in ids]
         assert found == right, "wrong answers of a pair"
-        before, pids, urls = _used_mb(target, up), dict(up.pids), dict(up.workers)
+        before, pids, urls = _used_mb(target), dict(up.pids), dict(up.workers)
         load = target.pick({"num_requests": 256, "output_len": 400}, {"num_requests": 4, "output_len": 200})
         under_load = pool.submit(_measured, target, up.url, concurrency=32, input_len=64, **load)
-        _await(lambda: _running(urls["decode"]) > 0)
+        assert _came(lambda: _running(urls["decode"]) > 0), "no request was decoded"
         for process in family(pids["decode"]):
             process.kill()
         begin = time.monotonic()
         ask = {"input_ids": ids[0], "sampling_params": sampling}
-        _await(lambda: _answer_to(up.url, ask) == right[0])
-        back_s = time.monotonic() - begin
+        is_back, back_s = _came(lambda: _answer_to(up.url, ask) == right[0]), time.monotonic() - begin
         prefill_lives = lives(psutil.Process(pids["prefill"])) and answers(urls["prefill"] + "/health", 200)
-        records = under_load.result().records
-        failed, lost_mb = sum(record.error is not None for record in records), _used_mb(target, up) - before
-    row = {"prefill_lives": int(prefill_lives), "back_s": back_s, "failed": failed, "lost_mb": lost_mb}
-    return {**row, "rows": [row], "requests": len(records)}
+        row = {"prefill_lives": int(prefill_lives), "back_s": back_s if is_back else None}
+        row["lost_mb"] = _used_mb(target) - before
+        target.keep({**row, "rows": [row]})
+        row["failed"] = sum(record.error is not None for record in under_load.result().records)
+    return {**row, "rows": [row]}
 
 
 def updates(target: Target) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def updates(target: Target) -> dict[str, Any]:
         def note(what: str, path: str, body: Mapping[str, object]) -> None:
             begin = time.monotonic()
             post(up.url, body, path)
-            row = {"what": what, "s": time.monotonic() - begin, "used_mb": _used_mb(target, up)}
+            row = {"what": what, "s": time.monotonic() - begin, "used_mb": _used_mb(target)}
             found["rows"].append(row)
             target.keep(found)
 
@@ -155,10 +155,10 @@ def _up(target: Target, folder: str = "", *flags: str) -> Any:
     return tandem_up(*device, *model, *flags)
 
 
-def _used_mb(target: Target, up: Cluster) -> float:
-    """Memory of the GPU that anyone uses; on a CPU of the processes."""
+def _used_mb(target: Target) -> float:
+    """Memory of the GPU that anyone uses."""
     if target.small:
-        return sum(process.memory_info().rss for process in family(dict(up.pids)["up"])) / 1e6
+        return 0.0
     command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     return float(said.splitlines()[0]) * 2**20 / 1e6
@@ -170,8 +170,8 @@ def _running(url: str) -> int:
 
 def _answer_to(url: str, body: Mapping[str, Any]) -> list[int] | None:
     try:
-        return list(post(url, body)["output_ids"])
-    except requests.RequestException:
+        return list(requests.post(url + "/generate", json=body, timeout=ASK_S).json()["output_ids"])
+    except (requests.RequestException, KeyError):
         return None
 
 
@@ -181,13 +181,12 @@ def _pairs(seed: int, *, count: int) -> list[int]:
     return [vocab.BOS, *known, known[0]]
 
 
-def _await(is_so: Callable[[], bool]) -> None:
-    """Raises TimeoutError."""
+def _came(is_so: Callable[[], bool]) -> bool:
+    """Wait until something is so, for WITHIN_S at most."""
     deadline_s = time.monotonic() + WITHIN_S
-    while not is_so():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not so within {WITHIN_S:.0f} s")
+    while not (came := is_so()) and time.monotonic() < deadline_s:
         time.sleep(ASK_EVERY_S)
+    return came
 
 
 # ---- loads
