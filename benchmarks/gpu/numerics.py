@@ -17,7 +17,7 @@ from engine.kernels.triton import checksum
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
-from engine.kv.step_batch import DeviceStep, StepBatch, TreePaths
+from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths
 from engine.layers.latents import NewLatents
 from engine.layers.rope import NormedRope, Unturned
 
@@ -76,9 +76,8 @@ def worst_error(target: Target, case: Case, *, lengths: Sequence[int] = ()) -> f
         new = _Drawn(case, len(step.token_pages), target.device)
         kernel.begin(step)
         outs = [kernel.attend(0, new.of(case.dtype))]
-        if not step.extend:  # as a graph does
-            kernel.begin_on_device(_on_device(step))
-            outs.append(kernel.attend(0, new.of(case.dtype)))
+        kernel.begin_on_device(_on_device(step))
+        outs.append(kernel.attend(0, new.of(case.dtype)))
         reference.begin(step)
         right = reference.attend(0, new.of("float32"))
         worst += [(out.float() - right).abs().max() for out in outs]
@@ -163,9 +162,13 @@ def _step(places: Sequence[tuple[int, int]], table: Tensor, *, requests: Sequenc
     )
 
 
-def _on_device(step: StepBatch) -> DeviceStep:
-    kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32, device=step.slots.device)
-    return DeviceStep(step.page_table, step.slots, kv_lens, step.token_pages, step.token_offsets, step.paths)
+def _on_device(step: StepBatch) -> DeviceStep | DeviceExtend:
+    """As a graph sees it."""
+    lists = (torch.tensor(x, dtype=torch.int32, device=step.slots.device) for x in (step.kv_lens, [0, *step.q_lens]))
+    (kv_lens, counts), places = lists, (step.token_pages, step.token_offsets)
+    if not step.extend:
+        return DeviceStep(step.page_table, step.slots, kv_lens, *places, step.paths)
+    return DeviceExtend(step.page_table, step.slots, counts.cumsum(0, dtype=torch.int32), kv_lens, *places)
 
 
 def make_pool(

@@ -43,9 +43,7 @@ def lines_of(parts: dict[str, Any]) -> list[str]:
     """A line for each table of the page: its columns, then its rows."""
     lines = []
     for one in TABLES:
-        if one.get("on_page"):
-            continue
-        if cells := _cells(one, parts):
+        if not one.get("on_page") and (cells := _cells(one, parts)):
             lines.append(f"{one['title']} ({' '.join(one['columns'])}): {'; '.join(' '.join(row) for row in cells)}")
     return lines
 
