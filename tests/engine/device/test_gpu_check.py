@@ -218,7 +218,7 @@ def run_small(names: list[str], output: Path) -> dict[str, Any]:
         ",".join(names),
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(output.read_text())
     assert list(result["parts"]) == names
