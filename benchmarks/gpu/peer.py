@@ -87,7 +87,7 @@ def _products(target: Target, shape: Shape, batches: tuple[int, ...], note: Call
                 for weight in weights:
                     functional.linear(inputs[weight.shape[1]], weight)
 
-        run = work if target.small else CudaCapture(target.device).capture(work)
+        run = work if target.small else CudaCapture(torch.cuda.Stream(target.device)).capture(work)
         note("products alone", batch, target.ms(run))
 
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.engine import Run, Steps, experts_reached, make_engine
 from benchmarks.gpu.target import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Shape, Target
 from engine.assembly.parts import EngineParts
 from engine.core.plan import Plan
-from engine.device.graphs import PREFILL_SIZES
+from engine.device.graphs import prefill_sizes
 from engine.executor.model_runner import ModelRunner
 from engine.executor.passes import StepOutput
 from engine.layers.linear import SiteShape
@@ -91,7 +91,8 @@ def _decode_row(target: Target, parts: EngineParts, shape: Shape, batch: int, co
 
 
 def _prompt_row(target: Target, parts: EngineParts, shape: Shape, tokens: int) -> dict[str, Any]:
-    is_short, steps = tokens <= PREFILL_SIZES[-1], Steps(parts, batch=1, context=tokens)
+    is_short = tokens <= prefill_sizes(shape.config(context=tokens))[-1]
+    steps = Steps(parts, batch=1, context=tokens)
     ms = _prefill_ms(parts, steps, repeats=target.pick(20 if is_short else 5, 1))
     steps.close()
     tflop_s = shape.prefill_flop(tokens) / ms / 1e9
