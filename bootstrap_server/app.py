@@ -119,7 +119,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(registry: Registry, *, config: BootstrapConfig, secret: bytes | None = None) -> Application:
-    """Return the application, which verifies and signs with a `secret`."""
+    """The application verifies and signs with a `secret`."""
     check = SignatureCheck(None if secret is None else Verifier(secret))
     browser = BrowserRule(
         host=config.host,

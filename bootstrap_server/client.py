@@ -78,7 +78,7 @@ def look_up(
     timeout_s: float = TIMEOUT_S,
     send: Send = over_http,
 ) -> RouteReply:
-    """Return the worker of `room`, or any outside `any_but`. Raises BootstrapError."""
+    """The worker of `room`, or any outside `any_but`. Raises BootstrapError."""
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
     signer = None if secret is None else Signer(secret)
     call = Call("GET", f"/route?room={room}{others}", b"")
@@ -90,8 +90,8 @@ class Registrar:
     """Registers `worker`, its lease and, on a shared server, its rooms, retrying forever.
 
     A restarted server gets the rooms of the last `REMEMBER_S`. `is_own`: the server ends with the
-    worker, so only the lease needs renewal. `on_room` takes each room; it is empty for a
-    server of one worker, which needs no rooms.
+    worker, so only the lease needs renewal. `on_room` takes each room; empty for a server of one
+    worker.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Registrar:
 
 
 def _checked(server: str, status: int, body: bytes) -> bytes:
-    """Return the body of a good answer. Raises BootstrapError."""
+    """The body of a good answer. Raises BootstrapError."""
     if status == UNPROVEN:
         message = f"bootstrap server {server} did not show that it knows the secret of --cluster-secret-file"
         raise BootstrapError(message, permanent=True)

@@ -109,7 +109,7 @@ class Registry:
         return next((worker for worker, _ in self._workers.values() if worker.dp_rank == room % worker.dp_size), None)
 
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
-        """Return the worker of `room`, else another outside `but`, spread by room."""
+        """The worker of `room`, else another outside `but`, spread by room."""
         if not self.shared and (worker := self._rank_of(room)) is not None and worker.incarnation not in but:
             return RouteReply(worker, False)
         owner = self._rooms.get(room)

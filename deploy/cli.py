@@ -36,7 +36,6 @@ OPERATING_ERRNOS = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -70,7 +69,7 @@ def usage() -> str:
 
 
 def operating_error(error: BaseException) -> str | None:
-    """Return a line for an error the operator can fix, None for a bug."""
+    """A line for an error the operator can fix, None for a bug."""
     if any(cls.__name__ in OPERATING_ERRORS for cls in type(error).__mro__):
         return " ".join(str(error).split())
     if isinstance(error, ImportError):

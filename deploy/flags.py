@@ -18,7 +18,7 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag; `value_type` bool is a switch, `topic` its group of help."""
+    """`value_type`: bool is a switch. `topic`: group of help."""
 
     name: str
     option: str
@@ -64,7 +64,7 @@ def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand:
 
 
 def given_argv(args: argparse.Namespace, config_class: type[FlagSet], *, skip: Collection[str] = ()) -> list[str]:
-    """Return the argv that passes typed flags on."""
+    """Argv that passes typed flags on."""
     argv: list[str] = []
     for flag in flags_of(config_class, skip=skip):
         if hasattr(args, flag.name):
@@ -207,7 +207,7 @@ def _unknown_flag_message(text: str, known: list[str]) -> str:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """Return a value's type, and whether there are several."""
+    """A value's type, and whether there are several."""
     if isinstance(hint, types.UnionType):
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     if typing.get_origin(hint) is tuple:

@@ -59,7 +59,7 @@ class RoleAssembly:
         layerwise: bool = False,
         min_bytes: int = 0,
     ) -> PrefillRole:
-        """Return a role with `parts`, and the recomputation of prompts for decode workers."""
+        """A role with `parts`, and the recomputation of prompts for decode workers."""
         prompts = PromptHandovers(self.scheduler, self._pages(layerwise=layerwise, min_bytes=min_bytes))
         recomputes = Recomputes(scheduler=self.scheduler, manager=sends, prompts=prompts, bounds=bounds)
         return PrefillRole(
@@ -86,7 +86,7 @@ class RoleAssembly:
     def decode(
         self, receives: Receivers, parts: Sequence[PeerPart] = (), *, prealloc_timeout_s: float = PREALLOC_TIMEOUT_S
     ) -> DecodeRole:
-        """Return a role with `parts`, and retracted requests that prefill computes again."""
+        """A role with `parts`, and retracted requests that prefill computes again."""
         resumption = Resumption(
             scheduler=self.scheduler, manager=receives, metadata=self.metadata, moves_bytes=self.moves_bytes
         )
@@ -101,7 +101,6 @@ class RoleAssembly:
         )
 
     def moves(self, sends: Senders, source: KVSource) -> Moves:
-        """`source`: this worker's address."""
         return Moves(
             scheduler=self.scheduler,
             manager=sends,
@@ -111,7 +110,6 @@ class RoleAssembly:
         )
 
     def encode(self, sends: Senders, source: KVSource, bounds: Bounds) -> EncodeRole:
-        """`source`: this worker's address."""
         server = FeatureServer(
             scheduler=self.scheduler, manager=sends, pages=self._pages(), bounds=bounds, source=source
         )

@@ -32,7 +32,7 @@ def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[]
 
 
 def bounds_of(parts: WorkerParts) -> Bounds:
-    """Return the limits of requests from peers."""
+    """The limits of requests from peers."""
     assert parts.config.context_length is not None, "resolved"
     model = parts.model
     return Bounds(vocab_size=model.vocab_size, context_length=parts.config.context_length, vision=model.vision)

@@ -51,17 +51,11 @@ class Purpose(Enum):
 
 @dataclass(slots=True, eq=False)
 class PrefillHandover:
-    """One hand-over.
+    """Sender's record of one hand-over.
 
     - moves_bytes: False for a fake transfer, without metadata row
     - last_pages: sent with the last chunk, at `last_sent_s`
     - tail: extra state after the last page; checksum: of pages and tail
-
-    Sender's record of a request's hand-over; the receiver's is in disagg/incoming.py.
-
-        WAITING (for pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
-
-    A record stays ENDING until no operation reads its pages.
     """
 
     request: Request
@@ -88,7 +82,7 @@ class PrefillHandover:
         return self.purpose is Purpose.PROMPT
 
     def fills(self, given: int | None, need: int) -> bool:
-        """Return True if `need` pages fit those `given` by the peer."""
+        """True if `need` pages fit those `given` by the peer."""
         return given is None or (need <= given if self.purpose is Purpose.PREFIX else need == given)
 
     def for_client(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
@@ -152,9 +146,9 @@ SENT = ("kv_transfers", "kv_sent_bytes", "kv_skipped_bytes", "recomputed", "reco
 
 
 class PageSender:
-    """Computed prompts without a metadata row, and transfer gauges.
+    """Order in which pages and metadata of a prompt leave, and transfer gauges.
 
-    Order in which pages and metadata of a prompt leave. Pure: senders move the bytes.
+    Pure: senders move the bytes.
 
     whole pages    when their chunk is computed, if they are many; the rest with the last chunk
     layer by layer when their chunk is launched, gated: the manager posts each written layer group

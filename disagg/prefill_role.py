@@ -126,7 +126,7 @@ class PrefillRole(PeerRole):
         return {"transfer_paths": self._transfer_paths(), **super().state()}
 
     def _transfer_paths(self) -> list[TransferPath]:
-        """Return paths to the newest decode workers, bounded."""
+        """Paths to the newest decode workers, bounded."""
         return [
             TransferPath(
                 peer=path.peer,

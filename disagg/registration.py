@@ -17,7 +17,7 @@ MAX_SERVERS = 4096
 
 
 def registration_of(manager: PrefillManager, kv_args: KVArgs, *, dp_size: int = 1, dp_rank: int = 0) -> Registration:
-    """Return the entry of `manager` at a bootstrap server."""
+    """The entry of `manager` at a bootstrap server."""
     host, _, port = manager.control_address.rpartition(":")
     return Registration(
         incarnation=manager.incarnation,
@@ -75,7 +75,7 @@ class RouteFinder:
         self._clock = clock
 
     def find(self, bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
-        """Return the worker of `room`, or any other. Raises `LookupFailed`."""
+        """The worker of `room`, or any other. Raises `LookupFailed`."""
         try:
             reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret, send=self._send)
         except BootstrapError as error:

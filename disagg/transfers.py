@@ -22,7 +22,7 @@ from transfer_backends.wire import layout_of
 def transfers_of(
     spec: SchedulerSpec, parts: EngineParts, *, num_rows: int, num_managers: int, wakeup: Callable[[], None]
 ) -> Transfers:
-    """`num_rows`: of metadata. `num_managers`: that share the engine.
+    """`num_rows`: of metadata.
 
     Raises ConfigError, BackendUnavailable, and EngineError if a follower's engine does not start.
     """

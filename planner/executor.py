@@ -49,9 +49,9 @@ class _Occupancy:
 
 class Host:
     """A machine whose cores steps, transfers (copies) and HTTP share. `cores`: None if workers have
-    own machines. `home_cores`: bound to each. Max-min fair, with workers perhaps bound to own
-    cores. The end of work is fixed at its start: later work cannot delay it, but the owner's
-    next work pays the lost time. So no core is used twice, and events keep their order.
+    own machines. `home_cores`: bound to each. Max-min fair. The end of work is fixed at its start:
+    later work cannot delay it, but the owner's next work pays the lost time. So no core is used
+    twice, and events keep their order.
     """
 
     def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:
@@ -65,7 +65,7 @@ class Host:
         return None if self._home_cores is None else worker
 
     def finish(self, owner: Hashable, *, at_s: float, work_s: float, threads: Threads = ONE) -> float:
-        """Return the end of `work_s` on each thread, not slowed by its owner."""
+        """The end of `work_s` on each thread, not slowed by its owner."""
         if self._cores is None or work_s <= 0:
             return at_s + work_s
         if at_s > self._latest_s + 1.0:
@@ -115,7 +115,7 @@ def core_shares(cores: float, home_cores: float | None, running: Iterable[Thread
 def _water_level(
     cores: float, home_cores: float | None, bound: Mapping[Hashable, int], threads: int
 ) -> tuple[float, dict[Hashable, float]]:
-    """Return the share outside of crowded homes, and in each."""
+    """The share outside of crowded homes, and in each."""
     crowded = dict[Hashable, float]()
     for home, count in sorted(bound.items(), key=lambda item: -item[1]):
         assert home_cores is not None, "nothing is bound"
@@ -247,7 +247,7 @@ class Guesses:
 def speculation_of(
     engine: SpeculativeFlags, *, accept_rate: float | None, match_rate: float, time: DrafterTime | None
 ) -> Speculation | None:
-    """Return None without drafts. `engine` is resolved."""
+    """None without drafts. `engine` is resolved."""
     if engine.speculative_algorithm is None:
         return None
     by_model = drafts_by_model(engine)

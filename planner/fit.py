@@ -62,7 +62,7 @@ class HandoverTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeFit:
-    """A fit. Errors: median |predicted - measured| / measured."""
+    """Errors: median |predicted - measured| / measured."""
 
     step_time: Fitted
     outside_s: float
@@ -158,7 +158,7 @@ def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Sha
 
 
 def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
-    """Return 1, and the seconds at the data sheet's FLOP/s and bandwidth."""
+    """1, and the seconds at the data sheet's FLOP/s and bandwidth."""
     parts = model.parts(load)
     shares = model.efficiency.compute, model.efficiency.memory
     compute = sum(part.compute_s for part in parts if part.is_compute_bound)

@@ -29,7 +29,7 @@ class DrafterTime:
 
 
 def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> float:
-    """Return a step's time; a drafter also processes the model's tokens."""
+    """A drafter also processes the model's tokens."""
     if plan.skips_model:
         assert drafter is not None, "a plan asks a drafter, and there is none"
         return drafter.step_s + sum(drafter.a_pass.seconds(load) for load in pass_loads(plan))
@@ -48,7 +48,7 @@ def pass_loads(plan: Plan) -> list[StepLoad]:
 
 
 def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
-    """Return the time; a pass has its layers' share of the overhead."""
+    """A pass has its layers' share of the overhead."""
     layers_s = model.efficiency.step_s * shape.layers / model.shape.layers
     return DrafterTime(
         beside=replace(model, shape=_without_head(shape), efficiency=replace(model.efficiency, step_s=0.0)),
@@ -63,7 +63,7 @@ def by_weights(model: Fitted, of: Shape, shape: Shape) -> DrafterTime:
 
 
 def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """Return the shape on the fullest GPU, with its own or the model's head."""
+    """The shape on the fullest GPU, with its own or the model's head."""
     drafter, lent = model.drafter, shape_of(model, tp, on_cpu=on_cpu).head_params
     assert drafter is not None
     if drafter.kind == STANDALONE:
@@ -141,7 +141,7 @@ def kv_pages(
     longest: int,
     on_cpu: bool = False,
 ) -> int:
-    """Return a worker's KV pages on `tp` GPUs. Raises ConfigError.
+    """A worker's KV pages on `tp` GPUs. Raises ConfigError.
 
     `memory_bytes` is None with --max-total-tokens. `gpu`: the flag. `longest`: request tokens.
     """
@@ -175,7 +175,7 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 
 
 def _left_for_kv(engine: EngineConfig, weights: int, *, memory_bytes: int) -> int:
-    """Return bytes for KV per GPU, as in a worker."""
+    """Bytes for KV per GPU, as in a worker."""
     found = MeasuredMemory(
         memory=memory_bytes,
         free=memory_bytes,

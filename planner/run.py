@@ -115,7 +115,6 @@ def run_plan(study: Study) -> list[Outcome]:
 
 
 def search_all(pool: RunPool, searches: Mapping[ClusterLayout, Search | Grid]) -> None:
-    """Run all searches, in parallel."""
     running: dict[Future[Point], ClusterLayout] = {}
 
     def submit_next(layout: ClusterLayout) -> None:

@@ -37,7 +37,7 @@ def fullest(tp: int) -> Place:
 
 
 def shape_of(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """Return the fullest GPU's part, or CPU rank's, with packed integers except in fp32.
+    """The fullest GPU's part, or CPU rank's, with packed integers except in fp32.
 
     2 FLOPs per weight and token; 4 x head_dim FLOPs per head and (query, key) pair.
     """
@@ -111,9 +111,7 @@ PARTIAL_BYTES = 4  # ranks add in float32
 
 @dataclass(slots=True)
 class StepLoad:
-    """The load of a step. `*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens
-    read.
-    """
+    """`*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens read."""
 
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0

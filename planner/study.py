@@ -46,8 +46,8 @@ DEFAULT_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A plan. `page_bytes`: of the whole model. `history`: warms caches. `num_pages`,
-    `speculation`: by GPUs per worker.
+    """`page_bytes`: of the whole model. `history`: warms caches. `num_pages`, `speculation`: by
+    GPUs per worker.
     """
 
     config: PlanConfig
@@ -216,7 +216,7 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
 
 
 def guess_rate(study: Study, layout: ClusterLayout) -> float:
-    """Return a first rate per second and GPU, below capacity."""
+    """A first rate per second and GPU, below capacity."""
     size = len(study.requests)
     tokens = sum(request.input_len for request in study.requests) / size
     outputs = sum(request.output_len for request in study.requests) / size

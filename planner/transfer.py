@@ -38,7 +38,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class PlannedRoom:
-    """A transfer; a side is None until it opens the room."""
+    """A side is None until it opens the room."""
 
     number: int
     prefill: End | None = None

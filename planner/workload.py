@@ -67,7 +67,7 @@ def workload_of(config: LoadFlags, *, count: int) -> tuple[list[PlannedRequest],
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return requests before (history) and after a trace's middle. Arrivals of one tick are
+    """Requests before (history) and after a trace's middle. Arrivals of one tick are
     spread.
     """
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)

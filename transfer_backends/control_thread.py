@@ -140,7 +140,7 @@ class ControlThread:
             return self._core.is_quiet
 
     def drain(self) -> bool:
-        """Return True if writes end within `CLOSE_S`."""
+        """True if writes end within `CLOSE_S`."""
         deadline_s = time.monotonic() + CLOSE_S
         while not self.is_quiet and time.monotonic() < deadline_s:
             time.sleep(0.001)

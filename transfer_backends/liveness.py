@@ -25,7 +25,7 @@ class Liveness(Enum):
 
 
 class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of a process; `host`: boot id and pid namespace.
+    """`host`: boot id and pid namespace.
 
     `port` stays bound while the process can write (0: control port).
     """

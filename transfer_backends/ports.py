@@ -36,13 +36,13 @@ class Engine(Protocol):
         """Return the operation. Raises `EngineError` only if nothing started."""
 
     def probe(self, peer: Any) -> Any:
-        """Return an operation that is DONE after a write reached the peer."""
+        """An operation that is DONE after a write reached the peer."""
 
     def trial(self, peer: Any) -> tuple[Any, int] | None:
         """Write scratch memory of the pool's kind; return operation and bytes, if any move."""
 
     def fence(self, peer: Any) -> Any:
-        """Return an operation that is DONE once no earlier one to the peer can write."""
+        """An operation that is DONE once no earlier one to the peer can write."""
 
     def poll(self, op: Any) -> OpState:
         """Never called after DONE or FAILED."""

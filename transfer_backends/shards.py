@@ -299,7 +299,7 @@ class SideShard:
 
 
 def plan_side_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) -> tuple[SideShard, ...]:
-    """Return the shards of each pool, each decode rank with every byte once."""
+    """The shards of each pool, each decode rank with every byte once."""
     shards = []
     for pool in range(len(mine.pools)):
         sources = [rank.pools[pool] for rank in mine.ranks]

@@ -16,7 +16,7 @@ RoomKey = tuple[int, int]  # (bootstrap_room, room_attempt)
 
 
 class KVPoll(IntEnum):
-    """State of a transfer: KVPoll and its transitions.
+    """State of a transfer, and its transitions.
 
     Names and values are SGLang's (`disaggregation/base/conn.py`); ranks agree on the minimum.
 

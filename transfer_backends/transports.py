@@ -142,7 +142,7 @@ def surroundings_of(
 
 
 def name_transport(seen: Evidence, around: Surroundings) -> str:
-    """Return the transport if only one can have carried the bytes."""
+    """The transport if only one can have carried the bytes."""
     half = seen.size_bytes / 2
     if seen.new_tcp_bytes is None or seen.all_tcp_bytes is None:
         return UNKNOWN

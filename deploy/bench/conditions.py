@@ -20,7 +20,7 @@ UNNAMED = "default"  # /generate needs no model's name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """A server under test. `version`: "" if it reports none."""
+    """`version`: "" if it reports none."""
 
     url: str
     model: str

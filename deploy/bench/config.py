@@ -1,4 +1,4 @@
-"""Flags of `tandem bench`. Names are vLLM's and SGLang's where both tools have the flag."""
+"""Flags of `tandem bench`, by vLLM's and SGLang's names where both have them."""
 
 import json
 import math

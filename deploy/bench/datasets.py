@@ -24,7 +24,7 @@ LENGTHS = ("output_tokens", "output_len", "max_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRow:
-    """A request of a file. `answer`: as recorded. `output_len`: a column of the file."""
+    """`answer`: as recorded. `output_len`: a column of the file."""
 
     prompt: str | tuple[int, ...] = ""
     messages: tuple[Mapping[str, Any], ...] = ()

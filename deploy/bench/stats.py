@@ -15,8 +15,8 @@ LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """One request, in seconds. `sent_s`: from the run's start. `late_s`: delay of sending (open
-    loop). `*_source`: what counted the tokens. `text`: the answer, if wanted.
+    """Times in seconds. `sent_s`: from the run's start. `late_s`: delay of sending (open loop).
+    `*_source`: what counted the tokens. `text`: the answer, if wanted.
     """
 
     idx: int
@@ -45,7 +45,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One target's result. Rates are of full answers."""
+    """Rates are of full answers."""
 
     requests: int
     completed: int
@@ -150,7 +150,7 @@ def _ratio(one: Any, two: Any) -> float:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a GitHub-flavoured table."""
+    """A GitHub-flavoured table."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join("| " + " | ".join(_cells(row, widths)) + " |" for row in [header, rule, *rows])

@@ -127,7 +127,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer as it arrives. `last_at`: of the last piece with tokens."""
+    """`last_at`: of the last piece with tokens."""
 
     record: RequestRecord
     sent_at: float

@@ -66,8 +66,8 @@ NUM_KEYS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """One request at `at_s`, None in a closed loop. `messages`: a chat, in place of `prompt`.
-    `prompt_len`: tokens, or words; 0 if unknown.
+    """`at_s`: None in a closed loop. `messages`: a chat, in place of `prompt`. `prompt_len`:
+    tokens, or words; 0 if unknown.
     """
 
     idx: int

@@ -1,4 +1,4 @@
-"""`tandem bootstrap`: a shared bootstrap server. Never imports torch."""
+"""`tandem bootstrap`: a shared bootstrap server."""
 
 import logging
 from collections.abc import Sequence

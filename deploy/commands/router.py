@@ -1,4 +1,4 @@
-"""`tandem router`: the router by its flags. Never imports torch."""
+"""`tandem router`: the router by its flags."""
 
 import argparse
 from collections.abc import Sequence

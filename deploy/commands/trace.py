@@ -61,7 +61,7 @@ def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
 
 
 def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
-    """Fetch records. Raises ConfigError."""
+    """Raises ConfigError."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     try:
         with requests.Session() as session:

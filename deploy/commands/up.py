@@ -143,7 +143,7 @@ async def _supervise(
 
 
 def ready_info(children: Sequence[Child], *, front: str) -> dict[str, Any]:
-    """Return addresses and current pids, for the ready file."""
+    """Addresses and current pids, for the ready file."""
     workers = [{"role": c.spec.role, "url": c.spec.url, "pid": c.pid} for c in children if c.spec.role != "router"]
     return {"router": front, "workers": workers}
 

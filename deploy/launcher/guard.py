@@ -17,7 +17,7 @@ from typing import IO
 
 
 def watch(lines: IO[str]) -> set[int]:
-    """Return the groups still watched."""
+    """The groups still watched."""
     groups: set[int] = set()
     for line in lines:
         sign, number = line[:1], line[1:].strip()

@@ -71,7 +71,7 @@ class Child:
     def start(
         cls, spec: ProcessSpec, *, log_dir: Path, watcher: Guard, env: Mapping[str, str], again: bool = False
     ) -> Self:
-        """`env` is overridden by that of `spec`. `again`: keep its log."""
+        """`spec.env` overrides `env`. `again`: keep its log."""
         log_path = log_dir / f"{spec.name}.log"
         with log_path.open("ab" if again else "wb") as log:
             log_start = log.tell()

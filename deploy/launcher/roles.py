@@ -125,7 +125,7 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 
 
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return role -> flags by field. Raises ConfigError.
+    """Role -> flags by field. Raises ConfigError.
 
     Encoder workers get no flags of ranks or text model. A role without stages gets no
     --pp-layer-partition, one DP rank no DP attention, if the other role has them.
@@ -174,7 +174,7 @@ def _dp_attention_size(values: Mapping[str, Any]) -> int:
 
 
 def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """Return common --kv-units, if roles divide KV heads differently."""
+    """Common --kv-units, if roles divide KV heads differently."""
     sizes = {int(values.get("tp_size", 1)) // _dp_attention_size(values) for values in by_role.values()}  # of attention
     given = any(values.get("kv_units") is not None for values in by_role.values())
     return None if given or len(sizes) == 1 else common_units(model, tp_sizes=sorted(sizes))

@@ -82,7 +82,7 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """`on_again`: called with all processes each time one was started again."""
+    """`on_again`: called with all processes at each restart."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Keep all processes until a signal (0), or until the front or all others stay dead (1)."""
+        """Keep all processes; return the status as `run`."""
         keepers = {asyncio.create_task(self._keep(i)) for i in range(len(self._specs))}
         stop = asyncio.create_task(self._stop.wait())
         try:

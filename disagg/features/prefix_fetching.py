@@ -72,7 +72,7 @@ class FetchPolicy:
             rate.note(num_tokens, taken_s, now_s)
 
     def wait_s(self, num_tokens: int, now_s: float) -> float | None:
-        """Return the maximum wait, or None to compute the tokens here.
+        """The maximum wait, or None to compute the tokens here.
 
         At worst, wait and computation take twice the time.
         """
@@ -307,7 +307,6 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             self._policy.note_fetch(num_tokens, self.incoming.now_s - fetch.given_s, self.incoming.now_s)
 
     def failed(self, fetch: PrefixFetch, failure: TransferFailure, reason: str) -> None:
-        """Let waiting requests compute the prefix."""
         if failure is TransferFailure.LATE:
             self._note_fetch(fetch, fetch.num_known)
         elif failure is TransferFailure.CORRUPT:

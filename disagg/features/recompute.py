@@ -85,7 +85,7 @@ def _is_whole(image: ImageInput, vision: VisionConfig) -> bool:
 
 
 def why_not(work: Work, bounds: Bounds) -> str | None:
-    """Return an error if this engine cannot compute the work."""
+    """An error if this engine cannot compute the work."""
     if len(work.tokens) > bounds.context_length:
         return f"{len(work.tokens)} tokens exceed the context of {bounds.context_length}"
     if not (work.tokens and min(work.tokens) >= 0 and max(work.tokens) < bounds.vocab_size):
@@ -145,7 +145,7 @@ class Recomputes(PeerPart):
         return True
 
     def _images_of(self, work: Work) -> tuple[tuple[ImageInput, ...], str]:
-        """Return its images, and any error."""
+        """Its images, and any error."""
         try:
             return images_of(work, self._bounds), ""
         except ValueError as error:

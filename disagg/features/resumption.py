@@ -117,7 +117,6 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
         return ""
 
     def failed(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> None:
-        """This engine computes the KV."""
         request = transfer.request
         if request.finish is not None:
             return self._scheduler.held.release(request)

@@ -1,6 +1,6 @@
 """Further frontend process (--tokenizer-worker-num), ended by the main one or with it.
 
-Exit status: 0; OPERATING_ERROR with a line on stderr; anything else is a bug.
+Exit status: 0; OPERATING_ERROR with a line on stderr; else a bug.
 """
 
 import argparse

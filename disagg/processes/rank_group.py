@@ -68,7 +68,7 @@ def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | N
 
 @dataclass
 class _Start:
-    """Start of a leader's followers; `sees`: the model takes images."""
+    """`sees`: the model takes images."""
 
     spec: SchedulerSpec
     config: EngineConfig

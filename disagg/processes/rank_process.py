@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _leader_ends(channel: Channel[ToFollower]) -> bool:
-    """Return True if the leader ends the group: another machine's rank may be the cause."""
+    """True if the leader ends the group: another machine's rank may be the cause."""
     deadline_s = time.monotonic() + 2 * LOST_S
     with contextlib.suppress(ChannelClosed):
         while select.select([channel], [], [], max(0.0, deadline_s - time.monotonic()))[0]:

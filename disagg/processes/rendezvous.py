@@ -57,7 +57,7 @@ class NodeWelcome(_Frame, frozen=True):
 
 
 class NodeRefused(_Frame, frozen=True):
-    """Refusal; `text` is for the operator."""
+    """`text` is for the operator."""
 
     text: str
 

@@ -59,7 +59,6 @@ class _Worker:
             self.session.children.hang_up()
 
     async def live(self, plan: SessionPlan) -> int:
-        """Return the exit status. Raises a first session's error."""
         back: SessionPlan | None = None  # previous session, to return to if this one cannot start
         last: Mapping[str, Any] | None = None
         while True:

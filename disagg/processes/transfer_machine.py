@@ -71,7 +71,7 @@ def expandable_segments(text: str) -> bool:
 
 
 def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: bool) -> str | None:
-    """Return the obstacle to pinned memory; `limit_bytes` is the soft RLIMIT_MEMLOCK."""
+    """The obstacle to pinned memory; `limit_bytes` is the soft RLIMIT_MEMLOCK."""
     if not has_rdma or limit_bytes == resource.RLIM_INFINITY or effective_capabilities >> CAP_IPC_LOCK & 1:
         return None
     return (

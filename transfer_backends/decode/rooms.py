@@ -38,7 +38,7 @@ LONGEST_PROOF_S = 1.0
 
 @dataclass(eq=False, kw_only=True)
 class PrefillPeer(Peer):
-    """Prefill worker; `marks` is () until it first registered us.
+    """`marks` is () until it first registered us.
 
     `settled_at_s`: running time at which its last bytes have landed.
     """
@@ -185,7 +185,6 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     def open(
         self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
     ) -> DecodeRoom:
-        """Raises `RoomInUse`, and ValueError for an invalid number."""
         deadline_s = now_s + self._handshake_timeout_s
         opened = DecodeRoom((room, room_attempt), bootstrap, deadline_s, recomputes=room_attempt > 0, route=route)
         self.add(opened)

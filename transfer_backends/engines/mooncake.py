@@ -1,6 +1,6 @@
 """Mooncake transfer engine over TCP. RDMA and NVLink have never been run.
 
-Its measured behaviour decides how it is used here:
+Measured behaviour decides its use:
 
 - Batch calls report completion while writes land, so pieces are submitted and checked singly. DONE
   is exact; a FAILED piece may land later (seen 0.6 s after a network recovered).

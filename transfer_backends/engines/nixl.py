@@ -1,6 +1,6 @@
 """NIXL over UCX: shared memory or CMA on one host, TCP between hosts. RDMA and CUDA IPC never ran.
 
-Its measured behaviour decides how it is used here:
+Measured behaviour decides its use:
 
 - No progress thread (it spins on a core): the target polls `progress`, the initiator its
   operations.

@@ -62,10 +62,9 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class FabricMemory:
-    """Raises BackendUnavailable without Mooncake's allocator.
+    """GPU memory with fabric handles. Raises BackendUnavailable without Mooncake's allocator.
 
-    GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU. Machines of
-    one NVLink fabric can map it, unlike memory of cudaMalloc.
+    Never run on a GPU. Machines of one NVLink fabric can map it, unlike memory of cudaMalloc.
     """
 
     def __init__(self, context: CudaContext, *, library: str | None = None) -> None:

@@ -36,13 +36,13 @@ def installed_torch() -> str | None:
 
 
 def wheel_of(wheels: dict[int | None, str], torch: str | None) -> str:
-    """Return the wheel for torch's CUDA, or the newest."""
+    """The wheel for torch's CUDA, or the newest."""
     major = torch_cuda_major(torch)
     return wheels.get(major, wheels[13])
 
 
 def extras_of(backend: str) -> Sequence[str]:
-    """Return the extra of a transfer engine; `fake` has none."""
+    """The extra of a transfer engine; `fake` has none."""
     if backend == "fake":
         return ()
     torch = installed_torch()

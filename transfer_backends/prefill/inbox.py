@@ -67,7 +67,7 @@ class Inbox:
         return not full
 
     def keep_request(self, request: RecomputeRequest, offer: Offer, now_s: float) -> bool:
-        """Return False when full."""
+        """False when full."""
         work = request.work
         if self._num_tokens + len(work.tokens) > MAX_TOKENS:
             return False

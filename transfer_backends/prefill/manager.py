@@ -124,7 +124,7 @@ class EngineDriver:
         return bool(self._running)
 
     def step(self) -> bool:
-        """Return True if something moved."""
+        """True if something moved."""
         with self._locked() as now_s:
             if self._layers is not None:
                 self._core.outbox.on_progress(self._layers.progress(), now_s)

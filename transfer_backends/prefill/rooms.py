@@ -298,7 +298,6 @@ class PrefillRooms(RoomTable[PrefillRoom]):
     # ---- the role's calls
 
     def open(self, room: int, room_attempt: int, now_s: float) -> PrefillRoom:
-        """Raises `RoomInUse`, and ValueError for an invalid number."""
         opened = PrefillRoom((room, room_attempt), opened_at_s=now_s)
         self.add(opened)
         offer, tombstone = self._inbox.take(opened.key), self._inbox.exhume(opened.key)
