@@ -95,7 +95,7 @@ class _Options(msgspec.Struct):
 
 
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body. `fields`: name -> JSON text. Token counts are estimates over all samples."""
+    """`fields`: name -> JSON text. Token counts are estimates over all samples."""
 
     api: Api
     fields: dict[str, msgspec.Raw]
@@ -148,7 +148,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
 
 
 def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequence[int]) -> tuple[bytes, bytes]:
-    """Return the prefill and the decode body with bootstrap fields.
+    """The prefill and the decode body with bootstrap fields.
 
     Sample j of prompt i has rooms[i * n + j]. Client values are overwritten. Prefill never streams,
     so its errors have a real status.

@@ -44,7 +44,7 @@ Target = Callable[["ProcessSlot", RouterConfig], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSlot:
-    """A process of a router. `key` authenticates peers."""
+    """`key` authenticates peers."""
 
     row: int
     num_rows: int
@@ -85,7 +85,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, DRAIN, END)
 
 
 def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
-    """Return the signal to forward. A second SIGTERM becomes another one, as the kernel merges
+    """The signal to forward. A second SIGTERM becomes another one, as the kernel merges
     equal signals, and an event loop may report one twice.
     """
     if number in (signal.SIGHUP, DRAIN):

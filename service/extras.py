@@ -27,7 +27,7 @@ ON_USE: Mapping[str, tuple[str, ...]] = {
 
 
 def install(*extras: str) -> str:
-    """Return the command that installs extras."""
+    """The command that installs extras."""
     return f"pip install '{PACKAGE}[{','.join(extras)}]'"
 
 
@@ -40,13 +40,13 @@ def require(*extras: str) -> None:
 
 
 def missing(names: Sequence[str], *extras: str) -> str:
-    """Return an error for missing modules."""
+    """An error for missing modules."""
     are = "are" if len(names) > 1 else "is"
     return f"{', '.join(names)} {are} not installed; run: {install(*extras)}"
 
 
 def missing_module(error: ImportError) -> str | None:
-    """Return an error for a module of an extra, else None."""
+    """An error for a module of an extra, else None."""
     name = (error.name or "").partition(".")[0]
     owners = [extra for table in (MODULES, ON_USE) for extra, names in table.items() if name in names]
     return missing([name], owners[0]) if owners else None

@@ -54,7 +54,7 @@ class FlagSpec:
         return None if remedy is None else f"{value} is not served here: {remedy}"
 
     def bounds(self) -> str:
-        """Return a text such as "above 0 and at most 1"."""
+        """A text such as "above 0 and at most 1"."""
         if self.least is not None and self.most is not None:
             return f"{shown(self.least)} to {shown(self.most)}"
         lower = [f"above {shown(self.above)}"] if self.above is not None else []
@@ -99,13 +99,13 @@ def spec_of(field: "dataclasses.Field[Any]") -> FlagSpec:
 
 
 def topic_of(config_class: type[FlagSet], name: str) -> str:
-    """Return the topic of the class that declares the field `name`."""
+    """The topic of the class that declares the field `name`."""
     owner = next(base for base in config_class.__mro__ if name in vars(base).get("__annotations__", ()))
     return str(vars(owner).get("topic", ""))
 
 
 def option_of(field: "dataclasses.Field[Any]") -> str:
-    """Return `--name-of-the-field`, without the `_s` of seconds."""
+    """`--name-of-the-field`, without the `_s` of seconds."""
     spec = spec_of(field)
     if spec.option is not None:
         return spec.option
@@ -114,7 +114,7 @@ def option_of(field: "dataclasses.Field[Any]") -> str:
 
 
 def values_by_name(config: Any) -> dict[str, Any]:
-    """Return values by flag name, for /server_info."""
+    """Values by flag name, for /server_info."""
     return {
         option_of(field).removeprefix("--").replace("-", "_"): getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -143,7 +143,7 @@ PACKAGE = "tandem-serve"
 
 @cache
 def installed_version() -> str:
-    """Return pip's version, "unknown" if not installed."""
+    """The version by pip, "unknown" if not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:
@@ -161,6 +161,6 @@ def untagged(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Return a question with the nearest `known` name, else `otherwise`."""
+    """A question with the nearest `known` name, else `otherwise`."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else otherwise

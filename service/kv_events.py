@@ -71,7 +71,7 @@ Decode = Callable[[bytes], Sequence[AnyEvent]]  # raises `BadEvent`
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """A batch; `ts` is Unix time in seconds."""
+    """`ts` is Unix time in seconds."""
 
     ts: float
     events: list[KVEvent]
@@ -84,7 +84,7 @@ class _NamesBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 def namespace_of(cache_salt: str | None, extra_key: str | None) -> tuple[str, ...]:
-    """Return the prefix cache's namespace by request fields, () by default."""
+    """The prefix cache's namespace by request fields, () by default."""
     return tuple(part for part in (cache_salt, extra_key) if part)
 
 
@@ -148,7 +148,7 @@ def read_seq(frame: bytes) -> int:
 
 
 def read_message(frames: Sequence[bytes], decode: Decode = decode_events) -> tuple[int, Sequence[AnyEvent]]:
-    """Return number and events. Raises BadEvent."""
+    """Number and events. Raises BadEvent."""
     if len(frames) != 3:
         raise BadEvent(f"a message has 3 frames, not {len(frames)}")
     return read_seq(frames[1]), decode(frames[2])
@@ -183,19 +183,19 @@ def next_link(link: bytes, block: bytes | memoryview) -> bytes:
 
 
 def name_of(link: bytes) -> int:
-    """Return the key of a prefix of whole blocks."""
+    """The key of a prefix of whole blocks."""
     return int.from_bytes(link[:NAME_BYTES]) | 1
 
 
 def block_names(names: list[int], page_size: int) -> list[int]:
-    """Return the blocks' keys among consecutive pages'."""
+    """The blocks' keys among consecutive pages'."""
     pages = max(1, BLOCK_TOKENS // page_size)  # per block
     first = next((place for place, name in enumerate(names[:pages]) if name & 1), len(names))
     return names[first::pages]
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the hashed bytes. Raises OverflowError."""
+    """The hashed bytes. Raises OverflowError."""
     ids = array("I", tokens)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -203,12 +203,12 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def token_seed(adapter: bytes = b"", namespace: Sequence[str] = ()) -> bytes:
-    """Return the seed of ids. `adapter`: JSON of its name."""
+    """The seed of ids. `adapter`: JSON of its name."""
     return b"ids\0" + adapter + named(namespace)
 
 
 def named(namespace: Sequence[str]) -> bytes:
-    """Return the namespace's part of a seed."""
+    """The namespace's part of a seed."""
     return b"\0" + msgspec.json.encode(namespace) if namespace else b""
 
 

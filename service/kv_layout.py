@@ -30,8 +30,6 @@ REMEDIES = {
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Memory layout."""
-
     version: int
     backend: Name
     signature: Text
@@ -50,7 +48,7 @@ class NamedLayout(Layout, frozen=True, array_like=False):
 
 
 def write_layout(layout: Layout) -> str:
-    """Return `kv_layout` of `/server_info`."""
+    """`kv_layout` of `/server_info`."""
     return msgspec.json.encode(NamedLayout(**msgspec.structs.asdict(layout))).decode()
 
 
@@ -69,7 +67,7 @@ def _read(text: str) -> Layout | None:
 
 
 def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
-    """Return an error with both values of the first different field."""
+    """An error with both values of the first different field."""
     for name, a, b in _compared(mine, theirs):
         if a != b:
             return f"{name} differs: {me} has {a!r}, {them} has {b!r}; {REMEDIES.get(name, SAME_MODEL)}"

@@ -104,7 +104,7 @@ class Aside:
         self._longest = ThreadPoolExecutor(1, f"{name}-huge", initializer=_share)
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
-        """Return the result of `work` on `size` bytes or characters."""
+        """The result of `work` on `size` bytes or characters."""
         if size < self._inline:
             return work()
         pool = self._longest if size >= self._huge else self._long

@@ -303,7 +303,7 @@ class AttemptLauncher:
     def _for_pair(
         self, request: RequestContext, headers: Mapping[str, str], prefill: Worker, decode: Worker, rooms: Sequence[int]
     ) -> tuple[Mapping[str, str], Mapping[str, str], bytes, bytes]:
-        """Return headers for both workers, and bodies.
+        """Headers for both workers, and bodies.
 
         A worker with one rank gets no DP rank if its peer has several.
         """

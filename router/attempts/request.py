@@ -122,7 +122,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
 
 
 def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
-    """Return a header's milliseconds as seconds. Raises BadBody."""
+    """A header's milliseconds as seconds. Raises BadBody."""
     text = headers.get(name)
     if text is None:
         return None
@@ -153,7 +153,7 @@ class BodyPart(Protocol):
         """A body must contain one of these texts; empty for any body."""
 
     async def prepare(self, request: RequestContext) -> ParsedBody:
-        """Return the body for routing. Raises ApiError."""
+        """The body for routing. Raises ApiError."""
 
 
 class PromptCall(msgspec.Struct, kw_only=True, eq=False):

@@ -24,7 +24,7 @@ _FAULTS = frozenset((500, UNJOINED, 503))
 
 
 class CallFailed(Exception):
-    """A failed call. `reason`: as UpstreamError, MOVED, or "status" for an HTTP error."""
+    """`reason`: as UpstreamError, MOVED, or "status" for an HTTP error."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CallFailed(Exception):
 
 
 class UpstreamCall:
-    """One running call. `stream` permits streaming its answer."""
+    """`stream` permits streaming its answer."""
 
     def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
         self.worker = worker
@@ -137,7 +137,7 @@ class UpstreamCall:
         return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
 
     def failure(self) -> CallFailed | None:
-        """Return a failure before the answer started; later ones go to its reader."""
+        """A failure before the answer started; later ones go to its reader."""
         if self._failure is None:
             self._failure = self._find_failure()
         return self._failure

@@ -57,7 +57,7 @@ class _Run:
         return self.keys[(end - self.step) // BLOCK_BYTES : end // BLOCK_BYTES]
 
     def followed_by(self, place: int, size: int, tokens: list[int]) -> "_Run":
-        """Return the run after the block at `place` (-1: at the start)."""
+        """The run after the block at `place` (-1: at the start)."""
         if not self.links:
             return _Run(size)
         end = self.first + (place + 1) * self.step
@@ -136,7 +136,7 @@ class TokenBlocks:
         return run, count - 1
 
     def _before(self, event: BlockStored) -> _Block:
-        """Return the parent block, unknown for adapters, which requests may name otherwise."""
+        """The parent block, unknown for adapters, which requests may name otherwise."""
         if event.lora_id is not None or event.lora_name is not None:
             return _UNKNOWN
         if event.parent_block_hash is None:
@@ -154,7 +154,7 @@ def _namespace(event: BlockStored) -> list[str]:
 
 
 class WorkerCacheView:
-    """One worker's cache. `whole`: all events are known. `named`: hashes are our keys."""
+    """`whole`: all events are known. `named`: hashes are our keys."""
 
     def __init__(self, index: PrefixIndex, worker_id: int, *, named: bool = False) -> None:
         self._index = index

@@ -36,7 +36,7 @@ LoadKey = tuple[float, int, int, int]
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties for policies; `keys` and `session` are empty if unused."""
+    """`keys` and `session` are empty if unused."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -52,7 +52,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
-    """Return a request's load: tokens to compute for prefill, else all its KV."""
+    """A request's load: tokens to compute for prefill, else all its KV."""
     if choice.worker.role is Role.PREFILL:
         return hints.prompt_tokens - choice.cached_tokens
     return hints.prompt_tokens + hints.output_tokens
@@ -82,7 +82,7 @@ def few_of(pool: Pool, draw: Draw, count: int = DRAWN) -> Pool:
 
 
 def owner(pool: Pool, name: str) -> Worker:
-    """Return the owner of `name` (a session, an image), the same in every router.
+    """The owner of `name` (a session, an image), the same in every router.
 
     Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the highest hash of name and
     worker. A worker that leaves moves only its names.
@@ -120,7 +120,7 @@ class Policy(ABC):
         return choice
 
     def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
-        """Return up to `SCANNED` workers (router/history/forecast.py)."""
+        """Up to `SCANNED` workers (router/history/forecast.py)."""
         return [Placement(worker) for worker in few_of(pool, self.draw, SCANNED)]
 
 
@@ -204,7 +204,7 @@ class CacheAware(Policy):
             self.index.touch(choice.worker.worker_id, hints.keys)
 
     def _few(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints, count: int) -> Pool:
-        """Return the pool; of a large one `count` random workers and `DRAWN` longest matches."""
+        """The pool; of a large one `count` random workers and `DRAWN` longest matches."""
         few = few_of(pool, self.draw, count)
         if len(pool) <= SCANNED or not matched.groups:
             return few
@@ -278,7 +278,7 @@ class Chooser:
         self.needs_session = any(policy.needs_session for policy in policies.values())
 
     async def hints(self, parsed: ParsedBody, headers: Mapping[str, str], *, size: int) -> RoutingHints:
-        """Return the hints of a body of `size` bytes; a thread reads a long one."""
+        """The hints of a body of `size` bytes; a thread reads a long one."""
         if not (self.needs_keys or self.needs_session):
             return RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
         return await BODIES.run(partial(self.hints_of, parsed, headers), size=size)

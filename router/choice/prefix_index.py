@@ -211,7 +211,7 @@ def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
 
 
 def prompt_keys(parsed: ParsedBody) -> list[int]:
-    """Return a prompt's keys: of a batch of ids its first prompt, of a batch of texts all.
+    """A prompt's keys: of a batch of ids its first prompt, of a batch of texts all.
 
     They hash the prompt's JSON text or token ids; without a tokenizer, only ids match workers'
     events. 16 kB cost 32 hashes (30 us). Prompts below a block (128 tokens) have no key:
@@ -226,7 +226,7 @@ def prompt_keys(parsed: ParsedBody) -> list[int]:
 
 
 def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]:
-    """Return keys of text (starts with a quote), ids (with a digit), or a batch in brackets."""
+    """Keys of text (starts with a quote), ids (with a digit), or a batch in brackets."""
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
     adapter, namespace = _text(fields, "lora_path"), _namespace(fields)
     if start[:1].isdigit():

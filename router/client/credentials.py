@@ -28,7 +28,7 @@ class Credentials:
         return bearer(self._admin.first or self._worker.first or self._api.first)
 
     def _own_for_client(self, authorization: str) -> dict[str, str]:
-        """Return the headers of a client's request. A key that workers share passes, as during a
+        """The headers of a client's request. A key that workers share passes, as during a
         rotation the client knows best which one all accept.
         """
         self._refresh()

@@ -55,7 +55,7 @@ def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True):
-    """A response. `status` 0: none, with the error in `body`."""
+    """`status` 0: none, with the error in `body`."""
 
     status: int
     body: bytes

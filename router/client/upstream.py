@@ -107,7 +107,7 @@ class HttpUpstream:
         return origin
 
     def _free(self, origin: _Origin) -> "_Connection | None":
-        """Return the latest idle connection that the worker will not close soon."""
+        """The latest idle connection that the worker will not close soon."""
         while origin.free:
             connection = origin.free.pop()
             if not connection.closed and self._loop.time() - connection.free_since_s < KEEPALIVE_S:

@@ -39,7 +39,7 @@ def make_credentials(config: RouterConfig, gate: KeyGate) -> Credentials:
 
 
 def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
-    """Return the cluster secret and the key gate. ConfigError for a public router without keys."""
+    """The cluster secret and the key gate. ConfigError for a public router without keys."""
     gate = open_gate(
         api_key=config.api_key,
         api_key_file=config.api_key_file,

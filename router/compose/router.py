@@ -30,7 +30,7 @@ CONNECT_TIMEOUT_S = 5.0  # to a worker: a SYN is sent again after 1 and 3 s
 
 
 class Router(RouterCore):
-    """A router process. `url`: once it listens."""
+    """`url`: once it listens."""
 
     url = ""
 

@@ -24,7 +24,7 @@ STALE_S = 30.0  # a worker without a measurement for so long is tried once despi
 
 @dataclass(slots=True)
 class LineFit:
-    """A fitted line. `news_s`: time of the last measurement, or attempt at one."""
+    """`news_s`: time of the last measurement, or attempt at one."""
 
     news_s: float = 0.0
     num_points: int = 0

@@ -116,7 +116,7 @@ class RouterMetrics(Collector):
         return generate_latest(self._registry)
 
     async def scrape(self) -> bytes:
-        """Return `exposition`, yielding in between (50 ms for a thousand workers)."""
+        """`exposition`, yielding in between (50 ms for a thousand workers)."""
         parts = []
         for family in self._registry.collect():
             parts.append(generate_latest(_OneFamily(family)))

@@ -198,7 +198,7 @@ MAX_FAILURE_CHARS = 300
 
 @dataclass(eq=False)
 class RequestTraces:
-    """Traces of running requests. `log_requests`: log each end (--log-requests)."""
+    """`log_requests`: log each end (--log-requests)."""
 
     tracer: Tracer
     recorder: Recorder
@@ -246,7 +246,7 @@ class RequestTraces:
 
 
 class _PastCall(msgspec.Struct, frozen=True):
-    """A finished call; `error` is empty on success."""
+    """`error` is empty on success."""
 
     worker: Worker
     sent_s: float

@@ -59,7 +59,7 @@ def _add_second(into: Second, second: Second, *, sums: Sequence[str]) -> None:
 
 
 def draw(memory: DashboardSnapshot, table: WorkerTable, *, now_s: float) -> dict[str, Any]:
-    """Return `workers`, `window` (last minute), `series` (by second), `requests` (newest first)."""
+    """`workers`, `window` (last minute), `series` (by second), `requests` (newest first)."""
     return {
         "workers": [
             show_worker(w, switching_to=memory.switching.get(w.url), misfit=table.misfits.get(w.worker_id, ""))
@@ -93,7 +93,7 @@ def _health(worker: Worker, misfit: str) -> str:
 
 
 def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
-    """Return the newest records, running ones first."""
+    """The newest records, running ones first."""
     running = [record for record in records if record.ended_s is None][-SHOWN_REQUESTS:]
     ended = [record for record in records if record.ended_s is not None]
     ended.sort(key=lambda r: (r.ended_s or 0.0, r.key))
@@ -102,7 +102,7 @@ def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
 
 
 def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
-    """Return rates per second, latencies in seconds."""
+    """Rates per second, latencies in seconds."""
     inside = [s for s in seconds if int(now_s) - WINDOW_S <= s.at < int(now_s)]
     covered_s = min(WINDOW_S, max(1, int(now_s) - (seconds[0].at if seconds else 0)))
     total = Second(0)
@@ -122,7 +122,7 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
 
 
 def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
-    """Return curves up to the last second that all workers have reported."""
+    """Curves up to the last second that all workers have reported."""
     by_at = {second.at: second for second in seconds}
     none, end = Second(0), int(now_s) - 1
     shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]
@@ -141,7 +141,7 @@ def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | N
 
 
 def _hit_rate(seconds: Sequence[Second]) -> float | None:
-    """Return the share of prompt tokens that the prefix caches had."""
+    """The share of prompt tokens that the prefix caches had."""
     prompt_tokens = sum(s.prompt_tokens for s in seconds)
     return min(1.0, sum(s.cached_tokens for s in seconds) / prompt_tokens) if prompt_tokens else None
 

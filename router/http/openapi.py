@@ -55,7 +55,7 @@ def generation_routes(answer: Handler, invoke: Handler) -> Iterable[HttpRoute]:
 
 
 def make_document(apis: Sequence[ApiRouter], worker: Any) -> dict[str, Any]:
-    """Return the router's document. `worker`: the document of a worker, None if no one answers."""
+    """The router's document. `worker`: the document of a worker, None if no one answers."""
     made, worker = document(apis, title=TITLE), worker if isinstance(worker, dict) else {}
     for route in (route for api in apis for route in api.table if not route.is_alias):
         operation = made["paths"][route.path][route.method.lower()]
@@ -70,7 +70,7 @@ def make_document(apis: Sequence[ApiRouter], worker: Any) -> dict[str, Any]:
 
 
 async def worker_document(calls: WorkerCalls) -> Any:
-    """Return the document of the first live worker, if any, decode first."""
+    """The document of the first live worker, if any, decode first."""
     headers = calls.credentials.own()
     for role in reversed(calls.roles):
         for worker in calls.table.alive(role):

@@ -35,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def describe_all(table: WorkerTable) -> msgspec.Raw:
-    """Return a JSON list, yielding in between (milliseconds for a thousand)."""
+    """A JSON list, yielding in between (milliseconds for a thousand)."""
     parts, workers = [], table.workers()
     for at in range(0, len(workers), SLICE):
         parts.append(_encode([describe(worker, table.misfits) for worker in workers[at : at + SLICE]])[1:-1])

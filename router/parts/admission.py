@@ -187,7 +187,7 @@ class RateLimiter:
 
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
-    """Return a limiter, None without limit. The default burst is two seconds of requests."""
+    """A limiter, None without limit. The default burst is two seconds of requests."""
     return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
 
 
@@ -230,7 +230,7 @@ _NAMES = {"ttft": "the first token", "itl": "the time between tokens"}
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One SLO. `what`: "ttft" or "itl". `size`: the request's tokens, or 1."""
+    """`what`: "ttft" or "itl". `size`: the request's tokens, or 1."""
 
     what: str
     wanted_s: float
@@ -277,7 +277,7 @@ def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast)
 def look_in_time(
     policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequence[Objective], *, now_s: float
 ) -> Placement:
-    """Return the policy's choice within all SLOs. Raises RequestRefused."""
+    """The policy's choice within all SLOs. Raises RequestRefused."""
     choice = policy.look(pool, hints)
     if all([objective.keeps(choice) for objective in objectives]):
         return choice
@@ -287,7 +287,7 @@ def look_in_time(
 
 
 def _one_to_try(seen: Sequence[Placement], objectives: Sequence[Objective], now_s: float) -> Placement:
-    """Return the worker measured longest ago, once, if its line is stale."""
+    """The worker measured longest ago, once, if its line is stale."""
     for objective in objectives:
         for choice in sorted(seen, key=lambda one: objective.fit(one.worker).news_s):
             if not objective.is_stale(choice.worker, now_s):

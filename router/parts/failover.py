@@ -72,7 +72,7 @@ class ResumableAnswer(ClientAnswer):
     _all_rooms: list[int] = field(default_factory=list)
 
     async def whole(self) -> Response:
-        """Return a whole answer. If it cannot continue elsewhere it restarts (CallFailed)."""
+        """A whole answer. If it cannot continue elsewhere it restarts (CallFailed)."""
         if not self.attempt.answering.framed:
             return await super().whole()
         try:

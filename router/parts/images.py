@@ -35,9 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """A body with images: `body` for workers; `shown`, with digests and estimated tokens, for
-    routing.
-    """
+    """`body` for workers; `shown`, with digests and estimated tokens, for routing."""
 
     body: ParsedBody
     shown: ParsedBody

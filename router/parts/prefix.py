@@ -61,7 +61,7 @@ class PrefixSources:
         return worker.worker_id in self._workers
 
     def better(self, chosen: Placement, hints: RoutingHints) -> Holder | None:
-        """Return the longest match, if a block longer than the chosen worker's."""
+        """The longest match, if a block longer than the chosen worker's."""
         if not hints.keys or not self.exchanges(chosen.worker):
             return None
         found = self.holders(hints, like=chosen.worker)

@@ -16,8 +16,8 @@ PAUSES = 2  # times the silence limit; a shorter silence may be a pause
 
 
 class ActiveCall(Protocol):
-    """A call. `waits_since_s` is None while its client is slow. `movable`: another worker can
-    continue; `continuable`: without recomputing sent tokens. `names_owner`: guard.py.
+    """`waits_since_s` is None while its client is slow. `movable`: another worker can continue;
+    `continuable`: without recomputing sent tokens. `names_owner`: guard.py.
     """
 
     names_owner: str

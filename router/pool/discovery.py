@@ -114,7 +114,7 @@ class _Joined:
 
 @dataclass(slots=True)
 class PodWorkers:
-    """Workers from pods. Decisions depend on pods and table only.
+    """Decisions depend on pods and table only.
 
         pod   absent --ready--> joined --deleted, ended, deselected--> leaving --idle--> absent
 

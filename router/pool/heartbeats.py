@@ -35,9 +35,9 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 @dataclass(slots=True, kw_only=True)
 class Prober:
-    """Probes. `on_silence(worker, silent)` is called repeatedly.
+    """HTTP probes of one worker, and detection of its silence.
 
-    HTTP probes of one worker, and detection of its silence. A frozen process refuses no connection.
+    `on_silence(worker, silent)` is called repeatedly. A frozen process refuses no connection.
     Silence before a failed check only makes requests prefer other workers. Streaming workers are
     never silent. Without heartbeats busy, silent workers are probed every quarter of the limit.
 
@@ -60,7 +60,7 @@ class Prober:
         return f"{path}: {str(error) or late}"
 
     async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
-        """Return status and body. Raises one of `FAILURES`."""
+        """Status and body. Raises one of `FAILURES`."""
         silence, timeout = None, aiohttp.ClientTimeout(total=self.timeout_s)
         if self.silence_s:
             report = partial(self.on_silence, worker)

@@ -60,7 +60,7 @@ class _PodObject(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A pod. `uid` differs from earlier pods of its name or address."""
+    """`uid` differs from earlier pods of its name or address."""
 
     name: str  # NAMESPACE/NAME
     uid: str

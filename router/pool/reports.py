@@ -63,7 +63,7 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _pending(row: dict[str, Any]) -> int:
-    """Return pending tokens, a share of capacity in SGLang's reports."""
+    """Pending tokens, a share of capacity in SGLang's reports."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
     return int(share * count_of(row.get("max_total_num_tokens")))
 

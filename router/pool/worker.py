@@ -201,7 +201,7 @@ class Loads:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """Release a lease. Idempotent."""
+        """Idempotent."""
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens

@@ -83,7 +83,7 @@ class Catalogue:
         return next(iter(ready or ()), self.bases[0])
 
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
-        """Return the base model whose workers load or unload an adapter, empty for all.
+        """The base model whose workers load or unload an adapter, empty for all.
 
         All of them, as one may not have reported the adapter. Raises UnknownModel, ValueError.
         """

@@ -248,7 +248,7 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed, path: str) -> Response:
-    """Return a worker's error unchanged. ApiError if there is none, or no such route."""
+    """A worker's error unchanged. ApiError if there is none, or no such route."""
     if lacks_route(failure.status, failure.body):
         raise no_route(failure.worker, path) from None
     if failure.reason == "status":

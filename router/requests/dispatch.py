@@ -301,5 +301,5 @@ def _around(part: ServePart, serve: Serve) -> Serve:
 
 
 def pause_s(number: int, backoff_s: float) -> float:
-    """Return the pause after a failed attempt: none, base, 2 * base..., up to `MAX_BACKOFF_S`."""
+    """The pause after a failed attempt: none, base, 2 * base..., up to `MAX_BACKOFF_S`."""
     return 0.0 if number == 0 else min(MAX_BACKOFF_S, backoff_s * 2 ** (number - 1))

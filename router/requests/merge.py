@@ -134,7 +134,7 @@ def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
-    """Return the shift of decode's offsets by the first output token, which both have."""
+    """The shift of decode's offsets by the first output token, which both have."""
     theirs, own = known.get("text_offset") or [], columns.get("text_offset") or []
     return max(0, theirs[at] - own[0]) if len(theirs) > at and own else 0
 

@@ -71,7 +71,7 @@ def unified_slo_cost(worker: WorkerMetrics, ask: Ask, wanted: Slo) -> float:
 
 
 def wait_for_room_s(worker: WorkerMetrics, ask: Ask) -> float:
-    """Return the time until there is memory and a batch slot.
+    """The time until there is memory and a batch slot.
 
     A share of either frees up in that share of a request's stay.
     """
@@ -201,7 +201,7 @@ def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
 
 
 def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine]:
-    """Return a route's lines, unknown ones from another route."""
+    """A route's lines, unknown ones from another route."""
     ttft = _known([own.ttft, *(other.ttft for other in fits)])
     step = _known([own.step, *(other.step for other in fits)])
     return (
@@ -211,7 +211,7 @@ def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine
 
 
 def route_to_take(strains: Sequence[float], by: Sequence[Role], last: Role | None) -> int:
-    """Return the cheapest route, or the last one if little dearer."""
+    """The cheapest route, or the last one if little dearer."""
     best = min(range(len(strains)), key=strains.__getitem__)
     if last not in by:
         return best

@@ -19,9 +19,7 @@ NEWS = 0.5  # weight of the last switch in the expected duration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A worker. `demand` in workers, `backlog` its late part. `ready`: serving, with known
-    demand.
-    """
+    """`demand` in workers, `backlog` its late part. `ready`: serving, with known demand."""
 
     worker_id: int
     role: Role
@@ -165,7 +163,7 @@ class Controller:
         return Move(worker_id=victim.worker_id, model=model, to_role=to, reason=reason), reason
 
     def _giver_after(self, standing: Standing, pools: dict[Role, list[Seen]], giver: Role, *, lasting: float) -> float:
-        """Return its pressure without one worker. Prefill beyond 1 holds back decode's work."""
+        """Its pressure without one worker. Prefill beyond 1 holds back decode's work."""
         has, flow = sum(worker.lasting for worker in pools[giver]), 1.0
         if giver is Role.DECODE:
             size = len(pools[Role.PREFILL])
@@ -219,7 +217,7 @@ class _Trend:
 class Gauge:
     """Demands at regular calls of `read`.
 
-    Workers' demand, counted in workers, by their reports.
+    Counted in workers, by their reports.
 
       prefill   seconds of prompts arriving per second + seconds of queue / --auto-roles-ttft
       decode    max of: KV held and requested / capacity, requests / --max-running-requests,
@@ -316,7 +314,7 @@ class Gauge:
         )
 
     def _prefill_demand(self, trend: _Trend, prompts: "_Prompts") -> tuple[float, float]:
-        """Return lasting demand and backlog; busy time without known speed."""
+        """Lasting demand and backlog; busy time without known speed."""
         if prompts.speed is None:
             return min(1.0, trend.work.known), 0.0
         waiting_s = (trend.waiting.known + prompts.blocked_tokens) / prompts.speed
@@ -338,7 +336,7 @@ def model_of(worker: Worker) -> str:
 
 
 def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | None) -> tuple[float, float]:
-    """Return demand in workers, and tokens that wait for prefill."""
+    """Demand in workers, and tokens that wait for prefill."""
     own = report.running_reqs + report.stages.get("retracted", 0)
     waits = report.stages.get("transfer", 0)  # with memory reserved, waiting for KV
     share = own / (own + waits) if own + waits else 1.0

@@ -150,7 +150,6 @@ class _Info(msgspec.Struct):
 
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
-    """`force` may empty a model's pool."""
     if worker.role not in PAIR or role not in PAIR:
         return "only prefill and decode workers change their role"
     if worker not in table:

@@ -70,14 +70,14 @@ class ApiRouter(APIRouter):
 
 
 def texts_of(route: HttpRoute) -> tuple[str, str]:
-    """Return summary and description, by default of the handler's docstring."""
+    """Summary and description, by default of the handler's docstring."""
     text = route.about or inspect.getdoc(route.handler) or ""
     summary, _, description = text.partition("\n")
     return summary.rstrip("."), description.strip()
 
 
 def _endpoint(handler: Handler) -> Callable[[FastApiRequest], Awaitable[Response]]:
-    """Return an endpoint whose parameters FastAPI reads."""
+    """An endpoint whose parameters FastAPI reads."""
 
     async def endpoint(request: FastApiRequest) -> Response:
         assert isinstance(request, HttpRequest)
@@ -114,7 +114,7 @@ class Application(FastAPI):
 
 
 def document(apis: Sequence[ApiRouter], *, title: str) -> dict[str, Any]:
-    """Return the OpenAPI document, with the schemas of all bodies."""
+    """The OpenAPI document, with the schemas of all bodies."""
     tags = [tag._asdict() for tag in dict.fromkeys(api.tag for api in apis)]
     routes = [route for api in apis for route in api.routes]
     made = get_openapi(title=title, version=installed_version(), openapi_version="3.1.0", routes=routes, tags=tags)
@@ -173,7 +173,7 @@ _PATTERN = re.compile(r"{(\w+)}")
 
 
 def operation(route: HttpRoute) -> dict[str, Any]:
-    """Return the part of a route's operation that follows from its fields."""
+    """The part of a route's operation that follows from its fields."""
     parameters = [{"name": n, "in": "path", "required": True, "schema": TEXT} for n in _PATTERN.findall(route.path)]
     good = (
         {"description": "done"} if route.empty else answer("done", plain_text=route.plain_text, streams=route.streams)
@@ -189,7 +189,7 @@ def operation(route: HttpRoute) -> dict[str, Any]:
 
 
 def answer(description: str, *, plain_text: bool = False, streams: str = "") -> dict[str, Any]:
-    """Return an answer with JSON or text, or with a stream."""
+    """An answer with JSON or text, or with a stream."""
     if plain_text:
         return {"description": description, "content": {"text/plain": {"schema": TEXT}}}
     events = {streams: {"schema": EVENT if streams == EVENTS_TYPE else {}}} if streams else {}
@@ -208,7 +208,7 @@ def json_content(schema: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def loads_answer(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row per rank. The time is text, as SMG rejects numbers."""
+    """A row per rank. The time is text, as SMG rejects numbers."""
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": installed_version(),

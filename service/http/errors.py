@@ -28,7 +28,7 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 def decode_or_none(text: bytes, type_: Any = Any) -> Any:
-    """Return the value, None for other text or types."""
+    """The value, None for other text or types."""
     try:
         return msgspec.json.decode(text, type=type_)
     except JSON_ERRORS:
@@ -170,7 +170,7 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def _number_out_of_range(data: bytes) -> ApiError:
-    """Return the error with the number's place, which msgspec does not tell."""
+    """The error with the number's place, which msgspec does not tell."""
     try:
         field = next(_out_of_range(json.loads(data, parse_int=_int), ""))
     except (ValueError, StopIteration):  # the text behind the number is no JSON
@@ -278,7 +278,7 @@ def _kind(hint: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of requests; `size_flag` sets `max_body_bytes`, if there is a flag."""
+    """`size_flag` sets `max_body_bytes`, if there is a flag."""
 
     max_body_bytes: int
     header_timeout_s: float = 60.0
@@ -310,7 +310,7 @@ def max_inflated(size: int, *, most_bytes: int) -> int:
 
 
 def coding_of(encoding: str) -> str:
-    """Return the coding, if any ("utf-8" is none). Raises ApiError(415)."""
+    """The coding, if any ("utf-8" is none). Raises ApiError(415)."""
     names = [name.strip().lower() for name in encoding.split(",")]
     codings = [name for name in names if name in _READ | _NOT_READ]
     if len(codings) > 1 or _NOT_READ.intersection(codings):

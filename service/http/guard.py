@@ -42,7 +42,7 @@ def make_guard(
     on_refused: Callable[[str], None] = lambda reason: None,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> Handler:
-    """Return the handler of all requests of a server.
+    """The handler of all requests of a server.
 
     need_of(method, path): key that a path needs    admit: last check, with the caller at `CALLER`
     is_trusted: from a peer process, which has checked the caller
@@ -92,7 +92,7 @@ def make_guard(
 
 
 def key_refusal(request: HttpRequest, gate: KeyGate, need: Access) -> ApiError | None:
-    """Return the refusal, if any; also for handlers that decide by the body."""
+    """The refusal, if any; also for handlers that decide by the body."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:
         return None
@@ -131,7 +131,7 @@ UNITS_S: Mapping[str, float] = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
 
 
 def seconds_of(text: str | None, name: str) -> float | None:
-    """Return a header's seconds, None if absent or not above 0."""
+    """A header's seconds, None if absent or not above 0."""
     if text is None:
         return None
     try:
@@ -155,13 +155,13 @@ def request_timeout_s(headers: Mapping[str, str]) -> float | None:
 
 
 def time_given(headers: Mapping[str, str]) -> float:
-    """Return the deadline in seconds, inf without one; bad numbers count for none."""
+    """The deadline in seconds, inf without one; bad numbers count for none."""
     times_s = (seconds_of(headers.get(name), name) for name in UNITS_S)
     return min((value_s for value_s in times_s if value_s is not None), default=math.inf)
 
 
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> Mapping[str, str]:
-    """Return `headers` with deadlines reduced by `elapsed_s`. Workers refuse bad numbers."""
+    """`headers` with deadlines reduced by `elapsed_s`. Workers refuse bad numbers."""
     if elapsed_s < LEAST_S:
         return headers
     left = dict(headers)
@@ -179,7 +179,7 @@ MAX_DIGITS = 9
 
 
 def rank_in(headers: Mapping[str, str]) -> int | None:
-    """Return the rank, if any. Raises ApiError(400)."""
+    """The rank, if any. Raises ApiError(400)."""
     text = headers.get(RANK_HEADER)
     if text is None:
         return None
@@ -211,7 +211,7 @@ def owner_said(headers: Mapping[str, str]) -> str:
 
 
 def owner_in(request: HttpRequest) -> str:
-    """Return a worker request's owner, empty for all without key. Raises ApiError(400)."""
+    """A worker request's owner, empty for all without key. Raises ApiError(400)."""
     said = request.headers.get(CALLER_HEADER)
     if said is None:
         return _own(request)

@@ -30,7 +30,7 @@ class NoHeartbeats(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A line. `rests`: idle since the last. `busy_s`: of a long step."""
+    """`rests`: idle since the last. `busy_s`: of a long step."""
 
     fine: bool
     rests: bool = False
@@ -41,7 +41,7 @@ _RESTS = [Beat(fine=True, rests=True)]
 
 
 def wait_s(now_s: float, every_s: float, *, phase: float) -> float:
-    """Return the time to the machine's next tick of `every_s`, skipping one just due."""
+    """The time to the machine's next tick of `every_s`, skipping one just due."""
     left_s = (phase - now_s / every_s) % 1.0 * every_s
     return left_s if left_s > every_s / 2 else left_s + every_s
 
@@ -62,7 +62,7 @@ class HeartbeatReader:
         self._rest = b""
 
     def read(self, data: bytes) -> list[Beat]:
-        """Return completed lines but the first. Raises NoHeartbeats."""
+        """Completed lines but the first. Raises NoHeartbeats."""
         if data == IDLE and self.every_s and not self._rest:  # the usual case
             return _RESTS
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -76,7 +76,7 @@ class HeartbeatReader:
 
 
 def _beat(line: bytes) -> Beat:
-    """Parse a line; a later version's word requests a check."""
+    """A later version's word requests a check."""
     word, _, busy = line.partition(b" ")
     if word == IDLE[:-1]:
         return Beat(fine=True, rests=True)

@@ -31,7 +31,7 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 
 
 def files_of(package: str, path: str) -> dict[str, Path]:
-    """Return path -> file, with `index.html` at `path`."""
+    """Path -> file, with `index.html` at `path`."""
     folder = Path(str(resources.files(package)))
     files = sorted(file for file in folder.iterdir() if file.suffix in _TYPES)
     return {path if file.name == "index.html" else f"{path}/{file.name}": file for file in files}

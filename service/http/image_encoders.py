@@ -44,7 +44,7 @@ def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes) -> str:
 
 
 def read_header(value: str, secret: bytes | None) -> list[ImageEncoder | None] | None:
-    """Return None for a header not from our router."""
+    """None for a header not from our router."""
     signature, _, text = value.partition(" ")
     raw = text.encode(errors="replace")
     if not is_signed(signature, raw, secret, purpose=PURPOSE):

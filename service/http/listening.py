@@ -19,7 +19,7 @@ BACKLOG = 1024
 
 
 class ListeningPort:
-    """A port from `open_port`; `port` is never 0."""
+    """Made by `open_port`; `port` is never 0."""
 
     def __init__(self, host: str, port: int, sockets: list[socket.socket]) -> None:
         self.host, self.port = host, port
@@ -45,7 +45,7 @@ class ListeningPort:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL for local clients."""
+    """The URL for local clients."""
     if host in ("", "0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -90,7 +90,7 @@ def _message(host: str, port: int, flag: str, error: OSError) -> str:
 
 
 def why_unreachable(error: OSError | TimeoutError) -> str:
-    """Return an error's text without addresses."""
+    """An error's text without addresses."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 

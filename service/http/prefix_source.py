@@ -33,7 +33,7 @@ def write_header(source: PrefixSourceHeader, secret: bytes) -> str:
 
 
 def read_header(value: str, secret: bytes | None) -> PrefixSourceHeader | None:
-    """Return None for a header not from our router."""
+    """None for a header not from our router."""
     signature, _, text = value.partition(" ")
     raw = text.encode(errors="replace")
     if not is_signed(signature, raw, secret, purpose=PURPOSE):

@@ -54,7 +54,7 @@ class RetainedRest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, kw_only=True)
 class StreamLog:
-    """A stream's frames. `head`: begin frame, and earlier workers'. `end` stops it."""
+    """`head`: begin frame, and earlier workers'. `end` stops it."""
 
     tag: str
     request_id: str
@@ -93,7 +93,7 @@ class StreamLog:
         self.num_bytes = OVERHEAD_BYTES
 
     def rest_after(self, unit: int, event: int | None) -> RetainedRest | None:
-        """Return the rest after an event, if known."""
+        """The rest after an event, if known."""
         if not self.is_whole or not 1 <= unit <= len(self._ends):
             return None
         record = FrameRecord()

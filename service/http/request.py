@@ -60,8 +60,6 @@ CONNECTION = "tandem.connection"  # in the scope, under our own server
 
 
 class ClientConnection(Protocol):
-    """The connection of a request."""
-
     broken: str  # why the rest of the body cannot be read; empty if it can
 
     @property
@@ -113,7 +111,7 @@ class HttpRequest(FastApiRequest):
 
     @property
     def headers(self) -> CIMultiDict[str]:  # type: ignore[override]
-        """Return the headers by name in any case; the first of equal names counts."""
+        """The headers by name in any case; the first of equal names counts."""
         if self._own_headers is None:
             raw = self.scope["headers"]
             self._own_headers = CIMultiDict(
@@ -123,7 +121,7 @@ class HttpRequest(FastApiRequest):
 
     @property
     def query(self) -> dict[str, str]:
-        """Return the query's fields; the first of equal names counts."""
+        """The query's fields; the first of equal names counts."""
         pairs = parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
         return dict(reversed(pairs))
 
@@ -134,7 +132,7 @@ class HttpRequest(FastApiRequest):
 
     @property
     def remote(self) -> str | None:
-        """Return the client's address, None at a unix socket."""
+        """The client's address, None at a unix socket."""
         client = self.scope.get("client")
         return client[0] if client else None
 
@@ -154,7 +152,7 @@ class HttpRequest(FastApiRequest):
     __hash__ = object.__hash__
 
     async def read(self) -> bytes:
-        """Return the inflated body. Raises ApiError(400, 408, 413, 415)."""
+        """The inflated body. Raises ApiError(400, 408, 413, 415)."""
         if self._read_bytes is None:
             body = await self._received()
             if coding := coding_of(self.headers.get("Content-Encoding", "")):

@@ -105,7 +105,7 @@ def logprobs_frame(index: int, packed: bytes, *, of_prompt: bool = False) -> byt
 
 
 def end_frame(index: int, how: bytes) -> bytes:
-    """Return the frame; `how` is a JSON list."""
+    """The frame; `how` is a JSON list."""
     return b":end %d %s\n" % (index, how)
 
 
@@ -118,7 +118,7 @@ def failed_frame(status: int, retry_after_s: int | None = None) -> bytes:
 
 
 def known_frames(resume: "Resume") -> bytes:
-    """Return a client's frames."""
+    """A client's frames."""
     frames = begin_frame(Begun(**{name: getattr(resume, name) for name in Begun.__struct_fields__}))
     for index, ids in enumerate(resume.output_ids):
         frames += ids_frame(index, ids) if ids else b""
@@ -131,12 +131,12 @@ def known_frames(resume: "Resume") -> bytes:
 
 
 def moved_frame(sources: Mapping[int, SampleSource | None]) -> bytes:
-    """Return the frame and an event's empty line."""
+    """The frame and an event's empty line."""
     return _MOVED + msgspec.json.encode(sources) + b"\n\n"
 
 
 def whole_frame() -> bytes:
-    """Return the frame and an empty line, as an empty stream would count as lost."""
+    """The frame and an empty line, as an empty stream would count as lost."""
     return _WHOLE + b"\n"
 
 
@@ -147,7 +147,7 @@ def unit_of(events: bytes) -> bytes:
 
 @dataclass(eq=False)
 class FrameRecord:
-    """Frames of one answer. `failed`: status of a final error. `moved`: migrated samples."""
+    """`failed`: status of a final error. `moved`: migrated samples."""
 
     failed: int = 0
     retry_after_s: int = 0
@@ -186,7 +186,7 @@ class FrameRecord:
         return events[:end]
 
     def take_head(self, data: bytes) -> bytes:
-        """Return the rest after a whole answer's frames: body or partial frame."""
+        """The rest after a whole answer's frames: body or partial frame."""
         while data.startswith(b":") and (end := data.find(b"\n") + 1):
             line = data[:end]
             if line.startswith(_UNIT) and len(data) - end < int(line[len(_UNIT) :]):
@@ -267,7 +267,7 @@ class FrameRecord:
         return sum(line.count(b",") + 1 for line in self._ids)
 
     def samples_left(self) -> dict[int, str]:
-        """Return unfinished samples' names by index."""
+        """Unfinished samples' names by index."""
         if not self._begin:
             return {}
         names = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun).names
@@ -278,7 +278,7 @@ class FrameRecord:
         return bool(left) and all(self.moved.get(index) is not None for index in left)
 
     def resume(self, *, by_kv: bool = False) -> bytes | None:
-        """Return the next worker's `Resume`, if possible. `by_kv`: with sources."""
+        """The next worker's `Resume`, if possible. `by_kv`: with sources."""
         if not self.can_resume():
             return None
         begun = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun)

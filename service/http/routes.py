@@ -56,7 +56,7 @@ def typed_event(value: dict[str, Any]) -> bytes:
 
 
 def line(value: Any) -> bytes:
-    """Return a line of JSON; some readers split at Unicode line ends, so these are escaped."""
+    """A line of JSON; some readers split at Unicode line ends, so these are escaped."""
     text = _encode(value)
     for end, escape in _LINE_ENDS.items():
         text = text.replace(end, escape)
@@ -87,7 +87,7 @@ class ApiShape:
         return Response(body, error.status, headers, "application/json")
 
     def last_event(self, error: ApiError) -> bytes:
-        """Return an error as a stream's end, which clients' SDKs raise."""
+        """An error as a stream's end, which clients' SDKs raise."""
         return self.event(self.body(error))
 
 
@@ -96,7 +96,7 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 
 
 def _openai_body(error: ApiError) -> dict[str, Any]:
-    """Return OpenAI's error; `code` defaults to the status, as in SGLang."""
+    """OpenAI's error; `code` defaults to the status, as in SGLang."""
     kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
     if error.status >= 500:
         kind = "server_error"
@@ -105,7 +105,7 @@ def _openai_body(error: ApiError) -> dict[str, Any]:
 
 
 def _responses_event(body: dict[str, Any]) -> bytes:
-    """Return an `error` event: flat as in OpenAI's reference, and nested for its SDKs."""
+    """An `error` event: flat as in OpenAI's reference, and nested for its SDKs."""
     error = body["error"]
     flat = {"code": str(error["code"]), "message": error["message"], "param": error["param"], "sequence_number": 0}
     return typed_event({"type": "error", **flat, **body})
@@ -135,7 +135,7 @@ def _ollama_body(error: ApiError) -> dict[str, Any]:
 
 
 def _code_of(error: ApiError) -> dict[str, str]:
-    """Return the code; routers recognize draining workers by it."""
+    """The code; routers recognize draining workers by it."""
     return {} if error.code is None else {"code": error.code}
 
 
@@ -159,7 +159,7 @@ _BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/
 
 
 def shape_of(path: str) -> ApiShape:
-    """Return the shape of a path, known or not."""
+    """The shape of a path, known or not."""
     return next((shape for prefix, shape in _BY_PREFIX if path.startswith(prefix)), OPENAI)
 
 
@@ -188,7 +188,7 @@ _PATHS: Mapping[str, str] = {
 
 
 def invoked_path(body: bytes) -> str:
-    """Return the body's path. Raises ApiError(400)."""
+    """The body's path. Raises ApiError(400)."""
     fields = decode_body(body, dict[str, msgspec.Raw])
     for field, path in _PATHS.items():
         if field in fields:
@@ -226,9 +226,7 @@ class Tag(NamedTuple):
 
 @dataclass(frozen=True)
 class HttpRoute:
-    """A route with its documentation.
-
-    `need`: the key that it needs. `is_polled`: successes are not logged. `about`: summary and
+    """`need`: the key that it needs. `is_polled`: successes are not logged. `about`: summary and
     description; the handler's docstring if empty. `is_alias`: not documented. `streams`: content
     type of a stream. `plain_text`, `empty`: kinds of answers. `starts`: work continues after a 202.
     """
@@ -270,7 +268,7 @@ async def refuse(request: HttpRequest) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class MatchedRoute:
-    """A route. `path` as registered, empty if unknown."""
+    """`path` as registered, empty if unknown."""
 
     path: str
     handler: Handler
@@ -297,7 +295,7 @@ class Routes:
         self._below = sorted(below.items(), key=lambda item: -len(item[0][1]))  # paths that continue after {name} first
 
     def find(self, method: str, path: str) -> MatchedRoute:
-        """Return the route, or one that raises HTTPNotFound or HTTPMethodNotAllowed."""
+        """The route, or one that raises HTTPNotFound or HTTPMethodNotAllowed."""
         methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
             return MatchedRoute("", _not_found, shape_of(path))
@@ -305,7 +303,7 @@ class Routes:
         return route if route is not None else _not_allowed(method, methods)
 
     def paths(self) -> dict[str, set[str]]:
-        """Return paths with methods, without HEAD."""
+        """Paths with methods, without HEAD."""
         found: dict[str, set[str]] = {}
         for methods in (*self._exact.values(), *(below for _, below in self._below)):
             for method, route in methods.items():
@@ -327,7 +325,7 @@ class Routes:
 
 
 def errors_of(request: HttpRequest) -> ApiShape:
-    """Return the shape of errors, OpenAI's before routing."""
+    """The shape of errors, OpenAI's before routing."""
     route = request.get(ROUTE)
     return OPENAI if route is None else route.errors
 

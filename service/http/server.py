@@ -139,7 +139,6 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_full(self) -> bool:
-        """True while writes wait for the client."""
         return self.flow.write_paused
 
     @property

@@ -79,7 +79,7 @@ def _put(holder: Any, key: str | int) -> Callable[[str], None]:
 
 
 class BadImage(ValueError):
-    """An unusable image. The text continues "FIELD: "."""
+    """The text continues "FIELD: "."""
 
 
 def with_field(error: BadImage, field: str) -> ApiError:

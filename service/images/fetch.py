@@ -146,7 +146,7 @@ class ImageFetcher:
             raise BadImage(f"{refusal}; {_REMEDY}")
 
     async def _get(self, url: URL, budget: "_Budget") -> bytes | str:
-        """Return the file or redirect, in a session that reuses nothing."""
+        """The file or redirect, in a session that reuses nothing."""
         refusals: list[str] = []
         connector = aiohttp.TCPConnector(
             force_close=True,

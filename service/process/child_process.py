@@ -85,7 +85,7 @@ def is_own_user(connection: socket.socket) -> bool:
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return message and descriptors, empty at the end. May raise BlockingIOError."""
+    """Message and descriptors, empty at the end. May raise BlockingIOError."""
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, LONGEST_BYTES, MAX_DESCRIPTORS)
     except ConnectionError:
@@ -161,7 +161,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def news(self) -> int:
-        """Return a new descriptor, readable when `poll` may have changed."""
+        """A new descriptor, readable when `poll` may have changed."""
         return os.dup(self._connection.fileno())
 
     def _hear(self) -> None:
@@ -181,7 +181,7 @@ class ForkedProcess:
 
 
 def server_in(env: Mapping[str, str], variable: str = SERVER_VARIABLE) -> str | None:
-    """Return the fork server's address in `env`, if it fits."""
+    """The fork server's address in `env`, if it fits."""
     address, _, digest = env.get(variable, "").rpartition("/")
     return address if address and digest == digest_of(env, variable=variable) else None
 

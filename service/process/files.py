@@ -49,7 +49,7 @@ def fits(path: str | os.PathLike[str]) -> bool:
 
 
 def socket_folder() -> str:
-    """Return the temporary directory, or /tmp if too long. Raises ConfigError."""
+    """The temporary directory, or /tmp if too long. Raises ConfigError."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= LONGEST_PATH - BELOW:
         return folder

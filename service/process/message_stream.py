@@ -80,7 +80,7 @@ class MessageStream:
                 self._connection.settimeout(None)
 
     def arrived(self) -> list[bytes]:
-        """Return complete messages. ChannelClosed after the last."""
+        """Complete messages. ChannelClosed after the last."""
         messages: list[bytes] = []
         try:
             while (message := self._read(socket.MSG_DONTWAIT)) is not None:

@@ -21,7 +21,7 @@ def allow_many_files() -> int:
 
 
 def die_with_parent(ignored: Sequence[int] = ()) -> Callable[[], None]:
-    """Return a `preexec_fn` for SIGKILL at the end of the calling *thread*."""
+    """A `preexec_fn` for SIGKILL at the end of the calling *thread*."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()
 

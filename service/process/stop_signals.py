@@ -72,9 +72,9 @@ class StopSignals:
 
 
 def hangup_ends() -> Callable[[], bool]:
-    """Return a function that returns whether SIGHUP ends this process: terminal gone, no nohup.
+    """Make a check that SIGHUP ends this process: terminal gone, no nohup.
 
-    To be called before SIGHUP has a handler.
+    Call it before SIGHUP has a handler.
     """
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
     return lambda: not outlives and not _has_terminal()

@@ -42,7 +42,7 @@ def response_of(item_id: str) -> str:
 
 
 def inner_text(given: bytes) -> bytes:
-    """Return `input` (text or list) as comma-separated items."""
+    """`input` (text or list) as comma-separated items."""
     text = given.strip()
     if text[:1] == b'"':
         return b'{"type":"message","role":"user","content":' + text + b"}"
@@ -54,12 +54,12 @@ def joined(parts: Iterable[bytes]) -> bytes:
 
 
 def history_of(conversation: Sequence[StoredResponse]) -> bytes:
-    """Return a conversation's items as a JSON list, oldest first."""
+    """A conversation's items as a JSON list, oldest first."""
     return joined(part for stored in reversed(conversation) for part in (stored.input, *_outputs(stored)))
 
 
 def input_items(conversation: Sequence[StoredResponse]) -> list[dict[str, Any]]:
-    """Return items before the newest response, oldest first."""
+    """Items before the newest response, oldest first."""
     newest, found = conversation[0], []
     for stored in reversed(conversation):
         found += [_shown(raw, stored.id, index) for index, raw in enumerate(_inputs(stored))]
@@ -69,7 +69,7 @@ def input_items(conversation: Sequence[StoredResponse]) -> list[dict[str, Any]]:
 
 
 def references(given: bytes) -> list[str]:
-    """Return ids that `input` refers to. Raises ApiError(400)."""
+    """Ids that `input` refers to. Raises ApiError(400)."""
     ids = []
     for index, raw in enumerate(_split(given)):
         reference = _reference_in(raw)
@@ -148,7 +148,7 @@ class StoreFields(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation: JSON list of earlier items, and the input with references resolved."""
+    """JSON list of earlier items, and the input with references resolved."""
 
     previous: str
     history: bytes
@@ -185,7 +185,7 @@ def whole(id: str, found: list[StoredResponse]) -> list[StoredResponse]:
 
 
 def to_store(conversation: Conversation, *, owner: str, answer: bytes) -> StoredResponse | None:
-    """Return the entry of a final response, if valid."""
+    """The entry of a final response, if valid."""
     decoded: _StoredAnswer | None = decode_or_none(answer, _StoredAnswer)
     if decoded is None:
         return None

@@ -19,7 +19,7 @@ OVERHEAD_BYTES = 512  # per entry, besides its texts
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response. `previous`: its parent's id. `input`: own items, comma-separated JSON."""
+    """`previous`: its parent's id. `input`: own items, comma-separated JSON."""
 
     id: str
     owner: str
@@ -61,7 +61,7 @@ class ResponseStore:
         return stored
 
     def conversation(self, id: str, *, owner: str) -> list[StoredResponse]:
-        """Return a response and its ancestors, newest first."""
+        """A response and its ancestors, newest first."""
         found: list[StoredResponse] = []
         stored = self.get(id, owner=owner)
         while stored is not None and len(found) < len(self._responses):
@@ -106,7 +106,7 @@ class ResponseBook(Protocol):
     """Responses by `id`, visible to their `owner`."""
 
     async def find(self, id: str, owner: str) -> list[StoredResponse]:
-        """Return a response and its ancestors, newest first."""
+        """A response and its ancestors, newest first."""
 
     async def remove(self, id: str, owner: str) -> bool: ...
     async def cancel(self, id: str, owner: str) -> bool:

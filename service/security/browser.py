@@ -168,7 +168,7 @@ class BrowserRule:
         return None
 
     def sharing(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Return CORS headers of an answer."""
+        """CORS headers of an answer."""
         if not self._origins:
             return {}
         if ANY in self._origins:
@@ -179,7 +179,7 @@ class BrowserRule:
         return {_ALLOWED: origin, **_READABLE, "Vary": "Origin"}
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> Mapping[str, str] | None:
-        """Return further headers of a preflight's answer, after `refusal`."""
+        """Further headers of a preflight's answer, after `refusal`."""
         if not (self._origins and is_preflight(method, headers)):
             return None
         names = headers.get("Access-Control-Request-Headers", "")
@@ -257,7 +257,7 @@ def _is_at(origin: str, host: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _name_of(host: str) -> str:
-    """Return a Host header's name, empty for an address or localhost."""
+    """A Host header's name, empty for an address or localhost."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
     if name == "localhost" or name.endswith(".localhost") or is_network_address(name):

@@ -48,7 +48,7 @@ def derive(secret: bytes, purpose: str) -> bytes:
 
 
 def router_secret(cluster: bytes | None) -> bytes | None:
-    """Return the secret that identifies routers: the cluster's, or `tandem up`'s.
+    """The secret that identifies routers: the cluster's, or `tandem up`'s.
 
     Without it workers obey no router. Raises ConfigError if short.
     """
@@ -77,7 +77,7 @@ def warn_if_others_read(path: str) -> None:
 
 
 def vouch(secret: bytes, *, host: str, port: int, rooms: Sequence[int]) -> str:
-    """Return a voucher for a request's rooms."""
+    """A voucher for a request's rooms."""
     return sign(_vouched_text(host, port, rooms), secret, purpose=VOUCHERS)
 
 
@@ -109,7 +109,7 @@ class Call:
 
 
 class Verdict(Enum):
-    """Result of a verification. STALE: a member's old or missing challenge."""
+    """STALE: a member's old or missing challenge."""
 
     GOOD = "good"
     STALE = "stale"
@@ -138,7 +138,7 @@ class Verifier:
         return self._challenge_of(int(now_s // PERIOD_S))
 
     def verify(self, header: str, call: Call, now_s: float) -> tuple[Verdict, str]:
-        """Return verdict and the answer's nonce. A repeated call is FORGED."""
+        """Verdict and the answer's nonce. A repeated call is FORGED."""
         parts = header.split(":")
         if len(parts) != 3 or not all(len(part) <= MAX_PART_CHARS and part.isascii() for part in parts):
             return Verdict.FORGED, ""
@@ -237,7 +237,7 @@ class KeyRing:
         return self._keys[0] if self._keys else None
 
     def holder(self, authorization: str) -> str | None:
-        """Return a loggable name of a known key."""
+        """A loggable name of a known key."""
         if not authorization or len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
             return None
         given = _digest(authorization[len(SCHEME) :].strip())
@@ -345,14 +345,14 @@ def open_gate(
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """Return the Authorization header, also for `x-api-key`."""
+    """The Authorization header, also for `x-api-key`."""
     given = headers.get("Authorization", "")
     key = "" if given else headers.get(KEY_HEADER, "")
     return f"Bearer {key}" if key else given
 
 
 def owner_of(authorization: str) -> str:
-    """Return a key's name as owner of stored data."""
+    """A key's name as owner of stored data."""
     scheme, key = authorization[: len(SCHEME)], authorization[len(SCHEME) :].strip()
     return _digest(key).hex() if scheme.lower() == SCHEME else ""
 

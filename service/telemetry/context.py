@@ -25,7 +25,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """A span. `sampled`: the root requests recording."""
+    """`sampled`: the root requests recording."""
 
     trace_id: int
     span_id: int
@@ -36,7 +36,7 @@ class TraceParent:
 
 
 def parse_traceparent(header: str) -> TraceParent | None:
-    """Parse the header. If invalid, the trace starts here (standard)."""
+    """An invalid header starts the trace here (standard)."""
     match = _HEADER.fullmatch(header.strip())
     if match is None or header.startswith("ff"):
         return None
@@ -45,7 +45,7 @@ def parse_traceparent(header: str) -> TraceParent | None:
 
 
 def request_id_of(header: str) -> str:
-    """Return the id if short, printable ASCII, else ""."""
+    """The id if short, printable ASCII, else ""."""
     return header if len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable() else ""
 
 
@@ -174,7 +174,7 @@ class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def query_error(query: TracesQuery) -> str | None:
-    """Return an error as "field: why"."""
+    """An error as "field: why"."""
     if (query.ids is None) == (query.last is None):
         return "ids: give either ids or last"
     if query.last is not None and not 1 <= query.last <= MAX_ASKED:
@@ -239,7 +239,7 @@ class Tracer:
         return self._exporter.exports
 
     def span_under(self, traceparent: str) -> "SpanContext | None":
-        """Return a new record's span, if exported."""
+        """A new record's span, if exported."""
         if not self._exporter.exports:
             return None
         parent = parse_traceparent(traceparent)
@@ -258,7 +258,7 @@ class Tracer:
 
 
 class SpanContext(NamedTuple):
-    """A record's span; `parent` is None for a root."""
+    """`parent` is None for a root."""
 
     at: TraceParent
     parent: TraceParent | None

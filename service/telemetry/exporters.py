@@ -22,7 +22,7 @@ CLOSE_S = 1.0
 
 
 def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the collector's URL by flags or OTEL_* variables. Raises ConfigError."""
+    """The collector's URL by flags or OTEL_* variables. Raises ConfigError."""
     if not enable and endpoint is None:
         return None
     if endpoint is None and (whole := environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
@@ -43,11 +43,11 @@ def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Export
 
 
 class OtlpExporter(Exporter):
-    """Exporter to a collector, under the service.name tandem-PROCESS.
+    """Exporter to an OpenTelemetry collector (OTLP over HTTP), as service.name tandem-PROCESS.
 
-    Export to an OpenTelemetry collector (OTLP over HTTP) by the gen_ai conventions.
-    https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the
-    extra `otel`. A thread sends batches; spans are dropped while the collector is away.
+    By the gen_ai conventions: https://github.com/open-telemetry/semantic-conventions-genai (status:
+    development). Needs the extra `otel`. A thread sends batches; spans are dropped while the
+    collector is away.
     """
 
     exports = True
@@ -124,9 +124,9 @@ Lane = list[Span]
 
 
 def trace_file(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the content, in microseconds from the first start.
+    """Chrome's trace event format, for https://ui.perfetto.dev, in microseconds from the first
+    start.
 
-    Records as Chrome's trace event format, for https://ui.perfetto.dev.
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Workers and
     routers are processes, requests threads, overlapping stages further ones. Arrows lead from a
     router's call to the worker.
@@ -216,7 +216,7 @@ class _Drawing:
 
 
 def clock_shift_s(record: Record, call: Span | None) -> float:
-    """Return a worker's shift into the router's call."""
+    """A worker's shift into the router's call."""
     if call is None or call.start_s <= record.start_s <= call.end_s:
         return 0.0
     return call.start_s - record.start_s
