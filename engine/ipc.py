@@ -220,7 +220,7 @@ class _Sender:
         self._begun = bytearray()  # an incomplete message
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Return complete messages and whether more may follow. Raises ChannelClosed."""
+        """Complete messages and whether more may follow. Raises ChannelClosed."""
         try:
             came = self.connection.recv(READ_BYTES)
         except BlockingIOError:

@@ -57,9 +57,7 @@ class FeatureSource(KVSource, frozen=True):
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
-    """The logprobs of a request.
-
-    `start_len`: first prompt position with logprobs, -1 for output only. `top_num`: alternatives
+    """`start_len`: first prompt position with logprobs, -1 for output only. `top_num`: alternatives
     per position. `token_ids`: also wanted.
     """
 
@@ -384,7 +382,7 @@ class TokenBatch(_Message, frozen=True):
 
 
 class ControlReply(_Call, frozen=True):
-    """Reply to a control message. `status`: HTTP status of a rejection.
+    """`status`: HTTP status of a rejection.
 
     `values`: model_path, weight_version and weight_source ("tensors", if a trainer sent some),
     trace file, retracted requests or released memory.
@@ -432,7 +430,7 @@ class StateReply(_Call, frozen=True):
 
 
 class StepInfo(msgspec.Struct, frozen=True):
-    """A step. `kind`: "prefill" | "decode" | "mixed" | "draft" (by a model) | "copy" (of pages)."""
+    """`kind`: "prefill" | "decode" | "mixed" | "draft" (by a model) | "copy" (of pages)."""
 
     seq: int
     kind: str
@@ -471,7 +469,7 @@ def batch_of(requests: Sequence[GenerateRequest]) -> GenerateBatch:
 
 
 def requests_of(batch: GenerateBatch) -> list[GenerateRequest]:
-    """Restore the requests; images encoded elsewhere have no pixels."""
+    """Images encoded elsewhere have no pixels."""
     pixels = {image.key: image.pixels for r in batch.requests for image in r.images if image.pixels}
     return [_with(r, pixels) if r.images else r for r in batch.requests]
 

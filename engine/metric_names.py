@@ -11,7 +11,7 @@ from engine.messages import StateReply
 
 
 class Figure(NamedTuple):
-    """A metric. `name`: as exported, for a counter without `_total`."""
+    """`name`: as exported, for a counter without `_total`."""
 
     name: str
     help: str

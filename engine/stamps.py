@@ -30,7 +30,7 @@ class Stamped:
 
 
 class Stamp:
-    """The writer. `name`: of the process."""
+    """`name`: of the process."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._words = mapped(Path(folder, _PREFIX + name), 8 * _WORDS)
@@ -55,7 +55,7 @@ class Stamps:
         return [_stamped(name, words) for name, words in self._words.items()]
 
     def frozen(self, now_s: float, *, after_s: float) -> Stamped | None:
-        """Return the oldest stamp, if older than `after_s`."""
+        """The oldest stamp, if older than `after_s`."""
         oldest = min(self.read(), key=lambda stamped: stamped.at_s, default=None)
         return None if oldest is None or now_s - oldest.at_s <= after_s else oldest
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderParts(WorkerParts):
-    """A ready encoder; `pool` is of features."""
+    """`pool` is of features."""
 
     executor: EncodeExecutor
     weights: WeightUpdater[TowerModel]

@@ -62,8 +62,8 @@ def build_follower(
 ) -> tuple[Follower, RankPools]:
     """Build the rank that `connect` joins to the others, in step with its leader (`build_engine`).
 
-    Raises ConfigError, and ChannelClosed where the leader ends. On a GPU all that the calling
-    thread enqueues from here on runs in one stream.
+    Raises ConfigError, and ChannelClosed where the leader ends. On a GPU all later work of the
+    calling thread runs in one stream.
     """
     config, model = resolved(given, stored, check_device)
     links = connect(config)

@@ -62,7 +62,7 @@ def load_rank(
 
 
 def share_loader(config: ModelFlags, read: Load) -> Load:
-    """Return `read` of a follower, in stream order. It raises ConfigError."""
+    """`read` of a follower, in stream order. It raises ConfigError."""
 
     def load(path: str, found: ModelConfig, *, progress: bool, **more: Any) -> DenseDecoder:
         try:
@@ -77,7 +77,7 @@ def share_loader(config: ModelFlags, read: Load) -> Load:
 
 
 def over_running(load: Load, running: RunningModel) -> Load:
-    """Return `load` for updates by tensors, which shares the layers of `running` that stay as they are."""
+    """`load` for updates by tensors, which shares the unchanged layers of `running`."""
 
     def read(
         path: str, found: ModelConfig, *, progress: bool, changed: Sequence[str] = (), adds: bool = False

@@ -59,7 +59,7 @@ class MemorySizes:
         return Ready(self.num_pages, files, slots, shadows, config.chunked_prefill_size, config.max_prefill_tokens)
 
     def at_most(self, least: Ready) -> "MemorySizes":
-        """Return a leader's sizes that every follower has room for."""
+        """A leader's sizes that every follower has room for."""
         config = self.config
         assert config.chunked_prefill_size is not None and config.max_prefill_tokens is not None, "resolved"
         slots = least.state_slots if least.state_slots < state_slots(config) else config.max_mamba_cache_size

@@ -74,7 +74,6 @@ class GrammarMasks:
         return False
 
     def fill(self, plan: Plan) -> None:
-        """Set the masks just before sampling is launched."""
         live = self._stages.live
         grammar: Grammar | None = None
         for i, item in enumerate(plan.items):

@@ -34,10 +34,10 @@ class Board(Protocol):
         """Write the next row of `rank`, and wake the other ranks' loops."""
 
     def row(self, rank: int, step: int) -> Row | None:
-        """Return the rank's row of `step`, if posted."""
+        """The row of `step`, if posted."""
 
     def last_step(self, rank: int) -> int:
-        """Return the rank's last posted step, or -1."""
+        """The last posted step, or -1."""
 
     def gate(self) -> PromptGate: ...
 
@@ -76,7 +76,7 @@ class Agreement:
         return row.step
 
     def row_of(self, plan: Plan, scheduler: Scheduler, *, prefillable: bool, delays: bool) -> Row:
-        """Return the row for `plan`; with `delays` even an empty one, since steps end the delay."""
+        """The row for `plan`; with `delays` even an empty one, since steps end the delay."""
         return Row(
             step=self._next_step,
             idle=not plan.items and not delays,

@@ -42,7 +42,7 @@ class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 def agree(rows: Sequence[Row]) -> AgreedStep:
-    """Return the step of all ranks, without SGLang's rounding for a reduce-scatter."""
+    """The step of all ranks, without SGLang's rounding for a reduce-scatter."""
     step = rows[0].step
     assert all(row.step == step for row in rows) and not all(row.idle for row in rows)
     extend = any(row.extend for row in rows)
@@ -155,7 +155,7 @@ class PrefillDelayer:
         self._delayed = 0
 
     def allows(self, rows: Sequence[Row]) -> bool:
-        """Return True if prompts may enter after this step; call once per step."""
+        """True if prompts may enter after this step; call once per step."""
         waiting = [row for row in rows if row.prefillable]
         enough = len(waiting) == len(rows) or not any(row.running for row in rows)
         allows = bool(waiting) and (enough or self._delayed >= self._most)

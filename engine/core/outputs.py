@@ -68,7 +68,7 @@ def refusal(message: str, *, status: int) -> FinishReason:
 
 
 def input_logprob_part(request: Request, start: int, end: int) -> tuple[int | None, int | None]:
-    """Return (logprob_from, logprob_next) for [start, end): logits at i predict i+1."""
+    """(logprob_from, logprob_next) for [start, end): logits at i predict i+1."""
     prompt = len(request.input_ids)
     if not request.wants_input_logprobs or start >= prompt:
         return None, None
@@ -91,7 +91,7 @@ NAN_MESSAGE = "the model returned NaN logits for this request"
 
 
 def check_finish(request: Request, *, bad: bool, vocab_size: int = ALL_IDS) -> FinishReason | None:
-    """Return the finish reason after the last token, or None.
+    """The finish reason after the last token, or None.
 
     Sampled ids from `vocab_size` on end the request. Order of the checks:
 

@@ -48,7 +48,7 @@ class FeatureRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ItemImages(msgspec.Struct, frozen=True, array_like=True):
-    """Image rows of an item. Without `rope`, positions count on from `start + rope_delta`."""
+    """Positions without `rope` count on from `start + rope_delta`."""
 
     rows: tuple[FeatureRows, ...] = ()
     rope: RopePositions | None = None

@@ -127,14 +127,14 @@ class PrefillAdder:
         return end
 
     def _before_images(self, request: Request, start: int, left: float) -> tuple[int, float]:
-        """Return the end by images, and the rest of `left` after encoding: at least a chunk."""
+        """The end by images, and the rest of `left` after encoding: at least a chunk."""
         part = self._limits.part_tokens
         budget = min(left, max(self._input_left, part))
         most, rest = self._features.reach(request, start, part=part, budget=budget)
         return most, max(left - (budget - rest), part)
 
     def _room(self, start: int) -> tuple[float, int]:
-        """Return (tokens from `start`, at least a chunk; allowed excess of a last chunk)."""
+        """(tokens from `start`, at least a chunk; allowed excess of a last chunk)."""
         part, tail = self._limits.part_tokens, self._limits.tail_tokens
         left = max(self._chunk_left, part)
         if self._budget is None:

@@ -62,7 +62,7 @@ class Times:
 
 
 def time_line(times: Times, *, ended_s: float, completion_tokens: int) -> dict[str, float]:
-    """Return an ended request's completed stages, seconds by name.
+    """An ended request's completed stages, seconds by name.
 
     `decode_throughput`: tokens per second after the first.
     """
@@ -86,7 +86,7 @@ def time_line(times: Times, *, ended_s: float, completion_tokens: int) -> dict[s
 
 
 def stages(times: Times, *, ended_s: float) -> list[Stage]:
-    """Return the stages in order; chunks lie inside `prefill`.
+    """The stages in order; chunks lie inside `prefill`.
 
     Decode's `transfer_queue` lasts from the page offer to landing.
     """
@@ -143,10 +143,10 @@ class Grammar(Protocol):
         """Allowed tokens: bit t % 8 of byte t // 8; 4 * ceil(vocab_size / 32) bytes."""
 
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next, if known."""
+        """Tokens that must come next, if known."""
 
     def fork(self) -> "Grammar":
-        """Return an independent copy."""
+        """An independent copy."""
 
 
 # Compiled grammar shared by requests: makes an initial state. Cheap.
@@ -157,7 +157,7 @@ class Stops(Protocol):
     """Search for stop strings and regexes (engine/text/incremental.py)."""
 
     def look(self, output_ids: Sequence[int]) -> FinishReason | None:
-        """Return the stop in the last token's text; reads only new ids."""
+        """The stop in the last token's text; reads only new ids."""
 
 
 # ---- Parts of a request, each changed by its owner.
@@ -165,7 +165,7 @@ class Stops(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Unsent:
-    """Results to send. `hidden_launched`: positions with hidden states computed or in flight."""
+    """`hidden_launched`: positions with hidden states computed or in flight."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -211,7 +211,7 @@ class Recurrent:
 
 @dataclass(slots=True, eq=False)
 class Vision:
-    """Images of a request. `rope_delta`: RoPE position minus position of the tokens after them.
+    """`rope_delta`: RoPE position minus position of the tokens after them.
 
     `num_arriving`: images whose features it waits for. `num_seen`: leading ones no longer needed.
     """
@@ -248,7 +248,7 @@ class LowerTiers:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """Request; a `prefill_only` one ends after its first token, and its role releases the pages."""
+    """A `prefill_only` one ends after its first token, and its role releases the pages."""
 
     # Fixed on arrival. What steps read often is copied from `message`.
     message: GenerateRequest
@@ -305,7 +305,7 @@ class Request:
         self.output_ids, self.unsent.input_logprobs_sent = list(message.output_ids), self.num_resumed > 0
 
     def of(self, kind: type[P]) -> P:
-        """Return the request's state of a feature, which begins as `kind()`."""
+        """The request's state of a feature, which begins as `kind()`."""
         found: P | None = self.parts.get(kind)
         if found is None:
             found = self.parts[kind] = kind()
@@ -358,7 +358,7 @@ class Request:
         return self.logprobs is not None and self.logprobs.start_len >= 0 and not self.output_ids
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Return tokens start..end-1, across prompt and output."""
+        """Tokens start..end-1, across prompt and output."""
         prompt = len(self.input_ids)
         if end <= prompt:
             return self.input_ids[start:end]
@@ -367,7 +367,7 @@ class Request:
         return self.input_ids[start:] + self.output_ids[: end - prompt]
 
     def key_tokens(self, start: int, end: int) -> list[int]:
-        """Return ids for prefix comparison; images have their own (engine/images.py)."""
+        """Ids for prefix comparison; images have their own (engine/images.py)."""
         found = self.tokens(start, end)
         if self.images:
             if self.vision.key_ids is None:

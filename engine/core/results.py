@@ -122,7 +122,6 @@ class Results:
         self._share = 1 / state.limits.micro_batches
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
-        """Process results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects, live = StepEffects(failure=result.failure, phase=plan.phase), self._state.stages.live
         memory, step_ends = self._state.memory, self._step_ends

@@ -300,7 +300,7 @@ class Scheduler:
         return plan
 
     def join(self) -> Plan:
-        """Return a plan without items, for a step of other DP ranks."""
+        """A plan without items, for a step of other DP ranks."""
         self._seq += 1
         self.counters.joined_steps += 1
         return Plan(seq=self._seq, extend=False, items=[], joins=True)

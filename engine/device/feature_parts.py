@@ -80,7 +80,7 @@ def make_parts(
     adapters: AdapterBank | None,
     states: States | None,
 ) -> list[StepPart]:
-    """Return the parts of steps in their order; the drafter's follows.
+    """The parts of steps in their order; the drafter's follows.
 
     Windows use the places that trees of drafts fill in.
     """

@@ -23,7 +23,7 @@ TORCH = "torch"
 
 
 def machine_facts(device: str, dtype: str, *, huge_pages: Path = HUGE_PAGES) -> dict[str, str | None]:
-    """Return facts for /server_info.
+    """Facts for /server_info.
 
     - c_kernels: "built", "no compiler", "failed", "off" (by environment), "unused" (GPU)
     - cpu_kind: see build.py, or "torch"
@@ -41,7 +41,7 @@ def machine_facts(device: str, dtype: str, *, huge_pages: Path = HUGE_PAGES) -> 
 
 
 def cpu_kind(dtype: str) -> str:
-    """Return the C kernels' arithmetic kind, or "torch". Raises CpuKindError."""
+    """The C kernels' arithmetic kind, or "torch". Raises CpuKindError."""
     if dtype == "bfloat16":
         kernel = linear_kernel()
         return TORCH if kernel is None else kernel.kind.label

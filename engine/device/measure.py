@@ -136,8 +136,8 @@ def measure(trial: LargestSteps, gauge: MemoryGauge) -> MeasuredMemory:
 def measure_on_cpu(trial: LargestSteps) -> MeasuredMemory:
     """Run the largest steps over a scratch pool.
 
-    Where a prompt step would take too long, the cost of a token is extrapolated from two shorter
-    steps, and the cost of an image from a smaller one. The rest as in `measure`.
+    As `measure`, but a prompt step that would take too long is extrapolated from two shorter ones,
+    and an image from a smaller one.
     """
     rank, host = trial.rank, trial.rank.machine.host
     config, model_config, pool = rank.config, rank.model_config, trial.scratch()
@@ -186,7 +186,7 @@ def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: Memo
 
 
 def _agreed(plan: Plan, config: EngineConfig) -> Plan:
-    """Return the joint step in which each DP rank has this plan, with DP attention."""
+    """The joint step in which each DP rank has this plan, with DP attention."""
     if config.enable_dp_attention:
         rows = Row(step=plan.seq, idle=False, tokens=sum(item.q_len for item in plan.items), extend=True)
         plan.agreed = agree([rows] * config.dp_size)

@@ -59,7 +59,7 @@ def build_pools(
     apart: bool,
     allocate: AllocateBytes,
 ) -> Pools:
-    """Build pools; `apart` separates window layers. Raises ConfigError."""
+    """`apart` separates window layers. Raises ConfigError."""
     saver = SavedMemory() if config.enable_memory_saver and config.device == "cuda" else None
     allocate = saver.allocate if saver else allocate
     group = window_group(config, specs, pages=num_pages, units=units) if apart else None

@@ -47,8 +47,6 @@ class Ranks(Protocol):
 
 
 class NoRanks:
-    """No other ranks."""
-
     def step(self, plan: Plan) -> StepAnswer | None:
         return None
 
@@ -255,7 +253,7 @@ class CudaStream:
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A launched step. `forward`: its first half if sampling is separate. `answer`: of others."""
+    """`forward`: its first half if sampling is separate. `answer`: of others."""
 
     plan: Plan
     sampling: StreamTask[StepOutput] | None = None
@@ -288,7 +286,6 @@ class DeviceStream:
         launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.left))
 
     def collect(self, launch: Launch) -> StepResult:
-        """Wait for a step's results. Raises its error; lack of device memory is a result."""
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         try:
             if launch.forward is not None:

@@ -33,7 +33,7 @@ class EncoderRanks:
         self._pixels = pixels
 
     def encode(self, tower: VisionTower, images: Sequence[ImageInput], ranks: Collectives) -> list[Tensor]:
-        """Return each image's [num_tokens, feature size] on all `ranks`.
+        """Each image's [num_tokens, feature size] on all `ranks`.
 
         Raises torch.OutOfMemoryError; other ranks then wait for the group's end.
         """
@@ -138,7 +138,7 @@ class ImagePass(StepPart):
             batch.images = (ImageRows(upload(torch.tensor(rows), self._device), torch.cat(features)),)
 
     def rows(self, items: Sequence[PlanItem]) -> tuple[list[int], list[Tensor]]:
-        """Return the image rows of a step and their features. Raises torch.OutOfMemoryError."""
+        """The image rows of a step and their features. Raises torch.OutOfMemoryError."""
         rows, features, begin = list[int](), list[Tensor](), 0
         for item in items:
             for part in () if item.images is None else item.images.rows:
@@ -166,7 +166,7 @@ class ImagePositions(StepPart):
 
 
 def rope_positions(items: Sequence[PlanItem], places: Tensor) -> Tensor:
-    """Return the RoPE positions of tokens, which images may move.
+    """The RoPE positions of tokens, which images may move.
 
     int64 [T], or [3, T] (time, row, column) with image tokens. `places`: [T], in requests.
     """

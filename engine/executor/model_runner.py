@@ -71,7 +71,7 @@ class Copies:
         self._host_pool = host_pool
 
     def begin(self, plan: Plan) -> Sequence[Arrival]:
-        """Return loads that the forward awaits by layer."""
+        """Loads that the forward awaits by layer."""
         arrivals: Sequence[Arrival] = ()
         if self._host_pool is None:
             assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"

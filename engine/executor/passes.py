@@ -74,7 +74,7 @@ class ForwardPass:
             recorded.record(model)
 
     def record_if_possible(self, model: DenseDecoder) -> None:
-        """Record the graphs, or go on without if there is no memory for them."""
+        """Record the graphs if there is memory for them."""
         try:
             self.record(model)
         except torch.OutOfMemoryError as error:

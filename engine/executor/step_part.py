@@ -29,7 +29,7 @@ class StepInputs(Protocol):
     """
 
     def resolve(self, token_ids: Tensor) -> Tensor:
-        """Return input for `DenseDecoder.begin` from ids or placeholders [T]."""
+        """Input for `DenseDecoder.begin` from ids or placeholders [T]."""
 
     def fill(self, rows: int) -> None:
         """Prepare a replay with `rows` valid rows."""
@@ -132,7 +132,7 @@ class Forward:
         return replace(self, hidden=self.hidden[:n])
 
     def logits(self, model: DenseDecoder, rows: Sequence[int]) -> Tensor:
-        """Return the logits [len(rows), V] float32 of `rows`, ascending."""
+        """The logits [len(rows), V] float32 of `rows`, ascending."""
         if len(rows) == len(self.hidden):
             return model.logits(self.hidden)
         return model.logits(self.hidden[upload(torch.tensor(rows), self.hidden.device)])
@@ -230,7 +230,7 @@ class Batch:
         return self._backend.attend
 
     def inputs(self) -> Tensor:
-        """Return the ids without placeholders, or hidden states of the stage before."""
+        """The ids without placeholders, or hidden states of the stage before."""
         if self._resolved is None:
             self._resolved = self._step_inputs.resolve(self.rows.ids)
         return self._resolved

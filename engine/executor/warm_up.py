@@ -64,7 +64,7 @@ class WarmUp:
         return _closing([*self._prompts(), *self._samples(), *decodes, *self._images()])
 
     def largest(self) -> list[Plan]:
-        """Return steps to measure.
+        """Steps to measure.
 
         One token (weights), half and all of a prompt, most samples, an image.
         """

@@ -36,7 +36,7 @@ class Changes(Protocol):
     """Reader of new tensors (engine/trainers/changes.py)."""
 
     def read(self, current: Any, model_path: str, tensors: NewTensors) -> Changed | None:
-        """Return `current`, which this gave or None, with `tensors` over it. Raises ConfigError."""
+        """`current`, which this gave or None, with `tensors` over it. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,7 @@ class WeightSource:
 
 
 class WeightUpdater(Generic[M]):
-    """Updater of the running `model`.
-
-    `dummies`: paths with random weights. `changes`: reader of tensors, or why there is none.
+    """`dummies`: paths with random weights. `changes`: reader of tensors, or why there is none.
     `undoes`: keep the source of the weights before an update, for `NewTensors.undo`.
     """
 

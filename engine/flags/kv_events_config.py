@@ -32,12 +32,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, endpoint=_shifted(self.endpoint, dp_rank), replay_endpoint=replay)
 
     def hosts(self) -> list[str]:
-        """Return the addresses to bind. Raises ConfigError."""
+        """The addresses to bind. Raises ConfigError."""
         return [_host(e) for e in (self.endpoint, self.replay_endpoint) if e is not None]
 
 
 def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
-    """Return None if events are off. Raises ConfigError."""
+    """None if events are off. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -74,7 +74,7 @@ def _shifted(endpoint: str, by: int) -> str:
 
 
 def _host(endpoint: str) -> str:
-    """Return the host of tcp://HOST:PORT. Raises ConfigError."""
+    """The host of tcp://HOST:PORT. Raises ConfigError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port == "*" or (port.isdecimal() and int(port) < 65536)
     if not endpoint.startswith("tcp://") or not host or not is_port:

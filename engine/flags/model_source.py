@@ -70,7 +70,7 @@ def dummy_paths(config: EngineConfig) -> frozenset[str]:
 
 
 def why_no_tensors(config: EngineConfig) -> str:
-    """Return the reason that an engine takes new weights only from a checkpoint, or ""."""
+    """The reason that an engine takes new weights only from a checkpoint, or ""."""
     if config.nnodes > 1:
         return f"--nnodes {config.nnodes}: ranks of several machines take new weights from a checkpoint alone"
     if Path(config.model_path).is_file():

@@ -82,7 +82,7 @@ def wires_at(node: int, config: EngineConfig, *, transfers: bool) -> dict[Wire, 
 
 
 def address_of(config: ParallelFlags) -> tuple[str, int]:
-    """Return the rendezvous address. Raises ConfigError."""
+    """The rendezvous address. Raises ConfigError."""
     host, _, port = (config.dist_init_addr or "").rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(

@@ -39,7 +39,7 @@ def check_pdmux(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def itl_objective_s(config: SchedulingFlags) -> float | None:
-    """Return the objective of decode's inter-token latency, if given."""
+    """The objective of decode's inter-token latency, if given."""
     return config.pdmux_itl_s
 
 

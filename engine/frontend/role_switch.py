@@ -18,7 +18,7 @@ class RoleSwitchState:
 
 @dataclass(kw_only=True)
 class RoleSwitch:
-    """A pending switch. `check` raises ConfigError if the session cannot start.
+    """`check` raises ConfigError if the session cannot start.
 
     `last`: result of the previous switch, for /server_info. `on_request`: called once.
     """

@@ -28,10 +28,9 @@ ANY_MODEL = ("", "default", "unknown")  # sglang-router writes "unknown" for no 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model under its name.
-
-    `loaded_tokenizer`: None with --skip-tokenizer-init. `info`: for /model_info. `tool_template`:
-    for chats with tools, perhaps the same. `vision`, `marks`: of a multimodal model.
+    """`loaded_tokenizer`: None with --skip-tokenizer-init. `info`: for /model_info.
+    `tool_template`: for chats with tools, perhaps the same. `vision`, `marks`: of a multimodal
+    model.
     """
 
     path: str

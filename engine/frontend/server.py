@@ -115,7 +115,7 @@ WATCH_INTERVAL_S = 1.0  # polling for ranks or frontends that cannot continue to
 
 
 class WorkerDied(RuntimeError):
-    """A process of the worker died; the text names it."""
+    """The text names the process."""
 
 
 class EngineProcesses(Protocol):

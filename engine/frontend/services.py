@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The services of all routes.
-
-    `server_info`: flat, no secrets. `dead`: why the engine cannot serve, if so. `others`:
+    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, if so. `others`:
     additional frontends, in the main one. `stamps`: liveness of processes. `beating`: heartbeat
     streams. `images`: of a multimodal model.
     """

@@ -21,7 +21,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSpec:
-    """Configuration of a role session. `extra_info`: for /server_info, no secrets.
+    """`extra_info`: for /server_info, no secrets.
 
     `switch`: None for a fixed role. `secret`: authenticates the router. `warms_up`: compute a
     request first.
@@ -41,7 +41,7 @@ class FrontendSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSlot:
-    """A frontend among those of its worker. `others`: none but in the main one."""
+    """`others`: none but in the main one."""
 
     stamps: Stamps
     row: int = MAIN_FRONTEND

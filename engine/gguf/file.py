@@ -52,7 +52,7 @@ STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a GGUF file. `shape`: row-major. `start`: byte in the file."""
+    """`shape`: row-major. `start`: byte in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -243,7 +243,7 @@ _NO_ENDS = (
 
 
 def end_ids(file: GGUFFile) -> list[Any]:
-    """The ids; those from metadata are unchecked."""
+    """Ids from metadata are unchecked."""
     ids = {token: index for index, token in enumerate(file.values("tokenizer.ggml.tokens", str))}
     named = [_named(file, kind) for kind in ("eos", "eot", "eom")]
     named += [_of_files(file, kind, ids) for kind in _OF_FILES]
@@ -309,7 +309,7 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def stored_dtype(file: GGUFFile) -> str:
-    """The matrices' dtype; quantized ones count as bfloat16."""
+    """Quantized matrices count as bfloat16."""
     kinds = {tensor.storage.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 

@@ -49,7 +49,7 @@ class GGUFTensors:
         return str(self._file.path)
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
-        """Return a function that fills in the `taken` part; permuted rows need whole heads."""
+        """A function that fills in the `taken` part; permuted rows need whole heads."""
         tensor = self._tensor(name, shape)
         return lambda out: self._fill(tensor, out, taken)
 

@@ -230,7 +230,7 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """One request. After an error llguidance allows only the end token."""
+    """After an error llguidance allows only the end token."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher

@@ -226,7 +226,7 @@ class GrammarQueue:
         return []
 
     def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
-        """Return ready requests in order of arrival, and rejections."""
+        """Ready requests in order of arrival, and rejections."""
         if not self._waiting or self._threads is None:
             return [], []
         self._cache.update(self._threads.poll(now_s))

@@ -1,6 +1,6 @@
 """`allowed_token_ids` and `bad_words`, as in vLLM.
 
-A grammar: it follows committed tokens, so that both roles and every depth sample the same.
+A grammar, which follows committed tokens as reasoning.py.
 """
 
 from collections import deque

@@ -123,7 +123,7 @@ class PageDirectory:
         return PageDirectory(path)
 
     def all_of_it(self) -> list["PageDirectory"]:
-        """Return this directory, and its ranks'. Raises ConfigError."""
+        """This directory, and its ranks'. Raises ConfigError."""
         try:
             named = [path for path in sorted(self.path.iterdir()) if _RANK.fullmatch(path.name)]
             inside = [path for path in named if path.is_dir() and not path.is_symlink()]
@@ -234,7 +234,7 @@ class PageStore(Protocol):
         """After deletion of victims. Raises OSError."""
 
     def delete(self, keys: tuple[bytes, ...]) -> Files:
-        """Return (key, bytes) of files that could not be deleted."""
+        """(key, bytes) of files that could not be deleted."""
 
     def close(self) -> None: ...
 

@@ -18,7 +18,7 @@ _LARGEST_MANTISSA = 0x600000  # of 1.75 * 2^8, the largest value, in fp32
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uint8 codes [..., dim] and exponents [...]."""
+    """uint8 codes [..., dim] and exponents [...]."""
     x = x.float()
     bits = x.abs().amax(-1).view(torch.int32)
     bad = bits >= 0x7F800000
@@ -29,7 +29,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantized(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return exact values [..., dim]."""
+    """Exact values [..., dim]."""
     return (codes.view(CODE).float() * _power_of_two(exponents.to(torch.int32))).to(dtype)
 
 

@@ -12,7 +12,7 @@ class HostMemory:
     root: Path = Path("/")
 
     def available(self) -> int:
-        """Return the minimum of MemAvailable and the rest of each cgroup limit.
+        """The minimum of MemAvailable and the rest of each cgroup limit.
 
         Sources: proc(5) meminfo, cgroup v2 memory.max, v1 memory.limit_in_bytes. Reclaimable files
         are free.

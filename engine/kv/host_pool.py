@@ -31,8 +31,8 @@ class CudaRegistrar:
 class PinnedBytes:
     """Zeroed, pinned memory, first touched by `threads`: registration would use one core.
 
-    Pinned host memory: mapped, touched, then registered. torch's allocator would round up to powers
-    of two and never free.
+    Mapped, touched, then registered: torch's allocator would round up to powers of two and never
+    free.
     """
 
     def __init__(self, size_bytes: int, *, registrar: CudaRegistrar, threads: int) -> None:

@@ -243,7 +243,7 @@ class KVPool:
         )
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of `pages`, [n * page_size, kv_heads, head_dim]."""
+        """K and V of `pages`, [n * page_size, kv_heads, head_dim]."""
         k, v = (self._gathered(layer, caches, pages) for caches in (self._k[layer], self._v[layer]))
         return k, v
 

@@ -120,7 +120,7 @@ class PageChecksum:
         return mix(words.add_(self._offsets).add_(keys[:, None])).sum()
 
     def _upload_places(self, pages: Sequence[int], first: int) -> torch.Tensor:
-        """Return int64[2, units]: rows, and positions of first words times ODD."""
+        """int64[2, units]: rows, and positions of first words times ODD."""
         held, number = self._held, torch.arange(first, first + len(pages))
         rows = torch.tensor(pages, dtype=torch.int64)[:, None] * len(self._units) + self._units
         units = number[:, None] * held.num_units + held.units.start + self._units
@@ -139,7 +139,7 @@ def _places(pool: KVPool, held: KVShard) -> tuple[int, int, int]:
 
 
 def values_of(totals: torch.Tensor, wakeup: Callable[[], None]) -> Callable[[], list[int] | None]:
-    """Return a poll for int64[n] `totals`."""
+    """A poll for int64[n] `totals`."""
     if totals.device.type == "cpu":
         known = totals.tolist()
         return lambda: known

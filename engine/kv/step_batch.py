@@ -123,7 +123,7 @@ def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host, on CUDA pinned and valid after the stream's next event."""
+    """A copy on the host, on CUDA pinned and valid after the stream's next event."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -172,7 +172,7 @@ class PageTable:
             self.rows[at[0], at[1]] = at[2].to(torch.int32)
 
     def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (pages, offsets) of positions of the slots' requests, all [T] int64."""
+        """The (pages, offsets) of positions of the slots' requests, all [T] int64."""
         column = positions // self.page_size
         return self.rows[slots, column].to(torch.int64), positions - column * self.page_size
 

@@ -246,7 +246,7 @@ class EngineControl:
         self._accept(update.call_id, "Succeeded to update model weights.", **self._described())
 
     def _described(self) -> dict[str, int | str]:
-        """Return path, version and source of the weights, and values of other controls."""
+        """Path, version and source of the weights, and values of other controls."""
         weights = self._weights
         source = {"weight_source": TENSORS} if weights.source == TENSORS else {}
         return {"model_path": weights.model_path, "weight_version": weights.version, **source, **self._also()}
@@ -282,7 +282,7 @@ class Profiler(Protocol):
 
 
 class ProfileControl:
-    """Control of profiles. The first profile adds it to `on_step`, where it stays."""
+    """The first profile adds it to `on_step`, where it stays."""
 
     def __init__(self, profiler: Profiler, *, reply: Callable[[ControlReply], None], on_step: list[OnStep]) -> None:
         self._profiler = profiler

@@ -60,7 +60,7 @@ class ZmqPublisher(LoopListener):
         self._thread.start()
 
     def describe(self) -> str:
-        """Return JSON for /server_info: ports, secret, block naming."""
+        """JSON for /server_info: ports, secret, block naming."""
         assert self._pub is not None
         shown = {
             "publisher": self._config.publisher,

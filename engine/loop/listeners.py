@@ -28,7 +28,7 @@ class LoopListener:
     """Listeners are called on the loop's thread, in order."""
 
     def refuse(self, message: GenerateRequest) -> TokenOutput | None:
-        """Return the only output of a request that may not enter, or None."""
+        """The only output of a request that may not enter, or None."""
         return None
 
     def on_received(self, message: GenerateRequest, now_s: float) -> None: ...
@@ -62,7 +62,7 @@ class LoopListener:
 
 
 def methods_for(event: str, listeners: Iterable[LoopListener]) -> list[Callable[..., Any]]:
-    """Return the listeners' own overrides of method `event`, in order."""
+    """The listeners' own overrides of method `event`, in order."""
     default = getattr(LoopListener, event)
     return [getattr(listener, event) for listener in listeners if getattr(type(listener), event) is not default]
 
@@ -149,7 +149,7 @@ class StreamGate(LoopListener):
 
 
 class OpenRequests(LoopListener):
-    """Open requests. Must be the last listener: others look up ending requests."""
+    """Must be the last listener: others look up ending requests."""
 
     def __init__(self) -> None:
         self._open: dict[str, Request] = {}

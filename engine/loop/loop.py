@@ -328,7 +328,7 @@ class SocketPorts:
                 os.eventfd_read(self._attention)
 
     def call_attention(self) -> None:
-        """End the current or next `wait`; safe in threads and signal handlers, even when closed."""
+        """Safe in threads and signal handlers, even when closed."""
         if (attention := self._attention) != CLOSED:
             with suppress(OSError):  # closed by the loop's thread since the line above
                 os.eventfd_write(attention, EVENTFD_ONE)

@@ -185,7 +185,7 @@ class Pipeline(Generic[L]):
         return self._strategy.since_s(now_s)
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
-        """Launch `plan` and collect due steps (StepStream.advance). `worked`: any of it."""
+        """See StepStream.advance."""
         outputs: list[TokenOutput] = []
         self.worked = False
         for number, stream in enumerate(self._streams):

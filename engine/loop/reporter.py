@@ -135,7 +135,7 @@ class Reporter:
 
 
 def problems_of(checks: Mapping[str, Callable[[], None]]) -> list[str]:
-    """Return findings, prefixed by owner; no failure hides another or ends the loop."""
+    """Findings, prefixed by owner; no failure hides another or ends the loop."""
     problems = []
     for owner, check in checks.items():
         try:

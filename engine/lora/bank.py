@@ -76,7 +76,7 @@ class StepAdapters(Protocol):
         """Prepare a step. `recorded`: rows of the recorded step that runs it, None if launched."""
 
     def begin_recording(self, rows: int) -> None:
-        """Compute from now on as a recorded step of `rows` rows does, until the next `begin`."""
+        """Compute as a recorded step of `rows` rows until the next `begin`."""
 
     def compile(self) -> None: ...
 
@@ -113,7 +113,7 @@ class AdapterBank:
         self._of_slot[opened.slot] = opened.adapter
 
     def begin(self, items: Iterable[PlanItem]) -> bool:
-        """Note the step of `items`; return whether some token of it computes with an adapter."""
+        """Note the step of `items`; return whether any token has an adapter."""
         self._runs = adapter_runs((self._of_slot[item.slot], item.q_len) for item in items)
         return bool(self._runs)
 

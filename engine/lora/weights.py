@@ -109,7 +109,7 @@ def _read_pairs(file: Path, known: Mapping[str, tuple[int, int]], config: PeftCo
 
 
 def _matrix_of(file: Path, name: str, known: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
-    """Return (matrix name, "A" or "B"). Raises ConfigError if unsupported."""
+    """(matrix name, "A" or "B"). Raises ConfigError if unsupported."""
     match = _TENSOR.fullmatch(name)
     if match is not None and is_multimodal(match["matrix"]):
         raise ConfigError(

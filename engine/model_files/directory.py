@@ -52,10 +52,10 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
-        """tokenizer_config.json; special_tokens_map.json wins without added_tokens_decoder.
+        """special_tokens_map.json wins without added_tokens_decoder, as in transformers.
 
-        This is as in transformers. `add_bos_token`, `add_eos_token`: whether to add the token if
-        tokenizer.json's template does not.
+        `add_bos_token`, `add_eos_token`: whether to add the token if tokenizer.json's template does
+        not.
         """
         values = self._json("tokenizer_config.json")
         if "added_tokens_decoder" not in values:

@@ -99,7 +99,7 @@ class RopeFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(RopeFamily):
-    """Properties of an architecture that its config.json lacks.
+    """Properties of an architecture.
 
     qkv_bias:       of q, k, v (None for config `attention_bias`, else `default_bias`)
     out_bias:       o has a bias if q, k, v do

@@ -87,7 +87,7 @@ TOKEN_HEAD = HeadConfig()
 
 
 def read_family(fields: Fields) -> tuple[str, Family, str]:
-    """Return (architecture, family, head kind). Raises ConfigError.
+    """(architecture, family, head kind). Raises ConfigError.
 
     Dense families also have classifiers and headless models.
     """

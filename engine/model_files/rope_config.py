@@ -182,7 +182,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _longrope(fields: Fields, inner: Fields, *, dim: int, context: int) -> FrequencyFactors:
-    """Factors of the whole context: KV must not depend on what follows it."""
+    """Factors of the whole context, as for "dynamic" RoPE."""
     original = _original(fields, inner, context=context)
     factors = inner.positive_numbers("long_factor" if context > original else "short_factor", count=dim // 2)
     factor = inner.number("factor", default=context / original)
@@ -237,7 +237,7 @@ def read_windows(fields: Fields, kinds: list[str], *, family: RopeFamily, contex
 def read_ropes(
     fields: Fields, kinds: list[str], *, family: RopeFamily, context: int, head_dim: int
 ) -> tuple[RopeConfig, tuple[RopeConfig | None, ...]]:
-    """Return `ModelConfig.rope` and `.layer_ropes`."""
+    """`ModelConfig.rope` and `.layer_ropes`."""
 
     interleaved = family.interleaved and fields.flag("rope_interleave", default=True)
 

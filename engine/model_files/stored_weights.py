@@ -27,9 +27,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """How a checkpoint stores quantized weights.
-
-    `layout`: "fp8", "awq", "gptq" or "compressed". `bits`: of packed integers (awq, gptq).
+    """`layout`: "fp8", "awq", "gptq" or "compressed". `bits`: of packed integers (awq, gptq).
     `zeros_less_one`: zero points are stored minus 1 (GPTQ v1). `packing`: set if weights stay
     integers.
     """
@@ -44,7 +42,7 @@ class StoredWeights:
 
 
 def read_stored_weights(fields: Fields, *, mxfp4: bool) -> StoredWeights | None:
-    """Return None for float weights or MXFP4 experts. Raises ConfigError if unsupported."""
+    """None for float weights or MXFP4 experts. Raises ConfigError if unsupported."""
     if not fields.get("quantization_config"):
         return None
     config = fields.inside("quantization_config")

@@ -16,13 +16,13 @@ VISION_PARTS = {
 
 
 def text_name(name: str) -> str:
-    """Return our name of a text model's tensor, `model.` instead of a multimodal model's prefix."""
+    """Our name of a text model's tensor, `model.` instead of a multimodal model's prefix."""
     part = next((part for part in TEXT_PARTS if name.startswith(part)), None)
     return name if part is None else name.replace(part, "model.", 1)
 
 
 def canonical_name(name: str) -> str:
-    """Return our name of any model's tensor, as `names_in_files` with the whole file."""
+    """Our name of any model's tensor, as `names_in_files` with the whole file."""
     for part, own in VISION_PARTS.items():
         if name.startswith(part):
             return name.replace(part, own, 1)

@@ -51,7 +51,7 @@ class MropeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """Properties of an architecture that its config.json lacks.
+    """Properties of a multimodal architecture.
 
     text:         text architecture, empty to use `text_config`'s model_type
     text_fields, fixed: its default and unchangeable fields
@@ -262,7 +262,7 @@ _OUTSIDE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_
 
 
 def text_part(fields: Fields) -> Fields:
-    """Return the text model's fields; text models unchanged. Raises ConfigError."""
+    """The text model's fields; text models unchanged. Raises ConfigError."""
     family, name = vision_family(fields), fields.architecture()
     if family is None and name not in _TEXT_ONLY:
         return fields

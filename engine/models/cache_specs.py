@@ -26,7 +26,7 @@ def reading_layer_specs(config: ModelConfig, share: Share, *, dtype: str) -> lis
 
 
 def drafter_specs(drafter: DrafterConfig, place: Place, *, dtype: str) -> list[CacheSpec]:
-    """Return the layouts of `drafter`. Its windows free no KV."""
+    """The layouts of `drafter`. Its windows free no KV."""
     layers = drafter.layers
     share = share_of(layers, place)
     if drafter.kind != STANDALONE:

@@ -103,7 +103,7 @@ class Checkpoint:
         return Checkpoint(path, dtype=dtype, device=device, progress=False, **own)
 
     def take(self, name: str, shape: Sequence[Extent], *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a new tensor. `shape`: expected; a `Cut` takes a part."""
+        """A new tensor. `shape`: expected; a `Cut` takes a part."""
         return self.take_rows([name], [shape[0]], shape[1:], dtype=dtype)
 
     def take_rows(
@@ -114,7 +114,7 @@ class Checkpoint:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return tensors of shapes [rows[i], *rest], concatenated.
+        """Tensors of shapes [rows[i], *rest], concatenated.
 
         Names may repeat. "NAME[3]": the fourth tensor in the stack NAME.
         """
@@ -139,7 +139,7 @@ class Checkpoint:
         return self._tensors.shape_of(name)
 
     def take_bytes(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
-        """Return a packed tensor (uint8) on the host, cut like `take`."""
+        """A packed tensor (uint8) on the host, cut like `take`."""
         cuts = [cut_of(extent) for extent in shape]
         fill = self._tensors.open(name, [cut.total for cut in cuts], [cut.taken for cut in cuts])
         taken = torch.empty([len(cut) for cut in cuts], dtype=torch.uint8)
@@ -148,7 +148,7 @@ class Checkpoint:
         return taken
 
     def take_ids(self, name: str, count: int) -> torch.Tensor:
-        """Return `count` integers as int64."""
+        """`count` integers as int64."""
         assert isinstance(self._tensors, Safetensors), "a drafter's weights are floats"
         found = self._tensors.stored(name)
         if list(found.shape) != [count] or found.dtype not in (torch.int64, torch.int32):
@@ -256,7 +256,7 @@ class Safetensors:
         return CHANGED if file in self._changed else str(file)
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
-        """Return a function that copies the `taken` part. Raises ConfigError on another shape."""
+        """A function that copies the `taken` part. Raises ConfigError on another shape."""
         name, _, index = name.partition("[")
         source = self._stored(name, index.removesuffix("]"), list(shape))
         source = source[tuple(slice(part.start, part.stop) for part in taken)]
@@ -270,7 +270,7 @@ class Safetensors:
         self._files.clear()
 
     def stored(self, name: str) -> torch.Tensor:
-        """Return a view of the mapped file."""
+        """A view of the mapped file."""
         try:
             tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(self._name_in_file[name])
         except (SafetensorError, AttributeError, RuntimeError) as error:

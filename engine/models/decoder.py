@@ -149,11 +149,11 @@ class DenseDecoder:
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: StepImages = NO_IMAGES
     ) -> torch.Tensor:
-        """Return [T, hidden], normed after the last stage. Arguments as in `begin`."""
+        """[T, hidden], normed after the last stage. Arguments as in `begin`."""
         return self.layers(self.begin(inputs, positions, images), attend, images)
 
     def begin(self, inputs: torch.Tensor, positions: torch.Tensor, images: StepImages = NO_IMAGES) -> Begun:
-        """Return hidden states [T, hidden] and RoPE tables.
+        """Hidden states [T, hidden] and RoPE tables.
 
         `inputs`: token ids [T] i64, or [T, hidden] of the stage before. `positions`: [T] or [3, T]
         (M-RoPE) i64. `images`: replace embeddings.
@@ -216,7 +216,7 @@ class DenseDecoder:
             layer.join()
 
     def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return logits [n, vocab] fp32 for `hidden` [n, hidden], in `out` if given.
+        """Logits [n, vocab] fp32 for `hidden` [n, hidden], in `out` if given.
 
         Only rank 0 of the last stage gets them, perhaps valid until the next call.
         """
@@ -224,7 +224,7 @@ class DenseDecoder:
         return None if logits is None else self._shaped(logits)
 
     def label_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [n, labels] fp32 of a classifier, last stage only."""
+        """[n, labels] fp32 of a classifier, last stage only."""
         assert len(self._labels), "the model has no labels"
         return hidden.float() @ self._labels.T
 
@@ -272,7 +272,7 @@ class _Watched:
 
 class VocabHead(Protocol):
     def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return logits [n, vocab] fp32 of `x` [n, hidden], in `out` if given; only on rank 0."""
+        """Logits [n, vocab] fp32 of `x` [n, hidden], in `out` if given; only on rank 0."""
 
 
 def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], VocabHead]:

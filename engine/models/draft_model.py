@@ -33,7 +33,7 @@ class DraftEntries(NamedTuple):
 
 
 class DraftModel(Protocol):
-    """A draft model. `num_heads`: query heads on this rank."""
+    """`num_heads`: query heads on this rank."""
 
     @property
     def num_heads(self) -> int: ...
@@ -42,16 +42,16 @@ class DraftModel(Protocol):
     def attention_needs(self) -> Sequence[str]: ...
 
     def cache_specs(self) -> list[CacheSpec]:
-        """Return KV layouts on this rank, then that of hidden states, if it reads them."""
+        """KV layouts on this rank, then that of hidden states, if it reads them."""
 
     def features(self, hidden: Tensor) -> Tensor | None:
-        """Return its input [T, size] from the model's latest `hidden` [T, H], if any."""
+        """Its input [T, size] from the model's latest `hidden` [T, H], if any."""
 
     def forward(self, entries: DraftEntries, attend: Attend) -> Tensor:
-        """Return [T, size]: a row is the input of `logits` and the next draft step's features."""
+        """[T, size]: a row is the input of `logits` and the next draft step's features."""
 
     def logits(self, rows: Tensor) -> Tensor | None:
-        """Return [n, vocab] fp32 for `rows` [n, size]; None except on rank 0."""
+        """[n, vocab] fp32 for `rows` [n, size]; None except on rank 0."""
 
 
 class StandaloneModel:

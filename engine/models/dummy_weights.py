@@ -40,7 +40,7 @@ class DummyTensors:
         return self._folder
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[Tensor], object]:
-        """Return a function that fills in the `taken` part of tensor `name`."""
+        """A function that fills in the `taken` part of tensor `name`."""
         if name.endswith(JOINS):
             return lambda out: out.copy_(torch.eye(*shape)[tuple(slice(part.start, part.stop) for part in taken)])
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) % NUMBERS

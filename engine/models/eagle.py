@@ -130,7 +130,7 @@ class _DraftHead:
             self._ids = torch.arange(count, device=shifts.device) + shifts
 
     def logits(self, rows: Tensor) -> Tensor | None:
-        """Return [n, vocab] fp32, -inf for absent tokens; None except on rank 0."""
+        """[n, vocab] fp32, -inf for absent tokens; None except on rank 0."""
         own = self._linear.in_float32(rows)
         logits = self._collectives.gather_columns(own, columns=self._columns, total=self._count)
         if logits is None or self._ids is None:

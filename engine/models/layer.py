@@ -114,7 +114,7 @@ class Mixer(Protocol):
     def __call__(
         self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
     ) -> torch.Tensor:
-        """Return [T, hidden] of norm(x + delta); adds `delta` to x in place."""
+        """[T, hidden] of norm(x + delta); adds `delta` to x in place."""
 
 
 class FeedForward(Protocol):
@@ -123,7 +123,7 @@ class FeedForward(Protocol):
     sites: list[LinearSite]
 
     def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """Return [T, hidden] of norm(x + delta), equal on all ranks; adds `delta` to x in place."""
+        """[T, hidden] of norm(x + delta), equal on all ranks; adds `delta` to x in place."""
 
     def join(self) -> None:
         """Compute with other DP ranks, without own tokens."""

@@ -23,7 +23,7 @@ class Matrices:
         *,
         floats: Callable[[], Weight],
     ) -> Weight:
-        """Return integers of the checkpoint, or what `floats` loads.
+        """Integers of the checkpoint, or what `floats` loads.
 
         Other arguments: as of `take_integers`.
         """
@@ -31,11 +31,11 @@ class Matrices:
         return floats() if integers is None else integers
 
     def read_inputs(self, name: str, inputs: Extent, segments: int) -> Extent:
-        """Return the inputs that `rounded` needs. Raises ConfigError."""
+        """The inputs that `rounded` needs. Raises ConfigError."""
         return inputs
 
     def rounded(self, weight: Tensor, inputs: Extent) -> Weight:
-        """Return the own inputs of `weight`, a matrix of `read_inputs`."""
+        """The own inputs of `weight`, a matrix of `read_inputs`."""
         return weight
 
     def rounded_head(self, table: Tensor) -> Weight:

@@ -124,7 +124,7 @@ class Index:
         self.up_cuts = [Cut.whole(index.heads * index.dim)]
 
     def __call__(self, q: Tensor, key: Tensor, weights: Tensor, *, turn: Turn) -> tuple[Tensor, TokenChooser]:
-        """Return the key [T, dim] for the cache, and the chooser.
+        """The key [T, dim] for the cache, and the chooser.
 
         `q`: [T, heads * dim]; `weights`: [T, heads].
         """

@@ -28,11 +28,11 @@ class Collectives(Protocol):
     size: int
 
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """Return the sum of dense float32 `partial`s [T, n], as bfloat16 or float32."""
+        """The sum of dense float32 `partial`s [T, n], as bfloat16 or float32."""
         ...
 
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
-        """Return float32[T, total] of all columns on rank 0, valid until the next gather; else
+        """float32[T, total] of all columns on rank 0, valid until the next gather; else
         None.
         """
         ...
@@ -112,7 +112,7 @@ class SharedMemoryCollectives:
         return self._sum_by_torch(partial, dtype)[rows.start : rows.stop]
 
     def gather_rows(self, part: Tensor, *, first: int, total: int) -> Tensor:
-        """Return [total, n], the ranks' dense `part`s [T, n]; this rank's start at row `first`.
+        """[total, n], the ranks' dense `part`s [T, n]; this rank's start at row `first`.
 
         Rows that no rank has stay undefined.
         """
@@ -123,7 +123,7 @@ class SharedMemoryCollectives:
         return self._gather_rows_by_torch(part, first, total)
 
     def take_rows(self, part: Tensor, *, first: int, total: int, wanted: Tensor) -> Tensor:
-        """Return rows `wanted` i64[N], different per rank, of all `part`s: all-to-all."""
+        """Rows `wanted` i64[N], different per rank, of all `part`s: all-to-all."""
         windows = self._windows[0].numel() * FLOAT_BYTES
         if self._kernels is not None:
             at = self._windows.data_ptr()

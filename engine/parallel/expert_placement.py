@@ -18,7 +18,7 @@ def trivial(experts: int, *, slots: int) -> Placement:
 
 
 def balanced(loads: Sequence[float], *, slots: int, ranks: int, groups: int = 1, nodes: int = 1) -> Placement:
-    """Placement for `loads`; `groups` stay in a node if nodes divide them."""
+    """`groups` stay in a node if nodes divide them."""
     assert slots % ranks == 0 and slots >= len(loads) > 0, (slots, ranks, len(loads))
     if nodes == 1 or groups % nodes or ranks % nodes or len(loads) % groups:
         groups = nodes = 1

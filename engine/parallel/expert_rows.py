@@ -35,7 +35,7 @@ class ExpertRows(Protocol):
     def own_slots(self, slots: int) -> range: ...
 
     def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Answered:
-        """Return outputs for `own` [T, hidden] with `slots` i64[T, k] of `total`."""
+        """Outputs for `own` [T, hidden] with `slots` i64[T, k] of `total`."""
         ...
 
 

@@ -41,7 +41,7 @@ class SymmetricMemory:
 
 
 class NcclCollectives:
-    """`Collectives` of GPUs, never run on one: order and arithmetic are tested over gloo.
+    """`Collectives` of GPUs; order and arithmetic are tested over gloo.
 
     NCCL moves bytes; torch adds in `tree_sum`'s order, for any batch and message size. The leader
     ends a stuck call by killing ranks.
@@ -117,7 +117,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """Groups of a rank; `stage` is None for a single TP rank, `memory` without peer access.
+    """`stage` is None for a single TP rank, `memory` without peer access.
 
     `before` and `after` pair it with neighbouring stages.
     """

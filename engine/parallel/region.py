@@ -26,7 +26,7 @@ _fence = threading.Lock()
 
 
 class SharedRegion:
-    """One mapping; only the creator has a `descriptor`, to close. Tensors keep memory alive."""
+    """Only the creator has a `descriptor`, to close. Tensors keep memory alive."""
 
     def __init__(
         self, memory: mmap.mmap, plan: RegionPlan, *, descriptor: int | None, ends_with: "SharedRegion | None" = None
@@ -107,7 +107,7 @@ def _all_before() -> None:
 
 
 def late_ranks(region: SharedRegion) -> list[int]:
-    """Return ranks, by stage, that others wait for; call it after a timeout.
+    """Ranks, by stage, that others wait for; call it after a timeout.
 
     A computing rank counts, too.
     """

@@ -30,7 +30,7 @@ class RowExchange:
         self._own = tokens[self._dp_rank]
 
     def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return own rows [T, n] of the sum over ranks of float32 `partial`."""
+        """Own rows [T, n] of the sum over ranks of float32 `partial`."""
         rows = range(self.first, self.first + len(own))
         dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
         return self.ranks.sum_rows(partial(self._gather(own)), rows=rows, dtype=dtype).to(own.dtype)

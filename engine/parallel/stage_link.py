@@ -43,7 +43,7 @@ class StageLink:
             self._region.publish(self._sent, sent + 1)
 
     def receive(self, rows: int) -> Tensor:
-        """Return the next [rows, hidden]. Raises RanksEnded."""
+        """The next [rows, hidden]. Raises RanksEnded."""
         first = self._slots[0]
         out = torch.empty((rows, first.shape[1]), dtype=first.dtype)
         for part in _slots_of(out, len(first)):

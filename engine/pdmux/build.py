@@ -36,7 +36,7 @@ class Build(Protocol):
 
 
 def build_lanes(build: Build, config: EngineConfig, records: Recording, *, attention: Callable[[], None]) -> Device:
-    """Build both; return decode's device, with the executor of both."""
+    """Decode's device, with the executor of both."""
     assert config.num_threads is not None, "resolved"
     parts = 1
     give: Callable[[int], None] = nothing_to_give

@@ -1,7 +1,7 @@
 """PD multiplexing (engine/pdmux/phases.py): an iteration plans for one phase, due decodes first.
 
 Each phase is a pipeline stream that is never waited for: the loop rests until a step ends or a
-decode step is due (engine/pdmux/phases.py).
+decode step is due.
 """
 
 from collections.abc import Callable, Sequence

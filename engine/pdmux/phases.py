@@ -93,12 +93,12 @@ class LaneShare:
 
 
 def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
-    """Share of decode; `parts`: of the device."""
+    """`parts`: of the device."""
     return LaneShare(parts=parts, itl_s=itl_objective_s(config), waits=config.device == "cpu")
 
 
 class TwoStreams(OneStream):
-    """Prompts in one stream, decodes in the other (PD multiplexing)."""
+    """Prompts in one stream, decodes in the other."""
 
     def plan(self, now_s: float, *, admits: bool, phase: Phase | None) -> Items:
         assert phase is not None, "each plan has a phase in two streams"

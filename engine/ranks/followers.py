@@ -42,7 +42,7 @@ class EndOfGroup(NamedTuple):
 
 
 def is_proven(plan: Plan, *, copies_beside: bool = False) -> bool:
-    """Return True if the result of `plan`, or a later one, proves that every rank ran it.
+    """True if the result of `plan`, or a later one, proves that every rank ran it.
 
     Each sum of a forward needs all ranks, on GPUs after writing the layer's KV. Copies without a
     forward, or parallel to it (`copies_beside`), need no sum, and a transfer peer may write those
@@ -72,7 +72,7 @@ class Answers:
         self._by_key.setdefault(key, {})[rank] = message
 
     def note_end(self, text: str, *, refused: bool = False) -> None:
-        """Record an end; the first one counts."""
+        """The first one counts."""
         if self.end is None:
             self.end = EndOfGroup(text, refused)
 
@@ -165,7 +165,7 @@ STEPS_AHEAD = 2.0  # it queues after steps, each up to the limit
 
 
 class LivenessProbe:
-    """Timer; `limit_s`: longest step, 0 or less disables.
+    """`limit_s`: longest step, 0 or less disables.
 
     Liveness probe of followers: a group ends if one does not answer. The watchdog finds ranks that
     hang in a step; an idle decode worker would not miss one otherwise.
@@ -199,10 +199,10 @@ class Process(Protocol):
 
     @property
     def name(self) -> str:
-        """Return a name such as "rank 2 of 4 (pid 4711)"."""
+        """A name such as "rank 2 of 4 (pid 4711)"."""
 
     def ended(self) -> str:
-        """Return its end, such as "ended: SIGKILL"."""
+        """Its end, such as "ended: SIGKILL"."""
 
 
 Member = tuple[Channel[ToLeader], Process]
@@ -407,7 +407,7 @@ class Pending:
         self.number = number
 
     def wait(self) -> dict[int, Any]:
-        """Return values by rank. Raises ConfigError with the rank that refused."""
+        """Values by rank. Raises ConfigError with the rank that refused."""
         answers = self._followers._await(self.number)
         for rank, answer in sorted(answers.items()):
             if answer.error:

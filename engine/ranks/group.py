@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Group of a leader; ranks are counted over all DP ranks with DP attention.
+    """Ranks are counted over all DP ranks with DP attention.
 
     `transfers`: sockets to followers' transfer engines, by rank. `late`: ranks that others wait
     for.
@@ -162,7 +162,7 @@ class GroupProfiler:
 
 
 def _on_all_ranks(followers: Followers, name: str, read: Callable[[], Any], **args: Any) -> tuple[Any, int]:
-    """Return the leader's value and the followers' number. Raises ConfigError."""
+    """The leader's value and the followers' number. Raises ConfigError."""
     prepared = followers.prepare(name, **args)
     try:
         try:

@@ -202,7 +202,7 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
 
 
 def plan_of(step: Step) -> Plan:
-    """Return a follower's plan: without names, sampling, masks and logprob options."""
+    """A follower's plan: without names, sampling, masks and logprob options."""
     return Plan(
         **{name: getattr(step, name) for name in _WHOLE},
         items=_items(step),

@@ -106,7 +106,7 @@ class GroupChecksum:
 
 
 def _page_sums_for(device: torch.device) -> PageSums | None:
-    """Return the device's kernel; None without a GPU: torch operators."""
+    """The device's kernel; None without a GPU: torch operators."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from engine.kernels.triton.checksum import page_sums

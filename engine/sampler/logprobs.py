@@ -25,7 +25,7 @@ class Logprobs:
 
 
 def packed_logprobs(logits: Tensor, tokens: Tensor, *, top_num: int, token_ids: Tensor) -> Tensor:
-    """Return int32[n, 2 + 2 * min(top_num, V) + r] for `Packed`.
+    """int32[n, 2 + 2 * min(top_num, V) + r] for `Packed`.
 
     logits float32[n, V]; tokens int64[n]; token_ids int64[n, r] are the requested ones.
     """
@@ -55,7 +55,7 @@ class Packed:
 
 
 def log_norms(logits: Tensor) -> Tensor:
-    """Return logsumexp [n] of logits [n, V], with equal bits in any batch.
+    """logsumexp [n] of logits [n, V], with equal bits in any batch.
 
     torch splits a sum by the number of rows, so rows are processed one by one.
     """

@@ -76,7 +76,7 @@ class TritonSampler:
         return torch.cat([torch.tensor(numbers), torch.tensor(floats, dtype=torch.float32).view(torch.int64)])
 
     def _seen(self, slot: SlotOpen) -> Tensor:
-        """Return int32[V]: 1 for tokens seen, plus 2 per generation."""
+        """int32[V]: 1 for tokens seen, plus 2 per generation."""
         prompt, output = (
             upload(torch.tensor(ids, dtype=torch.int64), self._device) for ids in (slot.prompt_ids, slot.output_ids)
         )

@@ -239,7 +239,7 @@ def _was_right(request: Request, item: PlanItem, number: int) -> bool:
 
 
 def decode_strategy(config: EngineConfig, *, decodes: bool) -> MakeDecodeStrategy:
-    """Return the strategy of decode steps: with drafts by flag, or for what grammars force."""
+    """The strategy of decode steps: with drafts by flag, or for what grammars force."""
     if not may_draft(config, decodes=decodes):
         return DecodePlanner
     most = rows_of_request(config) - 1

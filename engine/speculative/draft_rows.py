@@ -47,7 +47,7 @@ def paths_of(items: Sequence[PlanItem], device: torch.device) -> TreePaths:
 
 
 def tree_rows(items: Sequence[PlanItem], like: Tensor) -> Tensor:
-    """Return [rows, 2 + depth] int32 on the host for a decode step.
+    """[rows, 2 + depth] int32 on the host for a decode step.
 
     Place and path of each row, as of TreePaths. Rows behind `items` are padding.
     """
@@ -125,7 +125,7 @@ def judged_rows(
 
 
 def _deepest(parents: Sequence[int]) -> int:
-    """Return the most drafts that a row reads, itself included."""
+    """The most drafts that a row reads, itself included."""
     depths: list[int] = []
     for i, parent in enumerate(parents):
         depths.append(0 if parent == i else depths[parent] + 1)

@@ -36,7 +36,7 @@ class Drafted:
     paths: Tensor
 
     def on_host(self) -> "Drafted":
-        """Return copies, on CUDA valid after the step's event."""
+        """Copies, on CUDA valid after the step's event."""
         return Drafted(self.of, to_host(self.tokens), to_host(self.confidences), to_host(self.paths))
 
 

@@ -101,7 +101,7 @@ class Chances:
         return min(SURE, chance.value(first, TRUST))
 
     def _class_of(self, request: Request, confidence: float) -> tuple[float, Chance]:
-        """Return prior and record; samples have their own, since noise changes them."""
+        """Prior and record; samples have their own, since noise changes them."""
         kind = bisect(CONFIDENCES, confidence)
         return FIRST_OF_CONFIDENCE[kind], self._of_confidence[request.sampling.greedy][kind]
 
@@ -276,7 +276,7 @@ class Drafting:
         return requests if self.for_all else [r for r in requests if r.grammar is not None]
 
     def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftRequest:
-        """Return drafter passes for requests without drafts, for the most tokens per second."""
+        """Drafter passes for requests without drafts, for the most tokens per second."""
         bare = [r for r in requests if not self._draft(r).tokens and self._may_ask(r)] if self.passes else []
         if not bare:
             return DraftRequest({})
@@ -315,7 +315,7 @@ class Drafting:
         return (1 + MIN_GAIN + OVERLAP_GAIN * overlaps) * rows / self.costs.step(rows)
 
     def choose(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> dict[str, Draft]:
-        """Return drafts; `rows`: without drafts, `overlaps`: another step follows."""
+        """`rows`: without drafts. `overlaps`: another step follows."""
         found = [self._ranked(r, draft) for r in requests if (draft := self._draft(r)).tokens]
         best = dict[str, int]()
         if not found:
@@ -381,7 +381,7 @@ class Drafting:
 
 
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
-    """Return `tokens` before the first invalid one, or the grammar's end."""
+    """`tokens` before the first invalid one, or the grammar's end."""
     fork = grammar.fork() if tokens else grammar
     for i, token in enumerate(tokens):
         if not fork.accept(token) or fork.ended:

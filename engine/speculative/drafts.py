@@ -37,7 +37,7 @@ class Draft:
         return [parent + 1] if parent + 1 < len(self.tokens) else []
 
     def part(self, chosen: Sequence[int]) -> "Draft":
-        """Return `chosen` tokens, parents first."""
+        """`chosen` tokens, parents first."""
         number = {-1: -1} | {old: new for new, old in enumerate(chosen)}
         return Draft(
             [self.tokens[i] for i in chosen],
@@ -47,7 +47,7 @@ class Draft:
         )
 
     def first(self, count: int) -> "Draft":
-        """Return the first `count` tokens; trees are sorted by probability."""
+        """The first `count` tokens; trees are sorted by probability."""
         if count >= len(self.tokens):
             return self
         return Draft(self.tokens[:count], self.match, self.parents[:count], self.confidences[:count])

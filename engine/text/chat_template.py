@@ -180,7 +180,7 @@ Message = dict[str, Any]
 def render_continued(
     render: Callable[[list[Message]], str], messages: list[Message], *, in_reasoning: bool
 ) -> tuple[str, str] | None:
-    """Return the prompt up to the message, and the message's rendered end.
+    """The prompt up to the message, and the message's rendered end.
 
     `in_reasoning`: the message is unfinished reasoning; if the template omits it, continue its
     empty content. As in transformers, the message is rendered with a mark at its end, where the

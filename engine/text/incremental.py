@@ -135,7 +135,7 @@ class IncrementalText:
         return forked
 
     def without_special(self) -> "IncrementalText":
-        """Return a fork that skips special tokens; it must not have read any."""
+        """A fork that skips special tokens; it must not have read any."""
         forked = self.fork()
         forked._skip_special = True
         return forked
@@ -325,7 +325,7 @@ class StopSearch:
         self._num_read = 0
 
     def look(self, output_ids: Sequence[int]) -> FinishReason | None:
-        """Return the first stop that ends in the last token's text; others are not searched."""
+        """The first stop that ends in the last token's text; others are not searched."""
         new = output_ids[self._num_read :]
         self._num_read = len(output_ids)
         if self._skips and len(self._tails) == 1 and not self._tokenizer.special_ids.isdisjoint(new):

@@ -46,7 +46,7 @@ class JsonValue:
         self._new = ""
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Return the value's end, negative if in an earlier text.
+        """The value's end, negative if in an earlier text.
 
         A broken value ends before what was held back.
         """

@@ -18,7 +18,7 @@ class PartReader(Protocol):
 
 
 class CallScanner:
-    """Parser of one call. `name`: set once the text surely is a call. `broken`: it is none."""
+    """`name`: set once the text surely is a call. `broken`: it is none."""
 
     name: str | None = None
     id = ""

@@ -17,9 +17,7 @@ from engine.text.sample import Arguments, CallBegins, Part, PlainText, Reasoning
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks reasoning.
-
-    `answer`: marker of the answer, default `end`. `forced`: text that ends reasoning. `always`:
+    """`answer`: marker of the answer, default `end`. `forced`: text that ends reasoning. `always`:
     reasons unless the prompt ends it. `calls_end_it`: so does a tool call.
     """
 
@@ -246,7 +244,7 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
 class _ChannelCall:
-    """A message that is a call; a body that is no object stays text."""
+    """A body that is no object stays text."""
 
     def __init__(self, header: str, name: str, index: int) -> None:
         self.begun = False

@@ -106,11 +106,9 @@ _PYTHON = {"True": True, "False": False, "None": None}
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Tags of a call format.
-
-    `begin`: before the name; `name_ends`: after it, only the first is consumed. `key`: a key with
-    tags. `value_ends`: the first is consumed. `lines`: tags include a line break at each end of a
-    value.
+    """`begin`: before the name; `name_ends`: after it, only the first is consumed. `key`: a key
+    with tags. `value_ends`: the first is consumed. `lines`: tags include a line break at each end
+    of a value.
     """
 
     begin: str

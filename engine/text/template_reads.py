@@ -41,11 +41,10 @@ _FIELD = {
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateReads:
-    """How a chat template reads messages.
-
-    `parts`: renders parts of a content. `strings`: also renders a string. `null`: tests content for
-    null. `calls_beside_null`: renders calls only with null content. `one_call`: accepts one call
-    per message. `short_ids`: requires call ids of nine letters and digits. `names`: all fields.
+    """`parts`: renders parts of a content. `strings`: also renders a string. `null`: tests content
+    for null. `calls_beside_null`: renders calls only with null content. `one_call`: accepts one
+    call per message. `short_ids`: requires call ids of nine letters and digits. `names`: all
+    fields.
     """
 
     parts: bool

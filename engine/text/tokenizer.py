@@ -33,10 +33,7 @@ _PIECE_CHARS = 1 << 20  # scanned per call
 
 
 class LongestToken(NamedTuple):
-    """Limit of a token's length.
-
-    `chars`: maximum per token. `free`: possibly without a token, such as spaces.
-    """
+    """`chars`: maximum per token. `free`: possibly without a token, such as spaces."""
 
     chars: int
     free: re.Pattern[str] | None

@@ -31,7 +31,7 @@ class TensorChanges:
         self._dummies = dummies
 
     def read(self, current: ChangedTensors | None, model_path: str, tensors: NewTensors) -> ChangedTensors | None:
-        """Return `current` with `tensors` over it. Raises ConfigError."""
+        """`current` with `tensors` over it. Raises ConfigError."""
         found = self._groups.receive(tensors) if tensors.group else _parsed(tensors.data)
         tied = load_model_config(model_path).tie_word_embeddings
         stored = None if model_path in self._dummies else Safetensors(Path(model_path))

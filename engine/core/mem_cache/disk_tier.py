@@ -354,7 +354,7 @@ class DiskTier:
         return True
 
     def awaits(self, request: Request, now_s: float) -> bool:
-        """Return True while `request` waits for files, within a timeout."""
+        """True while `request` waits for files, within a timeout."""
         tiers = request.lower_tiers
         if self._prefetch_policy == "best_effort" or not tiers.prefetching:
             return False
@@ -382,7 +382,7 @@ class DiskTier:
     # ---- disk threads
 
     def take_work(self) -> list[DiskWork]:
-        """Take new work; reads may overtake."""
+        """Reads may overtake."""
         work, self._work = self._work, []
         return work
 

@@ -132,7 +132,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
     # ---- admission
 
     def prefetch(self, request: Request, memory: Memory) -> None:
-        """Read files up to the first gap."""
         if self.disk is not None:
             start = len(memory.match_prefix(request).pages)
             keys = self.keys.of(request, self._end_of(request))
@@ -252,7 +251,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             self.pages.unpin(copy.host_page)
 
     def is_settled(self, pages: Sequence[int]) -> bool:
-        """Check that no copy of these device pages is requested or in flight, for peers."""
         copies = chain(self._out, self._in, *self._under_way.values())
         return {copy.page for copy in copies}.isdisjoint(pages)
 

@@ -66,14 +66,14 @@ class MemoryPart:
     # ---- ends
 
     def free(self, request: Request) -> None:
-        """Free everything of the request; no step of it is in flight."""
+        """No step of the request is in flight."""
 
     def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
         """Quarantine memory that a peer may write, and return it by allocator."""
         return ()
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
-        """Return extra memory of the first `num_tokens` tokens for a transfer."""
+        """Extra memory of the first `num_tokens` tokens for a transfer."""
         return ()
 
     def forget(self, *, files: bool) -> None:
@@ -121,11 +121,11 @@ class StepEnds:
         return None
 
     def cut(self, request: Request, start: int, end: int) -> int:
-        """Return the end of a prefill step for tokens `start`..`end`."""
+        """The end of a prefill step for tokens `start`..`end`."""
         return end
 
     def cut_answer(self, request: Request, start: int, end: int) -> int:
-        """Return the end of a verify step for tokens `start`..`end`."""
+        """The end of a verify step for tokens `start`..`end`."""
         return end
 
     def keep(self, request: Request, at: int, memory: "Memory") -> None:
@@ -139,7 +139,7 @@ class Windows:
     """Window pages of requests; none by default."""
 
     def window_of(self, request: Request, num_tokens: int) -> list[int]:
-        """Return pages read by the query after `num_tokens` tokens."""
+        """Pages read by the query after `num_tokens` tokens."""
         return []
 
 
@@ -183,7 +183,7 @@ class Features:
         return True
 
     def reach(self, request: Request, start: int, *, part: int, budget: float) -> tuple[int, float]:
-        """Return the last possible end from `start`, and the remaining token `budget`."""
+        """The last possible end from `start`, and the remaining token `budget`."""
         return request.num_tokens, budget
 
     def use(self, request: Request, start: int, end: int) -> int:

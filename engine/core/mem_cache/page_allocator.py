@@ -153,7 +153,7 @@ def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[byte
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    """Return unique bytes; pages with image ids use more."""
+    """Unique bytes; pages with image ids use more."""
     try:
         return array("q", tokens).tobytes()
     except OverflowError:

@@ -110,7 +110,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return [(self.allocator, self.quarantine(request))]
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach a slot that a transfer peer may still write."""
         slots = [request.recurrent.slot] if request.recurrent.slot else []
         self.allocator.quarantine(slots)
         request.recurrent.slot = 0

@@ -130,7 +130,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return [(self.allocator, self.quarantine(request))] if request.pages else []
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach pages of an adopted request that a peer may still write."""
         pages = request.windows.pages[request.windows.first :]
         self.allocator.quarantine(pages)
         request.windows.pages, request.windows.first = [], 0

@@ -54,10 +54,7 @@ class RankLoad:
 
 
 class RankPolicy:
-    """Chooses the DP rank of a request.
-
-    `is_fixed`: peers derive the rank from the room, so clients cannot name it. `first`: rank.
-    """
+    """`is_fixed`: peers derive the rank from the room, so clients cannot name it. `first`: rank."""
 
     def __init__(self, rule: Rule, *, num_ranks: int, is_fixed: bool = False, first: int = 0) -> None:
         self.num_ranks = num_ranks

@@ -76,10 +76,7 @@ class ClientLimits:
 
 
 class EngineClient:
-    """Sends requests to the schedulers and returns their outputs.
-
-    `open_text` starts a sample's text. `shared`: with other frontends, if any.
-    """
+    """`open_text` starts a sample's text. `shared`: with other frontends, if any."""
 
     def __init__(
         self,
@@ -199,7 +196,7 @@ class EngineClient:
             link.send(AbortRequest(rid="", all=True))
 
     async def recent_states(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[StateReply]:
-        """Return states by rank, an earlier one during a long step. Raises ApiError(503)."""
+        """States by rank, an earlier one during a long step. Raises ApiError(503)."""
         return await self.leaders.recent_states(timeout_s=timeout_s, closed=self.closed is not None)
 
     def close(self, error: ApiError) -> None:

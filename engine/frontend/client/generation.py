@@ -28,7 +28,7 @@ class Traces(NamedTuple):
 
 
 class SampleTrace:
-    """A running sample; keeps what the record needs. Health probes are not recorded."""
+    """Health probes are not recorded."""
 
     def __init__(
         self, owner: Traces, request: GenerateRequest, rid: str, context: TraceContext, dp_rank: int | None = None
@@ -185,7 +185,7 @@ class Generation:
         return self.take()
 
     def take(self) -> list[tuple[int, TextOutput]]:
-        """Return new outputs without waiting. Raises ApiError."""
+        """New outputs without waiting. Raises ApiError."""
         if self._error is not None:
             raise self._error
         pending, self._pending = self._pending, {}

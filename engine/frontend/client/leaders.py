@@ -105,9 +105,7 @@ _ADAPTERS = (LoadAdapter, UnloadAdapter)
 
 
 class RankChanges:
-    r"""Changes of the model on all ranks.
-
-    `first`: initial model_path and weight_version. `lost`: why ranks differ.
+    r"""`first`: initial model_path and weight_version. `lost`: why ranks differ.
 
     sent to all --> all accepted: done
           \--> all rejected: rejected
@@ -256,7 +254,7 @@ class Leaders:
 
     @property
     def paused(self) -> str:
-        """Return the mode of a pause of any rank."""
+        """The mode of a pause of any rank."""
         return next((link.paused for link in self.links if link.paused), "")
 
     @property
@@ -279,7 +277,7 @@ class Leaders:
         return await self._all([link.step(timeout_s=timeout_s) for link in self.links])
 
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
-        """Flush all; return a rank's rejection, if any."""
+        """A rank's rejection, if any."""
         replies = await self._all([link.flush_cache(timeout_s=timeout_s) for link in self.links])
         for rank, reply in enumerate(replies):
             if not reply.ok and self.num_ranks > 1:

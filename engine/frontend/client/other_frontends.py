@@ -54,7 +54,7 @@ class CloseFrontend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherFrontends:
-    """The other frontend processes. `lost`: why a frontend cannot serve."""
+    """`lost`: why a frontend cannot serve."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.lost: str | None = None
@@ -67,7 +67,7 @@ class OtherFrontends:
         return self._peers.num
 
     async def until_ready(self) -> None:
-        """Wait until all are ready. A dead one ends the worker."""
+        """A dead one ends the worker."""
         while len(await self._peers.request("GET", READY)) < self._peers.num:
             await asyncio.sleep(READY_POLL_S)
 

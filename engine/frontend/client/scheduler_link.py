@@ -51,10 +51,8 @@ def concerns_requests(reply: ControlReply) -> bool:
 
 
 class SchedulerLink:
-    """Link to one scheduler.
-
-    `send` queues a message, or raises ApiError(503). `row`: this frontend's. Only the main frontend
-    makes calls, because it gets the replies.
+    """`send` queues a message, or raises ApiError(503). `row`: this frontend's. Only the main
+    frontend makes calls, because it gets the replies.
     """
 
     def __init__(
@@ -84,11 +82,11 @@ class SchedulerLink:
         return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
     async def step(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StepReply:
-        """Return the current step, from the heartbeat thread. Raises ApiError(503)."""
+        """The current step, from the heartbeat thread. Raises ApiError(503)."""
         return await self._call(GetStep(call_id=f"b{next(self._numbers)}"), StepReply, timeout_s)
 
     async def recent_state(self, *, timeout_s: float = CALL_TIMEOUT_S, closed: bool = False) -> StateReply:
-        """Return the state, an earlier one during a long step. Raises ApiError(503)."""
+        """The state, an earlier one during a long step. Raises ApiError(503)."""
         try:
             return await self.state(timeout_s=PATIENCE_S)
         except ApiError:
@@ -256,7 +254,7 @@ def _place(name: str) -> int:
 
 
 class RankLoads:
-    """Load of each rank. `shared`: with other frontends, if any."""
+    """`shared`: with other frontends, if any."""
 
     def __init__(self, num_ranks: int, shared: SharedRequests | None) -> None:
         self._own = [RankLoad() for _ in range(num_ranks)]
@@ -283,14 +281,14 @@ MAX_RID_CHARS = 256
 
 
 class Name(NamedTuple):
-    """Name of a request. `owner`: empty without key."""
+    """`owner`: empty without key."""
 
     owner: str
     text: str
 
 
 class LiveNames:
-    """Names of running requests. `shared`: with other frontends, if any."""
+    """`shared`: with other frontends, if any."""
 
     def __init__(self, shared: SharedRequests | None) -> None:
         self._shared = shared

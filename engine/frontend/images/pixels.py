@@ -94,7 +94,7 @@ WHITE = (255, 255, 255, 255)
 
 
 def size_of(data: bytes, *, max_pixels: int) -> Size:
-    """Return (height, width) before EXIF rotation. Raises BadImage."""
+    """(height, width) before EXIF rotation. Raises BadImage."""
     with _open(data, max_pixels=max_pixels) as image:
         return image.height, image.width
 

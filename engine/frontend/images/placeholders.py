@@ -34,9 +34,7 @@ class MediaSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedMedia:
-    """Media of a prompt.
-
-    `parts` have one placeholder each and no `start` yet. `times_s`: timestamps for the prompt's
+    """`parts` have one placeholder each and no `start` yet. `times_s`: timestamps for the prompt's
     text, if needed.
     """
 

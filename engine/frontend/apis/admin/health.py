@@ -57,7 +57,7 @@ class HeartbeatLines:
         self._num_steps = 0
 
     def next(self, stamps: Sequence[Stamped], *, now_s: float, num_live: int, fine: bool) -> bytes:
-        """Return a line once all processes stamped again. `fine`: /health is plain `ok`."""
+        """A line once all processes stamped again. `fine`: /health is plain `ok`."""
         stamped = {stamp.name: stamp.at_s for stamp in stamps}
         if any(self._stamped.get(name) == at_s for name, at_s in stamped.items()):
             return b""

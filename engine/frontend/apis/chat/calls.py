@@ -19,7 +19,7 @@ _LETTERS = string.digits + string.ascii_letters
 def call_ids(
     parser: str | None, template: ChatTemplate | None, messages: list[ChatMessage], mint: Callable[[], str]
 ) -> MintId:
-    """Return the maker of ids for parser and template. `mint`: makes unique ones."""
+    """The maker of ids for parser and template. `mint`: makes unique ones."""
     if parser == "kimi_k2":
         num_before = sum(len(message.tool_calls or ()) for message in messages)
         return lambda name, index: f"functions.{name}:{num_before + index}"

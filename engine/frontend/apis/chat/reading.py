@@ -43,10 +43,8 @@ GPT_OSS = ("gpt-oss", "openai")  # its channels hold reasoning and calls: one re
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the answer to a chat is read.
-
-    `reasoning`: format, shown apart (`separates`) or not at all (`leaves_out`). `calls`: format of
-    parsed calls; `calls_in_channels`: harmony's. `functions`: allowed, with schemas; `customs`:
+    """`reasoning`: format, shown apart (`separates`) or not at all (`leaves_out`). `calls`: format
+    of parsed calls; `calls_in_channels`: harmony's. `functions`: allowed, with schemas; `customs`:
     those with text input. `only_one`: drop later calls.
     """
 

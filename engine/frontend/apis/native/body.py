@@ -166,7 +166,7 @@ def _token_id_lists(value: list[Any] | None, num_prompts: int, *, vocab_size: in
 
 
 def requested_ids(ids: list[int], *, field: str, vocab_size: int) -> tuple[int, ...]:
-    """Return ids whose logprobs a request wants. Raises ApiError(400)."""
+    """Ids whose logprobs a request wants. Raises ApiError(400)."""
     if len(ids) > MAX_REQUESTED_TOKEN_IDS:
         raise bad_field(field, f"at most {MAX_REQUESTED_TOKEN_IDS} token ids, got {len(ids)}")
     check_token_ids(ids, field=field, vocab_size=vocab_size)

@@ -157,8 +157,6 @@ def ending_of(output: TextOutput) -> dict[str, Any]:
 
 
 class ChatView(OpenAIView):
-    """Answer to one chat, whole or as chunks."""
-
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 

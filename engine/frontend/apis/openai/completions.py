@@ -93,7 +93,7 @@ class Echo(NamedTuple):
 
 
 class CompletionView(OpenAIView):
-    """Answer to one completion. `echoes`: by sample. `has_text`: false for chunks without text."""
+    """`echoes`: by sample. `has_text`: false for chunks without text."""
 
     object = "text_completion"
     chunk_object = "text_completion"

@@ -31,10 +31,9 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def messages_of(items: Iterable[Item], *, field: str) -> list[ChatMessage]:
-    """`field`: of the items, for errors. Raises ApiError(400).
+    """An assistant's items (reasoning, text, calls) become one message.
 
-    Conversation items as chat messages. An assistant's items (reasoning, text, calls) become one
-    message.
+    `field`: of the items, for errors. Raises ApiError(400).
     """
     messages: list[ChatMessage] = []
     for index, item in enumerate(items):

@@ -159,7 +159,7 @@ class TextLogprobs:
 
 
 class ResponseView(View):
-    """Events of one response. `on_done` gets the final response."""
+    """`on_done` gets the final response."""
 
     def __init__(
         self,

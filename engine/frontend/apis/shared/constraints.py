@@ -23,7 +23,7 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint of the output. `field`: of the body, for errors."""
+    """`field`: of the body, for errors."""
 
     spec: GrammarSpec
     field: str

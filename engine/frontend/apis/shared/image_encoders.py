@@ -13,8 +13,8 @@ from service.http.request import HttpRequest
 def with_image_encoders(request: HttpRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
     """Add encoders to `requests`.
 
-    Unsigned headers and disallowed workers are ignored: this worker encodes. If the router counts
-    fewer images, the last ones use the last encoder.
+    Unsigned headers and disallowed workers are ignored: this worker encodes. If the router
+    counts fewer images, the last ones use the last encoder.
     """
     value, spec = request.headers.get(ENCODERS_HEADER), request[SERVICES].spec
     if value is None or spec.mode == "decode":

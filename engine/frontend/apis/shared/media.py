@@ -18,7 +18,7 @@ MOST_TOKENS = 1 << 20  # of the images of a truncated conversation
 
 
 class Prompt(NamedTuple):
-    """Tokens of a prompt. `images`: at their places in `ids`."""
+    """`images`: at their places in `ids`."""
 
     ids: list[int]
     images: list[ImageInput]

@@ -52,7 +52,7 @@ class PromptSender:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Prompts of one request. `namespaces`: per prompt; `dp_rank`: from the client."""
+    """`namespaces`: per prompt; `dp_rank`: from the client."""
 
     ids: list[list[int]]
     name: str
@@ -99,7 +99,7 @@ async def prompts_in(
     field: str,
     prefix: str,
 ) -> Prompts:
-    """Return the prompts of `field`. `prefix`: of a generated name. Raises ApiError(400, 404)."""
+    """The prompts of `field`. `prefix`: of a generated name. Raises ApiError(400, 404)."""
     s = sender.s
     several = prompts_of(given, field=field)  # type: ignore[arg-type]
     check_num_samples(len(several), 1, field=field)
@@ -153,7 +153,7 @@ def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: 
 
 
 async def embed(sender: PromptSender, prompts: Prompts) -> list[TextOutput]:
-    """Return answers for `vector_of`."""
+    """Answers for `vector_of`."""
     s = sender.s
     return await _pooled(sender, prompts, s.model.head.pooling)
 

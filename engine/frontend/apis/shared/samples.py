@@ -50,7 +50,7 @@ from service.security.keys import VOUCHER_HEADER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Token counts. `reasoning`: part of `completion`."""
+    """`reasoning`: part of `completion`."""
 
     prompt: int
     completion: int
@@ -112,7 +112,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How an API answers. `field`: of the prompts. `cut`: fit the answer to the context."""
+    """`field`: of the prompts. `cut`: fit the answer to the context."""
 
     id_prefix: str
     field: str = "messages"

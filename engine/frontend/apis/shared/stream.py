@@ -32,15 +32,13 @@ class View:
         raise NotImplementedError
 
     def last(self) -> list[Any]:
-        """Return chunks that follow the last one of a sample."""
+        """Chunks that follow the last one of a sample."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How an API frames its stream.
-
-    `encode`: a chunk; `done`: the end; `number_from`: numbers chunks; `repeats`: chunks show a
+    """`encode`: a chunk; `done`: the end; `number_from`: numbers chunks; `repeats`: chunks show a
     sample from the start. Errors: service/http/routes.py.
     """
 
