@@ -39,7 +39,8 @@ class _RoutedTokens(StepPart):
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
         if plan.warms_up:
-            model.forget_loads()
+            for mixture in model.mixtures().values():
+                mixture.loads.zero_()
 
 
 class _AdapterPart(StepPart):

@@ -142,10 +142,6 @@ class DenseDecoder:
         for mixture in self.mixtures().values():
             mixture.counted.rows = rows
 
-    def forget_loads(self) -> None:
-        for mixture in self.mixtures().values():
-            mixture.loads.zero_()
-
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: StepImages = NO_IMAGES
     ) -> torch.Tensor:

@@ -7,7 +7,6 @@ torch dispatches is counted, Triton's launches are counted in place of being mad
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,8 +246,10 @@ def added_by_a_layer(recorder: Recorder, config: ModelConfig) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_layer_of_experts_adds_no_more_than_stated(recorder: Recorder, tmp_path: Path, family: str) -> None:
-    config = load_model_config(make_tiny_checkpoint(tmp_path, family, num_hidden_layers=3))
+def test_a_layer_of_experts_adds_no_more_than_stated(
+    recorder: Recorder, tmp_path_factory: pytest.TempPathFactory, family: str
+) -> None:
+    config = load_model_config(make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, num_hidden_layers=3))
     added = added_by_a_layer(recorder, config)
     assert {name: added[name] for name in EXPERTS} == EXPERTS
     assert sum(added.values()) <= MIXTURES[family], added
