@@ -11,7 +11,7 @@ from service.flags import ConfigError
 STANDALONE, NEXTN, EAGLE, EAGLE3 = "STANDALONE", "NEXTN", "EAGLE", "EAGLE3"
 DRAFT_PATH = "--speculative-draft-model-path"
 EAGLE_MARKS = ("Eagle3", "Eagle")  # in architecture names of drafters, before the name of a model
-FEWEST_LAYERS = 6  # below this, EAGLE3 has no default layers
+FEWEST_LAYERS = 7  # below this, the default layers of EAGLE3 are not three
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +110,8 @@ def _check_eagle(flag: str, layers: ModelConfig, model: ModelConfig, *, hidden: 
 def _inside(fields: Fields, model: ModelConfig) -> tuple[int, ...]:
     """Layers after the named ones, whose outputs they read."""
     count = model.num_layers
+    if count < 2:
+        raise fields.error("eagle_config", "needs a model of at least two layers: EAGLE3 reads the layers inside")
     named = fields.inside("eagle_config").get("eagle_aux_hidden_state_layer_ids")
     if named is None:
         if count < FEWEST_LAYERS:
@@ -117,8 +119,10 @@ def _inside(fields: Fields, model: ModelConfig) -> tuple[int, ...]:
                 "eagle_config", f"must name eagle_aux_hidden_state_layer_ids: the model has {count} layers"
             )
         return 2, count // 2, count - 3
-    if not isinstance(named, list) or not all(isinstance(i, int) and 0 <= i < count - 1 for i in named) or not named:
+    are_layers = isinstance(named, list) and all(isinstance(i, int) and 0 <= i < count - 1 for i in named)
+    if not named or not are_layers or len({*named}) < len(named):
         raise fields.error(
-            "eagle_aux_hidden_state_layer_ids", f"must be layers of the model, 0 to {count - 2}, got {named!r}"
+            "eagle_aux_hidden_state_layer_ids",
+            f"must be different layers of the model, 0 to {count - 2}, got {named!r}",
         )
     return tuple(layer + 1 for layer in named)

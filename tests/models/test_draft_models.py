@@ -263,7 +263,11 @@ def test_eagle(tmp_path: Path, kind: str, family: str) -> None:
         ({"eagle_config": {}}, "must name eagle_aux_hidden_state_layer_ids: the model has 4 layers"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3]}},
-            r"must be layers of the model, 0 to 2, got \[3\]",
+            r"must be different layers of the model, 0 to 2, got \[3\]",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}},
+            r"must be different layers of the model, 0 to 2, got \[1, 1\]",
         ),
         ({"draft_vocab_size": 90}, r"tensor lm_head.weight has shape \[100, 64\], config.json asks for \[90, 64\]"),
     ],
@@ -273,6 +277,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[
     own = make_tiny_eagle(tmp_path / "eagle", "EAGLE3", **fields)
     with pytest.raises(ConfigError, match=said):
         load(path, load_eagle(own, load_model_config(path), kind="EAGLE3"))
+
+
+def test_a_model_of_one_layer_has_none_inside(tmp_path: Path) -> None:
+    model = load_model_config(make_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1))
+    with pytest.raises(ConfigError, match="eagle_config: needs a model of at least two layers"):
+        load_eagle(make_tiny_eagle(tmp_path / "eagle", "EAGLE3"), model, kind="EAGLE3")
 
 
 # ---- features in the place of image tokens, as the model has
