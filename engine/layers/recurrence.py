@@ -58,7 +58,7 @@ def decays_of(decay: Tensor) -> Decays:
     return Decays(total.float(), between.tril().exp().tril())
 
 
-class Prepared(NamedTuple):
+class PreparedChunks(NamedTuple):
     """Chunks [n]: outputs are reads S + own, and S becomes carry S + added.
 
     reads [n, GRID, keys], own [n, GRID, values], added [n, keys, values]; carry [n, keys, keys],
@@ -76,7 +76,7 @@ class Prepared(NamedTuple):
         return torch.addcmul(added, carry, state) if is_factor else torch.baddbmm(added, carry, state)
 
 
-Prepare = Callable[[Rows], Prepared]
+Prepare = Callable[[Rows], PreparedChunks]
 One = Callable[[Rows, Tensor], tuple[Tensor, Tensor]]
 CHUNKS_AT_ONCE = 32  # at once, of all heads
 
@@ -298,7 +298,7 @@ def _delta_step(rows: Rows, state: Tensor) -> tuple[Tensor, Tensor]:
     return (state * q.unsqueeze(-1)).sum(1).unsqueeze(0), state
 
 
-def _delta_chunks(rows: Rows) -> Prepared:
+def _delta_chunks(rows: Rows) -> PreparedChunks:
     """A triangular system gives each token's addition to the state."""
     q, k, v, beta, decay = rows
     decays = decays_of(decay)
@@ -309,7 +309,7 @@ def _delta_chunks(rows: Rows) -> Prepared:
     own, read = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
     seen, kept = q @ k.transpose(1, 2) * decays.between, (k * decays.between[:, -1, :, None]).transpose(1, 2)
     carry = totals[:, -1:] * torch.eye(k.shape[-1], device=k.device)
-    return Prepared(q * totals - seen @ read, seen @ own, carry - kept @ read, kept @ own)
+    return PreparedChunks(q * totals - seen @ read, seen @ own, carry - kept @ read, kept @ own)
 
 
 class Mamba:
@@ -361,9 +361,9 @@ def _mamba_step(rows: Rows, state: Tensor) -> tuple[Tensor, Tensor]:
     return (state * q.unsqueeze(-1)).sum(1).unsqueeze(0), state
 
 
-def _mamba_chunks(rows: Rows) -> Prepared:
+def _mamba_chunks(rows: Rows) -> PreparedChunks:
     q, k, value, decay = rows
     decays = decays_of(decay)
     totals, seen = decays.total.exp().unsqueeze(-1), q @ k.transpose(1, 2) * decays.between
     kept = (k * decays.between[:, -1, :, None]).transpose(1, 2)
-    return Prepared(q * totals, seen @ value, totals[:, -1:], kept @ value)
+    return PreparedChunks(q * totals, seen @ value, totals[:, -1:], kept @ value)

@@ -195,7 +195,7 @@ def test_elementwise_kernels_are_those_of_this_cpu(library: Open) -> None:
 
 def state_rows(lens: Sequence[int], *, slots: int) -> StateRows:
     rows = StateRows(cast(Any, SimpleNamespace(num_slots=slots)))
-    rows.begin(lens, torch.arange(len(lens), dtype=torch.int32).flip(0).contiguous())
+    rows.begin(lens, range(len(lens) - 1, -1, -1))
     return rows
 
 
