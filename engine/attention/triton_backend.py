@@ -43,17 +43,15 @@ ALIGNED = 4  # int32 in 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    kv_lens: torch.Tensor
     splits: "dict[_Shape, SplitList]"
     paths: TreePaths | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Riders:
-    """Decodes in a step with prompts: rows and page table slots, int64[n]."""
+    """Decodes in a step with prompts: rows, int64[n]."""
 
     rows: torch.Tensor
-    slots: torch.Tensor
     decode: _Decode
 
 
@@ -102,7 +100,10 @@ class TritonBackend:
         self._token_pages = self._token_offsets = torch.empty(0, dtype=torch.int64)
 
     def begin(self, step: StepBatch) -> None:
-        self._now = self._extend_of(step) if step.extend else self._decode_of(*self._upload(step.kv_lens), step.paths)
+        if step.extend:
+            self._now = self._extend_of(step)
+        else:
+            self._now = self._decode_of(*self._upload(step.kv_lens), step.slots, step.paths)
         self._take(step)
 
     def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
@@ -119,7 +120,7 @@ class TritonBackend:
             }
             self._now = _Extend(step.kv_lens, step.starts, work)
         else:
-            self._now = self._decode_of(step.kv_lens, step.paths)
+            self._now = self._decode_of(step.kv_lens, step.slots, step.paths)
         self._take(step)
 
     def attend(self, layer: int, new: Unturned) -> torch.Tensor:
@@ -144,7 +145,7 @@ class TritonBackend:
         pages, shape = self._paged(layer, softmax), self._shapes[layer]
         rows = q.to(pages.k.dtype)
         if isinstance(now, _Decode):
-            return _decoded(rows, pages, shape, now, self._slots).flatten(1).to(q.dtype)
+            return _decoded(rows, pages, shape, now).flatten(1).to(q.dtype)
         out = extend(
             rows,
             pages,
@@ -157,7 +158,7 @@ class TritonBackend:
         if now.library and self._prompts is not None:
             self._prompts.attend(layer, rows, out)
         if (riders := now.riders) is not None:
-            decoded = _decoded(rows[riders.rows], pages, shape, riders.decode, riders.slots)
+            decoded = _decoded(rows[riders.rows], pages, shape, riders.decode)
             out.index_copy_(0, riders.rows, decoded)
         return out.flatten(1).to(q.dtype)
 
@@ -171,13 +172,13 @@ class TritonBackend:
         self._page_table, self._slots = step.page_table, step.slots
         assert self._page_table.dtype == torch.int32 and self._page_table.stride(1) == 1, self._page_table.dtype
 
-    def _decode_of(self, kv_lens: torch.Tensor, paths: TreePaths | None) -> _Decode:
+    def _decode_of(self, kv_lens: torch.Tensor, slots: torch.Tensor, paths: TreePaths | None) -> _Decode:
         splits = {
-            shape: split_list(kv_lens, kv_heads=shape.decode_heads, tiles=shape.decode, window=shape.window)
+            shape: split_list(kv_lens, slots, kv_heads=shape.decode_heads, tiles=shape.decode, window=shape.window)
             for shape in dict.fromkeys(self._shapes)
         }
         assert paths is None or paths.places.stride(1) == 1, paths
-        return _Decode(kv_lens, splits, paths)
+        return _Decode(splits, paths)
 
     def _extend_of(self, step: StepBatch) -> _Extend:
         riders = step.riders or ()
@@ -205,7 +206,7 @@ class TritonBackend:
         rows, requests = upload(torch.tensor([[spans[i][0] for i in riders], riders]), self._pool.device)
         (kv_lens,) = self._upload([step.kv_lens[i] for i in riders])
         paths = None if step.paths is None else step.paths.of(requests)
-        return _Riders(rows, step.slots[requests], self._decode_of(kv_lens, paths))
+        return _Riders(rows, self._decode_of(kv_lens, step.slots[requests], paths))
 
     def _shape_of(self, layer: int) -> _Shape:
         cache, spec = self._pool.k(layer), self._pool.specs[layer]
@@ -226,10 +227,8 @@ class TritonBackend:
         return tuple(part[: len(values)] for part, values in zip(whole.split(sizes), lists, strict=True))
 
 
-def _decoded(rows: torch.Tensor, pages: PagedLayer, shape: _Shape, now: _Decode, slots: torch.Tensor) -> torch.Tensor:
-    return decode(
-        rows, pages, slots=slots, kv_lens=now.kv_lens, splits=now.splits[shape], tiles=shape.decode, paths=now.paths
-    )
+def _decoded(rows: torch.Tensor, pages: PagedLayer, shape: _Shape, now: _Decode) -> torch.Tensor:
+    return decode(rows, pages, splits=now.splits[shape], tiles=shape.decode, paths=now.paths)
 
 
 class TritonLatents(TritonBackend):

@@ -1,21 +1,24 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Paged decode attention for GPUs: partial softmax over splits of a context, merged.
+"""Paged decode attention for GPUs: partial softmax over chunks of a context, folded in order.
 
-Flash-Decoding (Dao et al. 2023); tiles of all query heads of a KV head read K and V once. Splits
-depend on a request's length only and merge in order: equal results in any batch.
+Flash-Decoding (Dao et al. 2023); tiles of all query heads of a KV head read K and V once.
 
-The program that ends the last split of a request and KV head merges, and resets the count. A
-barrier orders stores before one thread's atomic, which releases them and acquires earlier splits'
+A request's length alone decides its chunks, which fold from left to right. A split of the work is
+any run of them: a request's first folds in registers, others store a part per chunk, a merge folds
+parts. So a row's bits depend on no batch, other context, or division.
+
+The program that stores the last part of a request and KV head merges, and resets the count. A
+barrier orders stores before one thread's atomic, which releases them and acquires earlier parts
 (PTX ISA, "Memory Consistency Model").
 
-One graph serves every length: `split_list` lists a step's splits on the device, and each of n
-programs takes every n-th. `do_not_specialize` has all values of a step: one compilation per model.
+One graph serves every length: `split_list` divides a step on the device, each of n programs
+takes every n-th split. `do_not_specialize` has all values of a step: one compilation per model.
 
 MLA latents: a row per token, V is K's first DIM elements, REST follow; a "KV head" is a tile of
 query heads. V is loaded again, from cache, in another layout: the pipeliner prefetches nothing used
 in two products.
 
-A window layer has its own list of visible splits. Sinks are initial scores of the first split.
+A window layer has its own list of visible chunks. Sinks are initial scores of the first.
 Windows, sinks, caps and latents have not run on a GPU.
 """
 
@@ -44,7 +47,8 @@ from engine.kv.step_batch import TreePaths
 
 MIN_TILE_HEADS = 16  # minimum of tl.dot
 LIST_TILE = 256  # requests per read of a split list program
-MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and elements that registers hold without spills
+RECORD = tl.constexpr(8)  # int32 of a split: one sector of memory
+MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 16384  # parts in flight, and elements of theirs in shared memory
 REGISTERS, MAX_REGISTERS = 65536, 255  # per multiprocessor, per thread
 INTERPRETED_PROGRAMS = 3  # no device to query: few, so that each has several splits
 
@@ -53,31 +57,33 @@ INTERPRETED_PROGRAMS = 3  # no device to query: few, so that each has several sp
 class DecodeTiles:
     """Sizes of tiles.
 
-    - min_split: fewest tokens of a split; long contexts have `splits` longer ones
+    - chunk: fewest tokens of a chunk; long contexts have `chunks` longer ones
     - block: tokens of a tile; per_sm: programs per multiprocessor
     - stages: page ids load before K and V, so the pipeliner is one tile ahead with 3, two with 5
     """
 
-    min_split: int = 256
-    splits: int = 32
+    chunk: int = 128
+    chunks: int = 64
     block: int = 64
-    warps: int = 2
-    stages: int = 3
-    per_sm: int = 4
+    warps: int = 4
+    stages: int = 5
+    per_sm: int = 3
 
 
 @cache
 def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
     """Return tiles for sm_90's registers (tests compile it).
 
-    Few KV heads need more splits, or one long request leaves multiprocessors idle.
+    Few KV heads need more chunks, or one long request leaves multiprocessors idle.
     """
-    splits = min(64, max(16, 256 // triton.next_power_of_2(kv_heads)))
+    chunks = min(64, max(16, 512 // triton.next_power_of_2(kv_heads)))
     if dtype == torch.float32:
         return DecodeTiles(
-            splits=splits, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1
+            chunks=chunks, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1
         )
-    return DecodeTiles(splits=splits, warps=4, stages=3, per_sm=2) if dim > 128 else DecodeTiles(splits=splits)
+    if dim > 128:
+        return DecodeTiles(chunks=chunks, stages=3, per_sm=2)
+    return DecodeTiles(chunks=chunks) if dim > 64 else DecodeTiles(chunks=chunks, warps=2, stages=3, per_sm=4)
 
 
 def head_tiles(heads: int) -> int:
@@ -87,29 +93,42 @@ def head_tiles(heads: int) -> int:
 
 @cache
 def latent_decode_tiles(*, tiles_of_heads: int, dtype: torch.dtype) -> DecodeTiles:
-    """Return tiles for latents: few splits with many heads, since parts are large."""
-    splits = min(64, max(8, 64 // triton.next_power_of_2(tiles_of_heads)))
+    """Return tiles for latents: few chunks with many heads, since parts are large."""
+    chunks = min(64, max(8, 128 // triton.next_power_of_2(tiles_of_heads)))
     if dtype == torch.float32:
-        return DecodeTiles(splits=splits, warps=8, stages=1, block=16, per_sm=1)
-    return DecodeTiles(splits=splits, warps=8, stages=5, block=32, per_sm=1)
+        return DecodeTiles(chunks=chunks, warps=8, stages=1, block=16, per_sm=1)
+    return DecodeTiles(chunks=chunks, warps=8, stages=5, block=32, per_sm=1)
 
 
-class _SplitRule(NamedTuple):
-    """Constants that a context's splits follow from."""
+class _ChunkRule(NamedTuple):
+    """Constants that a context's chunks follow from."""
 
     BLOCK: Any
-    MIN_SPLIT: Any
-    SPLITS: Any
+    CHUNK: Any
+    CHUNKS: Any
     WINDOW: Any
 
 
 class _Work(NamedTuple):
     """List of a step's splits, and what programs note of finished ones."""
 
-    list_ptr: Any  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
-    batch: Any
-    done_ptr: Any  # [B, kv_heads] int32: finished splits, 0 before and after
-    merges_ptr: Any  # [B * splits * kv_heads] int32: request * kv_heads + kv head; program i of n: each n-th from i
+    list_ptr: Any  # [B * chunks + 1, RECORD] int32: see SplitList
+    last: Any  # the row that says how many there are
+    done_ptr: Any  # [B, kv_heads] int32: parts there, 0 before and after
+    merges_ptr: Any  # [B * chunks * kv_heads] int32: split * kv_heads + kv head; program i of n: each n-th from i
+
+
+class _Split(NamedTuple):
+    """A run of chunks: fields of a record."""
+
+    request: Any
+    slot: Any  # row of the page table
+    begin: Any  # tokens
+    end: Any
+    chunk: Any
+    part: Any  # its first
+    first_part: Any  # of the request
+    parts: Any  # of the request; 0: this split is all of it
 
 
 class _Paths(NamedTuple):
@@ -121,19 +140,18 @@ class _Paths(NamedTuple):
 
 
 class SplitOutputs(NamedTuple):
-    """Results, parts of them by split, and their shapes."""
+    """Results, parts of them, and their shapes."""
 
     out_ptr: Any  # [B, heads, dim] dense
-    part_ptr: Any  # [B, splits, heads, dim] fp32: normalised output of each split
-    lse_ptr: Any  # [B, splits, heads] fp32: log2 of each split's sum of weights
+    part_ptr: Any  # [parts, heads, dim] fp32: outputs times sums of weights
+    sums_ptr: Any  # [parts, heads, 2] fp32: best score and sum of weights
     HEADS: Any
     KV_HEADS: Any
     DIM: Any
     TILE_HEADS: Any
     TILE_GROUP: Any
     TILE_DIM: Any
-    SPLITS: Any
-    AT_ONCE: Any  # splits in flight of a merge
+    AT_ONCE: Any  # parts in flight of a merge
 
 
 @triton.jit
@@ -146,77 +164,141 @@ def _seen_tokens(kv_len, rule):
 
 
 @triton.jit
-def _split_tokens(seen, rule):
-    """Tokens per split of `seen` ones, a multiple of BLOCK."""
-    per_split = tl.cdiv(tl.cdiv(seen, rule.SPLITS), rule.BLOCK) * rule.BLOCK
-    return tl.maximum(per_split, rule.MIN_SPLIT)
+def _chunk_tokens(seen, rule):
+    """Tokens per chunk of `seen` ones, a multiple of BLOCK."""
+    per_chunk = tl.cdiv(tl.cdiv(seen, rule.CHUNKS), rule.BLOCK) * rule.BLOCK
+    return tl.maximum(per_chunk, rule.CHUNK)
 
 
 @triton.jit
-def _num_splits(kv_len, rule):
+def _division(kv_len, per_split, rule):
+    """Return chunks per split, splits and parts; `per_split` tokens are wanted."""
     seen = _seen_tokens(kv_len, rule)
-    return tl.cdiv(seen, _split_tokens(seen, rule))
+    chunks = tl.cdiv(seen, _chunk_tokens(seen, rule))
+    wanted = tl.maximum((seen + per_split // 2) // per_split, 1)
+    run = tl.maximum(tl.cdiv(chunks, wanted), 1)
+    splits = tl.cdiv(chunks, run)
+    return run, splits, tl.where(splits > 1, chunks - run + 1, 0)
 
 
 @triton.jit(do_not_specialize=["batch"])
 def split_list_kernel(
     kv_lens_ptr,  # int32[B]
-    list_ptr,  # int32[B * SPLITS + 1]
+    slots_ptr,  # int64[B]
+    list_ptr,  # int32[B * CHUNKS + 1, RECORD]
     done_ptr,  # int32[B, KV_HEADS]
     batch,
+    PER_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TILE_KV_HEADS: tl.constexpr,
     TILE_BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Program (request): list its splits after earlier requests'."""
+    """Program (request): list its splits after earlier requests', about PER_HEAD in all."""
     request = tl.program_id(0)
-    before = tl.zeros([TILE_BATCH], tl.int32)
+    rule = _ChunkRule(BLOCK, CHUNK, CHUNKS, WINDOW)
+    total = tl.zeros([TILE_BATCH], tl.int32)
+    for start in range(0, batch, TILE_BATCH):
+        at = start + tl.arange(0, TILE_BATCH)
+        total += _seen_tokens(tl.load(kv_lens_ptr + at, mask=at < batch, other=0), rule)
+    per_split = tl.maximum(tl.sum(total) // PER_HEAD, 1)
+    splits_before = tl.zeros([TILE_BATCH], tl.int32)
+    parts_before = tl.zeros([TILE_BATCH], tl.int32)
     for start in range(0, request, TILE_BATCH):
         at = start + tl.arange(0, TILE_BATCH)
-        lens = tl.load(kv_lens_ptr + at, mask=at < request, other=0)
-        before += _num_splits(lens, _SplitRule(BLOCK, MIN_SPLIT, SPLITS, WINDOW))
-    first = tl.sum(before)
-    count = _num_splits(tl.load(kv_lens_ptr + request), _SplitRule(BLOCK, MIN_SPLIT, SPLITS, WINDOW))
-    split = tl.arange(0, SPLITS)
-    tl.store(list_ptr + first + split, request * SPLITS + split, mask=split < count)
+        _, splits, parts = _division(tl.load(kv_lens_ptr + at, mask=at < request, other=0), per_split, rule)
+        splits_before += splits
+        parts_before += parts
+    first_split, first_part = tl.sum(splits_before), tl.sum(parts_before)
+    kv_len = tl.load(kv_lens_ptr + request)
+    seen = _seen_tokens(kv_len, rule)
+    chunk = _chunk_tokens(seen, rule)
+    run, splits, parts = _division(kv_len, per_split, rule)
+    split = tl.arange(0, CHUNKS)
+    begin = kv_len - seen + split * (run * chunk)
+    record, there = list_ptr + (first_split + split) * RECORD, split < splits
+    tl.store(record, request, mask=there)
+    tl.store(record + 1, tl.load(slots_ptr + request).to(tl.int32), mask=there)
+    tl.store(record + 2, begin, mask=there)
+    tl.store(record + 3, tl.minimum(begin + run * chunk, kv_len), mask=there)
+    tl.store(record + 4, chunk, mask=there)
+    tl.store(record + 5, first_part + tl.maximum((split - 1) * run + 1, 0), mask=there)
+    tl.store(record + 6, first_part, mask=there)
+    tl.store(record + 7, parts, mask=there)
     if request == batch - 1:
-        tl.store(list_ptr + batch * SPLITS, first + count)
+        tl.store(list_ptr + batch * (CHUNKS * RECORD), first_split + splits)
     kv_head = tl.arange(0, TILE_KV_HEADS)
     tl.store(done_ptr + request * KV_HEADS + kv_head, tl.zeros([TILE_KV_HEADS], tl.int32), mask=kv_head < KV_HEADS)
 
 
 @triton.jit
-def merge_splits(request, kv_head, used, to):
-    """Merge a KV head's parts of `used` splits, AT_ONCE of them at a time."""
+def _split_at(at, work):
+    record = work.list_ptr + at * RECORD
+    return _Split(
+        tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3),
+        tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), tl.load(record + 7),
+    )  # fmt: skip
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """A best score and output that keep a chunk's bits: -0 keeps signs of zeros."""
+    return tl.full([ROWS], float("-inf"), tl.float32), tl.full([ROWS, DIM], -0.0, tl.float32)
+
+
+@triton.jit
+def _folded(best, total, acc, more_best, more_total, more_acc):
+    """Fold a chunk into a state. Explicit `fma`: registers and merges round alike."""
+    best_now = tl.maximum(best, more_best)
+    factor, more = tl.exp2(best - best_now), tl.exp2(more_best - best_now)
+    total = tl.fma(total, factor, more_total * more)
+    acc = tl.fma(acc, factor[:, None], more_acc * more[:, None])
+    return best_now, total, acc
+
+
+@triton.jit
+def _store_part(part, kv_head, best, total, acc, to):
+    GROUP: tl.constexpr = to.HEADS // to.KV_HEADS
+    in_group, dims = tl.arange(0, to.TILE_HEADS), tl.arange(0, to.TILE_DIM)
+    mask_h = in_group < GROUP
+    row = part.to(tl.int64) * to.HEADS + kv_head * GROUP
+    in_rows = in_group[:, None] * to.DIM + dims[None, :]
+    tl.store(to.part_ptr + row * to.DIM + in_rows, acc, mask=mask_h[:, None] & (dims < to.DIM)[None, :])
+    tl.store(to.sums_ptr + row * 2 + in_group * 2, best, mask=mask_h)
+    tl.store(to.sums_ptr + row * 2 + (in_group * 2 + 1), total, mask=mask_h)
+
+
+@triton.jit
+def _store_out(request, kv_head, total, acc, to, TILE: tl.constexpr):
+    GROUP: tl.constexpr = to.HEADS // to.KV_HEADS
+    in_group, dims = tl.arange(0, TILE), tl.arange(0, to.TILE_DIM)
+    row = request.to(tl.int64) * to.HEADS + kv_head * GROUP
+    in_rows = in_group[:, None] * to.DIM + dims[None, :]
+    out = (acc * tl.div_rn(1.0, total)[:, None]).to(to.out_ptr.dtype.element_ty)
+    tl.store(to.out_ptr + row * to.DIM + in_rows, out, mask=(in_group < GROUP)[:, None] & (dims < to.DIM)[None, :])
+
+
+@triton.jit
+def _merge_parts(split, kv_head, to):
+    """Fold the parts of a request's KV head, AT_ONCE of them in flight."""
     GROUP: tl.constexpr = to.HEADS // to.KV_HEADS
     in_group, dims = tl.arange(0, to.TILE_GROUP), tl.arange(0, to.TILE_DIM)
     mask_h = in_group < GROUP
     mask = mask_h[:, None] & (dims < to.DIM)[None, :]
-    row = request.to(tl.int64) * to.HEADS + kv_head * GROUP + in_group
-    first_part = row + request.to(tl.int64) * ((to.SPLITS - 1) * to.HEADS)
-    all_splits = tl.arange(0, to.SPLITS)
-    mask_all = (all_splits < used)[:, None] & mask_h[None, :]
-    all_parts = first_part[None, :] + all_splits[:, None] * to.HEADS
-    all_lse = tl.load(to.lse_ptr + all_parts, mask=mask_all, other=float("-inf"))
-    best = tl.max(all_lse, 0)
+    row = split.first_part.to(tl.int64) * to.HEADS + kv_head * GROUP
+    sums_ptr = to.sums_ptr + row * 2 + in_group * 2
+    part_ptr = to.part_ptr + row * to.DIM + (in_group[:, None] * to.DIM + dims[None, :])
+    best, acc = _nothing(to.TILE_GROUP, to.TILE_DIM)
     total = tl.zeros([to.TILE_GROUP], tl.float32)
-    acc = tl.zeros([to.TILE_GROUP, to.TILE_DIM], tl.float32)
-    for first in range(0, used, to.AT_ONCE):
-        split = first + tl.arange(0, to.AT_ONCE)
-        mask_s = split < used
-        part = first_part[None, :] + split[:, None] * to.HEADS
-        lse = tl.load(to.lse_ptr + part, mask=mask_s[:, None] & mask_h[None, :], other=float("-inf"))
-        weights = tl.exp2(lse - best[None, :])
-        at = part[:, :, None] * to.DIM + dims[None, None, :]
-        parts = tl.load(to.part_ptr + at, mask=mask_s[:, None, None] & mask[None, :, :], other=0.0)
-        total += tl.sum(weights, 0)
-        acc += tl.sum(parts * weights[:, :, None], 0)
-    out = (acc / total[:, None]).to(to.out_ptr.dtype.element_ty)
-    tl.store(to.out_ptr + row[:, None] * to.DIM + dims[None, :], out, mask=mask)
+    for part in tl.range(0, split.parts, num_stages=to.AT_ONCE):
+        more_best = tl.load(sums_ptr + part * (2 * to.HEADS), mask=mask_h, other=0.0)
+        more_total = tl.load(sums_ptr + part * (2 * to.HEADS) + 1, mask=mask_h, other=1.0)
+        more_acc = tl.load(part_ptr + part * (to.HEADS * to.DIM), mask=mask, other=0.0)
+        best, total, acc = _folded(best, total, acc, more_best, more_total, more_acc)
+    _store_out(split.request, kv_head, total, acc, to, to.TILE_GROUP)
 
 
 @triton.jit
@@ -230,96 +312,89 @@ def _path_of(request, paths):
 
 
 @triton.jit
-def _attend_split(unit, kv_head, kv_len, queries, pages, rule, paths):
-    """Return the best score, the sum of weights, and the normalised output of a split."""
+def _attend_chunks(split, kv_head, queries, pages, paths):
+    """Return best score, sum of weights and output times this sum: folded chunks."""
     GROUP: tl.constexpr = queries.HEADS // pages.KV_HEADS
     WIDTH: tl.constexpr = pages.DIM + pages.REST
-    request, in_group = unit // rule.SPLITS, tl.arange(0, queries.TILE_ROWS)
+    in_group = tl.arange(0, queries.TILE_ROWS)
     mask_h = in_group < GROUP
-    seen = _seen_tokens(kv_len, rule)
-    per_split = _split_tokens(seen, rule)
-    begin = (unit % rule.SPLITS) * per_split + (kv_len - seen)
-    end = tl.minimum(begin + per_split, kv_len)
-    first_head = queries.q_ptr + (request.to(tl.int64) * queries.q_stride + kv_head * GROUP * WIDTH)
+    first_head = queries.q_ptr + (split.request.to(tl.int64) * queries.q_stride + kv_head * GROUP * WIDTH)
     q, q_rest = load_q(first_head, in_group[:, None] * WIDTH, mask_h, pages)
-    best = tl.full([queries.TILE_ROWS], float("-inf"), tl.float32)
+    best, acc = _nothing(queries.TILE_ROWS, pages.TILE_DIM)
     total = tl.zeros([queries.TILE_ROWS], tl.float32)
-    if queries.sinks_ptr is not None:  # noqa: SIM102 (known when compiled); in the first split, which every request has
-        if unit % rule.SPLITS == 0:
-            sinks_ptr = queries.sinks_ptr + kv_head * GROUP
-            best = tl.load(sinks_ptr + in_group, mask=mask_h, other=0.0) * KERNEL_LOG2_E
+    if queries.sinks_ptr is not None:  # noqa: SIM102 (known when compiled)
+        if split.part == split.first_part:
+            best = tl.load(queries.sinks_ptr + kv_head * GROUP + in_group, mask=mask_h, other=0.0) * KERNEL_LOG2_E
             total += 1.0
-    acc = tl.zeros([queries.TILE_ROWS, pages.TILE_DIM], tl.float32)
-    table = queries.table_ptr + tl.load(queries.slots_ptr + request) * queries.table_stride
-    kv_slots, path_start = _path_of(request, paths)
-    sums = tl.zeros([queries.TILE_ROWS, rule.BLOCK], tl.float32)  # by index in a block: added up after the loop
-    for at in range(begin, end, rule.BLOCK):
-        token = at + tl.arange(0, rule.BLOCK)
+    table = queries.table_ptr + split.slot.to(tl.int64) * queries.table_stride
+    kv_slots, path_start = _path_of(split.request, paths)
+    chunk_best, chunk_acc = _nothing(queries.TILE_ROWS, pages.TILE_DIM)
+    sums = tl.zeros([queries.TILE_ROWS, pages.BLOCK], tl.float32)  # by index in a block: added up behind a chunk
+    chunk_end = split.begin + split.chunk
+    for at in range(split.begin, split.end, pages.BLOCK):
+        token = at + tl.arange(0, pages.BLOCK)
         # past the end the last token, whose V is finite: its weight is 0
-        there = tl.minimum(token, end - 1)
+        there = tl.minimum(token, split.end - 1)
         if paths.starts_ptr is not None:
             kv_slot = tl.load(kv_slots + there, mask=there >= path_start, other=0)
             there = tl.where(there < path_start, there, kv_slot)
         start = row_starts(there, kv_head, table, pages)
         scores, _ = block_scores(q, q_rest, start, pages)
-        scores = tl.where((token < end)[None, :], scores, float("-inf"))
-        best_now = tl.maximum(best, tl.max(scores, 1))
-        factor = tl.exp2(best - best_now)
+        scores = tl.where((token < split.end)[None, :], scores, float("-inf"))
+        best_now = tl.maximum(chunk_best, tl.max(scores, 1))
+        factor = tl.exp2(chunk_best - best_now)
         weights = tl.exp2(scores - best_now[:, None])
         v = block_values(start, pages)
-        acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=pages.PRECISION)
-        if queries.sinks_ptr is not None:
-            total = total * factor
+        chunk_acc = chunk_acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=pages.PRECISION)
         sums = sums * factor[:, None] + weights
-        best = best_now
-    total += tl.sum(sums, 1)
-    return best, total, acc / total[:, None]
+        chunk_best = best_now
+        if at + pages.BLOCK >= tl.minimum(chunk_end, split.end):
+            best, total, acc = _folded(best, total, acc, chunk_best, tl.sum(sums, 1), chunk_acc)
+            chunk_best, chunk_acc = _nothing(queries.TILE_ROWS, pages.TILE_DIM)
+            sums = tl.zeros([queries.TILE_ROWS, pages.BLOCK], tl.float32)
+            chunk_end += split.chunk
+    return best, total, acc
 
 
 @triton.jit
-def _finish_split(unit, kv_head, used, attended, work, to, num_merges):
-    """Store a request's only split, or a part and, behind the last one, that this program merges.
-
-    Return the number of this program's merges.
-    """
-    GROUP: tl.constexpr = to.HEADS // to.KV_HEADS
-    best, total, acc = attended
-    request, in_group, dims = unit // to.SPLITS, tl.arange(0, to.TILE_HEADS), tl.arange(0, to.TILE_DIM)
-    mask_h = in_group < GROUP
-    mask_hd = mask_h[:, None] & (dims < to.DIM)[None, :]
-    in_heads = in_group[:, None] * to.DIM + dims[None, :]
-    if used == 1:
-        row = request.to(tl.int64) * to.HEADS + kv_head * GROUP
-        tl.store(to.out_ptr + row * to.DIM + in_heads, acc.to(to.out_ptr.dtype.element_ty), mask=mask_hd)
-    else:
-        part = unit.to(tl.int64) * to.HEADS + kv_head * GROUP
-        tl.store(to.part_ptr + part * to.DIM + in_heads, acc, mask=mask_hd)
-        tl.store(to.lse_ptr + part + in_group, best + tl.log2(total), mask=mask_h)
-        group = request * to.KV_HEADS + kv_head
-        tl.debug_barrier()  # all threads store before one counts
-        if tl.atomic_add(work.done_ptr + group, 1, sem="acq_rel", scope="gpu") == used - 1:
-            tl.store(work.done_ptr + group, 0)
-            tl.store(work.merges_ptr + tl.program_id(0) + num_merges * tl.num_programs(0), group)
-            num_merges += 1
-    return num_merges
+def _attend_split(split, kv_head, queries, pages, paths, to):
+    """Store a request's only split, or parts, and return how many."""
+    step = split.chunk
+    if split.part == split.first_part:
+        step = split.end - split.begin
+    count = tl.cdiv(split.end - split.begin, step)
+    for i in range(0, count):
+        begin, part = split.begin + i * step, split.part + i
+        end = tl.minimum(begin + step, split.end)
+        run = _Split(split.request, split.slot, begin, end, split.chunk, part, split.first_part, split.parts)
+        best, total, acc = _attend_chunks(run, kv_head, queries, pages, paths)
+        if split.parts == 0:
+            _store_out(split.request, kv_head, total, acc, to, to.TILE_HEADS)
+        else:
+            _store_part(part, kv_head, best, total, acc, to)
+    return count
 
 
 @triton.jit
-def _decode_splits(work, queries, pages, rule, paths, to):
-    """Attend over this program's splits, then merge those of requests whose last split it ended."""
-    total_work = tl.load(work.list_ptr + work.batch * rule.SPLITS) * pages.KV_HEADS
+def _decode_splits(work, queries, pages, paths, to):
+    """Attend over this program's splits, then merge requests whose last part it stored."""
+    total_work = tl.load(work.list_ptr + work.last * RECORD) * pages.KV_HEADS
+    merges_ptr = work.merges_ptr + tl.program_id(0)
     num_merges = 0
     for at in range(tl.program_id(0), total_work, tl.num_programs(0)):
-        unit = tl.load(work.list_ptr + at // pages.KV_HEADS)
-        kv_head = at % pages.KV_HEADS
-        kv_len = tl.load(queries.kv_lens_ptr + unit // rule.SPLITS)
-        attended = _attend_split(unit, kv_head, kv_len, queries, pages, rule, paths)
-        num_merges = _finish_split(unit, kv_head, _num_splits(kv_len, rule), attended, work, to, num_merges)
+        split, kv_head = _split_at(at // pages.KV_HEADS, work), at % pages.KV_HEADS
+        count = _attend_split(split, kv_head, queries, pages, paths, to)
+        if split.parts > 0:
+            done_ptr = work.done_ptr + split.request * pages.KV_HEADS + kv_head
+            tl.debug_barrier()  # all threads store before one counts
+            if tl.atomic_add(done_ptr, count, sem="acq_rel", scope="gpu") + count == split.parts:
+                tl.store(done_ptr, 0)
+                tl.store(merges_ptr + num_merges * tl.num_programs(0), at)
+                num_merges += 1
     tl.debug_barrier()  # one thread's stores become visible to all
     for i in range(0, num_merges):
-        group = tl.load(work.merges_ptr + tl.program_id(0) + i * tl.num_programs(0))
-        request, kv_head = group // pages.KV_HEADS, group % pages.KV_HEADS
-        merge_splits(request, kv_head, _num_splits(tl.load(queries.kv_lens_ptr + request), rule), to)
+        at = tl.load(merges_ptr + i * tl.num_programs(0))
+        _merge_parts(_split_at(at // pages.KV_HEADS, work), at % pages.KV_HEADS, to)
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride", "path_stride"])
@@ -329,13 +404,11 @@ def decode_split_kernel(
     v_ptr,
     out_ptr,
     part_ptr,
-    lse_ptr,
+    sums_ptr,
     list_ptr,
     done_ptr,
     merges_ptr,
     table_ptr,
-    slots_ptr,
-    kv_lens_ptr,
     sinks_ptr,
     path_starts_ptr,
     path_places_ptr,
@@ -355,8 +428,7 @@ def decode_split_kernel(
     TILE_GROUP: tl.constexpr,
     TILE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -366,19 +438,16 @@ def decode_split_kernel(
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Program i of n: every n-th (split, KV head), then the merges that it completes."""
+    """Program i of n: every n-th (split, KV head), then merges."""
     _decode_splits(
-        _Work(list_ptr, batch, done_ptr, merges_ptr),
-        Queries(q_ptr, q_stride, kv_lens_ptr, slots_ptr, table_ptr, table_stride, sinks_ptr, HEADS, TILE_HEADS),
+        _Work(list_ptr, batch * CHUNKS, done_ptr, merges_ptr),
+        Queries(q_ptr, q_stride, None, None, table_ptr, table_stride, sinks_ptr, HEADS, TILE_HEADS),
         LayerPages(
             k_ptr, v_ptr, page_grains, unit_grains, scale, KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM,
             BLOCK, PRECISION, WINDOW, CAP, REST, TILE_REST, GRAIN, WIDE,
         ),
-        _SplitRule(BLOCK, MIN_SPLIT, SPLITS, WINDOW),
         _Paths(path_starts_ptr, path_places_ptr, path_stride),
-        SplitOutputs(
-            out_ptr, part_ptr, lse_ptr, HEADS, KV_HEADS, DIM, TILE_HEADS, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE
-        ),
+        SplitOutputs(out_ptr, part_ptr, sums_ptr, HEADS, KV_HEADS, DIM, TILE_HEADS, TILE_GROUP, TILE_DIM, AT_ONCE),
     )  # fmt: skip
 
 
@@ -461,7 +530,8 @@ def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 
     group = triton.next_power_of_2(cache["HEADS"] // cache["KV_HEADS"])
     at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // (group * cache["TILE_DIM"])))
     heads = {"TILE_HEADS": max(MIN_TILE_HEADS, group), "TILE_GROUP": group}
-    return {**cache, **heads, "AT_ONCE": at_once, **split_rule(tiles), "WINDOW": window, "CAP": cap}
+    work = {"BLOCK": tiles.block, "CHUNKS": tiles.chunks, "AT_ONCE": at_once}
+    return {**cache, **heads, **work, "WINDOW": window, "CAP": cap}
 
 
 def split_options(tiles: DecodeTiles) -> dict[str, int]:
@@ -470,17 +540,14 @@ def split_options(tiles: DecodeTiles) -> dict[str, int]:
     return {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": registers}
 
 
-def list_constants(*, kv_heads: int, tiles: DecodeTiles, window: int = 0) -> dict[str, Any]:
-    heads = {"KV_HEADS": kv_heads, "TILE_KV_HEADS": triton.next_power_of_2(kv_heads)}
-    return {**heads, "TILE_BATCH": LIST_TILE, **split_rule(tiles), "WINDOW": window}
+def list_constants(*, kv_heads: int, tiles: DecodeTiles, per_head: int, window: int = 0) -> dict[str, Any]:
+    heads = {"PER_HEAD": per_head, "KV_HEADS": kv_heads, "TILE_KV_HEADS": triton.next_power_of_2(kv_heads)}
+    rule = {"BLOCK": tiles.block, "CHUNK": tiles.chunk, "CHUNKS": tiles.chunks, "WINDOW": window}
+    return {**heads, "TILE_BATCH": LIST_TILE, **rule}
 
 
 def tile_dim(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
-
-
-def split_rule(tiles: DecodeTiles) -> dict[str, int]:
-    return {"BLOCK": tiles.block, "MIN_SPLIT": tiles.min_split, "SPLITS": tiles.splits}
 
 
 @cache
@@ -492,60 +559,57 @@ def multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SplitList:
-    """Splits as request * splits + split, then their count: int32[B * splits + 1].
+    """Any division of a step's requests into runs of chunks.
 
-    `done` int32[B, kv_heads] counts finished ones.
+    - records: int32[B * chunks + 1, RECORD]: rows of `_Split`, then their count
+    - done: int32[B, kv_heads]: stored parts; parts: most per head
     """
 
-    units: torch.Tensor
+    records: torch.Tensor
     done: torch.Tensor
+    parts: int
 
 
-def split_list(kv_lens: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles, window: int = 0) -> SplitList:
-    """List splits of `kv_lens` int32[B], once per step for sequential layers."""
-    batch = len(kv_lens)
-    units = torch.empty((batch * tiles.splits + 1,), dtype=torch.int32, device=kv_lens.device)
-    done = torch.empty((batch, kv_heads), dtype=torch.int32, device=kv_lens.device)
-    constants = list_constants(kv_heads=kv_heads, tiles=tiles, window=window)
-    split_list_kernel[(batch,)](kv_lens, units, done, batch, **constants, num_warps=1)
-    return SplitList(units, done)
+def split_list(
+    kv_lens: torch.Tensor, slots: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles, window: int = 0
+) -> SplitList:
+    """Divide kv_lens int32[B], slots int64[B], once per step for sequential layers.
+
+    Splits are as long as a program's share: whole requests of large steps, single chunks of small
+    ones. At most `per_head` requests exceed that share, others leave no parts.
+    """
+    batch, device = len(kv_lens), kv_lens.device
+    per_head = max(1, multiprocessors(device) * tiles.per_sm // kv_heads)
+    records = torch.empty((batch * tiles.chunks + 1, RECORD.value), dtype=torch.int32, device=device)
+    done = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
+    constants = list_constants(kv_heads=kv_heads, tiles=tiles, per_head=per_head, window=window)
+    split_list_kernel[(batch,)](kv_lens, slots, records, done, batch, **constants, num_warps=1)
+    return SplitList(records, done, min(batch, per_head) * tiles.chunks)
 
 
 def decode(
-    q: torch.Tensor,
-    layer: PagedLayer,
-    *,
-    slots: torch.Tensor,
-    kv_lens: torch.Tensor,
-    splits: SplitList,
-    tiles: DecodeTiles,
-    paths: TreePaths | None = None,
+    q: torch.Tensor, layer: PagedLayer, *, splits: SplitList, tiles: DecodeTiles, paths: TreePaths | None = None
 ) -> torch.Tensor:
-    """Return dense [B, heads, dim] for q [B, heads, dim] in the cache's dtype; rows may be strided.
-
-    slots int64[B]; kv_lens int32[B]; `splits` are `split_list` of these.
-    """
+    """Return dense [B, heads, dim] for q [B, heads, dim] in the cache's dtype; rows may be strided."""
     batch, heads, width = q.shape
     dim, kv_heads = width - layer.rest, head_tiles(heads) if layer.rest else layer.kv_heads
     strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim)
-    parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
+    parts = torch.empty((splits.parts, heads, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((splits.parts, heads, 2), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
-    merges = torch.empty((batch * tiles.splits * kv_heads,), dtype=torch.int32, device=q.device)
-    programs = min(multiprocessors(q.device) * tiles.per_sm, batch * kv_heads * tiles.splits)
+    merges = torch.empty((batch * tiles.chunks * kv_heads,), dtype=torch.int32, device=q.device)
+    programs = min(multiprocessors(q.device) * tiles.per_sm, len(merges))
     decode_split_kernel[(programs,)](
         q,
         layer.k,
         layer.v,
         out,
         parts,
-        lse,
-        splits.units,
+        sums,
+        splits.records,
         splits.done,
         merges,
         layer.page_table,
-        slots,
-        kv_lens,
         layer.softmax.sinks,
         *((None, None) if paths is None else (paths.starts, paths.places)),
         batch,

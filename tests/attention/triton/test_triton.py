@@ -109,7 +109,7 @@ EXTENDED = {
 
 
 def test_numerics_by_the_interpreter():
-    cases = ("numerics", "windows", "latents", "experts", "recurrent")
+    cases = ("numerics", "windows", "latents", "experts", "recurrent", "divisions")
     run_interpreted(*(f"tests.attention.triton.triton_{of}" for of in cases))
 
 
@@ -128,9 +128,8 @@ def compiled_decode(
 ) -> "Made":
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
-        **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
+        **dict.fromkeys(["part_ptr", "sums_ptr"], "*fp32"),
         **dict.fromkeys(["list_ptr", "done_ptr", "merges_ptr", "table_ptr"], "*i32"),
-        **{"slots_ptr": "*i64", "kv_lens_ptr": "*i32"},
         **sinks_argument(sinks),
         **(dict.fromkeys(["path_starts_ptr", "path_places_ptr"], "*i32") if paths else {}),
         **dict.fromkeys(["batch", "q_stride", "table_stride", *(["path_stride"] if paths else [])], "i32"),
@@ -179,8 +178,9 @@ def runs(names: list[str]) -> list[str]:
 
 def test_the_list_of_splits_compiles_for_sm_90_without_spills():
     tiles = decode_tiles(kv_heads=8, dim=128, dtype=torch.bfloat16)
-    signature = {**dict.fromkeys(["kv_lens_ptr", "list_ptr", "done_ptr"], "*i32"), "batch": "i32"}
-    constants = list_constants(kv_heads=8, tiles=tiles)
+    lists = dict.fromkeys(["list_ptr", "done_ptr"], "*i32")
+    signature = {"kv_lens_ptr": "*i32", "slots_ptr": "*i64", **lists, "batch": "i32"}
+    constants = list_constants(kv_heads=8, tiles=tiles, per_head=66)
     check_compiled(split_list_kernel, signature, constants, aligned=[], num_warps=1, num_stages=2)
 
 

@@ -4,12 +4,9 @@ Each case checks the Triton backend against float64, with guard rows around the 
 notice a store out of bounds.
 """
 
-import math
 import sys
 
 import torch
-import triton
-import triton.language as tl
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.attention import triton_backend
@@ -187,79 +184,63 @@ def check_library() -> None:
     guarded.check()
 
 
+def programs_are(number: int) -> None:
+    setattr(decode, "INTERPRETED_PROGRAMS", number)  # noqa: B010
+    decode.multiprocessors.cache_clear()
+
+
 def check_split_list() -> None:
-    """More requests than a program reads at a time."""
-    tiles = decode.DecodeTiles(min_split=16, splits=4, block=16)
+    """More requests than a program reads at a time: of few programs whole requests, of many single chunks."""
+    tiles = decode.DecodeTiles(chunk=16, chunks=8, block=16, per_sm=1)
     kv_lens = [1, 16, 17, 40, 200, 3, 64, 65, 33]
+    sizes = [16] * 4 + [32] + [16] * 4  # of a chunk: eight of 16 tokens are too few for 200
+    counts = [1, 1, 2, 3, 7, 1, 4, 5, 3]
     setattr(decode, "LIST_TILE", 4)  # noqa: B010
-    splits = decode.split_list(torch.tensor(kv_lens, dtype=torch.int32), kv_heads=3, tiles=tiles)
-    found = splits.units.tolist()
-    counts = [1, 1, 2, 3, 4, 1, 4, 3, 3]  # of 16 tokens each; of 64 and of 32 where four of 16 are too few
-    expected = [4 * i + j for i, count in enumerate(counts) for j in range(count)]
-    assert found[: len(expected)] == expected and found[-1] == len(expected), found
-    assert not splits.done.any()
+    for programs, runs in ((18, [1, 1, 2, 3, 3, 1, 4, 5, 3]), (300, [1] * 9)):
+        programs_are(programs)
+        lens, slots = torch.tensor(kv_lens, dtype=torch.int32), torch.arange(9) + 20
+        splits = decode.split_list(lens, slots, kv_heads=3, tiles=tiles)
+        expected, parts = [], 0
+        for i, (kv_len, size, count, run) in enumerate(zip(kv_lens, sizes, counts, runs, strict=True)):
+            mine = count - run + 1 if run < count else 0
+            for first in range(0, count, run):
+                span = [first * size, min((first + run) * size, kv_len)]
+                expected.append([i, 20 + i, *span, size, parts + max(0, first - run + 1), parts, mine])
+            parts += mine
+        found = splits.records.tolist()
+        assert found[: len(expected)] == expected and found[-1][0] == len(expected), found
+        assert not splits.done.any() and parts <= splits.parts
+    programs_are(3)
     guarded.check()
-
-
-@triton.jit
-def merge_kernel(
-    part_ptr, lse_ptr, out_ptr, used_ptr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr,
-    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Program (request, kv head)."""
-    request, kv_head = tl.program_id(0), tl.program_id(1)
-    to = decode.SplitOutputs(
-        out_ptr, part_ptr, lse_ptr, HEADS, KV_HEADS, DIM, TILE_GROUP, TILE_GROUP, TILE_DIM, SPLITS, AT_ONCE
-    )
-    decode.merge_splits(request, kv_head, tl.load(used_ptr + request), to)
 
 
 def check_merge() -> None:
-    """The last split of a request is followed by one merge, with the bits of a launch of its own, in any order of programs."""
-    tiles = decode.DecodeTiles(min_split=16, splits=16, block=16, per_sm=1)
-    heads, kv_lens, used = Heads(q=6, kv=2, dim=24), [300, 40, 17, 1, 16, 256], torch.tensor([10, 3, 2, 1, 1, 16])
+    """The last split of a request is followed by one merge, in any order of programs: parts of all splits are there."""
+    tiles = decode.DecodeTiles(chunk=16, chunks=16, block=16, per_sm=1)
+    heads, kv_lens = Heads(q=6, kv=2, dim=24), [70, 40, 17, 1, 16, 100]
     pool = make_pool(heads, num_pages=20, page_size=16)
     pool.buffer.view(torch.float32).normal_(generator=torch.Generator().manual_seed(1))
     q = torch.randn(6, heads.q, heads.dim, generator=torch.Generator().manual_seed(2))
-    lens = torch.tensor(kv_lens, dtype=torch.int32)
     table = torch.arange(6 * 20, dtype=torch.int32).view(6, 20) % 20 + 1
-    step = {
-        "slots": torch.arange(6),
-        "kv_lens": lens,
-        "splits": decode.split_list(lens, kv_heads=heads.kv, tiles=tiles),
-    }
-    merged = (used[:, None].expand(-1, heads.kv) > 1).flatten().nonzero().flatten()
-    assert GUARD not in merged
+    programs_are(1000)
+    splits = decode.split_list(
+        torch.tensor(kv_lens, dtype=torch.int32), torch.arange(6), kv_heads=heads.kv, tiles=tiles
+    )
+    merged = [request * heads.kv + i for request in (0, 1, 2, 5) for i in range(heads.kv)]
     outs = []
     for programs in (3, 100):  # the last are more than there are splits
-        setattr(decode, "INTERPRETED_PROGRAMS", programs)  # noqa: B010
-        decode.multiprocessors.cache_clear()
+        programs_are(programs)
         for layer in range(2):
             pages = decode.PagedLayer(pool.k(layer), pool.v(layer), table, plain_softmax(q.shape[2]))
-            outs.append(decode.decode(q, pages, tiles=tiles, **step))
-            assert not step["splits"].done.any(), "the next layer would count on"
-            part, lse, out, merges = (made[GUARD_ROWS:-GUARD_ROWS] for made in guarded.made[-4:])
-            assert merges[merges != GUARD].sort().values.tolist() == merged.tolist()
-            assert torch.equal(merged_apart(part, lse, used, heads, tiles), out[used > 1])
+            outs.append(decode.decode(q, pages, splits=splits, tiles=tiles))
+            assert not splits.done.any(), "the next layer would count on"
+            merges = guarded.made[-1][GUARD_ROWS:-GUARD_ROWS]
+            noted = [x for x in merges.tolist() if x != GUARD]
+            requests = splits.records[:, 0].tolist()
+            assert sorted(requests[x // heads.kv] * heads.kv + x % heads.kv for x in noted) == merged
     assert all(torch.equal(out, outs[i % 2]) for i, out in enumerate(outs))
+    programs_are(3)
     guarded.check()
-
-
-def merged_apart(
-    part: torch.Tensor, lse: torch.Tensor, used: torch.Tensor, heads: Heads, tiles: decode.DecodeTiles
-) -> torch.Tensor:
-    """By a launch of its own, and near the formula: of requests of several splits."""
-    shape = {"heads": heads.q, "kv_heads": heads.kv, "dim": heads.dim}
-    cache = decode.cache_constants(**shape, page_size=16, dtype=torch.float32)
-    constants = decode.split_constants(cache, tiles)
-    names = ["HEADS", "KV_HEADS", "DIM", "TILE_GROUP", "TILE_DIM", "SPLITS", "AT_ONCE"]
-    out = torch.empty(len(used), heads.q, heads.dim)
-    merge_kernel[(len(used), heads.kv)](part, lse, out, used, **{name: constants[name] for name in names})
-    for request, count in enumerate(used.tolist()):
-        weights = torch.softmax(lse[request, :count] * math.log(2), 0)
-        torch.testing.assert_close(out[request], (part[request, :count] * weights[..., None]).sum(0))
-    return out[used > 1]
 
 
 def main() -> None:
@@ -286,10 +267,10 @@ def main() -> None:
     check_elementwise(guarded.check)
     check_checksum()
     check_trees(guarded.check)
-    # longer than all splits of the least size: splits grow
-    few = decode.DecodeTiles(min_split=128, splits=2)
+    # longer than all chunks of the least size: chunks grow
+    few = decode.DecodeTiles(chunks=2)
     setattr(triton_backend, "decode_tiles", lambda **_: few)  # noqa: B010
-    check("decode, long splits", mqa, [419, 9], [420, 10], page_size=16, extend=False)
+    check("decode, long chunks", mqa, [419, 9], [420, 10], page_size=16, extend=False)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ from tests.attention.tree_cases import (
 
 HEADS = Heads(q=4, kv=2, dim=16)
 PROMPT = 4
-SHORT_SPLITS = DecodeTiles(min_split=32, splits=4, block=16)
+SHORT_CHUNKS = DecodeTiles(chunk=32, chunks=4, block=16)
 
 
 def few_trees() -> list[Tree]:
-    """Over the border of two blocks, and of two of SHORT_SPLITS, and a small one; beside a chain."""
+    """Over the border of two blocks, and of two of SHORT_CHUNKS, and a small one; beside a chain."""
     rng = np.random.default_rng(3)
     over_a_border = Tree(30, [0, 0, 1, 2, 3], [30, 34, 32, 33, 31], 31)
     return [random_tree(rng, 3, 3), chain(15, 2), over_a_border]
@@ -106,7 +106,7 @@ def check_latents() -> None:
 
 
 def check_trees(check_guards: Callable[[], None]) -> None:
-    setattr(triton_backend, "decode_tiles", lambda **_: SHORT_SPLITS)  # noqa: B010
+    setattr(triton_backend, "decode_tiles", lambda **_: SHORT_CHUNKS)  # noqa: B010
     check_rows(softmax=Softmax(0.2), units=2, everywhere=True)
     check_rows(softmax=Softmax(0.6, cap=2.0, sinks=torch.tensor([3.0, -2.0, 0.0, 5.0])), window=7)
     check_latents()

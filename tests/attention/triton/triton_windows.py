@@ -174,12 +174,15 @@ def written(
 
 def check_split_list() -> None:
     """What a window hides is in no split."""
-    tiles = decode.DecodeTiles(min_split=16, splits=4, block=16)
+    tiles = decode.DecodeTiles(chunk=16, chunks=4, block=16, per_sm=100)
     kv_lens = torch.tensor([1, 16, 17, 40, 20000], dtype=torch.int32)
     for window, counts in ((1, [1] * 5), (16, [1] * 5), (33, [1, 1, 2, 3, 3]), (100, [1, 1, 2, 3, 4])):
-        units = decode.split_list(kv_lens, kv_heads=3, tiles=tiles, window=window).units.tolist()
-        assert units[-1] == sum(counts), (window, units)
-        assert units[: sum(counts)] == [4 * i + j for i, count in enumerate(counts) for j in range(count)]
+        records = decode.split_list(kv_lens, torch.arange(5), kv_heads=3, tiles=tiles, window=window).records.tolist()
+        assert records[-1][0] == sum(counts), (window, records)
+        mine = [[record[2:4] for record in records[: sum(counts)] if record[0] == i] for i in range(5)]
+        for kv_len, count, spans in zip(kv_lens.tolist(), counts, mine, strict=True):
+            assert len(spans) == count and spans[0][0] == max(0, kv_len - window) and spans[-1][1] == kv_len, spans
+            assert all(a[1] == b[0] for a, b in pairwise(spans)), spans
     guarded.check()
 
 
