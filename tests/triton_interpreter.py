@@ -2,6 +2,7 @@
 
 It computes the same. What is patched are the tables and types that Triton builds anew for each operation, how it compares and
 joins their shapes, and the overflow of integers, which it works out and then drops (it asserts nothing unless asked to debug).
+What it gets wrong and is right here: subnormal bfloat16 as float32, and products of bfloat16.
 """
 
 from collections.abc import Sequence
@@ -108,10 +109,26 @@ def _same_type(self: core.dtype, other: Any) -> bool:
     return self is other or (isinstance(other := _unwrapped(other), core.dtype) and self.name == other.name)
 
 
+def _converted(data: Any, of: core.dtype, to: core.dtype, rounding: Any) -> Any:
+    if of == core.bfloat16 and to == core.float32:
+        return data.view(np.uint16).astype(np.uint32) << 16
+    return _convert_float(data, of, to, rounding)
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    if a.dtype.scalar == core.bfloat16:
+        a, b = (self.cast_impl(x, core.float32) for x in (a, b))
+    return _create_dot(self, a, b, d, *precision)
+
+
+_convert_float = interpreter._convert_float
+_create_dot = interpreter.InterpreterBuilder.create_dot
 builder = interpreter.interpreter_builder
 builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 interpreter._patch_lang = _patch_once
 interpreter._get_np_dtype = _np_dtype
+interpreter._convert_float = _converted
+interpreter.InterpreterBuilder.create_dot = _dot
 core.block_type.__init__ = _init_block_type
 core.tensor.__init__ = _init_tensor
 core._unwrap_if_constexpr = _unwrapped

@@ -1,11 +1,12 @@
 """Linear layers, embeddings and norms; bf16 on CPUs is packed for our kernel or oneDNN.
 
-Integer weights stay packed only in our kernel.
+Quantized weights stay packed only in our kernels.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional
@@ -16,6 +17,9 @@ from engine.kernels.rows import LANES, elementwise_for, elementwise_on_cpu
 from engine.parallel.collectives import Collectives, tree_sum
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Weight, dense_of
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.packed_linear import PackedLinear
 
 # ---- RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016).
 
@@ -238,12 +242,15 @@ def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.float() @ weight
 
 
-def sums_matrix(weight: Weight, bias: torch.Tensor | None, *, segments: int) -> PackedMatrix | _SumsMatrix:
+def sums_matrix(
+    weight: Weight, bias: torch.Tensor | None, *, segments: int
+) -> "PackedMatrix | PackedLinear | _SumsMatrix":
     """Unrounded sums (`partial`). The caller must drop the plain weight."""
     kernel = kernel_for(weight)
     if kernel is not None:
         return kernel.pack(packable(weight, segments=segments), bias, segments=segments)
-    return _SumsMatrix(dense_of(weight), bias, segments=segments)
+    packed = _packed_on_gpu(weight, bias) if segments == 1 else None
+    return packed or _SumsMatrix(dense_of(weight), bias, segments=segments)
 
 
 def kernel_for(weight: Weight) -> LinearKernel | None:
@@ -254,6 +261,18 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> LinearKernel | None:
     return linear_kernel() if device.type == "cpu" and dtype == torch.bfloat16 else None
 
 
+def packs_on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _packed_on_gpu(weight: Weight, bias: torch.Tensor | None) -> "PackedLinear | None":
+    if isinstance(weight, torch.Tensor) or not packs_on_gpu(weight.device):
+        return None
+    from engine.kernels.triton.packed_linear import PackedLinear, weight_fits
+
+    return PackedLinear(weight, bias) if weight_fits(weight) else None
+
+
 def packable(weight: Weight, *, segments: int = 1) -> Weight:
     """Unpack weights whose groups the kernel does not support."""
     return weight if isinstance(weight, torch.Tensor) or fits(weight, segments=segments) else weight.dense()
@@ -261,10 +280,13 @@ def packable(weight: Weight, *, segments: int = 1) -> Weight:
 
 def _matrix(
     weight: Weight, bias: torch.Tensor | None, gates: bool
-) -> PackedMatrix | _SumsMatrix | _OneDnnMatrix | _PlainMatrix:
+) -> "PackedMatrix | PackedLinear | _SumsMatrix | _OneDnnMatrix | _PlainMatrix":
     kernel = kernel_for(weight)
     if kernel is not None:
         return kernel.pack(packable(weight), bias, gates=gates and len(weight) % PANEL == 0)
+    packed = _packed_on_gpu(weight, bias)
+    if packed is not None:
+        return packed
     weight = dense_of(weight)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return _PlainMatrix(weight, bias)

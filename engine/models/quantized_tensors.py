@@ -59,10 +59,13 @@ class QuantizedTensors:
         floats = weight if isinstance(weight, Tensor) else weight.dense()
         return lambda out: out.copy_(floats)
 
-    def integers(self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype) -> Integers | None:
+    def integers(
+        self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype, *, e4m3: bool
+    ) -> Integers | None:
+        """`e4m3`: keep such numbers, too."""
         if not self._is_quantized(name):
             return None
-        weight = self._read(name, shape, taken, dtype)
+        weight = self._read(name, shape, taken, dtype, e4m3=e4m3)
         return weight if isinstance(weight, Integers) else None
 
     def shape_of(self, name: str) -> list[int]:
@@ -74,7 +77,9 @@ class QuantizedTensors:
     def _is_quantized(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") in self._modules
 
-    def _read(self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype) -> Weight:
+    def _read(
+        self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype, *, e4m3: bool = False
+    ) -> Weight:
         module = name.removesuffix(".weight")
 
         def get(suffix: str) -> Tensor | None:
@@ -83,7 +88,7 @@ class QuantizedTensors:
 
         outputs, inputs = shape
         try:
-            return read(self._stored, Source(get, (outputs, inputs), taken[0], taken[1], dtype))
+            return read(self._stored, Source(get, (outputs, inputs), taken[0], taken[1], dtype, e4m3))
         except ShapeError as error:
             raise ConfigError(f"{self.where(name)}: {module}: {error}") from None
 

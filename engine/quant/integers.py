@@ -1,4 +1,4 @@
-"""Integer matrices with scales, maybe offsets, per group of inputs."""
+"""Integer or fp8 matrices with scales, maybe offsets, per group of inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ E2M1 = (*_HALF, *(-value for value in _HALF))  # by 4 bits: sign, 2 exponent, 1 
 class Integers:
     """A matrix [out, in]: scales * values + offsets.
 
-    `values` [out, in] int8, of 4 `bits` (-8 to 7) or 8. `scales`, `offsets`: fp32 [out, ceil(in /
+    `values` [out, in] int8, of 4 `bits` (-8 to 7) or 8, or e4m3. `scales`, `offsets`: fp32 [out, ceil(in /
     group)]. `dtype`: of products. `e2m1`: value + 8 indexes E2M1.
     """
 
@@ -31,7 +31,7 @@ class Integers:
     def __post_init__(self) -> None:
         groups = (len(self.values), -(-self.values.shape[1] // self.group))
         assert self.bits in (4, 8) and (self.bits == 4 or not self.e2m1), (self.bits, self.e2m1)
-        assert self.values.dtype == torch.int8, (self.bits, self.values.dtype)
+        assert self.values.dtype == torch.int8 or (self.is_float and self.bits == 8), (self.bits, self.values.dtype)
         assert self.scales.shape == groups and self.scales.dtype == torch.float32, (self.scales.shape, groups)
         assert self.offsets is None or (self.offsets.shape == groups and self.offsets.dtype == torch.float32), groups
 
@@ -39,13 +39,18 @@ class Integers:
         return len(self.values)
 
     @property
-    def kind(self) -> tuple[int, int, bool]:
+    def is_float(self) -> bool:
+        return self.values.dtype == torch.float8_e4m3fn
+
+    @property
+    def kind(self) -> tuple[int, int, bool, bool]:
         """Equal for matrices that can be concatenated."""
-        return self.bits, self.group, self.e2m1
+        return self.bits, self.group, self.e2m1, self.is_float
 
     def stacks_with(self, other: "Integers") -> bool:
         """True if one matrix can hold both; 4 bits may become 8."""
-        return self.kind == other.kind or (self.group == other.group and not self.e2m1 and not other.e2m1)
+        are_integers = not any(one.e2m1 or one.is_float for one in (self, other))
+        return self.kind == other.kind or (self.group == other.group and are_integers)
 
     @property
     def shape(self) -> torch.Size:
@@ -71,6 +76,7 @@ class Integers:
         """[out, in] in `dtype`, each value rounded once."""
         inputs = self.shape[1]
         values = torch.tensor(E2M1)[self.values.int() + 8] if self.e2m1 else self.values
+        values = values.float() if self.is_float else values
         each = self.scales.repeat_interleave(self.group, dim=1)[:, :inputs] * values
         if self.offsets is not None:
             each += self.offsets.repeat_interleave(self.group, dim=1)[:, :inputs]

@@ -54,13 +54,17 @@ class ShapeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A module: `get(suffix)` reads a tensor, `rows` and `columns` are this rank's."""
+    """A module: `get(suffix)` reads a tensor, `rows` and `columns` are this rank's.
+
+    `keeps_e4m3`: return it as it is stored where scales fit the columns.
+    """
 
     get: Callable[[str], Tensor | None]
     shape: tuple[int, int]
     rows: range
     columns: range
     dtype: torch.dtype
+    keeps_e4m3: bool = False
 
     def want(self, suffix: str, shape: Sequence[int | None]) -> Tensor:
         """Raises ShapeError if absent or of another shape (None: any size)."""
@@ -75,7 +79,7 @@ class Source:
 
 
 def read(stored: StoredWeights, source: Source) -> Weight:
-    """Read this rank's part as integers or fp32 floats. Raises ShapeError."""
+    """Read this rank's part as `Integers` or fp32 floats. Raises ShapeError."""
     if stored.layout == "awq":
         return _awq(source)
     if stored.layout == "gptq":
@@ -159,7 +163,10 @@ def _with_scales(source: Source) -> Weight:
         raise ShapeError(
             f"its scales have shape {list(scales.shape)}, which does not fit a weight of {list(source.shape)}"
         )
-    return weight.float() * _spread(scales, source)
+    each = _whole_blocks(source, across) if source.keeps_e4m3 and weight.dtype == torch.float8_e4m3fn else 0
+    if each:
+        return Integers(weight.contiguous(), _spread(scales, source, each), None, 8, each, source.dtype)
+    return weight.float() * _spread(scales, source, 1)
 
 
 def _bytes(source: Source, weight: Tensor, scales: Tensor) -> Weight:
@@ -172,12 +179,22 @@ def _bytes(source: Source, weight: Tensor, scales: Tensor) -> Weight:
     return _integers(source, weight, _own_scales(scales, source, groups), own, 8, group)
 
 
-def _spread(scales: Tensor, source: Source) -> Tensor:
+def _spread(scales: Tensor, source: Source, each: int) -> Tensor:
+    """A scale for each row and `each` columns."""
+    steps = ((source.rows, 1), (source.columns, each))
     rows, columns = (
-        torch.arange(taken.start, taken.stop) // _block(size, count)
-        for taken, size, count in zip((source.rows, source.columns), source.shape, scales.shape, strict=True)
+        torch.arange(taken.start, taken.stop, step) // _block(size, count)
+        for (taken, step), size, count in zip(steps, source.shape, scales.shape, strict=True)
     )
     return scales.float()[rows][:, columns]
+
+
+def _whole_blocks(source: Source, across: int) -> int:
+    """Inputs of a scale, 0 where the columns are not whole blocks."""
+    columns, inputs = source.columns, source.shape[1]
+    each = _block(inputs, across)
+    is_whole = columns.start % each == 0 and (columns.stop % each == 0 or columns.stop == inputs)
+    return min(each, len(columns)) if across == 1 or is_whole else 0
 
 
 def _block(size: int, count: int) -> int:

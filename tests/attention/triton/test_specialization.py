@@ -32,6 +32,7 @@ CONSTANTS_OF_A_MODEL = {
     "slot_stride": "a recurrent state of all layers",
     **dict.fromkeys(["gates_stride", "z_stride", "time_stride", "gate_stride"], "a recurrent layer's product"),
     "width": "hidden size, or intermediate size",
+    "outputs": "of a packed matrix",
 }
 FLOATS = {"scale", "eps", "offset", "alpha", "limit", "shortest", "longest"}  # Triton specialises no float
 VARIANTS = {
