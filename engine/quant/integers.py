@@ -115,14 +115,15 @@ def stacked(parts: Sequence[Integers]) -> Integers:
 
 
 def columns_of(weight: Weight, columns: slice) -> Weight:
-    """The inputs `columns`, at group boundaries."""
+    """The inputs `columns`: floats, if they cut groups."""
     if isinstance(weight, Tensor):
         return weight[:, columns]
     values, group = weight.values[:, columns], min(weight.group, columns.stop - columns.start)
     if weight.scales.shape[1] == 1:
         return replace(weight, values=values, group=group)
-    assert columns.start % weight.group == columns.stop % weight.group == 0, (columns, weight.group)
-    groups = slice(columns.start // weight.group, columns.stop // weight.group)
+    if columns.start % weight.group or (columns.stop % weight.group and columns.stop != weight.shape[1]):
+        return weight.dense()[:, columns]
+    groups = slice(columns.start // weight.group, -(-columns.stop // weight.group))
     offsets = None if weight.offsets is None else weight.offsets[:, groups]
     return replace(weight, values=values, scales=weight.scales[:, groups], offsets=offsets)
 

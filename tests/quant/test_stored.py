@@ -12,6 +12,7 @@ from engine.model_files.model_config import load_model_config
 from engine.models.checkpoint import Checkpoint
 from engine.models.load import load_model
 from engine.parallel.layout import Cut
+from engine.quant.integers import SCHEMES, Integers, columns_of, dense_of, quantized
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import ranks
@@ -64,6 +65,39 @@ def test_integers_stay_packed(name: str, tmp_path: Path) -> None:
     for site in model.linear_sites():
         matrix = site.linear._matrix  # type: ignore[attr-defined]
         assert isinstance(matrix, PackedMatrix) and matrix._args.bits == (8 if name in ("packed-8", "int8") else 4)
+
+
+FP8 = [("phi3", "fp8-blocks"), ("glm4_moe", "fp8-blocks"), ("qwen3", "float8"), ("qwen3", "fp8-one-scale")]
+
+
+@pytest.mark.parametrize(("family", "name"), FP8)
+def test_fp8_that_a_gpu_keeps_stands_for_the_same_floats(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here layers make floats of it, as a GPU's experts do; triton_packed.py multiplies it."""
+    stored, _ = make_both(tmp_path, name, family, **SIZES)
+    expected = logits(stored)
+    monkeypatch.setattr("engine.models.checkpoint.packs_on_gpu", lambda device: device.type == "cpu")
+    assert torch.equal(logits(stored), expected)
+
+
+def test_fp8_is_kept_where_a_cut_parts_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, _ = make_both(tmp_path, "fp8-blocks", "qwen3", **SIZES)
+    name, stored_as = "model.layers.0.mlp.down_proj.weight", load_model_config(stored).stored
+    with Checkpoint(stored, dtype="bfloat16", device="cpu", progress=False, stored=stored_as) as checkpoint:
+        assert checkpoint.take_integers([name], [128], 192) is None, "a CPU keeps it"
+        monkeypatch.setattr("engine.models.checkpoint.packs_on_gpu", lambda _: True)
+        for cut, groups in ((range(192), 2), (range(128), 1), (range(128, 192), 1)):
+            part = checkpoint.take_integers([name], [128], Cut(192, cut))
+            assert part is not None and part.is_float and part.scales.shape == (128, groups)
+        assert checkpoint.take_integers([name], [128], Cut(192, range(96))) is None
+
+
+def test_columns_that_cut_groups_are_floats() -> None:
+    weight = quantized(torch.randn(8, 80, dtype=torch.bfloat16), SCHEMES["int4wo-32"])
+    for columns, packed in ((slice(0, 48), False), (slice(16, 80), False), (slice(32, 80), True)):
+        part = columns_of(weight, columns)
+        assert isinstance(part, Integers) is packed and torch.equal(dense_of(part), weight.dense()[:, columns])
 
 
 def answers(engine: EngineInProcess) -> list[int]:

@@ -87,7 +87,8 @@ def check_misfits() -> None:
     weight = integers((8, 64), 4, 32, zeros=True, dtype=torch.float32)
     assert weight.offsets is not None
     assert weight_fits(weight) and not weight_fits(replace(weight, offsets=weight.offsets + 0.1))
-    assert not weight_fits(replace(weight, scales=weight.scales / 3, offsets=weight.offsets / 3))
+    scales = weight.scales / 3
+    assert not weight_fits(replace(weight, scales=scales, offsets=(weight.offsets / weight.scales) * scales))
 
 
 PROMPT = [3, 1, 4, 1, 5]

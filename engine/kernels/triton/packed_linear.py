@@ -220,8 +220,8 @@ class PackedLinear:
             **constants,
         )
         if splits > 1:
-            grid = rows, triton.cdiv(self._outputs, SUM_TILE)
-            packed_sum_kernel[grid](sums, self._bias, y, rows, splits, self._outputs, TILE=SUM_TILE)
+            of_sums = rows, triton.cdiv(self._outputs, SUM_TILE)
+            packed_sum_kernel[of_sums](sums, self._bias, y, rows, splits, self._outputs, TILE=SUM_TILE)
 
     def _by_dense_parts(self, x: Tensor, y: Tensor) -> None:
         blocks = max(1, DENSE_BYTES // (BLOCK * self._width * x.element_size()))
