@@ -168,7 +168,7 @@ class GraphRecorder:
             model.count_rows(None)
 
     def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], T]) -> Callable[[int, bool], T]:
-        """Record `work`; a replay of so many rows shows `model` what drafters and rollbacks read."""
+        """Record `work`; replays of so many rows show what drafters and rollbacks read."""
 
         def kept() -> dict[int, Tensor]:
             return {layer: product for states in model.states for layer, product in states.products.items()}

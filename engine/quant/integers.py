@@ -16,8 +16,8 @@ E2M1 = (*_HALF, *(-value for value in _HALF))  # by 4 bits: sign, 2 exponent, 1 
 class Integers:
     """A matrix [out, in]: scales * values + offsets.
 
-    `values` [out, in] int8, of 4 `bits` (-8 to 7) or 8, or e4m3. `scales`, `offsets`: fp32 [out, ceil(in /
-    group)]. `dtype`: of products. `e2m1`: value + 8 indexes E2M1.
+    `values` [out, in] int8, of 4 `bits` (-8 to 7) or 8, or e4m3. `scales`, `offsets`: fp32 [out,
+    ceil(in / group)]. `dtype`: of products. `e2m1`: value + 8 indexes E2M1.
     """
 
     values: Tensor

@@ -590,7 +590,7 @@ def split_list(
 def decode(
     q: torch.Tensor, layer: PagedLayer, *, splits: SplitList, tiles: DecodeTiles, paths: TreePaths | None = None
 ) -> torch.Tensor:
-    """Return dense [B, heads, dim] for q [B, heads, dim] in the cache's dtype; rows may be strided."""
+    """Return dense [B, heads, dim] for q [B, heads, dim] in the cache's dtype, maybe strided."""
     batch, heads, width = q.shape
     dim, kv_heads = width - layer.rest, head_tiles(heads) if layer.rest else layer.kv_heads
     strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim)
