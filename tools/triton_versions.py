@@ -19,7 +19,7 @@ from deploy.bench.environment import describe
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "reports" / "triton_versions.json"
-TESTS = ("tests/attention", "tests/sampler", "tests/lora")
+TESTS = ("tests/attention", "tests/sampler", "tests/lora", "tests/quant")
 
 
 class Compilations:
