@@ -123,9 +123,10 @@ def kept_by_drafter(model: str, eagle: str, topk: int) -> tuple[list[int], Tenso
         return tokens, entries, pool.tails[pages]
 
 
-def test_what_the_drafter_keeps_is_that_of_chains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(4))  # of a model: not each one takes a path beside the first
+def test_what_the_drafter_keeps_is_that_of_chains(tmp_path: Path, seed: int) -> None:
     """An entry follows from the row that samples its token, which in a tree is not always the one before."""
-    model = make_tiny_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")
+    model = make_tiny_checkpoint(tmp_path / "model", "qwen3", seed=seed, dtype="bfloat16")
     eagle = make_tiny_eagle(tmp_path / "eagle", "EAGLE", dtype="bfloat16")
     of_chains, of_trees = (kept_by_drafter(model, eagle, topk) for topk in (1, 4))
     assert of_chains[0] == of_trees[0]
