@@ -44,15 +44,17 @@ def _row(target: Target, work: Work) -> dict[str, Any]:
     shape = target.pick(QWEN3_8B, TINY)
     batch, rows, context = work
     kind = "decode" if rows == 1 else "extend"
-    tried = []
-    for change in candidates(target, kind):
+    used, *others = candidates(target, kind)
+    used_ms = attention_ms(target, shape, work, kind, used)
+    tried, failed = [{"tiles": used, "ms": used_ms}], list[dict[str, Any]]()
+    for change in others:
         try:
             tried.append({"tiles": change, "ms": attention_ms(target, shape, work, kind, change)})
         except Exception as error:  # tiles that do not fit this GPU
-            print(f"{work} {change}: {error}", flush=True)
-    name = f"{batch} x {rows} at {context}"
+            failed.append({"tiles": change, "error": f"{type(error).__name__}: {error}"[:200]})
     best = min(tried, key=lambda row: row["ms"])
-    return {"work": name, **_shares(target, shape, work, tried[0]["ms"]), "best": best, "tried": tried}
+    row = {"work": f"{batch} x {rows} at {context}", **_shares(target, shape, work, used_ms)}
+    return row | {"best": best, "tried": tried, "failed": failed}
 
 
 def _shares(target: Target, shape: Shape, work: Work, ms: float) -> dict[str, Any]:

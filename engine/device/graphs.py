@@ -50,10 +50,8 @@ def make_graphs(
     if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
         return []
-    found, recorder = (
-        list[RecordedSteps](),
-        GraphRecorder(capture, backend, page_table, inputs, parts.states, records.progress),
-    )
+    found = list[RecordedSteps]()
+    recorder = GraphRecorder(capture, backend, page_table, inputs, parts.states, records.progress)
     if records.decodes:
         adapters = parts.adapters
         features = RecordedFeatures(

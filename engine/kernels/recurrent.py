@@ -104,6 +104,12 @@ def _on_gpu() -> "TritonRecurrent | None":
     return TritonRecurrent()
 
 
+def check_states(state: Tensor) -> None:
+    """Assert float32 [slots, heads, keys, values], dense in a slot."""
+    keys, values = state.shape[2:]
+    assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+
+
 def recurrent_on_gpu(like: Tensor) -> "TritonRecurrent | None":
     return _on_gpu() if like.device.type == "cuda" else None
 
@@ -214,7 +220,7 @@ class DeltaKernel:
         assert mixed.dtype == gates.dtype == z.dtype and mixed.dtype in DTYPES and mixed.is_contiguous(), mixed.dtype
         assert gates.shape == (num_rows, 2 * value_heads) and z.shape == (num_rows, value_heads * values), z.shape
         assert gates.stride(1) == z.stride(1) == 1, (gates.stride(), z.stride())
-        assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+        check_states(state)
         for vector, size in ((weights.decay, value_heads), (weights.bias, value_heads), (weights.norm, values)):
             assert vector.shape == (size,) and vector.dtype == torch.float32 and vector.is_contiguous(), vector.shape
         sums = tape.empty((num_rows, value_heads * values), torch.float32)
@@ -309,7 +315,7 @@ class MambaKernel:
         assert mixed.dtype == time.dtype == gate.dtype and mixed.dtype in DTYPES and mixed.is_contiguous(), mixed.dtype
         assert time.shape == (num_rows, heads) and gate.shape == (num_rows, inner), (time.shape, gate.shape)
         assert time.stride(1) == gate.stride(1) == 1 and keys % 2 == 0, (time.stride(), gate.stride(), keys)
-        assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+        check_states(state)
         for vector in (weights.decay, weights.bias, weights.skip):
             assert vector.shape == (heads,) and vector.dtype == torch.float32 and vector.is_contiguous(), vector.shape
         norm = weights.norm

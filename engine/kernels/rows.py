@@ -172,6 +172,11 @@ def elementwise() -> Elementwise | None:
     return ELEMENTWISE.open(Elementwise)
 
 
+def takes_triton(device: torch.device) -> bool:
+    """True for a GPU where Triton is installed."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 @cache
 def _on_gpu() -> "TritonElementwise | None":
     if find_spec("triton") is None:

@@ -1,7 +1,6 @@
 """Products of experts: rows are sorted by expert, so each weight is read once."""
 
 import threading
-from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
 import torch
@@ -12,11 +11,6 @@ from engine.kernels.linear import PANEL, PackedMatrices
 from engine.layers.linear import kernel_for, packable, silu_mul, sums_matrix
 from engine.model_files.experts_config import ExpertsConfig
 from engine.quant.integers import Weight, columns_of, dense_of
-
-
-def is_fused(device: torch.device) -> bool:
-    return device.type == "cuda" and find_spec("triton") is not None
-
 
 # ---- Expert choice and weights.
 

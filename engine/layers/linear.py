@@ -5,7 +5,6 @@ Quantized weights stay packed only in our kernels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from engine.kernels.integer_layout import fits
 from engine.kernels.linear import PANEL, LinearKernel, PackedMatrix, linear_kernel
-from engine.kernels.rows import LANES, elementwise_for, elementwise_on_cpu
+from engine.kernels.rows import LANES, elementwise_for, elementwise_on_cpu, takes_triton
 from engine.parallel.collectives import Collectives, tree_sum
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Weight, dense_of
@@ -261,12 +260,8 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> LinearKernel | None:
     return linear_kernel() if device.type == "cpu" and dtype == torch.bfloat16 else None
 
 
-def packs_on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda" and find_spec("triton") is not None
-
-
 def _packed_on_gpu(weight: Weight, bias: torch.Tensor | None) -> "PackedLinear | None":
-    if isinstance(weight, torch.Tensor) or not packs_on_gpu(weight.device):
+    if isinstance(weight, torch.Tensor) or not takes_triton(weight.device):
         return None
     from engine.kernels.triton.packed_linear import PackedLinear, weight_fits
 

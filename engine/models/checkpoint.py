@@ -21,7 +21,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from engine.gguf.file import open_gguf
 from engine.kernels.tape import Staging
 from engine.kv.kv_pool import DTYPES
-from engine.layers.linear import kernel_on, packs_on_gpu
+from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
 from engine.model_files.tensor_names import names_in_files
 from engine.models.dummy_weights import DummyTensors
@@ -175,7 +175,7 @@ class Checkpoint:
 
     def _integers(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Integers | None:
         if isinstance(self._tensors, QuantizedTensors):
-            return self._tensors.integers(name, shape, taken, self.dtype, e4m3=packs_on_gpu(self.device))
+            return self._tensors.integers(name, shape, taken, self.dtype, device=self.device)
         return packed_gguf(self._tensors, name, shape, taken, self.dtype) if self._packs_gguf else None
 
     def ignore(self, name: str) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Union
 import torch
 from torch import Tensor
 
-from engine.layers.experts import BiasedExperts, ExpertRouter, Experts, RoutedTokens, is_fused
+from engine.kernels.rows import takes_triton
+from engine.layers.experts import BiasedExperts, ExpertRouter, Experts, RoutedTokens
 from engine.layers.linear import LinearSite, Normed, kernel_on, silu_mul, summed, sums_matrix
 from engine.model_files.experts_config import ClampedGate, ExpertNames, ExpertsConfig
 from engine.models.part import ModelPart, in_one
@@ -38,7 +39,7 @@ def load_router(
     elif experts.sigmoid:
         name = names.choice_bias or f"{names.router}.e_score_correction_bias"
         bias = checkpoint.take(f"{prefix}{name}", [experts.count], dtype=torch.float32)
-    if is_fused(checkpoint.device):
+    if takes_triton(checkpoint.device):
         from engine.layers.fused_experts import FusedRouter
 
         return FusedRouter(weight, bias, experts, logit_bias=logit_bias, loads=loads)
@@ -80,7 +81,7 @@ def load_experts(
 
 
 def _plain(part: ModelPart, gate_up: list[Weight], down: list[Weight], *, segments: int) -> "Experts | FusedExperts":
-    if is_fused(part.checkpoint.device):
+    if takes_triton(part.checkpoint.device):
         from engine.layers.fused_experts import FusedExperts
 
         return FusedExperts(gate_up, down, segments=segments)
@@ -122,7 +123,7 @@ def _load_fused(
     gate_up_bias = checkpoint.take(f"{prefix}gate_up_proj_bias", [own, cut.times(2)], dtype=torch.float32)
     down_bias = checkpoint.take(f"{prefix}down_proj_bias", [own, hidden], dtype=torch.float32)
     biases = gate_up_bias[order], down_bias[order] if cut.taken.start == 0 else None
-    if is_fused(checkpoint.device):
+    if takes_triton(checkpoint.device):
         from engine.layers.fused_experts import Clamped, FusedExperts
 
         return FusedExperts(gate_up, down, segments=segments, clamped=Clamped(*biases, gate))

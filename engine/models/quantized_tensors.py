@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.rows import takes_triton
 from engine.model_files.stored_weights import StoredWeights
 from engine.quant.ggml import BLOCK_TYPES, GROUP, integers_of
 from engine.quant.integers import Integers, Weight, columns_of
@@ -60,12 +61,11 @@ class QuantizedTensors:
         return lambda out: out.copy_(floats)
 
     def integers(
-        self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype, *, e4m3: bool
+        self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype, *, device: torch.device
     ) -> Integers | None:
-        """`e4m3`: keep such numbers, too."""
         if not self._is_quantized(name):
             return None
-        weight = self._read(name, shape, taken, dtype, e4m3=e4m3)
+        weight = self._read(name, shape, taken, dtype, e4m3=takes_triton(device))
         return weight if isinstance(weight, Integers) else None
 
     def shape_of(self, name: str) -> list[int]:

@@ -6,14 +6,13 @@ Logits are edited (penalties, logit_bias, min_new_tokens, grammar mask), sampled
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from engine.core.plan import SlotOpen
-from engine.kernels.rows import SampledRows, sample_kernel
+from engine.kernels.rows import SampledRows, sample_kernel, takes_triton
 from engine.kv.step_batch import upload
 from engine.sampler.sampling import Penalties, PenaltyRows, TokenMask, row_max, sample_keys, sample_tokens
 from engine.sampling_params import SamplingParams
@@ -245,7 +244,7 @@ class CapturableSampler(TokenSampler, Protocol):
 
 def make_sampler(*, num_slots: int, vocab_size: int, device: torch.device, in_graphs: bool = False) -> TokenSampler:
     """Make Triton's sampler on GPUs; all give the same tokens."""
-    if in_graphs or (device.type == "cuda" and find_spec("triton") is not None):
+    if in_graphs or takes_triton(device):
         from engine.sampler.triton_sampler import TritonSampler
 
         return TritonSampler(num_slots=num_slots, vocab_size=vocab_size, device=device)

@@ -77,7 +77,7 @@ def test_fp8_that_a_gpu_keeps_stands_for_the_same_floats(
     """Here layers make floats of it, as a GPU's experts do; triton_packed.py multiplies it."""
     stored, _ = make_both(tmp_path, name, family, **SIZES)
     expected = logits(stored)
-    monkeypatch.setattr("engine.models.checkpoint.packs_on_gpu", lambda device: device.type == "cpu")
+    monkeypatch.setattr("engine.models.quantized_tensors.takes_triton", lambda device: device.type == "cpu")
     assert torch.equal(logits(stored), expected)
 
 
@@ -86,7 +86,7 @@ def test_fp8_is_kept_where_a_cut_parts_no_block(tmp_path: Path, monkeypatch: pyt
     name, stored_as = "model.layers.0.mlp.down_proj.weight", load_model_config(stored).stored
     with Checkpoint(stored, dtype="bfloat16", device="cpu", progress=False, stored=stored_as) as checkpoint:
         assert checkpoint.take_integers([name], [128], 192) is None, "a CPU keeps it"
-        monkeypatch.setattr("engine.models.checkpoint.packs_on_gpu", lambda _: True)
+        monkeypatch.setattr("engine.models.quantized_tensors.takes_triton", lambda _: True)
         for cut, groups in ((range(192), 2), (range(128), 1), (range(128, 192), 1)):
             part = checkpoint.take_integers([name], [128], Cut(192, cut))
             assert part is not None and part.is_float and part.scales.shape == (128, groups)

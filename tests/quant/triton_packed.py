@@ -104,8 +104,8 @@ def check_checkpoint(folder: Path, name: str) -> None:
 
     expected = Sequence(loaded()).extend(PROMPT)
     with (
-        mock.patch("engine.layers.linear.packs_on_gpu", lambda _: True),
-        mock.patch("engine.models.checkpoint.packs_on_gpu", lambda _: True),
+        mock.patch("engine.layers.linear.takes_triton", lambda _: True),
+        mock.patch("engine.models.quantized_tensors.takes_triton", lambda _: True),
     ):
         model = loaded()
     assert all(isinstance(matrix_of(site.linear), PackedLinear) for site in model.linear_sites()), name

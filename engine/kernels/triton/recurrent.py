@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.recurrent import DeltaWeights, MambaWeights, RowTable
+from engine.kernels.recurrent import DeltaWeights, MambaWeights, RowTable, check_states
 
 CHANNEL_TILE = 128
 STATE_TILE = 8192  # fp32 of a state in registers; the delta rule takes whole heads for their norm
@@ -277,7 +277,7 @@ class TritonRecurrent:
         value_heads, keys, values = state.shape[1:]
         key_heads = (mixed.shape[1] - value_heads * values) // (2 * keys)
         assert mixed.is_contiguous() and out.is_contiguous() and gates.stride(1) == z.stride(1) == 1, mixed.stride()
-        assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+        check_states(state)
         delta_kernel[(table.decodes, value_heads)](
             mixed,
             gates,
@@ -312,7 +312,7 @@ class TritonRecurrent:
             return out
         heads, keys, values = state.shape[1:]
         assert mixed.is_contiguous() and out.is_contiguous() and time.stride(1) == gate.stride(1) == 1, mixed.stride()
-        assert state.dtype == torch.float32 and state.stride()[1:] == (keys * values, values, 1), state.stride()
+        check_states(state)
         norm, constants = weights.norm, mamba_constants(heads, weights.groups, keys, values)
         to = out if norm is None else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         mamba_kernel[(table.decodes, heads, triton.cdiv(values, constants["TILE_VALUES"]))](

@@ -85,7 +85,7 @@ def test_a_day_of_any_shapes_compiles_each_kernel_a_stated_number_of_times(
     keys: dict[str, set[str]] = defaultdict(set)
     monkeypatch.setattr(JITFunction, "run", recorder(keys))
     monkeypatch.setattr("engine.layers.linear.elementwise_for", lambda *_, **__: TritonElementwise())
-    monkeypatch.setattr("engine.models.expert_mlp.is_fused", lambda _: True)
+    monkeypatch.setattr("engine.models.expert_mlp.takes_triton", lambda _: True)
     folder = make_tiny_checkpoint(tmp_path, family, num_hidden_layers=2)
     model = load_model(folder, load_model_config(folder), dtype="float32", device="cpu", progress=False)
     day = Day(model, random.Random(0))

@@ -64,11 +64,11 @@ def of_triton(path: str, flags: dict[str, Any]) -> ExpertMLP:
 @contextmanager
 def fused() -> Iterator[None]:
     """Mixtures take Triton's kernels on any device."""
-    before, expert_mlp.is_fused = expert_mlp.is_fused, lambda _: True  # type: ignore[assignment]
+    before, expert_mlp.takes_triton = expert_mlp.takes_triton, lambda _: True  # type: ignore[assignment]
     try:
         yield
     finally:
-        expert_mlp.is_fused = before
+        expert_mlp.takes_triton = before
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: found.launches.update([kernel.fn.__name__]))
     monkeypatch.setattr("engine.layers.recurrence.recurrent_on_gpu", lambda _: TritonRecurrent())
     monkeypatch.setattr("engine.layers.linear.elementwise_for", lambda *_, **__: TritonElementwise())
-    monkeypatch.setattr("engine.models.expert_mlp.is_fused", lambda _: True)
+    monkeypatch.setattr("engine.models.expert_mlp.takes_triton", lambda _: True)
     return found
 
 
