@@ -36,7 +36,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table flags-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check gpu-profile lint format clean
+.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-stores sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table flags-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak store-faults rank-faults rank-shapes rank-soak goodput where agents plan-error gpu-check gpu-wheels gpu-profile lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -52,20 +52,24 @@ help:
 	@echo "make bench-peers [PEERS=DIR]          peers.md: beside vLLM, transformers and llama.cpp on this kind of CPU (an hour; 6 GB)"
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
 	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (13 minutes)"
+	@echo "make gpu-wheels        .whl/: what gpu_check needs on a GPU machine that has torch and no network"
 	@echo "make gpu-profile       planner/profiles/: what gpu_check.json says of a GPU, for tandem plan --gpu"
 	@echo "make goodput [ARGS='--trace PATH']    goodput.md: requests a second within objectives, by cluster, on all cores (25 minutes)"
+	@echo "make where TRACES=DIR  where.md: pairs, one worker for all, or the router's decision; virtual and real (DIR: Mooncake's traces)"
+	@echo "make agents            agents.md: which pages of agents' sessions leave a prefix cache first"
 	@echo "make encoder-faults    encoder_faults.json: real processes, every fault of an encoder worker"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  reliability.md: real processes, every fault in every phase"
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make death-notice      reliability.md: how soon the router notices a frozen or cut worker"
 	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  reliability.md: 20,000 requests while workers die and return"
+	@echo "make store-faults      store.md: a Mooncake Store and its holders die, freeze and lie; rates"
 	@echo "make rank-faults | rank-shapes | rank-soak [MINUTES=10]  rank_faults.json: every rank dies in every phase, workers of unlike ranks"
 	@echo "                       share KV, ranks under requests, pauses, weights and adapters"
 	@echo "make sim-soak [MINUTES=10]            simulation.md: simulate clusters with faults, from fresh seeds"
 	@echo "make fuzz [ARGS=...]   fuzz.md: 100,000 fuzzed inputs at every door"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  soak_core.json: drive the scheduler with fresh stories"
-	@echo "make mutants           mutants.json, expert_, drafter_, state_, rewind_, way_, prefix_mutants.json: plant bugs in the core, in the"
-	@echo "                       moves of experts, in drafters, in states and prefixes that cross or go back, in the router's ways;"
+	@echo "make mutants           mutants.json, expert_, drafter_, state_, rewind_, way_, prefix_, store_, conversation_mutants.json: plant bugs in the core, in the"
+	@echo "                       moves of experts, in drafters, in states and prefixes that cross or go back, in ways, stores, checksums;"
 	@echo "                       stories and tests must find each"
 	@echo "make slow-tests        slow_tests.json: the tests that make test leaves out"
 	@echo "make steady-tests [ARGS='--conditions busy --runs 1']  steady_tests.json: the suite alone, beside busy loops, on one core, with late sleeps"
@@ -77,6 +81,7 @@ help:
 	@echo "make house-tighten     house.toml: budgets down to today's sizes, which make lint compares"
 	@echo
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
+	@echo "make sim-stores        simulate workers over one store that loses, delays and answers with stale values"
 	@echo "make sim-mutants       plant bugs in whole clusters; fixed seeds and scenarios must find each; encoder_mutants.json"
 	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
 	@echo "make model-table       write the table of docs/models.md (after a change of what a model family works with)"
@@ -132,7 +137,11 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants states --report docs/reports/state_mutants.json
 	$(BIN)/python -m tools.mutants rewinds --report docs/reports/rewind_mutants.json
 	$(BIN)/python -m tools.mutants ways --report docs/reports/way_mutants.json
+	$(BIN)/python -m tools.mutants conversations --report docs/reports/conversation_mutants.json
 	$(BIN)/python -m tools.mutants prefixes --report docs/reports/prefix_mutants.json
+	$(BIN)/python -m tools.mutants checksums --report docs/reports/checksum_mutants.json
+	$(BIN)/python -m tools.mutants stores --report docs/reports/store_mutants.json
+	$(BIN)/python -m tools.mutants whole
 
 # A fleet of ten thousand workers in virtual time, and how evenly its workers are loaded: some minutes.
 scale-fleet: $(STAMP)
@@ -152,6 +161,9 @@ bench-peers: $(STAMP)
 gpu-check: $(if $(PYTHON),,$(STAMP))
 	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check --output $(or $(GPU_JSON),docs/reports/gpu_check.json) $(ARGS)
 
+gpu-wheels: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)
+
 gpu-profile: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu.profile
 
@@ -169,6 +181,10 @@ death-notice: $(STAMP)
 churn-soak: $(STAMP)
 	$(BIN)/python -m tools.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
 
+# A few minutes.
+store-faults: $(STAMP)
+	$(BIN)/python -m tools.faults.stores
+
 # Run them alone on the machine: up to 40 processes.
 rank-faults: $(STAMP)
 	$(if $(CELLS),,$(BIN)/python -m tools.faults.ranks.starts)
@@ -184,6 +200,16 @@ rank-soak: $(STAMP)
 goodput: $(STAMP)
 	$(BIN)/python -m benchmarks.goodput $(ARGS)
 
+# The folder of the traces.
+TRACES ?= traces
+where: $(STAMP)
+	$(BIN)/python -m benchmarks.where planned --traces $(TRACES)
+	$(BIN)/python -m benchmarks.where served --traces $(TRACES)
+
+# Which pages of agents' sessions leave a prefix cache first; virtual time.
+agents: $(STAMP)
+	$(BIN)/python -m benchmarks.goodput.agents $(ARGS)
+
 plan-error: $(STAMP)
 	$(BIN)/python -m benchmarks.plan_error --report docs/reports/plan_error.json $(ARGS)
 
@@ -192,6 +218,10 @@ sim: $(STAMP)
 
 sim-soak: $(STAMP)
 	$(SIM) --soak $(MINUTES) --report docs/reports/simulation.md
+
+# 1,000 seeds: twenty minutes.
+sim-stores: $(STAMP)
+	$(BIN)/python -m tools.simulation.stores $(ARGS)
 
 sim-mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants cluster

@@ -49,6 +49,8 @@ def tandem_up(*args: str, tree: Path = ROOT) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         ready_file = Path(folder) / "ready.json"
         argv = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready_file), *args]
+        if tree == ROOT and not {"--route", "--unified"} & set(args):
+            argv += ["--route", "pair"]  # which figures are about
         path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         begin = time.monotonic()

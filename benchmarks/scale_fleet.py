@@ -31,6 +31,7 @@ from router.pool.breaker import Check, Event
 from router.pool.worker import PAIR, Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.picking import Picker
+from router.requests.route_choice import RouteChooser
 from service.http.errors import ApiError
 
 CHECK_S = 1.0
@@ -116,14 +117,15 @@ class Fleet(Timeline):
         self.watch = Stopwatch()
         self._fullest: list[float] = []
         self.registry = Registry(BootstrapConfig(max_workers=workers), shared=True)
-        config = RouterConfig(pd_disaggregation=True)
+        config = RouterConfig(pd_disaggregation=True, policy="least_load")
         chooser = make_chooser(config, draw=self._rng.randrange)
         self.table = WorkerTable(config, on_gone=chooser.forget, breaker=config)
         self.rooms = RoomMinter(self._rng.getrandbits)
+        admission = Admission(config)
         self.picker = Picker(
             table=self.table,
-            policies=chooser.policies,
-            look_in_time=Admission(config).look_in_time,
+            routes=RouteChooser(policies=chooser.policies, forecast=admission.forecast, worker_of=self.table.get),
+            look_in_time=admission.look_in_time,
             wait_s=0.0,
             silence_s=0.0,
             clock=lambda: self.now_s,

@@ -222,7 +222,7 @@ class Registrar:
 
 
 def _checked(server: str, status: int, body: bytes) -> bytes:
-    """The body of a good answer. Raises BootstrapError."""
+    """Raises BootstrapError."""
     if status == UNPROVEN:
         message = f"bootstrap server {server} did not show that it knows the secret of --cluster-secret-file"
         raise BootstrapError(message, permanent=True)

@@ -1,7 +1,7 @@
 """The `tandem` command: subcommands, and errors on one line.
 
-Status 0: success, 1: operating error, 2: bad command line. Subcommands are imported on use, so
-`--help` is instant, and router and bootstrap server never import torch.
+Status 0: success, 1: operating error, 2: bad command line. Subcommands are imported on use: router
+and bootstrap server never import torch.
 """
 
 import errno

@@ -112,7 +112,6 @@ class Parser(argparse.ArgumentParser):
         self._groups.setdefault(topic, []).append(self.add_argument(*names, **keywords))
 
     def groups(self) -> dict[str, list[argparse.Action]]:
-        """Groups that are not empty."""
         return {topic: actions for topic, actions in self._groups.items() if actions}
 
     def format_help(self, page: str = "") -> str:
@@ -153,7 +152,9 @@ class Parser(argparse.ArgumentParser):
         flags = [word for word in unknown if word.startswith("-")]
         if unknown and (flags or self._model is None):
             others = () if self._foreign is None else self._foreign.flags
-            self.error(_unknown_flag_message((flags or unknown)[0], [*self._option_string_actions, *others]))
+            text = (flags or unknown)[0]
+            near = nearest(text.partition("=")[0], [*self._option_string_actions, *others])
+            self.error(f"unknown argument {text!r}{near}")
         if unknown:
             self._set_model(args, *unknown)
         return args
@@ -187,8 +188,6 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Prints a page of help, and exits."""
-
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, page: Any, option: str | None = None
     ) -> NoReturn:
@@ -202,12 +201,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=38, width=120)
 
 
-def _unknown_flag_message(text: str, known: list[str]) -> str:
-    return f"unknown argument {text!r}" + nearest(text.partition("=")[0], known)
-
-
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """A value's type, and whether there are several."""
     if isinstance(hint, types.UnionType):
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     if typing.get_origin(hint) is tuple:

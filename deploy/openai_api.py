@@ -55,8 +55,6 @@ class StreamFailed(Exception):
 
 
 class SseParser:
-    """Parser of OpenAI's server-sent events."""
-
     def __init__(self) -> None:
         self._rest = b""
 

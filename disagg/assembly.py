@@ -5,22 +5,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from disagg.decode_role import PREALLOC_TIMEOUT_S, DecodeRole
-from disagg.features.feature_fetching import FeatureFetches, rooms_of
+from disagg.features.feature_fetching import FeatureFetches
 from disagg.features.feature_serving import EncodeRole, FeatureServer
 from disagg.features.moving import Moves
 from disagg.features.prefix_fetching import FetchPolicy, PrefixFetches
-from disagg.features.prefix_serving import PrefixServer
+from disagg.features.prefix_serving import PrefixRequests, PrefixServer
 from disagg.features.recompute import Bounds, Recomputes
 from disagg.features.resumption import Resumption
-from disagg.incoming import Receivers
+from disagg.incoming import Receivers, rooms_of
 from disagg.metadata import MetadataBuffers
 from disagg.outgoing import PageSender, PromptHandovers, Senders
 from disagg.prefill_role import Directory, PrefillRole
-from disagg.role import PeerPart
+from disagg.role import ManagerOfParts, PeerPart
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.scheduler import Scheduler
 from engine.messages import KVSource
-from transfer_backends.contract import Clock, KVArgs, LayerGroup, LookupFailed, Route, TransferConfig
+from transfer_backends.contract import (
+    Clock,
+    KVArgs,
+    LayerGroup,
+    LookupFailed,
+    PeerWork,
+    Route,
+    TransferConfig,
+)
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.liveness import ProcessMark
@@ -76,15 +84,20 @@ class RoleAssembly:
     ) -> tuple[PrefixFetches, PrefixServer]:
         """`source`: this worker's address."""
         scheduler, policy = self.scheduler, FetchPolicy(token_bytes=self.page_bytes / self.page_size)
+        rooms = rooms_of(source.incarnation)
         return (
-            PrefixFetches(scheduler=scheduler, manager=receives, metadata=self.metadata, policy=policy),
+            PrefixFetches(scheduler=scheduler, manager=receives, metadata=self.metadata, policy=policy, rooms=rooms),
             PrefixServer(
                 scheduler=scheduler, manager=sends, pages=self._pages(), source=source, token_bytes=token_bytes
             ),
         )
 
     def decode(
-        self, receives: Receivers, parts: Sequence[PeerPart] = (), *, prealloc_timeout_s: float = PREALLOC_TIMEOUT_S
+        self,
+        receives: Receivers,
+        parts: Sequence[PeerPart] = (),
+        *,
+        prealloc_timeout_s: float = PREALLOC_TIMEOUT_S,
     ) -> DecodeRole:
         """A role with `parts`, and retracted requests that prefill computes again."""
         resumption = Resumption(
@@ -100,14 +113,15 @@ class RoleAssembly:
             layout=self.layout,
         )
 
-    def moves(self, sends: Senders, source: KVSource) -> Moves:
-        return Moves(
+    def moves(self, sends: Senders, source: KVSource) -> tuple[ManagerOfParts, Moves]:
+        moves = Moves(
             scheduler=self.scheduler,
             manager=sends,
             pages=self._pages(),
             source=source,
             moves_bytes=self.moves_bytes,
         )
+        return ManagerOfParts(sends), moves
 
     def encode(self, sends: Senders, source: KVSource, bounds: Bounds) -> EncodeRole:
         server = FeatureServer(
@@ -166,7 +180,11 @@ class Transfers:
     is_apart: bool = False
 
     def sends(
-        self, groups: Sequence[LayerGroup] = (), *, layers: LayerClock | None = None, computes: bool = True
+        self,
+        groups: Sequence[LayerGroup] = (),
+        *,
+        layers: LayerClock | None = None,
+        takes: PeerWork = PeerWork.ANY,
     ) -> PrefillManager:
         """A started manager; without `groups` pages leave whole."""
         manager = PrefillManager(
@@ -177,17 +195,17 @@ class Transfers:
             environment=self.wire.environment(SENDS),
             layers=layers,
             followers=self.followers,
-            computes=computes,
+            takes=takes,
         )
         self._start(SENDS, manager)
         return manager
 
-    def prefixes(self, sends: PrefillManager, *, token_bytes: int) -> tuple[PrefixFetches, PrefixServer]:
+    def prefixes(self, sends: PrefillManager, *, token_bytes: int) -> Sequence[PeerPart]:
         receives = self.wire.watched(self._receives(no_lookup))
-        return self.role.prefixes(sends, receives, source_of(sends), token_bytes=token_bytes)
+        prefixes = self.role.prefixes(sends, receives, source_of(sends), token_bytes=token_bytes)
+        return ManagerOfParts(receives), *prefixes
 
     def features(self, allocator: PageAllocator, *, timeout_s: float) -> FeatureFetches:
-        """`allocator`: of the feature pages."""
         manager = self._receives(no_lookup)
         return FeatureFetches(
             memory=self.role.scheduler.memory,
@@ -208,14 +226,22 @@ class Transfers:
         *,
         move_timeout_s: float = MOVE_TIMEOUT_S,
         prealloc_timeout_s: float = PREALLOC_TIMEOUT_S,
+        token_bytes: int | None = None,
     ) -> DecodeRole:
-        """The sender of moved requests has a control plane of its own."""
+        """The sender of moved requests has a control plane of its own.
+
+        `token_bytes`: of KV, for a worker that exchanges prefixes.
+        """
         receives = self.wire.watched(self._receives(lookup))
         timeout_s = min(self.config.bootstrap_timeout_s, move_timeout_s)
-        moving = replace(self, config=replace(self.config, bootstrap_timeout_s=timeout_s))
-        sends = moving.sends(computes=False)
-        moves = self.role.moves(sends, source_of(sends))
-        return self.role.decode(receives, (moves,), prealloc_timeout_s=prealloc_timeout_s)
+        sending = replace(self, config=replace(self.config, bootstrap_timeout_s=timeout_s))
+        sends = sending.sends(takes=PeerWork.NONE if token_bytes is None else PeerWork.PREFIXES)
+        source = source_of(sends)
+        parts: Sequence[PeerPart] = self.role.moves(sends, source)
+        if token_bytes is not None:
+            fetches, server = self.role.prefixes(sends, receives, source, token_bytes=token_bytes)
+            parts = *parts, fetches, server, PrefixRequests(sends, server)
+        return self.role.decode(receives, parts, prealloc_timeout_s=prealloc_timeout_s)
 
     def _receives(self, lookup: Lookup) -> DecodeManager:
         manager = DecodeManager(

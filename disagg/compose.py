@@ -18,13 +18,8 @@ from disagg.transfers import transfers_of
 from engine.assembly.parts import EngineParts
 from engine.kv.cache_spec import UNIT_ALIGN_BYTES
 from engine.loop.role import EngineRole
-from service.flags import ConfigError
 from transfer_backends.contract import KVArgs, LayerGroup
 
-PAGES_OF_WINDOWS = (
-    "--prefix-fetch: layers with a window have pages of their own, which a prefix of another worker does not bring along; give "
-    "--disable-hybrid-swa-memory"
-)
 MIN_BYTES = 4 << 20  # per send while the next chunk computes: smaller ones disturb it more than they hide
 
 
@@ -36,9 +31,7 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
     if spec.disagg.disaggregation_mode == "null":
         return PartedRole(parts.scheduler, _features(spec, parts, wakeup))
     computes = spec.disagg.disaggregation_mode == "prefill"
-    fetches = computes and spec.disagg.prefix_fetch
-    if fetches and parts.device.windows is not None:
-        raise ConfigError(PAGES_OF_WINDOWS)
+    fetches = spec.disagg.prefix_fetch
     num_rows = 2 * parts.scheduler.limits.max_running_requests  # running requests, and as many in transfer
     if fetches:
         num_rows += MAX_FETCHES + MAX_SERVED
@@ -46,7 +39,8 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
     transfers = transfers_of(spec, parts, num_rows=num_rows, num_managers=num_managers, wakeup=wakeup)
     if computes:
         return _prefill(spec, parts, transfers)
-    return transfers.decode(RouteFinder(secret=transfers.config.secret).find)
+    find = RouteFinder(secret=transfers.config.secret).find
+    return transfers.decode(find, token_bytes=_token_bytes(parts) if fetches else None)
 
 
 def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> PrefillRole:
@@ -57,7 +51,7 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
         clock.watch(replace(transfers.args, groups=groups).marks(), sends.wake_sender)
     prefixes: Sequence[PeerPart] = ()
     if spec.disagg.prefix_fetch:
-        prefixes = transfers.prefixes(sends, token_bytes=parts.pool.page_bytes // parts.pool.page_size)
+        prefixes = transfers.prefixes(sends, token_bytes=_token_bytes(parts))
     features = _features(spec, parts, transfers.wire.wakeup)
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
     registrar = Registrar(
@@ -75,6 +69,10 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
         layerwise=bool(groups),
         min_bytes=MIN_BYTES,
     )
+
+
+def _token_bytes(parts: EngineParts) -> int:
+    return parts.pool.page_bytes // parts.pool.page_size
 
 
 def _features(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> Sequence[PeerPart]:

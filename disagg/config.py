@@ -65,12 +65,12 @@ class DisaggConfig(FlagSet):
         choices=("recompute", "host", "prefill"),
     )
     disaggregation_kv_checksum: bool = flag(
-        False, "compare a checksum of a prompt's KV pages before decode starts (needed on prefill and decode workers)"
+        True, "compare a checksum of a prompt's KV pages before decode starts (alike on prefill and decode workers)"
     )
     prefix_fetch: bool = flag(
         False,
-        "a prefill worker fetches a prefix that another one has cached, if that is faster than to compute it (needed "
-        "on all prefill workers and on the router)",
+        "a prefill or decode worker fetches a prefix that another one has cached, answers among them, if that is faster than to "
+        "compute it (needed on all of them)",
     )
     feature_fetch: bool = flag(
         False,
@@ -92,10 +92,14 @@ class DisaggConfig(FlagSet):
 
 
 class JointSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptors shared by DP ranks with DP attention: memory, and one that wakes each loop."""
+    """Descriptors shared by DP ranks with DP attention.
+
+    Memory, one that wakes each loop, and where ranks on GPUs meet.
+    """
 
     memory: int
     wakes: tuple[int, ...]
+    store: int
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 r"""The decode role: a request gets pages and their KV, and joins the running batch.
 
-It computes nothing before. Stages of a transfer: disagg/incoming.py.
+The scheduler serves those without a room. Stages of a transfer: disagg/incoming.py.
 
 add -> a transfer --landed--> running (the scheduler's)
            \____ failed, aborted, late: answered at once
@@ -27,6 +27,7 @@ from engine.core.outputs import refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
+from engine.metric_names import sums
 from transfer_backends.contract import Route
 from transfer_backends.sides import RoomInUse
 
@@ -63,10 +64,8 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         bootstrap = request.message.bootstrap
-        if request.message.alone:
-            return [refused(request, refusal("input: a decode worker computes no prompts", status=400))]
-        if bootstrap is None:
-            return [refused(request, refusal("bootstrap_room: a decode worker needs one", status=400))]
+        if bootstrap is None:  # served whole
+            return super().add(request, now_s)
         if error := self._scheduler.refusal(request):
             return [refused(request, error)]
         fake = bootstrap.host == FAKE_BOOTSTRAP_HOST
@@ -94,14 +93,13 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         return []
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """Another worker continues it; its KV may wait in `room`."""
         for part in self.parts:
             if (outputs := part.move_out(rid, room)) is not None:
                 return outputs
         return self.abort(rid, now_s, HAS_MOVED)
 
     def close_to_peers(self, why: str | None) -> None:
-        """Peers send no work here, and what leaves still leaves."""
+        """Requests still leave for other workers."""
         self._closed = why is not None
         super().close_to_peers(why)
 
@@ -118,7 +116,7 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         """By urgency; none passes one without room, or an equal retracted one."""
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         before = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
-        for transfer in sorted(ready, key=lambda t: -urgency(t.request, now_s)):
+        for transfer in sorted(self.waiting(ready), key=lambda t: -urgency(t.request, now_s)):
             request = transfer.request
             if urgency(request, now_s) <= before:
                 return
@@ -126,14 +124,16 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
                 return
 
     def _preallocate(self, transfer: RequestTransfer) -> bool:
-        """False without room."""
         request, held = transfer.request, self._scheduler.held
         if not self.incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=not self._closed)):
             return False
         transfer.deadline_s = math.inf
         request.times.queued_s = self.incoming.now_s
-        self.provide_tokens(transfer, request.handed_tokens)
+        self.go_on(transfer)
         return True
+
+    def go_on(self, transfer: RequestTransfer) -> None:
+        self.provide_tokens(transfer, transfer.request.handed_tokens)
 
     def landed(self, transfer: RequestTransfer, first: FirstToken) -> str:
         request, held, cached_tokens = transfer.request, self._scheduler.held, first.cached_tokens
@@ -155,7 +155,6 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         self._scheduler.held.release(transfer.request)
 
     def _finish_of(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> FinishReason:
-        """Count and log a failure."""
         if failure is TransferFailure.LATE:
             self._counters["prealloc_timeouts"] += 1
             return FinishReason(kind="abort", message=reason, status=503)
@@ -182,18 +181,18 @@ class DecodeRole(RequestTarget[RequestTransfer], PeerRole):
         return bool(self.incoming.transfers or self._scheduler.stages.retracted()) or super().waits_for_outside()
 
     def queues(self) -> dict[str, int]:
-        count = self.incoming.count()
+        count, waiting = self.incoming.count(), self._scheduler.stages.waiting.values()
         return {
             **super().queues(),
             "prealloc": count[TransferStage.WAITING],
             "transfer": count[TransferStage.RECEIVING],
             "quarantined": len(self.quarantined),
             "retracted": len(self._scheduler.stages.retracted()),
-            "waiting": 0,  # all that the scheduler's waiting queue holds are retracted ones
+            "waiting": sum(r.stats.retractions == 0 for r in waiting),
         }
 
-    def own_counters(self) -> Mapping[str, float]:
-        return self._counters
+    def counters(self) -> Mapping[str, float]:
+        return sums(self._counters, super().counters())
 
     def gauges(self) -> Mapping[str, float]:
         waiting = [t for t in self.incoming.transfers.values() if t.stage is TransferStage.WAITING]

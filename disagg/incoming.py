@@ -7,9 +7,10 @@ The mirror of disagg/outgoing.py. *Targets* reserve memory, take over landed dat
 failures.
 """
 
+import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -73,6 +74,9 @@ class IncomingTransfer:
     num_tokens: int | None = None
     checksum: PendingChecksum | None = None
     detached: Detached = field(default_factory=Detached)
+
+    def landed_extra(self) -> Tail:
+        return self.tail
 
     def move(self, stage: TransferStage) -> None:
         assert self.stage.may_become(stage), f"{self.key} (room {self.room}) cannot go from {self.stage} to {stage}"
@@ -188,7 +192,6 @@ class Incoming(Generic[Transfer]):
                 self._expire(transfer)
 
     def end_quarantine(self) -> None:
-        """Free memory that no peer can write any longer."""
         for transfer in [t for t in self._quarantined if t.receiver.drained()]:
             self._quarantined.remove(transfer)
             self._target.free_detached(transfer.detached)
@@ -223,7 +226,8 @@ class Incoming(Generic[Transfer]):
         if self._rows.checksum is None or not transfer.moves_bytes:
             return first
         pages = transfer.pages[: transfer.receiver.written_pages()]
-        transfer.checksum = transfer.checksum or self._rows.checksum(pages, transfer.tail, transfer.num_tokens)
+        tail = transfer.landed_extra()
+        transfer.checksum = transfer.checksum or self._rows.checksum(pages, tail, transfer.num_tokens)
         return verified(first, transfer.checksum, num_pages=len(pages))
 
     def _expire(self, transfer: Transfer) -> None:
@@ -274,13 +278,20 @@ class Incoming(Generic[Transfer]):
         assert all(t.stage is TransferStage.QUARANTINED for t in self._quarantined)
 
 
+def rooms_of(incarnation: str) -> Iterator[int]:
+    """Numbers 1..2**63 - 1, unique to this incarnation."""
+    number = 0
+    while True:
+        digest = hashlib.sha256(f"{incarnation}/{number}".encode()).digest()
+        yield int.from_bytes(digest[:8], "little") >> 1 | 1
+        number += 1
+
+
 # ---- transfers into the memory of requests
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestTransfer(IncomingTransfer):
-    """A transfer keyed by rid."""
-
     request: Request
 
     @property
@@ -297,22 +308,31 @@ AnyRequestTransfer = TypeVar("AnyRequestTransfer", bound=RequestTransfer)
 
 
 class RequestTarget(TransferTarget[AnyRequestTransfer]):
-    """Base of targets that reserve request memory for KV from peers."""
-
     def __init__(self, scheduler: Scheduler, rows: MetadataBuffers, *, late: str = "") -> None:
         self._scheduler = scheduler
         self.incoming = Incoming[AnyRequestTransfer](rows, self, late=late)
 
     def provide_tokens(self, transfer: AnyRequestTransfer, end: int, *, work: Work | None = None) -> None:
-        """Send the peer uncached pages of the first `end` tokens, and the tail."""
+        """Send uncached pages of the first `end` tokens, and the tail, after pending copies."""
         request, memory = transfer.request, self._scheduler.memory
+        if not self._scheduler.lower_tier.is_settled(request.own_pages(), state=request.recurrent.slot):
+            return
         skip = request.shared_pages
         transfer.num_tokens, transfer.tail = end, memory.tail(request, end)
         pages = request.pages[skip : memory.allocator.pages_for(end)]
         self.incoming.provide(transfer, pages, skip_pages=skip, work=work)
 
+    def waiting(self, ready: Sequence[AnyRequestTransfer]) -> list[AnyRequestTransfer]:
+        """Go on with those that have memory; return the others."""
+        for transfer in ready:
+            if transfer.stage is TransferStage.RESERVED:
+                self.go_on(transfer)
+        return [transfer for transfer in ready if transfer.stage is TransferStage.WAITING]
+
+    def go_on(self, transfer: AnyRequestTransfer) -> None:
+        """Call `provide_tokens` for a reserved one."""
+
     def _end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """End a request whose KV is arriving; None: unknown."""
         transfer = self.incoming.transfers.get(rid)
         if transfer is None:
             return None

@@ -10,7 +10,7 @@ Both roles use it: prefill then computes the prompt, decode has the KV.
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Set
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -122,7 +122,6 @@ class TransferGauges:
         self._bootstraps: deque[float] = deque(maxlen=KEPT)
 
     def bootstrapped(self, taken_s: float) -> None:
-        """`taken_s`: after arrival."""
         self._bootstraps.append(taken_s)
 
     def landed(self, *, size_bytes: int, taken_s: float) -> None:
@@ -145,34 +144,29 @@ class TransferGauges:
 SENT = ("kv_transfers", "kv_sent_bytes", "kv_skipped_bytes", "recomputed", "recomputed_tokens")  # counters
 
 
+@dataclass(eq=False)
 class PageSender:
     """Order in which pages and metadata of a prompt leave, and transfer gauges.
 
     Pure: senders move the bytes.
 
-    whole pages    when their chunk is computed, if they are many; the rest with the last chunk
+    whole pages    when their chunk is computed, from `min_bytes` on; the rest with the last chunk
     layer by layer when their chunk is launched, gated: the manager posts each written layer group
     tail           after the last chunk's pages: other memory (`Memory.tail`)
     metadata row   last, so that nothing is complete before
     """
 
-    def __init__(
-        self,
-        metadata: MetadataBuffers,
-        *,
-        page_size: int,
-        page_bytes: int,
-        layerwise: bool = False,
-        min_bytes: int = 0,
-    ) -> None:
-        """Less than `min_bytes` waits, unless `layerwise`."""
-        self.metadata = metadata
-        self.layerwise = layerwise
+    metadata: MetadataBuffers
+    _: KW_ONLY
+    page_size: int
+    page_bytes: int
+    layerwise: bool = False
+    min_bytes: InitVar[int] = 0
+
+    def __post_init__(self, min_bytes: int) -> None:
         self.gauges = TransferGauges()
         self.counters = dict.fromkeys(SENT, 0)
-        self._page_size = page_size
-        self.page_bytes = page_bytes
-        self._min_pages = max(1, min_bytes // page_bytes)
+        self._min_pages = max(1, min_bytes // self.page_bytes)
         self._computed: list[tuple[PrefillHandover, TokenOutput, ItemResult]] = []  # in order of completion
 
     def send_launched(self, plan: Plan, handovers: Mapping[str, PrefillHandover]) -> None:
@@ -190,7 +184,7 @@ class PageSender:
 
         Other cached pages leave once the step begins, after loads of earlier steps.
         """
-        size, request = self._page_size, handover.request
+        size, request = self.page_size, handover.request
         end = len(request.pages) if item.kv_len >= request.handed_tokens else item.kv_len // size
         cached = min(item.start // size, end)
         there = next((i for i in range(handover.sent_pages, cached) if request.pages[i] in loaded), cached)
@@ -203,35 +197,43 @@ class PageSender:
 
     def send_whole_pages(self, handover: PrefillHandover) -> None:
         request, sent = handover.request, handover.sent_pages
-        whole = request.computed_len // self._page_size
+        whole = request.computed_len // self.page_size
         complete = request.computed_len >= request.handed_tokens
         if handover.stage is HandoverStage.COMPUTING and not complete and whole - sent >= self._min_pages:
             handover.sender.send(SourcePages(request.pages[sent:whole], sent))
             handover.sent_pages = whole
 
     def add_computed(self, handover: PrefillHandover, output: TokenOutput, first: ItemResult) -> None:
-        if self.metadata.checksum is not None and handover.stage is HandoverStage.COMPUTING:
-            pages, num_tokens = handover.request.pages[handover.sender.skip_pages :], handover.request.handed_tokens
-            handover.checksum = self.metadata.checksum(pages, handover.tail, num_tokens)
+        checksum, request = self.metadata.checksum, handover.request
+        if checksum is not None and handover.moves_bytes and handover.stage is HandoverStage.COMPUTING:
+            pages = request.pages[handover.sender.skip_pages :]
+            handover.checksum = checksum(pages, handover.tail, request.handed_tokens)
         self._computed.append((handover, output, first))
 
     def send_computed(self, now_s: float) -> None:
-        """Send last chunks with metadata rows, in order of completion.
+        """Send last chunks, then metadata rows, in order of completion.
 
-        They wait for a free row and for the device's checksum.
+        Rows wait for a free one and for the checksum.
         """
         while self._computed:
             handover, output, first = self._computed[0]
             if handover.stage is HandoverStage.COMPUTING:
                 if handover.checksum is not None and handover.checksum() is None:
-                    return
+                    return self._send_waiting(now_s)
                 handover.metadata_row = self.metadata.allocate()
                 if handover.metadata_row is None:
                     return
                 handover.answer = output
                 self._write_row(handover, handover.metadata_row, first)
-                self._send_last(handover, now_s)
+                self._send_rest(handover, now_s)
+                handover.stage = HandoverStage.TRANSFER
             self._computed.pop(0)
+
+    def _send_waiting(self, now_s: float) -> None:
+        """Send pages whose checksum is in progress."""
+        for handover, _, _ in self._computed:
+            if handover.stage is HandoverStage.COMPUTING and handover.sent_pages < len(handover.request.pages):
+                self._send_rest(handover, now_s)
 
     def _write_row(self, handover: PrefillHandover, row: int, first: ItemResult) -> None:
         request = handover.request
@@ -245,12 +247,13 @@ class PageSender:
         )
         self.metadata.write(row, room=handover.room, first=content)
 
-    def _send_last(self, handover: PrefillHandover, now_s: float) -> None:
-        rest = handover.request.pages[handover.sent_pages :]
-        handover.sender.send(SourcePages(rest, handover.sent_pages, handover.metadata_row, tail=handover.tail))
+    def _send_rest(self, handover: PrefillHandover, now_s: float) -> None:
+        rest, row = handover.request.pages[handover.sent_pages :], handover.metadata_row
+        tail = () if row is None else handover.tail
+        handover.sender.send(SourcePages(rest, handover.sent_pages, row, tail=tail))
         handover.sent_pages += len(rest)
-        handover.stage = HandoverStage.TRANSFER
-        handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s
+        handover.last_pages = len(rest) or handover.last_pages
+        handover.last_sent_s = handover.last_sent_s or now_s
 
     def on_landed(self, handover: PrefillHandover, now_s: float) -> None:
         """Count work for decode, and moves."""
@@ -273,22 +276,17 @@ class PageSender:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class Outgoing:
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        pages: PageSender,
-        begin: Callable[[PrefillHandover, float], list[TokenOutput]],
-        name: str,
-        may_begin: Callable[[PrefillHandover], bool] = lambda handover: True,
-    ) -> None:
-        """`begin` gets requests with known peer pages, and may refuse them by outputs."""
-        self._scheduler = scheduler
-        self.pages = pages
-        self._begin = begin
-        self._may_begin = may_begin
-        self._name = name
+    """`begin` gets requests with known peer pages, and may refuse them by outputs."""
+
+    scheduler: Scheduler
+    pages: PageSender
+    begin: Callable[[PrefillHandover, float], list[TokenOutput]]
+    name: str
+    may_begin: Callable[[PrefillHandover], bool] = lambda handover: True
+
+    def __post_init__(self) -> None:
         self._handovers: dict[str, PrefillHandover] = {}
         self.counters = {"bootstrap_failed": 0, "transfer_failed": 0}
 
@@ -331,7 +329,7 @@ class Outgoing:
         elif state is KVPoll.Failed:
             return self._fail(handover)
         elif handover.stage is HandoverStage.WAITING and state is not KVPoll.Bootstrapping:
-            return self._on_pages(handover, now_s) if self._may_begin(handover) else []
+            return self._on_pages(handover, now_s) if self.may_begin(handover) else []
         elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
             assert handover.answer is not None
             handover.stage = HandoverStage.ENDING
@@ -343,7 +341,7 @@ class Outgoing:
     def _on_pages(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
         request, sender = handover.request, handover.sender
         skip = sender.skip_pages
-        need = self._scheduler.memory.allocator.pages_for(request.handed_tokens) - skip
+        need = self.scheduler.memory.allocator.pages_for(request.handed_tokens) - skip
         if not handover.fills(sender.num_pages, need):
             besides = f" besides {skip} that decode has" * bool(skip)
             sender.abort(f"decode gave {sender.num_pages} pages, the prompt needs {need}{besides}")
@@ -351,7 +349,7 @@ class Outgoing:
         if handover.for_prompt:
             self.pages.gauges.bootstrapped(now_s - request.arrived_s)
         handover.stage = HandoverStage.COMPUTING
-        outputs = self._begin(handover, now_s)
+        outputs = self.begin(handover, now_s)
         if outputs:  # the queue filled up meanwhile
             sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
             handover.stage = HandoverStage.ENDING
@@ -362,7 +360,7 @@ class Outgoing:
         self.counters["bootstrap_failed" if waiting else "transfer_failed"] += 1
         reason = handover.sender.failure() or "the transfer failed"
         rid, room = handover.request.rid, handover.room
-        log.warning("%s %s (room %d) failed: %s", self._name, rid, room, reason, extra=handover.log_fields)
+        log.warning("%s %s (room %d) failed: %s", self.name, rid, room, reason, extra=handover.log_fields)
         # Decode answers with the real reason, perhaps load or lateness: ours must not make it a
         # fault.
         status = 503 if reason.startswith(ABORTED_BY_DECODE) else 500
@@ -374,10 +372,10 @@ class Outgoing:
         handover.stage = HandoverStage.ENDING
         if stage is HandoverStage.WAITING:
             outputs = [refused(request, reason)]
-        elif request.finish is None and (outputs := self._scheduler.abort(request.rid, reason)):
+        elif request.finish is None and (outputs := self.scheduler.abort(request.rid, reason)):
             pass
         elif request.finish is None:  # its last chunk is in a step
-            outputs = [self._scheduler.held.end(request, reason)]
+            outputs = [self.scheduler.held.end(request, reason)]
         else:  # computed: its answer waited for this
             request.finish = reason
             outputs = [output_of(request, [])]
@@ -389,8 +387,8 @@ class Outgoing:
             return
         if handover.metadata_row is not None:
             self.pages.metadata.free(handover.metadata_row)
-        if handover.request.finish is not None and handover.request in self._scheduler.held:
-            self._scheduler.held.release(handover.request)
+        if handover.request.finish is not None and handover.request in self.scheduler.held:
+            self.scheduler.held.release(handover.request)
         handover.sender.close()
         del self._handovers[handover.request.rid]
 
@@ -412,4 +410,4 @@ class PromptHandovers(Outgoing):
 
     def _compute(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
         handover.request.times.queued_s = now_s
-        return self._scheduler.add(handover.request)
+        return self.scheduler.add(handover.request)

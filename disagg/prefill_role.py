@@ -1,6 +1,6 @@
 """The prefill role: a request waits for decode's pages, is computed, and leaves by chunk.
 
-Stages: disagg/outgoing.py. Failed, aborted and late requests are answered at once.
+The scheduler serves those without a room. Stages: disagg/outgoing.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput, TransferPath
+from engine.metric_names import sums
 from transfer_backends.sides import RoomInUse
 
 
@@ -46,18 +47,14 @@ class PrefillRole(PeerRole):
         self._directory = directory
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
-        if request.message.alone:  # an embedding or a score ends here: no decode worker, no transfer
+        bootstrap = request.message.bootstrap
+        if bootstrap is None:  # served whole
             return super().add(request, now_s)
-        if request.message.bootstrap is None:
-            return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
-        for part in self.parts if request.message.only_copies else ():
-            if (answer := part.answer(request, now_s)) is not None:
-                return answer
         if error := self._scheduler.refusal(request):
             return [refused(request, error)]
         if request.rid in self._prompts.handovers:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
-        room, fake = request.message.bootstrap.room, request.message.bootstrap.host == FAKE_BOOTSTRAP_HOST
+        room, fake = bootstrap.room, bootstrap.host == FAKE_BOOTSTRAP_HOST
         try:
             sender = self._manager.sender(room, fake=fake)
         except (RoomInUse, ValueError) as error:
@@ -88,8 +85,8 @@ class PrefillRole(PeerRole):
         self._pages.send_launched(plan, self._prompts.handovers)
 
     def on_step(self, effects: StepEffects, now_s: float) -> None:
-        for request in effects.progressed:
-            if not request.message.alone and not self._pages.layerwise:
+        for request in effects.progressed if not self._pages.layerwise else ():
+            if request.prefill_only:
                 self._pages.send_whole_pages(self._prompts.handovers[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s
@@ -116,8 +113,8 @@ class PrefillRole(PeerRole):
             "inflight": count[HandoverStage.TRANSFER] + count[HandoverStage.ENDING],
         }
 
-    def own_counters(self) -> Mapping[str, float]:
-        return {**self._prompts.counters, **self._pages.counters}
+    def counters(self) -> Mapping[str, float]:
+        return sums(self._prompts.counters, self._pages.counters, super().counters())
 
     def gauges(self) -> Mapping[str, float]:
         return {**self._pages.gauges.values(), **super().gauges()}
@@ -126,7 +123,6 @@ class PrefillRole(PeerRole):
         return {"transfer_paths": self._transfer_paths(), **super().state()}
 
     def _transfer_paths(self) -> list[TransferPath]:
-        """Paths to the newest decode workers, bounded."""
         return [
             TransferPath(
                 peer=path.peer,

@@ -17,7 +17,6 @@ MAX_SERVERS = 4096
 
 
 def registration_of(manager: PrefillManager, kv_args: KVArgs, *, dp_size: int = 1, dp_rank: int = 0) -> Registration:
-    """The entry of `manager` at a bootstrap server."""
     host, _, port = manager.control_address.rpartition(":")
     return Registration(
         incarnation=manager.incarnation,
@@ -59,25 +58,21 @@ class Outages:
         self._runs.pop(server, None)
 
 
+@dataclass(eq=False, kw_only=True)
 class RouteFinder:
-    def __init__(
-        self,
-        *,
-        secret: bytes | None,
-        grace_s: float = GRACE_S,
-        clock: Callable[[], float] = time.monotonic,
-        send: Send = over_http,
-    ) -> None:
-        self._secret = secret
-        self._send = send
-        self._outages = Outages(grace_s)
+    secret: bytes | None
+    grace_s: float = GRACE_S
+    clock: Callable[[], float] = time.monotonic
+    send: Send = over_http
+
+    def __post_init__(self) -> None:
+        self._outages = Outages(self.grace_s)
         self._lock = threading.Lock()
-        self._clock = clock
 
     def find(self, bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
         """The worker of `room`, or any other. Raises `LookupFailed`."""
         try:
-            reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret, send=self._send)
+            reply = look_up(bootstrap, room, any_but=any_but, secret=self.secret, send=self.send)
         except BootstrapError as error:
             raise self._failure(bootstrap, error) from error
         with self._lock:
@@ -96,7 +91,7 @@ class RouteFinder:
             if not error.refused:
                 self._outages.answered(bootstrap)
                 return LookupFailed(str(error), permanent=error.permanent, of_room=error.of_room)
-            lasted_s = self._outages.refused(bootstrap, self._clock())
+            lasted_s = self._outages.refused(bootstrap, self.clock())
         if lasted_s is None:
             return LookupFailed(str(error))
         return LookupFailed(f"{error}; so for {lasted_s:.0f} s", permanent=True)

@@ -24,10 +24,6 @@ HAS_MOVED = FinishReason(kind=MOVED)
 class PeerPart(RolePart):
     """A feature of a role. Hooks that it does not need do nothing."""
 
-    def answer(self, request: Request, now_s: float) -> list[TokenOutput] | None:
-        """Answer a request that only copies, now or later; None: it is another part's."""
-        return None
-
     def begin(self, request: Request, now_s: float) -> None:
         """The role has accepted a request."""
 
@@ -97,6 +93,22 @@ class ReceivingPart(PeerPart):
         return bool(self.incoming.transfers)
 
 
+class ManagerOfParts(PeerPart):
+    """Counts, checks and closes a manager that parts share, and not the role."""
+
+    def __init__(self, manager: Senders | Receivers) -> None:
+        self._manager = manager
+
+    def counters(self) -> Mapping[str, float]:
+        return self._manager.counters
+
+    def check(self) -> None:
+        self._manager.check()
+
+    def close(self) -> None:
+        self._manager.close()
+
+
 class PartedRole(UnifiedRole):
     """A unified role with parts, and the base of roles whose requests' KV crosses workers."""
 
@@ -120,7 +132,6 @@ class PartedRole(UnifiedRole):
         return self._scheduler.abort(rid, reason)
 
     def _end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """End a request that the role has and the scheduler has not; None: there is none."""
         return None
 
     def poll(self, now_s: float) -> list[TokenOutput]:
@@ -182,8 +193,7 @@ class PeerRole(PartedRole):
         *,
         layout: str = "",
     ) -> None:
-        super().__init__(scheduler, parts)
-        self._transfers = manager
+        super().__init__(scheduler, (*parts, ManagerOfParts(manager)))
         self._rows = metadata
         self._layout = layout
 
@@ -208,23 +218,12 @@ class PeerRole(PartedRole):
     def waits_for_outside(self) -> bool:
         return bool(self.quarantined) or super().waits_for_outside()
 
-    def own_counters(self) -> Mapping[str, float]:
-        return {}
-
-    def counters(self) -> Mapping[str, float]:
-        return sums(self._transfers.counters, self.own_counters(), super().counters())
-
     def check(self) -> None:
         owned, used = self.num_rows, self._rows.num_used
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         check_quarantine(self._scheduler.memory, self.quarantined)
         self._rows.check()
         super().check()
-        self._transfers.check()
-
-    def close(self) -> None:
-        super().close()
-        self._transfers.close()
 
 
 def _joined(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -96,9 +96,8 @@ def engine_use(disagg: DisaggConfig, *, pp_size: int = 1, name: str = "worker") 
     mode = disagg.disaggregation_mode
     decode = mode == "decode"
     return EngineUse(
-        decodes=mode != "prefill",
-        prefills=not decode,
         peers_write_pages=decode,
+        pins_states=disagg.prefix_fetch,
         kv_stays=_why_kv_stays(disagg),
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=0 if mode == "encode" else disagg.num_reserved_decode_tokens,
@@ -109,7 +108,6 @@ def engine_use(disagg: DisaggConfig, *, pp_size: int = 1, name: str = "worker") 
 
 
 def _why_kv_stays(disagg: DisaggConfig) -> str:
-    """Return why KV memory cannot move, or ""."""
     if not disagg.has_peers or not devices_here():
         return ""
     return "the KV memory of this worker is registered with RDMA devices, which keep its pages"

@@ -6,7 +6,7 @@ resolve() fills in None; an impossible value is an error that names the flag.
 import math
 from dataclasses import dataclass
 
-from engine.core.mem_cache.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
+from engine.core.mem_cache.host_cache import PREFETCH_POLICIES, STORAGE_BACKENDS, WRITE_POLICIES
 from engine.core.mem_cache.radix_cache import EVICTION_POLICIES
 from engine.core.policy import POLICIES
 from engine.text.reasoning import REASONING_FORMATS
@@ -27,11 +27,12 @@ MAX_TOPK = 16  # rows of each request in a draft step
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64
-MAX_IMAGE_PIXELS = 178_956_970  # Pillow opens no larger file
 FP8 = "fp8_e4m3"  # of --kv-cache-dtype
 DUMMY = "dummy"  # of --load-format
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of memory without weights and steps; of the GPU's memory
 MAX_PREFILL_TOKENS = 16384  # SGLang's default
+# One frontend ends at some 47,000 tokens a second, which a small model on a GPU reaches with as many streams.
+MANY_RUNNING, FRONTENDS_OF_MANY = 128, 2
 MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # below some 200 rows a GPU is memory-bound
 
 
@@ -64,13 +65,13 @@ class ModelFlags(FlagSet):
     dtype: str = flag("auto", "data type of weights", choices=("auto", "bfloat16", "float32"))
     kv_cache_dtype: str = flag(
         "auto",
-        "data type of the KV cache, the same for prefill and decode workers; auto: --dtype; fp8_e4m3 (on cpu): 8 bits, with a scale "
+        "data type of the KV cache, the same for prefill and decode workers; auto: --dtype; fp8_e4m3: 8 bits, with a scale "
         "for each token and KV head: half the bytes in memory and on their way",
         choices=("auto", "bf16", "bfloat16", "float32", FP8),
     )
     quantization: str | None = flag(
         None,
-        "on cpu: round weights to integers while they are loaded, int8wo with a scale for each output, int4wo-N with a scale and an "
+        "round weights to integers while they are loaded, int8wo with a scale for each output, int4wo-N with a scale and an "
         "offset for N inputs (the output layer: int8): decode reads a half, or a third to a quarter, of the bytes",
         choices=("int8wo", "int4wo-32", "int4wo-64", "int4wo-128"),
     )
@@ -176,12 +177,11 @@ class ParallelFlags(FlagSet):
     )
     enable_dp_attention: bool = flag(
         False,
-        "the --dp-size schedulers divide the --tp-size ranks for attention, and share all of them for the MLPs (on cpu)",
+        "the --dp-size schedulers divide the --tp-size ranks for attention, and share all of them for the MLPs",
     )
     enable_prefill_delayer: bool = flag(
         False,
-        "with --enable-dp-attention: prompts of one DP rank wait for prompts of the others, since each slows all; a decode worker "
-        "ignores it",
+        "with --enable-dp-attention: prompts of one DP rank wait for prompts of the others, since each slows all",
     )
     num_threads: int | None = flag(
         None,
@@ -254,7 +254,7 @@ class SchedulingFlags(FlagSet):
     max_step_time_s: float | None = flag(
         None,
         "target duration of a step with prompts: the step holds as many prompt tokens as the measured speed allows, "
-        "at least one page and at most --chunked-prefill-size; default: 1 on cpu, 0.5 on cuda",
+        "at least one page and at most --chunked-prefill-size; default: 1 on cpu, 0.5 on cuda; on decode workers 0.25 and 0.1",
         unit="s",
         least=0,
         below=math.inf,
@@ -268,12 +268,12 @@ class SchedulingFlags(FlagSet):
     )
     prefill_max_requests: int | None = flag(None, "most prompts per prefill step; default: no limit")
     enable_mixed_chunk: bool | None = flag(
-        None, "run decodes in the same step as prefills; default: yes on cpu, no on cuda"
+        None, "run decodes in the same step as prefills; default: yes, but not on a unified worker's cuda"
     )
     enable_pdmux: bool = flag(
         False,
-        "compute prompts and decodes at the same time, as steps of their own that share the device: on cpu its threads, on cuda two "
-        "streams (PD multiplexing); in place of mixed chunks",
+        "compute prompts and decodes at the same time, as steps of their own that share the device: on cpu its threads, on cuda its "
+        "multiprocessors (PD multiplexing); in place of mixed chunks",
     )
     pdmux_itl_s: float | None = flag(
         None,
@@ -341,9 +341,16 @@ class CacheFlags(FlagSet):
         "when a prefix is copied to the host: when computed, when a second request reads it, or when evicted",
         choices=WRITE_POLICIES,
     )
-    hicache_storage_dir: str | None = flag(
-        None, "store prefixes behind the host memory, too: files in a numbered directory of each worker in this one"
+    hicache_storage_backend: str | None = flag(
+        None,
+        "store prefixes behind the host memory, too: in files of this worker, or in a Mooncake Store, which workers share; "
+        "default: file with --hicache-storage-dir, else none",
+        choices=STORAGE_BACKENDS,
     )
+    hicache_storage_backend_extra_config: str | None = flag(
+        None, 'where the Mooncake Store is; JSON such as {"master_server_address": "127.0.0.1:50051"}'
+    )
+    hicache_storage_dir: str | None = flag(None, "directory for files: each worker takes a numbered one in it")
     hicache_storage_size_gb: float = flag(
         10.0,
         "most bytes of a worker's prefix files, in units of 10^9; the oldest files are deleted",
@@ -352,9 +359,10 @@ class CacheFlags(FlagSet):
         below=math.inf,
     )
     hicache_storage_prefetch_policy: str = flag(
-        "best_effort",
-        "how long a request waits for its prefix to be read from files: not at all, for all of it, or for a second",
-        choices=PREFETCH_POLICIES,
+        "auto",
+        "how long a request waits for its stored prefix: not at all, for all of it, or for a second; auto: best_effort for "
+        "files, timeout for a store",
+        choices=("auto", *PREFETCH_POLICIES),
     )
     kv_events_config: str | None = flag(
         None, 'publish the events of the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
@@ -546,9 +554,11 @@ class ServerConfig(LogFlags, ImageFlags, AccessFlags):
     )
     skip_server_warmup: bool = flag(False, "compute no request before the worker says that it is ready")
     ready_file: str | None = flag(None, "file to write, as JSON, once the server is healthy")
-    tokenizer_worker_num: int = flag(
-        1,
-        "frontend processes, which share the port: HTTP, templates, tokenization and detokenization",
+    tokenizer_worker_num: int | None = flag(
+        None,
+        "frontend processes, which share the port: HTTP, templates, tokenization and detokenization; default: "
+        f"{FRONTENDS_OF_MANY} on a GPU from {MANY_RUNNING} running requests on, unless --random-seed or --enable-early-rejection is "
+        "given; else 1",
         least=1,
         most=64,
     )
@@ -568,3 +578,7 @@ class ServerConfig(LogFlags, ImageFlags, AccessFlags):
         unit="s",
         least=0,
     )
+
+    @property
+    def num_frontends(self) -> int:
+        return self.tokenizer_worker_num or 1

@@ -65,7 +65,7 @@ class EncodeRunner:
     """Step of an encoder worker: images -> features -> pages of `pool`, one layer of token rows.
 
     Runs inside the stream, in plan order. A request's tokens are those of one image, and a token's
-    KV is its row of features, so page allocator, prefix tree and transfers see no difference.
+    KV is its row of features.
     """
 
     def __init__(self, model: TowerModel, *, pool: KVPool, page_table: PageTable, images: ImagePass) -> None:
@@ -141,7 +141,6 @@ class EncodeExecutor:
         raise AssertionError(f"step {launched.plan.seq} samples nothing")
 
     def collect(self, launched: EncodeLaunch) -> StepResult:
-        """See Executor.collect."""
         failure = ""
         try:
             launched.task.result()
@@ -151,7 +150,6 @@ class EncodeExecutor:
         return StepResult(seq=launched.plan.seq, items=items, failure=failure)
 
     def call(self, work: Callable[[], T]) -> T:
-        """See Executor.call."""
         return self._stream.submit(work).result()
 
     def close(self) -> None:

@@ -115,7 +115,8 @@ class PullSocket(Generic[M]):
     Without a thread: a message wakes its handler's thread and takes one system call.
     """
 
-    def __init__(self, endpoint: str, union: Any) -> None:
+    def __init__(self, endpoint: str, union: Any, *, join: Callable[[list[M]], list[M]] = list) -> None:
+        """`join`: several messages that a handler finds become fewer."""
         Path(endpoint).unlink(missing_ok=True)  # of an ended process
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
@@ -128,6 +129,7 @@ class PullSocket(Generic[M]):
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Callable[[M], None] | None = None
+        self._join = join
 
     @property
     def fd(self) -> int:
@@ -201,7 +203,8 @@ class PullSocket(Generic[M]):
     def _drain(self) -> None:
         if self._handler is None:
             return
-        for message in self._take(timeout_s=0.0, reads_all=False):
+        messages = self._take(timeout_s=0.0, reads_all=False)
+        for message in messages if len(messages) < 2 else self._join(messages):
             self._handle(message)
 
     def _handle(self, message: M) -> None:
@@ -213,8 +216,6 @@ class PullSocket(Generic[M]):
 
 
 class _Sender:
-    """A sender's connection: MessageStream frames, read ahead."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._begun = bytearray()  # an incomplete message

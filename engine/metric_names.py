@@ -1,7 +1,7 @@
 """Exported names of the scheduler's metrics (docs/observability.md).
 
-`sglang:` and `vllm:` where those servers export the quantity, so that dashboards, autoscalers and
-the Gateway API's inference extension work; else `tandem_`.
+`sglang:` and `vllm:` where those servers export the quantity, for dashboards and autoscalers; else
+`tandem_`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -71,6 +71,7 @@ GAUGES = {
     ),
     "hicache_host_used_tokens": Figure("sglang:hicache_host_used_tokens", "tokens of prefixes in host memory"),
     "hicache_host_total_tokens": Figure("sglang:hicache_host_total_tokens", "tokens that host memory has room for"),
+    "storage_read_gb_s": Figure("tandem_storage_read_gb_s", "GB/s of the last reads of files or a store"),
     "swa_token_usage": Figure("sglang:swa_token_usage", "used share of the KV of layers with a window (1: all)"),
     "mamba_usage": Figure("sglang:mamba_usage", "used share of the slots of recurrent states (1: all)"),
     "mamba_cached_slots": Figure("tandem_mamba_cached_slots", "slots that keep the recurrent state of a prefix"),
@@ -94,6 +95,7 @@ GAUGES = {
         "tandem_expert_failed_layers", "layers whose experts a rank could not read, and stayed"
     ),
     "prefix_fetch_gb_s": Figure("tandem_prefix_fetch_gb_s", "bandwidth of prefixes that came lately"),
+    "conversations": Figure("tandem_num_conversations", "conversations that requests have named, of those remembered"),
     "live": Figure("tandem_num_live_reqs", "requests that have not ended"),
     "waiting_tokens": Figure("tandem_waiting_tokens", "tokens to compute in the waiting queue"),
     "paused": Figure("tandem_paused", "1: generation is paused"),
@@ -231,20 +233,25 @@ COUNTERS = {
     "features_unsent": Figure("tandem_num_features_unsent", "images whose transfer failed"),
     "hicache_device_hit_tokens": Figure("tandem_hicache_device_hit_tokens", "prompt tokens found on the device"),
     "hicache_host_hit_tokens": Figure("tandem_hicache_host_hit_tokens", "prompt tokens that came from host memory"),
-    "hicache_disk_hit_tokens": Figure("tandem_hicache_disk_hit_tokens", "prompt tokens that came from files"),
+    "hicache_disk_hit_tokens": Figure(
+        "tandem_hicache_disk_hit_tokens", "prompt tokens that came from files or a store"
+    ),
     "hicache_saved_pages": Figure("tandem_hicache_saved_pages", "pages copied to host memory"),
     "hicache_loaded_pages": Figure("tandem_hicache_loaded_pages", "pages copied back from host memory"),
     "hicache_loaded_ahead_pages": Figure(
         "tandem_hicache_loaded_ahead_pages", "of them, those copied back while their requests waited"
     ),
-    "hicache_written_pages": Figure("tandem_hicache_written_pages", "pages written to files"),
-    "hicache_read_pages": Figure("tandem_hicache_read_pages", "pages read from files"),
+    "hicache_written_pages": Figure("tandem_hicache_written_pages", "pages written to files or a store"),
+    "hicache_read_pages": Figure("tandem_hicache_read_pages", "pages read from files or a store"),
+    "conversation_turns": Figure("tandem_conversation_turns", "second and later turns of named conversations"),
+    "conversation_hit_tokens": Figure("tandem_conversation_hit_tokens", "cached tokens of their prompts"),
     "hicache_skipped_pages": Figure("tandem_hicache_skipped_pages", "pages not copied: all of host memory was in use"),
     "hicache_unwritten_pages": Figure(
-        "tandem_hicache_unwritten_pages", "pages not written: no room, or the disk is too slow"
+        "tandem_hicache_unwritten_pages", "pages not written: no room, or the storage is too slow"
     ),
-    "hicache_failed_writes": Figure("tandem_hicache_failed_writes", "files that could not be written"),
-    "hicache_bad_files": Figure("tandem_hicache_bad_files", "files that were wrong and were deleted"),
+    "hicache_failed_writes": Figure("tandem_hicache_failed_writes", "pages that could not be written"),
+    "hicache_storage_pauses": Figure("tandem_hicache_storage_pauses", "pauses of a store that failed or was late"),
+    "hicache_bad_files": Figure("tandem_hicache_bad_files", "stored pages that were wrong and were deleted"),
 }
 # vLLM's names of our metrics; its stages are separate histograms.
 VLLM_NAMES = {

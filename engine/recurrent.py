@@ -2,19 +2,19 @@
 
 from dataclasses import replace
 
+import msgspec
+
 from engine.config import EngineConfig
+from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.core.mem_cache.state_slots import StateSlots, grid_of
 from engine.core.policy import Limits
 from engine.flags.resolve import state_slots
+from engine.kv.kv_pool import hashed_if_long
 from service.flags import ConfigError
-
-NEEDS = "a model with recurrent states cannot go on from pages alone"
 
 
 def check_recurrent(config: EngineConfig) -> None:
-    """Raise ConfigError for features that keep pages without states."""
-    if config.enable_hierarchical_cache:
-        raise ConfigError(f"--enable-hierarchical-cache: keeps pages of KV, and {NEEDS}; leave it out")
+    """Raises ConfigError."""
     assert config.chunked_prefill_size is not None, "resolved"
     grid = grid_of(config.page_size)
     if 0 < config.chunked_prefill_size < grid:
@@ -33,6 +33,13 @@ def make_state_slots(config: EngineConfig, *, peers_write: bool, num_shadows: in
         peers_write=peers_write,
         num_shadows=num_shadows,
     )
+
+
+def with_states(pages: KVIdentity, layout: str, slot_bytes: int) -> KVIdentity:
+    if not slot_bytes:
+        return pages
+    whole = hashed_if_long(f"{pages.layout}/states {layout}")
+    return msgspec.structs.replace(pages, layout=whole, state_bytes=slot_bytes)
 
 
 def cut_on_grid(limits: Limits, grid: int) -> Limits:

@@ -101,7 +101,6 @@ class _References:
         return result
 
     def placed(self, path: Path, schema: Any) -> Any:
-        """The schema at `path`, or a reference if named."""
         return {"$ref": self._pointer(path)} if path in self.names else self.body(path)
 
     def _pointer(self, path: Path) -> str:
@@ -163,7 +162,6 @@ class _References:
         raise BadReference(f"{_shown(reference)}: no schema stands there")
 
     def _place(self, path: Path, pointer: str) -> Path | None:
-        """Resolve a JSON pointer from `path`."""
         keys = (key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")[1:])
         found = (*path, *keys)
         try:

@@ -1,25 +1,26 @@
 """One run: a layout's workers serve a workload at one rate.
 
-The router's policies route (routing.py). Workers may join and retire, as in role switches
-(tests/planner/role_moves.py).
+Workers may join and retire, as in role switches (tests/planner/role_moves.py).
 """
 
 import re
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from deploy.bench.stats import RequestRecord
 from engine.frontend.apis.admin.load import v1_loads_entry
-from engine.messages import AbortRequest, Bootstrap, GenerateRequest, GetState, TokenOutput
+from engine.messages import AbortRequest, Bootstrap, GenerateRequest, GetState, PrefixSource, TokenOutput
 from engine.sampling_params import SamplingParams
 from planner.executor import Host
-from planner.routing import REPORT_S, WANTED, Routed, Routing
+from planner.routing import ANY, REPORT_S, Routed, Routing
 from planner.transfer import Network
 from planner.worker import PlanWorker, WorkerSpec
-from planner.workload import PlannedRequest
+from planner.workload import PlannedRequest, tokens_of
 from planner.world import Timeline
 from router.attempts.request import Slo
+from router.config import RouterConfig
 from router.pool.reports import parse_load
 from service.flags import ConfigError
 
@@ -46,10 +47,6 @@ class ClusterLayout:
             f"{self.unified}U" if self.unified else ""
         )
         return pools + ("-mixed" if self.mixed else "") + (f"-tp{self.tp}" if self.tp > 1 else "")
-
-    @property
-    def is_mixed_pool(self) -> bool:
-        return bool(self.prefill and self.unified)
 
     @property
     def num_workers(self) -> int:
@@ -90,7 +87,7 @@ def _unknown(text: str) -> ConfigError:
 
 
 def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLayout]:
-    """All have equally many GPUs, as larger pools queue better."""
+    """All have equally many GPUs: larger pools queue better."""
     found, gpus = list[ClusterLayout](), num_workers * max(tps)
     for tp in [tp for tp in tps if gpus % tp == 0]:
         workers = gpus // tp
@@ -102,6 +99,7 @@ def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLa
 # ---- cluster
 
 LATE = "late"
+WARMING = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +119,20 @@ class ClusterCosts:
     host_request_s: float = 0.0
     host_token_s: float = 0.0
     policy: str = "least_load"
-    wanted: Slo = WANTED
+    route: str = RouterConfig.route
+    wanted: Slo = ANY
 
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """A request, with the workers that still have it."""
-
     request: PlannedRequest
     record: RequestRecord
     routed: Routed[PlanWorker]
     open_workers: list[PlanWorker]
     last_s: float = 0.0
+
+
+_Sending = tuple[PlannedRequest, RequestRecord]
 
 
 class PlannedCluster:
@@ -141,7 +141,8 @@ class PlannedCluster:
         self._specs = workers
         self._costs = costs
         self._host = Host(costs.cores, home_cores=costs.worker_cores)
-        self.routing = Routing[PlanWorker](costs.policy, layout.is_mixed_pool, costs.wanted)
+        kv_tokens = min(spec.num_pages * spec.engine.page_size for spec in workers.values())
+        self.routing = Routing[PlanWorker](costs.policy, costs.route, costs.wanted, kv_tokens)
         self._network = Network(
             self.timeline,
             page_bytes=next(iter(workers.values())).page_bytes,
@@ -154,6 +155,7 @@ class PlannedCluster:
         for role in layout.roles:
             self.join(role)
         self._live: dict[str, _LiveRequest] = {}
+        self._later = defaultdict[int, list[_Sending]](list)  # turns, by the request that they wait for
         self._num_left = 0
         self._decode_steps = self._accepted = 0
         self.on_end: Callable[[PlanWorker], None] = lambda worker: None  # a request there has ended
@@ -166,17 +168,26 @@ class PlannedCluster:
         ]
         self._num_left = len(records)
         for request, record in zip(requests, records, strict=True):
-            self.timeline.at(record.sent_s + self._costs.outside_s, partial(self._send, request, record))
-        if self.routing.mixed:
-            self._report()
+            if request.after is None:
+                self._send_later(request, record)
+            else:
+                self._later[request.after].append((request, record))
+        self._report()
         self.timeline.run_until(until_s, done=lambda: self._num_left == 0)
         return records
 
     def warm(self, history: Sequence[PlannedRequest]) -> None:
         """Put earlier prefixes into caches."""
+        recent = deque[Routed[PlanWorker]]()  # still charged, so that history spreads as a load does
         for request in history:
             routed = self.routing.choose(self._pools, request, now_s=0.0)
-            routed.workers[0].remember(request.tokens())
+            for worker in routed.workers:
+                worker.remember(tokens_of(request.answered if worker is routed.workers[-1] else request.blocks))
+            self.routing.on_answered(routed, request)
+            recent.append(routed)
+            if len(recent) > WARMING:
+                self.routing.cancel(recent.popleft())
+        for routed in recent:
             self.routing.cancel(routed)
 
     @property
@@ -205,6 +216,9 @@ class PlannedCluster:
         )
         self._all.append(worker)
         self._pools.setdefault(role, []).append(worker)
+        if worker.spec.prefix_fetch:
+            token_bytes = worker.spec.page_bytes // worker.spec.engine.page_size
+            self.routing.fetches(role, worker, token_bytes=token_bytes)
         return worker
 
     def retire(self, worker: PlanWorker) -> None:
@@ -224,18 +238,23 @@ class PlannedCluster:
             worker.receive(GetState("planned"))
         self.timeline.at(self.timeline.now_s + REPORT_S, self._report)
 
+    def _send_later(self, request: PlannedRequest, record: RequestRecord) -> None:
+        self.timeline.at(record.sent_s + self._costs.outside_s, partial(self._send, request, record))
+
     def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
         routed = self.routing.choose(self._pools, request, now_s=self.timeline.now_s)
         used = routed.workers
         self._host.finish("frontends", at_s=self.timeline.now_s, work_s=self._costs.host_request_s)
         rid = f"r{record.idx}"
         self._live[rid] = _LiveRequest(request, record, routed, open_workers=list(used))
+        tokens = request.tokens()
         message = GenerateRequest(
             rid=rid,
-            input_ids=request.tokens(),
+            input_ids=tokens,
             sampling=SamplingParams(max_new_tokens=request.output_len, ignore_eos=True, temperature=0.0),
             bootstrap=Bootstrap("planned", 1, record.idx + 1) if len(used) > 1 else None,
             stream=True,
+            prefix_source=_prefix_source(routed),
         )
         for worker in used:
             worker.receive(message)
@@ -261,6 +280,10 @@ class PlannedCluster:
         if worker is live.routed.workers[-1]:
             is_whole = output.finish.kind != "abort"
             self.routing.on_end(live.routed, live.record.output_tokens if is_whole else 0, live.last_s)
+            self.routing.on_answered(live.routed, live.request)
+            for request, record in self._later.pop(live.record.idx, ()):
+                record.sent_s = max(record.sent_s, live.last_s)
+                self._send_later(request, record)
         self.routing.release(live.routed.leases[live.routed.workers.index(worker)])
         if output.finish.kind == "abort":
             if live.record.error == LATE:  # the first error counts
@@ -272,6 +295,11 @@ class PlannedCluster:
             live.record.error = None
         self._num_left -= not live.open_workers
         self.on_end(worker)
+
+
+def _prefix_source(routed: Routed[PlanWorker]) -> PrefixSource | None:
+    source = routed.source
+    return None if source is None else PrefixSource(source.address, source.address, num_tokens=routed.num_fetched)
 
 
 def _record(live: _LiveRequest, output: TokenOutput, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""`tandem plan`: the smallest cluster that serves a workload within its SLO, by simulation."""
+"""`tandem plan`: the smallest cluster for a workload and SLO, by simulation."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,7 +8,7 @@ from engine.config import MAX_DRAFT_TOKENS, MAX_PAGE_SIZE, SPECULATIVE_ALGORITHM
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
 from engine.flags.speculation import NGRAM
 from planner.step_time import GPUS
-from router.config import POLICIES
+from router.config import POLICIES, ROUTES, RouterConfig
 from service.flags import ConfigError, FlagSet, flag
 
 
@@ -157,6 +157,12 @@ class LayoutFlags(FlagSet):
     )
     total_rate: float | None = _positive(None, "also say how many GPUs serve this many requests per second")
 
+    route: str = flag(
+        RouterConfig.route,
+        "where requests go: by a pair, whole to one worker, or where they cost least",
+        choices=tuple(ROUTES),
+    )
+    prefix_fetch: bool = flag(False, "prefill workers fetch prefixes from other workers, decode workers among them")
     policy: str = flag("least_load", "how the router chooses prefill workers (docs/router.md)", choices=POLICIES)
 
 

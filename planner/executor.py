@@ -6,7 +6,7 @@ Lengths end answers. All tokens are TOKEN, except OTHER at the planned rate of w
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -50,8 +50,7 @@ class _Occupancy:
 class Host:
     """A machine whose cores steps, transfers (copies) and HTTP share. `cores`: None if workers have
     own machines. `home_cores`: bound to each. Max-min fair. The end of work is fixed at its start:
-    later work cannot delay it, but the owner's next work pays the lost time. So no core is used
-    twice, and events keep their order.
+    later work cannot delay it, but the owner's next work pays the lost time.
     """
 
     def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:
@@ -91,7 +90,6 @@ class Host:
         return now_s
 
     def _speeds(self, running: list[Threads]) -> list[float]:
-        """Relative to an idle machine."""
         assert self._cores is not None
         shares = core_shares(self._cores, self._home_cores, running)
         used = sum(one.num * share for one, share in zip(running, shares, strict=True))
@@ -150,25 +148,20 @@ class TimedLaunch:
     end_s: float
 
 
+@dataclass(eq=False)
 class TimedExecutor:
     """A step starts at its launch, after the one before; `collect` waits for its end."""
 
-    def __init__(
-        self,
-        step_time: StepTime,
-        clock: WorkerClock,
-        *,
-        host: Host,
-        threads: Threads,
-        beside: Beside,
-        drafter: DrafterTime | None,
-        is_right: Callable[[], bool],
-    ) -> None:
-        self._step_time = step_time
-        self._drafter = drafter
-        self._is_right = is_right
-        self._clock = clock
-        self._host = host
+    step_time: StepTime
+    clock: WorkerClock
+    _: KW_ONLY
+    host: Host
+    threads: InitVar[Threads]
+    beside: InitVar[Beside]
+    drafter: DrafterTime | None
+    is_right: Callable[[], bool]
+
+    def __post_init__(self, threads: Threads, beside: Beside) -> None:
         self._threads = {
             prompts: threads._replace(beside=slower)
             for prompts, slower in ((True, beside.prefill), (False, beside.decode))
@@ -177,10 +170,10 @@ class TimedExecutor:
         self.busy_s = 0.0
 
     def launch(self, plan: Plan) -> TimedLaunch:
-        begin_s = max(self._clock.now_s, self._free_s)
-        work_s = plan_seconds(plan, self._step_time, self._drafter)
+        begin_s = max(self.clock.now_s, self._free_s)
+        work_s = plan_seconds(plan, self.step_time, self.drafter)
         threads = self._threads[any(item.extend for item in plan.items)]
-        self._free_s = self._host.finish(self, at_s=begin_s, work_s=work_s, threads=threads)
+        self._free_s = self.host.finish(self, at_s=begin_s, work_s=work_s, threads=threads)
         self.busy_s += self._free_s - begin_s
         return TimedLaunch(plan, self._free_s)
 
@@ -191,7 +184,7 @@ class TimedExecutor:
         """It is part of a step's time."""
 
     def collect(self, launched: TimedLaunch) -> StepResult:
-        self._clock.now_s = max(self._clock.now_s, launched.end_s)
+        self.clock.now_s = max(self.clock.now_s, launched.end_s)
         plan = launched.plan
         return StepResult(plan.seq, [self._result(item) for item in plan.items])
 
@@ -200,7 +193,7 @@ class TimedExecutor:
             return ItemResult(token=None, drafted=[Guess(TOKEN, n - 1, CONFIDENCE) for n in range(item.to_draft)])
         if not item.sample:
             return _SILENT
-        return _DRAWN if self._is_right() else _OTHER
+        return _DRAWN if self.is_right() else _OTHER
 
 
 # ---- Speculation: real rows and passes (engine/speculative/drafting.py), right at the planned rate.
@@ -221,11 +214,11 @@ class Speculation:
     time: DrafterTime | None
     match_rate: float = 1.0
 
-    def decode(self) -> MakeDecodeStrategy:
+    def decode(self, *, overlaps: bool) -> MakeDecodeStrategy:
         drafting = Drafting(None, most=self.most, passes=self.most)
         if self.time is None:
             drafting = Drafting(Guesses(self.most, self.match_rate), most=self.most)
-        return partial(SpeculativeDecode, drafting=drafting)
+        return partial(SpeculativeDecode, drafting=drafting, overlaps=overlaps and self.time is not None)
 
     def draws(self) -> Callable[[], bool]:
         uniform = random.Random(SEED).random

@@ -8,9 +8,9 @@ Undisturbed requests reveal durations:
               step + c x requests + d x KV tokens
     hand-over additional TTFT of the same prompt through a pair:  e + f x prompt
 
-Least squares of relative errors, without negative coefficients, over stretches, since tokens arrive
-in clumps. A prefill step costs at least a decode step's constant, the rest is `outside`. The noisy
-hand-over's slope is the median of all (Theil and Sen, JASA 1968).
+Non-negative least squares of relative errors over stretches, as tokens arrive in clumps. A prefill
+step costs at least a decode step's constant, the rest is `outside`. The noisy hand-over's slope is
+the median of all (Theil and Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,13 +25,12 @@ import msgspec
 import numpy as np
 
 from deploy.bench.stats import RequestRecord
-from planner.step_time import Beside, Efficiency, Fitted, Gpu, Roofline, Shape, StepLoad
+from planner.step_time import Beside, Fitted, Gpu
 from service.flags import ConfigError
 
 MIN_PREFILLS, MIN_GAPS, MAX_STRETCHES = 8, 64, 4000
 STRETCH = 16  # gaps
 ROUNDS = 5  # of reweighted least squares
-SIDES = 10  # rounds of choosing whether FLOP/s or bandwidth bounds a step
 
 
 class ReportTarget(msgspec.Struct):
@@ -75,10 +74,6 @@ class StepTimeFit:
 def read_records(path: str) -> list[RequestRecord]:
     """The first target. Raises ConfigError."""
     return _read(path, flag="--fit", targets=1)[0]
-
-
-def read_pair(path: str) -> list[list[RequestRecord]]:
-    return _read(path, flag="--fit-pair", targets=2)
 
 
 def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
@@ -143,36 +138,12 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
     return handover_of(more)
 
 
-def fit_efficiency(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Shape) -> Efficiency:
-    """Fit the reached shares of a data sheet, and the overhead, to (load, seconds) of steps.
-
-    `Roofline` is linear in overhead and inverse shares once each step's slower side is known: least
-    squares, then the sides again.
-    """
-    found = Efficiency(compute=1.0, memory=1.0, step_s=0.0)
-    for _ in range(SIDES):
-        rows = [_sides(load, Roofline(gpu=gpu, shape=shape, efficiency=found)) for load, _ in steps]
-        step_s, compute, memory = least_squares(rows, [seconds for _, seconds in steps])
-        found = Efficiency(compute=1 / max(compute, 1.0), memory=1 / max(memory, 1.0), step_s=step_s)
-    return found
-
-
-def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
-    """1, and the seconds at the data sheet's FLOP/s and bandwidth."""
-    parts = model.parts(load)
-    shares = model.efficiency.compute, model.efficiency.memory
-    compute = sum(part.compute_s for part in parts if part.is_compute_bound)
-    memory = sum(part.memory_s for part in parts if not part.is_compute_bound)
-    return 1.0, compute * shares[0], memory * shares[1]
-
-
 def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
     token_s = max(0.0, median((b - a) / (n - m) for (m, a), (n, b) in combinations(more, 2) if m != n))
     return HandoverTime(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
 
 
 def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
-    """A sample of stretches without a request waiting for its first token."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
     tokens = [_token_times(r) for r in records]
@@ -295,7 +266,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
     """Raises ConfigError."""
     found = fit([read_records(path) for path in reports])
-    handover = fit_handover(*read_pair(pair)) if pair else None
+    handover = fit_handover(*_read(pair, flag="--fit-pair", targets=2)) if pair else None
     return Profile(
         step_time=found.step_time,
         outside_s=found.outside_s,

@@ -63,11 +63,6 @@ def first_verified(count: int) -> int:
     return int(count * VERIFIED_FROM)
 
 
-def max_misses(count: int, share: float) -> int:
-    """Return how many requests may miss the SLO before a run stops."""
-    return int((count - first_verified(count)) * (1 - share) + 1e-9)
-
-
 def point_of(
     records: Sequence[RequestRecord],
     *,

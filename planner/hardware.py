@@ -192,7 +192,6 @@ def _link_bytes_per_s(given_gb_s: float | None, gpu: Gpu | None, handover: Hando
 
 
 def _latency_s(given_s: float | None, control_s: float, handover: HandoverTime | None) -> float:
-    """A hand-over's time without bytes and messages."""
     if given_s is not None:
         return given_s
     if handover is None:

@@ -91,7 +91,6 @@ def _wider_attention(drafter: DrafterConfig, tp: int) -> int:
 
 
 def _without_head(shape: Shape) -> Shape:
-    """Drop the head: no logits are read."""
     head_bytes = shape.head_params * shape.element_bytes
     return replace(shape, head_params=0, vocab=0, read_bytes=shape.read_bytes - head_bytes)
 
@@ -175,7 +174,6 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 
 
 def _left_for_kv(engine: EngineConfig, weights: int, *, memory_bytes: int) -> int:
-    """Bytes for KV per GPU, as in a worker."""
     found = MeasuredMemory(
         memory=memory_bytes,
         free=memory_bytes,

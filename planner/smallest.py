@@ -1,4 +1,4 @@
-"""The smallest cluster that serves a rate of the whole, and what more GPUs give."""
+"""The smallest cluster for a rate, and what more GPUs give."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

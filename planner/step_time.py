@@ -161,8 +161,6 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class BoundPart:
-    """A part of a step that takes the longer of two times."""
-
     compute_s: float
     memory_s: float
 

@@ -28,6 +28,7 @@ from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest, workload_of
 from router.attempts.request import Slo
+from router.config import ROUTES
 from service.flags import ConfigError
 
 NUM_WORKERS, MAX_WORKERS = 4, 8  # of the default layouts; with --request-rate
@@ -171,6 +172,7 @@ def _costs(config: PlanConfig, hardware: Hardware) -> ClusterCosts:
         host_request_s=config.host_request_time_s,
         host_token_s=config.host_token_time_s,
         policy=config.policy,
+        route=config.route,
         wanted=Slo(config.slo_ttft_s, config.slo_tpot_s),
     )
 
@@ -190,7 +192,6 @@ def _sizes(config: PlanConfig) -> Sequence[int]:
 
 
 def _layouts(texts: Sequence[str], *, sizes: Sequence[int], tps: Sequence[int]) -> list[ClusterLayout]:
-    """Parse layouts, or propose some of each size, with each of `tps` unless given."""
     if not texts:
         return list(dict.fromkeys(layout for size in sizes for layout in candidates(size, tps=tps)))
     named = [parse_layout(text) for text in texts]
@@ -200,8 +201,11 @@ def _layouts(texts: Sequence[str], *, sizes: Sequence[int], tps: Sequence[int]) 
 def run_study(study: Study, cluster: PlannedCluster, rate: float) -> list[RequestRecord]:
     """Run at `rate` per second, until no request can be good."""
     cluster.warm(study.history)
-    until_s = max(study.slo.latest_s(sent_s=a.at / rate, output_len=a.output_len) for a in study.requests)
-    return cluster.run(study.requests, rate=rate, until_s=until_s)
+    latest_s = list[float]()
+    for one in study.requests:
+        sent_s = one.at / rate if one.after is None else max(one.at / rate, latest_s[one.after])
+        latest_s.append(study.slo.latest_s(sent_s=sent_s, output_len=one.output_len))
+    return cluster.run(study.requests, rate=rate, until_s=max(latest_s))
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
@@ -230,10 +234,11 @@ def guess_rate(study: Study, layout: ClusterLayout) -> float:
 
 
 def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
-    engines = dict.fromkeys(layout.roles, replace(study.engine, enable_mixed_chunk=False))
-    if layout.mixed:
-        size = study.config.mixed_chunk_size
-        engines["unified"] = replace(study.engine, enable_mixed_chunk=True, chunked_prefill_size=size)
+    size = study.config.mixed_chunk_size
+    plain = replace(study.engine, enable_mixed_chunk=False)
+    mixed = replace(study.engine, enable_mixed_chunk=True, chunked_prefill_size=size)
+    mixing = {"decode", *(ROUTES[study.costs.route] if layout.decode else ()), *(("unified",) if layout.mixed else ())}
+    engines = {role: mixed if role in mixing else plain for role in layout.roles}
     workers = {
         role: WorkerSpec(
             role=role,
@@ -245,6 +250,7 @@ def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
             threads=study.config.step_cores,
             beside=study.hardware.beside,
             speculation=study.speculation[layout.tp],
+            prefix_fetch=study.config.prefix_fetch and role != "unified",
         )
         for role, engine in engines.items()
     }
@@ -283,7 +289,6 @@ def _local(given: str, *, option: str) -> str:
 
 
 def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:
-    """Add the drafter, with `longest` tokens of context."""
     found = model
     for tp in tps:  # each checks a rank's part
         found = with_drafter(replace(engine, tp_size=tp, kv_units=None, context_length=longest), model)

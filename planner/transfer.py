@@ -34,13 +34,14 @@ class End:
     now: Callable[[], float]
     wake: Callable[[], None]
     home: Hashable = None
+    asked: list[RecomputeRequest] = field(default_factory=list)  # for prefixes, by peers
 
 
 @dataclass(slots=True, eq=False)
 class PlannedRoom:
     """A side is None until it opens the room."""
 
-    number: int
+    key: Hashable
     prefill: End | None = None
     decode: End | None = None
     prefill_state: KVPoll = KVPoll.Bootstrapping
@@ -48,6 +49,7 @@ class PlannedRoom:
     num_pages: int | None = None
     decode_row: int = 0
     skip_pages: int = 0  # at the front, cached by decode
+    sent_pages: int = 0
 
 
 class Network:
@@ -57,13 +59,24 @@ class Network:
         self._control_s = control_s
         self._latency_s = latency_s
         self._host = host
-        self._rooms: dict[int, PlannedRoom] = {}
+        self._rooms: dict[Hashable, PlannedRoom] = {}
+        self.ends: dict[str, End] = {}  # of sources of prefixes, by address
 
-    def room(self, number: int) -> PlannedRoom:
-        return self._rooms.setdefault(number, PlannedRoom(number))
+    def room(self, key: Hashable) -> PlannedRoom:
+        return self._rooms.setdefault(key, PlannedRoom(key))
 
-    def forget(self, number: int) -> None:
-        self._rooms.pop(number, None)
+    def forget(self, key: Hashable) -> None:
+        self._rooms.pop(key, None)
+
+    def call(self, room: PlannedRoom, source: str) -> None:
+        """Open the room of a prefix at its source."""
+        room.prefill = self.ends[source]
+        self.shake_hands(room)
+
+    def ask(self, room: PlannedRoom, wanted: RecomputeRequest, *, num_pages: int, row: int) -> None:
+        room.decode_row, room.num_pages = row, num_pages
+        assert room.decode is not None
+        self._after_messages(1, room.decode, lambda: self._deliver(room, wanted))
 
     def shake_hands(self, room: PlannedRoom) -> None:
         """Exchange decode's request and the reply, once both are there."""
@@ -78,6 +91,7 @@ class Network:
     def send(self, room: PlannedRoom, *, num_pages: int, row: int | None) -> None:
         """`row`: the metadata, with the last pages."""
         room.prefill_state = KVPoll.Transferring
+        room.sent_pages += num_pages
         assert room.prefill is not None
         begin_s = max(room.prefill.now(), self._timeline.now_s)
         self._timeline.at(begin_s, lambda: self._move_bytes(room, num_pages * self._page_bytes, row))
@@ -92,6 +106,12 @@ class Network:
                 self._timeline.at(max(end.now(), self._timeline.now_s), end.wake)
 
     # ---- inside
+
+    def _deliver(self, room: PlannedRoom, wanted: RecomputeRequest) -> None:
+        if room.prefill_state is KVPoll.Bootstrapping and room.prefill is not None:
+            room.prefill_state = KVPoll.WaitingForInput
+            room.prefill.asked.append(wanted)
+            room.prefill.wake()
 
     def _after_messages(self, count: int, end: End, act: Callable[[], None]) -> None:
         self._timeline.at(max(end.now(), self._timeline.now_s) + count * self._control_s, act)
@@ -136,8 +156,6 @@ class Network:
 
 @dataclass(slots=True, eq=False)
 class PlannedSender:
-    """A KVSender."""
-
     network: Network
     room: PlannedRoom
 
@@ -153,7 +171,6 @@ class PlannedSender:
         return self.room.prefill_state
 
     def send(self, source: SourcePages) -> None:
-        """Send pages, except those cached by decode."""
         if self.room.prefill_state is KVPoll.Failed:
             return
         end, skip = source.start + len(source.pages), self.room.skip_pages
@@ -175,19 +192,23 @@ class PlannedSender:
 
 @dataclass(slots=True, eq=False)
 class PlannedReceiver:
-    """A KVReceiver."""
-
     network: Network
     room: PlannedRoom
+    number: int
+    attempt: int
 
     def poll(self) -> KVPoll:
         return self.room.decode_state
 
     def provide(self, target: TargetPages) -> None:
-        assert target.work is None, "decode workers of a plan recompute by themselves"
         assert not target.tail, "the models of a plan have pages alone"
         self.room.skip_pages = target.skip_pages
-        self.network.provide(self.room, num_pages=len(target.pages), row=target.metadata_row)
+        num_pages, row = len(target.pages), target.metadata_row
+        if target.work is None:
+            return self.network.provide(self.room, num_pages=num_pages, row=row)
+        assert target.work.cached, "decode workers of a plan recompute by themselves"
+        wanted = RecomputeRequest(self.number, self.attempt, target.work)
+        self.network.ask(self.room, wanted, num_pages=num_pages, row=row)
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)
@@ -199,13 +220,13 @@ class PlannedReceiver:
         return 0
 
     def written_pages(self) -> int:
-        return 0
+        return self.room.sent_pages
 
     def drained(self) -> bool:
         return self.room.decode_state in (KVPoll.Success, KVPoll.Failed)
 
     def close(self) -> None:
-        self.network.forget(self.room.number)
+        self.network.forget(self.room.key)
 
 
 @dataclass(slots=True)
@@ -220,13 +241,15 @@ class PlannedSenders:
     paths: list[PeerPath] = field(default_factory=list)
 
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> PlannedSender:
-        found = self.network.room(room)
-        found.prefill = self.end
-        self.network.shake_hands(found)
+        found = self.network.room((room, room_attempt) if room_attempt else room)
+        if not room_attempt:  # a prefix's receiver has called before
+            found.prefill = self.end
+            self.network.shake_hands(found)
         return PlannedSender(self.network, found)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        return []
+        taken, self.end.asked = self.end.asked, []
+        return taken
 
     def check(self) -> None:
         """Do nothing."""
@@ -246,10 +269,13 @@ class PlannedReceivers:
     def receiver(
         self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
     ) -> PlannedReceiver:
-        found = self.network.room(room)
+        found = self.network.room(room if route is None else (room, room_attempt))
         found.decode = self.end
-        self.network.shake_hands(found)
-        return PlannedReceiver(self.network, found)
+        if route is None:
+            self.network.shake_hands(found)
+        else:
+            self.network.call(found, route.control)
+        return PlannedReceiver(self.network, found, room, room_attempt)
 
     def check(self) -> None:
         """Do nothing."""

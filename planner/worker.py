@@ -1,17 +1,20 @@
 """A planned worker: production loop, scheduler and role with virtual device, network and clients.
 
 An iteration is an event at its start time. While it waits for the device, the worker's clock is
-ahead of the timeline: outputs carry its time; new messages wait for the next iteration.
+ahead: outputs carry its time; new messages wait for the next iteration.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.assembly import RoleAssembly
 from disagg.config import DisaggConfig
+from disagg.features.prefix_fetching import MAX_FETCHES
+from disagg.features.prefix_serving import MAX_SERVED, PrefixRequests
 from disagg.metadata import MetadataBuffers
-from engine.assembly.core import CoreConfig, build_core
+from disagg.role import PeerPart
+from engine.assembly.core import CoreConfig, build_core, conversation_listeners
 from engine.assembly.worker import Clock, computing
 from engine.config import EngineConfig
 from engine.core.decode_planning import DecodePlanner
@@ -20,7 +23,7 @@ from engine.core.scheduler import Scheduler
 from engine.flags.resolve import depth, limits, ratio_rule
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices
-from engine.messages import GenerateRequest, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.messages import GenerateRequest, KVSource, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from planner.executor import Host, Speculation, Threads, TimedExecutor, WorkerClock, always_right
 from planner.step_time import Beside, StepTime
@@ -36,7 +39,7 @@ NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is
 class WorkerSpec:
     """A worker with a resolved `engine`, a `role` ("unified" | "prefill" | "decode") and KV pages.
 
-    `threads`: cores of a step on a shared host, slowed by `beside`. No `speculation`: no drafts.
+    `threads`: cores of a step on a shared host, slowed by `beside`.
     """
 
     role: str
@@ -48,6 +51,7 @@ class WorkerSpec:
     threads: int = 1
     beside: Beside = NO_SLOWER
     speculation: Speculation | None = None
+    prefix_fetch: bool = False
 
 
 class PlanWorker(VirtualWorker):
@@ -66,16 +70,18 @@ class PlanWorker(VirtualWorker):
         most = scheduler.limits.max_running_requests
         end = End(
             link=Link(bytes_per_s=spec.link_bytes_per_s),
-            metadata=MetadataBuffers(2 * most if spec.role != "unified" else 1),
+            metadata=MetadataBuffers(2 * most + MAX_FETCHES + MAX_SERVED if spec.role != "unified" else 1),
             now=lambda: self.clock.now_s,
             wake=wake,
             home=home,
         )
+        self.address = f"planned-{len(network.ends)}"
+        network.ends[self.address] = end
         nothing: Any = None  # no weights are updated, no profile is taken
-        services = LoopServices(weights=nothing, profiler=nothing)
+        services = LoopServices(weights=nothing, profiler=nothing, listeners=conversation_listeners(scheduler))
         super().__init__(
             computing(scheduler, self.executor, services, depth=depth(spec.engine)),
-            _role(spec, scheduler, network, end),
+            _role(spec, scheduler, network, end, self.address),
             Clock(now_s=lambda: self.clock.now_s),
             wake=wake,
         )
@@ -107,16 +113,22 @@ class PlanWorker(VirtualWorker):
         return 0.0 if self.loop.turn() else None
 
 
-def _role(spec: WorkerSpec, scheduler: Scheduler, network: Network, end: End) -> EngineRole:
+def _role(spec: WorkerSpec, scheduler: Scheduler, network: Network, end: End, address: str) -> EngineRole:
     if spec.role == "unified":
         return UnifiedRole(scheduler)
     role = RoleAssembly(
         scheduler=scheduler, metadata=end.metadata, page_size=spec.engine.page_size, page_bytes=spec.page_bytes
     )
+    receivers, senders = PlannedReceivers(network, end), PlannedSenders(network, end)
+    parts: Sequence[PeerPart] = ()
+    if spec.prefix_fetch:
+        token_bytes = spec.page_bytes // spec.engine.page_size
+        parts = fetches, server = role.prefixes(senders, receivers, KVSource(address, address), token_bytes=token_bytes)
+        if spec.role == "decode":
+            parts = fetches, server, PrefixRequests(senders, server)
     if spec.role == "decode":
-        return role.decode(PlannedReceivers(network, end), prealloc_timeout_s=NEVER_S)
-    senders = PlannedSenders(network, end)
-    return role.prefill(senders, senders)
+        return role.decode(receivers, parts, prealloc_timeout_s=NEVER_S)
+    return role.prefill(senders, senders, parts)
 
 
 def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host, home: Hashable) -> TimedExecutor:
@@ -141,7 +153,7 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
         num_pages=spec.num_pages,
         radix=not config.disable_radix_cache,
         ratio=ratio_rule(config),
-        decode=DecodePlanner if speculation is None else speculation.decode(),
+        decode=DecodePlanner if speculation is None else speculation.decode(overlaps=depth(spec.engine) > 1),
     )
     scheduler, _ = build_core(core)
     return scheduler

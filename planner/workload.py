@@ -1,37 +1,47 @@
 """A plan's requests, from a trace or distributions. Pure.
 
-A block is one repeated token id, so equal prefixes match with little memory. Arrivals have a mean
-gap of 1, stretched by rate.
+A block is one repeated token id, to save memory. Arrivals have a mean gap of 1, stretched by rate.
 """
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 from deploy.bench.workload import TRACE_BLOCK_TOKENS, TraceEntry, read_trace
 from planner.config import LoadFlags
+from planner.executor import TOKEN
 
 FIRST_BLOCK = 2  # first free token id, as the executor samples 1
 FIRST_OWN = 1 << 40  # blocks of single requests
+Blocks = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """`at`: arrival in mean gaps. `blocks`: (token id, count)."""
+    """`at`: arrival in mean gaps. `blocks`: (token id, count). `after`: the request of the run with
+    the turn before, which ends first.
+    """
 
     at: float
-    blocks: tuple[tuple[int, int], ...]
+    blocks: Blocks
     output_len: int
+    after: int | None = None
 
     @property
     def input_len(self) -> int:
         return sum(count for _, count in self.blocks)
 
+    @property
+    def answered(self) -> Blocks:
+        return (*self.blocks, (TOKEN, self.output_len))
+
     def tokens(self) -> list[int]:
-        ids: list[int] = []
-        for token, count in self.blocks:
-            ids += [token] * count
-        return ids
+        return tokens_of(self.blocks)
+
+
+def tokens_of(blocks: Blocks) -> list[int]:
+    return list(chain.from_iterable(repeat(token, count) for token, count in blocks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +86,18 @@ def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Plann
     chosen = ordered[first : begin + count]
     times = _spread([entry.timestamp_ms for entry in chosen])
     times = times[: begin - first] + _without_gaps(times[begin - first :])
-    requests = [
-        PlannedRequest(at=at, blocks=_trace_blocks(entry, number), output_len=max(1, entry.output_length))
-        for number, (at, entry) in enumerate(zip(times, chosen, strict=True))
+    turns = Turns()
+    requests = [turns.add(entry, at=at) for at, entry in zip(times, chosen, strict=True)]
+    return split(requests, begin - first)
+
+
+def split(requests: Sequence[PlannedRequest], begin: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """Divide into history and a run, whose turns wait for those of the run."""
+    run = [
+        replace(one, after=one.after - begin if one.after is not None and one.after >= begin else None)
+        for one in requests[begin:]
     ]
-    return requests[: begin - first], requests[begin - first :]
+    return list(requests[:begin]), run
 
 
 def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[PlannedRequest]:
@@ -95,17 +112,44 @@ def _draw(rng: random.Random, longest: int, ratio: float) -> int:
     return max(1, rng.randint(round(longest * ratio), longest))
 
 
-def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]:
-    """Uncovered tokens (rare) are the request's own."""
-    left, blocks = max(1, entry.input_length), list[tuple[int, int]]()
-    for block in entry.hash_ids:
-        if left <= 0:
-            break
-        blocks.append((FIRST_BLOCK + block, min(left, TRACE_BLOCK_TOKENS)))
-        left -= TRACE_BLOCK_TOKENS
-    if left > 0:
-        blocks.append((FIRST_OWN + number, left))
-    return tuple(blocks)
+class Turns:
+    """Requests of a trace, whose blocks name the answers in prompts.
+
+    A prompt continues the request that ends with its longest known prefix, if its answer fits, too.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[PlannedRequest] = []
+        self._owners: dict[int, int] = {}  # the first request with a block
+
+    def add(self, entry: TraceEntry, *, at: float) -> PlannedRequest:
+        number, size, ids = len(self._requests), max(1, entry.input_length), entry.hash_ids
+        known = next((n for n, block in enumerate(ids) if block not in self._owners), len(ids))
+        blocks, after = self._known(ids[:known], size)
+        left = size - sum(count for _, count in blocks)
+        self._owners |= dict.fromkeys(ids[known:], number)
+        own = ((FIRST_OWN + number, left),) if left else ()
+        request = PlannedRequest(at=at, blocks=blocks + own, output_len=max(1, entry.output_length), after=after)
+        self._requests.append(request)
+        return request
+
+    def _known(self, ids: Sequence[int], size: int) -> tuple[Blocks, int | None]:
+        if not ids:
+            return (), None
+        owner = self._owners[ids[-1]]
+        one, whole = self._requests[owner], len(ids) * TRACE_BLOCK_TOKENS
+        if one.input_len < whole + TRACE_BLOCK_TOKENS and one.input_len + one.output_len <= size:
+            return one.answered, owner
+        return cut(one.blocks, min(size, whole)), None
+
+
+def cut(blocks: Blocks, size: int) -> Blocks:
+    found = list[tuple[int, int]]()
+    for token, count in blocks:
+        if size > 0:
+            found.append((token, min(count, size)))
+        size -= count
+    return tuple(found)
 
 
 def _spread(times: Sequence[float]) -> list[float]:

@@ -42,7 +42,6 @@ class Timeline:
         return event
 
     def step(self) -> None:
-        """Run the next event."""
         event = heapq.heappop(self._queue)[2]
         self.now_s = event.time_s
         event.act()

@@ -21,6 +21,7 @@ DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answe
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
 MAX_SAMPLES = 4096  # per request
 
+FIRST_RESPONSE_FIELD = "first_response_id"  # of a conversation that the router stores
 HISTORY_FIELD = "history"  # items before a response's input, which the router stores
 BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
@@ -206,7 +207,7 @@ def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
 
 
 def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
-    """Count prompts and tokens by the first byte, without decoding long prompts."""
+    """Count prompts and tokens, without decoding long prompts."""
     if api in CHATS or not raw.startswith(b"["):
         return 1, len(raw) // BYTES_PER_TOKEN + 1
     match = _FIRST_INSIDE.match(raw)

@@ -9,7 +9,9 @@ from service.flags import ConfigError, FlagSet, flag
 from service.images.hosts import AllowedHosts, ImageFlags
 from service.telemetry.context import FORMATS as LOG_FORMATS
 
-POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
+BY_LOAD, BY_CACHE = "least_load", "cache_aware"
+POLICIES = (BY_LOAD, BY_CACHE, "power_of_two", "round_robin", "random", "consistent_hashing")
+ROUTES = {"auto": ("prefill", "decode"), "pair": (), "decode": ("decode",), "prefill": ("prefill",)}  # whole at
 MAX_PORT = 65535
 
 
@@ -31,17 +33,17 @@ class WorkerFlags(FlagSet):
         (), "URL [BOOTSTRAP_PORT] of a prefill worker; repeatable; default port: as the worker reports", by_hand=True
     )
     decode: tuple[str, ...] = flag((), "URL of a decode worker; repeatable", by_hand=True)
-    worker_urls: tuple[str, ...] = flag(
-        (), "URLs of unified workers (without --pd-disaggregation, or with --mixed)", by_hand=True
-    )
+    worker_urls: tuple[str, ...] = flag((), "URLs of unified workers (alone, or beside pairs)", by_hand=True)
     encode: tuple[str, ...] = flag(
         (),
         "URL of an encoder worker, which computes images for prefill and unified workers; repeatable",
         by_hand=True,
     )
-    mixed: bool = flag(False, "unified workers beside pairs: each request goes where it costs less (docs/router.md)")
-    mixed_ttft_s: float = _seconds(2.0, "--mixed: time to first token that clients want", above=0)
-    mixed_itl_s: float = _seconds(0.1, "--mixed: inter-token latency that clients want", above=0)
+    route: str = flag(
+        "auto",
+        "where a request is computed and answered: by a pair, whole at one worker, or where it costs least (docs/router.md)",
+        choices=tuple(ROUTES),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,11 @@ class ListenFlags(FlagSet):
 class ChoiceFlags(FlagSet):
     topic = "routing"
 
-    policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
+    policy: str | None = flag(
+        None,
+        f"how workers are chosen (docs/router.md); default: {BY_CACHE}, with a fixed --route {BY_LOAD}",
+        choices=POLICIES,
+    )
     prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
     decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
     cache_threshold: float = flag(0.3, "cache_aware: least cached share of a prompt that is a match", least=0, most=1)
@@ -78,16 +84,10 @@ class ChoiceFlags(FlagSet):
     )
     max_tree_size: int = flag(1 << 26, "cache_aware: bytes of prompts to remember per worker", unit="bytes", least=1)
     disable_kv_events: bool = flag(False, "cache_aware: do not follow the KV events that workers publish")
-    prefix_fetch: bool = flag(
-        False, "cache_aware: tell a prefill worker (with --prefix-fetch, too) which other one has a prompt's prefix"
-    )
-    prefix_copy_bytes_per_second: int = flag(
-        0,
-        "most KV copied ahead, of hot prefixes that one prefill worker has",
-        unit="bytes",
-        least=0,
-        special={0: "none"},
-    )
+
+    @property
+    def default_policy(self) -> str:  # of roles without their own
+        return self.policy or BY_LOAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +175,7 @@ class DiscoveryFlags(FlagSet):
     topic = "discovery"
 
     service_discovery: bool = flag(False, "find workers as Kubernetes pods, by the selectors (needs tandem-serve[k8s])")
-    selector: tuple[str, ...] = flag(
-        (), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation, or with --mixed)"
-    )
+    selector: tuple[str, ...] = flag((), "labels KEY=VALUE of unified workers' pods (alone, or beside pairs)")
     prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
     decode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of decode workers' pods")
     encode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of encoder workers' pods; default: there are none")
@@ -257,21 +255,23 @@ class RouterConfig(
     ListenFlags,
     WorkerFlags,
 ):
-    """All flags of the router."""
+    """All flags of the router. `mixed`: unified workers and pairs."""
+
+    @property
+    def default_policy(self) -> str:
+        return self.policy or (BY_CACHE if self.route == "auto" else BY_LOAD)
+
+    @property
+    def mixed(self) -> bool:
+        return self.pd_disaggregation and bool(self.worker_urls or self.selector)
 
 
 def check_config(config: RouterConfig) -> None:
     """Raises ConfigError."""
     for flag_name, url in _worker_urls(config):
         check_worker_url(flag_name, url)
-    if config.pd_disaggregation:
-        _require(
-            config.mixed or not config.worker_urls,
-            "--worker-urls",
-            "is for unified workers; leave out --pd-disaggregation, or give --mixed to have both",
-        )
-    else:
-        _require(not config.mixed, "--mixed", "needs --pd-disaggregation (--prefill, --decode) beside unified workers")
+    if not config.pd_disaggregation:
+        _require(config.route == "auto", "--route", "needs --pd-disaggregation: unified workers serve whole requests")
         _require(not (config.prefill or config.decode), "--prefill/--decode", "need --pd-disaggregation")
         for name, policy in (("--prefill-policy", config.prefill_policy), ("--decode-policy", config.decode_policy)):
             _require(policy is None, name, "needs --pd-disaggregation; unified workers go by --policy")
@@ -286,19 +286,7 @@ def check_config(config: RouterConfig) -> None:
     )
     _check_discovery(config)
     _check_auto_roles(config)
-    _check_prefix_fetch(config)
     AllowedHosts(domains=config.allowed_media_domains, networks=config.allowed_media_networks)  # parses the rules
-
-
-def _check_prefix_fetch(config: RouterConfig) -> None:
-    if config.prefix_fetch:
-        _require(
-            config.pd_disaggregation, "--prefix-fetch", "needs --pd-disaggregation: prefill workers exchange prefixes"
-        )
-        by_cache = (config.prefill_policy or config.policy) == "cache_aware"
-        _require(by_cache, "--prefix-fetch", "needs --prefill-policy cache_aware, which knows the prefixes of workers")
-    copies = config.prefix_copy_bytes_per_second > 0
-    _require(config.prefix_fetch or not copies, "--prefix-copy-bytes-per-second", "needs --prefix-fetch")
 
 
 def check_worker_url(name: str, url: str) -> None:
@@ -342,7 +330,9 @@ def _check_discovery(config: RouterConfig) -> None:
             raise ConfigError(f"{name}: {err}") from None
         if name == "--encode-selector":
             continue
-        if config.service_discovery and (config.mixed or config.pd_disaggregation == (name != "--selector")):
+        if name == "--selector" and config.pd_disaggregation:
+            continue
+        if config.service_discovery and config.pd_disaggregation == (name != "--selector"):
             _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
         else:
             _require(not parts, name, "is for the other mode; see --pd-disaggregation")

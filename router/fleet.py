@@ -85,8 +85,8 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, DRAIN, END)
 
 
 def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
-    """The signal to forward. A second SIGTERM becomes another one, as the kernel merges
-    equal signals, and an event loop may report one twice.
+    """The signal to forward. A second SIGTERM becomes another one, as the kernel merges equal
+    signals.
     """
     if number in (signal.SIGHUP, DRAIN):
         return signal.Signals(number)
@@ -179,7 +179,6 @@ class _Fleet:
                 time.sleep(0.02)
 
     def watch(self) -> None:
-        """Wait until all have ended, restarting any that dies before."""
         while running := [member for member in self._members if member.process.exitcode is None]:
             wait([member.process.sentinel for member in running], timeout=1.0)
             for member in self._members:

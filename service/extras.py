@@ -27,7 +27,6 @@ ON_USE: Mapping[str, tuple[str, ...]] = {
 
 
 def install(*extras: str) -> str:
-    """The command that installs extras."""
     return f"pip install '{PACKAGE}[{','.join(extras)}]'"
 
 
@@ -40,7 +39,6 @@ def require(*extras: str) -> None:
 
 
 def missing(names: Sequence[str], *extras: str) -> str:
-    """An error for missing modules."""
     are = "are" if len(names) > 1 else "is"
     return f"{', '.join(names)} {are} not installed; run: {install(*extras)}"
 

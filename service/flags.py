@@ -68,7 +68,6 @@ class FlagSpec:
 
 
 def flag(default: Any, help: str, **spec: Any) -> Any:
-    """Declare a field that is a flag, with a `FlagSpec`."""
     return dataclasses.field(default=default, metadata={_METADATA: FlagSpec(help=help, **spec)})
 
 
@@ -99,7 +98,6 @@ def spec_of(field: "dataclasses.Field[Any]") -> FlagSpec:
 
 
 def topic_of(config_class: type[FlagSet], name: str) -> str:
-    """The topic of the class that declares the field `name`."""
     owner = next(base for base in config_class.__mro__ if name in vars(base).get("__annotations__", ()))
     return str(vars(owner).get("topic", ""))
 

@@ -23,7 +23,7 @@ REMEDIES = {
     "backend": "start both workers with one --disaggregation-transfer-backend",
     "page_size": "start both workers with one --page-size",
     "dtype": "start both workers with one --dtype and one --kv-cache-dtype",
-    "kv_checksum": "start both workers with --disaggregation-kv-checksum, or both without",
+    "kv_checksum": "start both workers with --no-disaggregation-kv-checksum, or both without",
     "kv_units": "give both workers one --kv-units, a multiple of each --tp-size",
     BESIDE: f"{SAME_MODEL}, and --disable-hybrid-swa-memory if one has pipeline stages",
 }

@@ -16,7 +16,6 @@ def loop_time_s() -> float:
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
-    """Cancel tasks and wait for their end."""
     ended = tuple(tasks)
     for task in ended:
         task.cancel()
@@ -93,8 +92,8 @@ T = TypeVar("T")
 class Aside:
     """Runs work below `inline` in the loop, from `huge` on in a separate pool.
 
-    Thread pools for work that would block an event loop. One call into C keeps the interpreter, so
-    it must be short for the longest input; in between the loop gets it within `SWITCH_S`.
+    One call into C keeps the interpreter, so it must be short for the longest input; in between the
+    loop gets it within `SWITCH_S`.
     """
 
     def __init__(self, name: str, *, inline: int, huge: int, threads: int = 1) -> None:

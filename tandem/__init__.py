@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> ModuleType:
-    """Raises ImportError, which names the extra of a missing module, or a file that hides a package of ours."""
+    """Raises ImportError: an extra is missing, or a file hides a package of ours."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

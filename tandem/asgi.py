@@ -87,7 +87,6 @@ app = WorkerApp
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, why: str) -> None:
-    """Answer for an engine that did not start, or has ended."""
     if scope["type"] == "lifespan":
         await receive()
         return await send({"type": "lifespan.startup.failed", "message": why})
@@ -98,8 +97,6 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, why: str) -> None:
 
 
 class _Client:
-    """The messages of a client: its body, and that it has left."""
-
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._has_sent_all = asyncio.Event()
@@ -120,7 +117,6 @@ class _Client:
 def _crossing(
     loop: asyncio.AbstractEventLoop, act: Callable[..., Awaitable[T]]
 ) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Return `act` for another loop."""
 
     async def there(*values: Any) -> T:
         return await act(*values)

@@ -72,7 +72,6 @@ class Cluster:
 
 
 def _hold(argv: Sequence[str], started: "Future[str]", closing: threading.Event) -> None:
-    """Keep a cluster until `closing`."""
     with tempfile.TemporaryFile("w+") as output:
         try:
             with local_cluster(argv, output=output, is_wanted=lambda: not closing.is_set()) as url:
@@ -85,7 +84,6 @@ def _hold(argv: Sequence[str], started: "Future[str]", closing: threading.Event)
 
 
 def _reason(status: int, output: IO[str]) -> Exception:
-    """Why `tandem up` ended, by its last lines."""
     output.seek(0)
     lines = [line.strip() for line in output if line.strip()]
     errors = [line.removeprefix(_HEADS[0]) for line in lines if line.startswith(_HEADS[0])]

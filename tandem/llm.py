@@ -208,7 +208,6 @@ def score_inputs(
 
 
 def _texts(name: str, own: Prompts | None, other: Prompts | None) -> list[Prompt]:
-    """Texts by our or by SGLang's name."""
     if (own is None) == (other is None):
         raise RequestError(f"{name}: " + ("is missing" if own is None else "is given by two names"), field=name)
     return listed(own if own is not None else cast(Prompts, other))

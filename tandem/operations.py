@@ -95,7 +95,6 @@ class EngineOperations(Generic[R]):
         return self._order("/update_weights_from_distributed", **tensors, group_name=group_name, **more)
 
     def destroy_weights_update_group(self, group_name: str = GROUP) -> R:
-        """Leave a process group."""
         return self._order("/destroy_weights_update_group", group_name=group_name)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> R:

@@ -26,7 +26,7 @@ from engine.frontend.apis.openai.ranking import SCORE_READER, judge
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.fields import routed_rank
 from engine.frontend.apis.shared.ids_only import check_ids_only
-from engine.frontend.apis.shared.prefill_only import PromptSender, check_computes_prompts, embed, prompts_in, vector_of
+from engine.frontend.apis.shared.prefill_only import PromptSender, embed, prompts_in, vector_of
 from engine.frontend.apis.shared.request_body import RequestFields
 from engine.frontend.apis.shared.samples import AnswerFormat, SamplesPlan, requests_of, samplings_of
 from engine.frontend.client.generation import Generation
@@ -287,7 +287,6 @@ async def in_order(
 async def embedded(s: Services, prompt: Prompt, fields: Mapping[str, Any]) -> EmbeddingOutput:
     """A prompt's vector. Raises ApiError, RequestError."""
     sender, body = PromptSender(s=s), _body(s, EMBEDDINGS, {**fields, "input": _prompt_in(prompt)})
-    check_computes_prompts(s)
     prompts = await prompts_in(sender, body, body.input, field="input", prefix="embd-")
     (answer,) = await embed(sender, prompts)
     vector = shortened(vector_of(answer), body.dimensions, unit=s.model.head.unit)

@@ -165,7 +165,6 @@ async def _in_python(call: Coroutine[Any, Any, T]) -> T:
 
 
 def _reason(session: RoleSession, died: WorkerDied) -> Exception:
-    """A child's own line, if it could not start."""
     with suppress(OSError):
         return ConfigError(in_python(session.ipc.reported_error.read_text()))
     return EngineDeadError(f"{died}; the lines that it wrote to stderr may say more", code=ENGINE_DEAD)

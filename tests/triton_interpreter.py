@@ -2,7 +2,7 @@
 
 It computes the same. What is patched are the tables and types that Triton builds anew for each operation, how it compares and
 joins their shapes, and the overflow of integers, which it works out and then drops (it asserts nothing unless asked to debug).
-What it gets wrong and is right here: subnormal bfloat16 as float32, and products of bfloat16.
+What it gets wrong and is right here: subnormal bfloat16 as float32, products of bfloat16, and e4m3.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from triton._utils import validate_block_shape
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -112,15 +113,24 @@ def _same_type(self: core.dtype, other: Any) -> bool:
 def _converted(data: Any, of: core.dtype, to: core.dtype, rounding: Any) -> Any:
     if of == core.bfloat16 and to == core.float32:
         return data.view(np.uint16).astype(np.uint32) << 16
+    if core.float8e4nv in (of, to):
+        words = torch.from_numpy(np.ascontiguousarray(data)).view(_TORCH[of.name]).to(_TORCH[to.name])
+        return words.view(_WORDS[words.element_size()]).numpy()
     return _convert_float(data, of, to, rounding)
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    """float32 sums are exact before they are rounded: OpenBLAS adds in an order that depends on the CPU's kind and on a row's place."""
     if a.dtype.scalar == core.bfloat16:
         a, b = (self.cast_impl(x, core.float32) for x in (a, b))
-    return _create_dot(self, a, b, d, *precision)
+    if d.data.dtype != np.float32 or a.dtype.primitive_bitwidth == 8:
+        return _create_dot(self, a, b, d, *precision)
+    product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+_TORCH = {"fp8e4nv": torch.float8_e4m3fn, "fp16": torch.float16, "fp32": torch.float32}
+_WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _convert_float = interpreter._convert_float
 _create_dot = interpreter.InterpreterBuilder.create_dot
 builder = interpreter.interpreter_builder

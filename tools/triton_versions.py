@@ -19,7 +19,7 @@ from deploy.bench.environment import describe
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "reports" / "triton_versions.json"
-TESTS = ("tests/attention", "tests/sampler", "tests/lora", "tests/quant")
+TESTS = ("tests/attention", "tests/sampler", "tests/lora", "tests/quant", "tests/kernels/test_linear_on_gpu.py")
 
 
 class Compilations:

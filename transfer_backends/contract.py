@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Flag, IntEnum
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -340,6 +340,16 @@ class TargetPages:
 
 
 ABORTED_BY_DECODE = "aborted by decode"  # prefix of a sender's failure that prefill did not cause
+NO_PREFIXES = "this worker sends no prefixes (--prefix-fetch)"
+
+
+class PeerWork(Flag):
+    """Requests of peers that a role takes: prompts to compute, cached prefixes."""
+
+    NONE = 0
+    PROMPTS = 1
+    PREFIXES = 2
+    ANY = 3
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from transfer_backends.contract import Clock
@@ -44,30 +45,25 @@ class Core(Protocol):
     def check(self) -> None: ...
 
 
+@dataclass(eq=False)
 class ControlThread:
-    """Loop that feeds messages to a core, ticks it and sends its effects."""
+    """Loop that feeds messages to a core, ticks it and sends its effects.
 
-    def __init__(
-        self,
-        core: Core,
-        port: Port,
-        *,
-        name: str,
-        clock: Clock,
-        execute: Callable[[Any], Link | None] = lambda command: None,
-        on_turn: Callable[[], None] = lambda: None,
-        pause_s: Callable[[], float] = lambda: TICK_S,
-    ) -> None:
-        """`execute` returns a command's link if lost. `pause_s`: maximum wait."""
-        self.port = port
+    `execute` returns a command's link if lost. `pause_s`: maximum wait.
+    """
+
+    core: Core
+    port: Port
+    _: KW_ONLY
+    name: str
+    clock: Clock
+    execute: Callable[[Any], Link | None] = lambda command: None
+    on_turn: Callable[[], None] = lambda: None
+    pause_s: Callable[[], float] = lambda: TICK_S
+
+    def __post_init__(self) -> None:
         self.wakeup: Callable[[], None] = lambda: None  # called when a state has changed; from any thread
         self.faults = dict.fromkeys(FAULTS, 0)
-        self._core = core
-        self._name = name
-        self._clock = clock
-        self._execute = execute
-        self._on_turn = on_turn
-        self._pause_s = pause_s
         self.lock = threading.Lock()  # for reads; `locked` for calls that may change something
         self._stop = threading.Event()
         self._closed = False
@@ -75,7 +71,7 @@ class ControlThread:
         self._next_tick_s = 0.0
         self._next_log_s = 0.0
         self._num_unlogged = 0
-        self._thread = threading.Thread(target=self._run, name=f"{name}-control", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{self.name}-control", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -83,14 +79,14 @@ class ControlThread:
     @contextlib.contextmanager
     def locked(self) -> Iterator[float]:
         """Yield the time; then wake this thread and the role if needed."""
-        rooms = self._core.rooms
+        rooms = self.core.rooms
         with self.lock:
             before = rooms.num_moves
             try:
-                yield self._clock()
+                yield self.clock()
             finally:
                 changed = rooms.num_moves != before
-                pending = self.has_effects or (self._rests and not self._core.rests)
+                pending = self.has_effects or (self._rests and not self.core.rests)
                 self._rests = self._rests and not pending
         if pending and threading.current_thread() is not self._thread:
             self.port.wake()
@@ -99,7 +95,7 @@ class ControlThread:
 
     @property
     def has_effects(self) -> bool:
-        return bool(self._core.effects.queue)
+        return bool(self.core.effects.queue)
 
     def turn(self, timeout_s: float) -> None:
         events = self.port.poll(timeout_s)
@@ -108,20 +104,20 @@ class ControlThread:
                 self._on_event(event, now_s)
             if now_s >= self._next_tick_s:
                 self._next_tick_s = now_s + TICK_S
-                self._core.tick(now_s)
+                self.core.tick(now_s)
         self._flush()
-        self._on_turn()
+        self.on_turn()
 
     def check(self) -> None:
         with self.lock:
-            self._core.check()
+            self.core.check()
         errors = self.faults["control_errors"]
         assert not errors, f"{errors} internal errors of the control thread, see the log"
 
     @property
     def counters(self) -> dict[str, int]:
         with self.lock:
-            return {**self._core.effects.counters, **self.faults, **self._core.gauges}
+            return {**self.core.effects.counters, **self.faults, **self.core.gauges}
 
     # ---- the end
 
@@ -132,12 +128,12 @@ class ControlThread:
 
     def abort_all(self) -> None:
         with self.locked() as now_s:
-            self._core.abort_all(f"the {self._name} worker is shutting down", now_s)
+            self.core.abort_all(f"the {self.name} worker is shutting down", now_s)
 
     @property
     def is_quiet(self) -> bool:
         with self.lock:
-            return self._core.is_quiet
+            return self.core.is_quiet
 
     def drain(self) -> bool:
         """True if writes end within `CLOSE_S`."""
@@ -149,7 +145,7 @@ class ControlThread:
     def send_bye(self) -> None:
         """Send `Bye`: no write is in flight. Without it peers need proof of death."""
         with self.locked():
-            self._core.send_bye()
+            self.core.send_bye()
 
     def close(self) -> None:
         self._stop.set()
@@ -170,30 +166,30 @@ class ControlThread:
         self.port.close()
 
     def _wait_s(self) -> float:
-        pause_s = self._pause_s()
+        pause_s = self.pause_s()
         return pause_s if pause_s < TICK_S else max(pause_s, self._rest_s())
 
     def _rest_s(self) -> float:
         """Time until something is due, or 0; `locked` ends the pause."""
         with self.lock:
-            self._rests = self._core.rests and not self.has_effects
-            due_s = self._core.peers.next_ping_s - self._clock()
+            self._rests = self.core.rests and not self.has_effects
+            due_s = self.core.peers.next_ping_s - self.clock()
             return max(0.0, min(due_s, REST_S)) if self._rests else 0.0
 
     def _on_event(self, event: Event, now_s: float) -> None:
         if isinstance(event, Frame):
             self._read(event, now_s)
         elif isinstance(event, LinkClosed):
-            self._core.on_link_closed(event.link, now_s, refused=event.refused)
+            self.core.on_link_closed(event.link, now_s, refused=event.refused)
         elif isinstance(event, PeersRefused):
             text = "a stranger at the control plane was refused (do all workers have the same --cluster-secret-file?)"
             self._fault("refused_connections", text, count=event.count)
         else:
-            self._core.peers.on_some_link_closed()
+            self.core.peers.on_some_link_closed()
 
     def _read(self, frame: Frame, now_s: float) -> None:
         try:
-            self._core.on_message(frame.link, decode(frame.data), now_s)
+            self.core.on_message(frame.link, decode(frame.data), now_s)
         except MalformedFrame as error:
             self._fault("junk_frames", f"a malformed control frame was dropped: {error}")
         except PeerProtocolError as error:
@@ -205,24 +201,24 @@ class ControlThread:
             if lost:
                 with self.locked() as now_s:
                     for link in lost:
-                        self._core.on_link_closed(link, now_s)
+                        self.core.on_link_closed(link, now_s)
 
     def _take_effects(self) -> list[Any]:
         with self.lock:
-            taken = list(self._core.effects.queue)
-            self._core.effects.queue.clear()
+            taken = list(self.core.effects.queue)
+            self.core.effects.queue.clear()
         return taken
 
     def _do(self, effect: Any) -> Link | None:
         if not isinstance(effect, Send):
-            return self._execute(effect)
+            return self.execute(effect)
         return None if self.port.send(effect.link, encode(effect.message)) else effect.link
 
     def _fault(self, counter: str, text: str, *, count: int = 1, exc_info: bool = False) -> None:
         self.faults[counter] += count
         self._num_unlogged += count
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_EVERY_S
-            log.warning("%s: %s (%d since the last such line)", self._name, text, self._num_unlogged, exc_info=exc_info)
+            log.warning("%s: %s (%d since the last such line)", self.name, text, self._num_unlogged, exc_info=exc_info)
             self._num_unlogged = 0

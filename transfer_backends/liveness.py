@@ -1,6 +1,6 @@
 """Proof that a peer process is dead, before memory it could write is reused.
 
-A closed connection proves nothing: the network may be broken. Two proofs count:
+A closed connection proves nothing. Proofs:
 
 - same machine and pid namespace: /proc lacks the process (pid and start time), or has a zombie;
 - elsewhere: a port that is bound while the process lives refuses connections.

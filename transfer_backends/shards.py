@@ -8,16 +8,15 @@
 A pair of ranks exchanges common units and layers, contiguous on both sides: one piece per page, or
 per run of pages for equal shards.
 
-With replicas (more ranks than KV heads, or a latent) a decode rank reads a unit from one source, so
-runs stay whole and its own link is the bound. `turn` differs between decode workers, to spread load
-over replicas.
+Of replicas (more ranks than KV heads, or a latent) a decode rank reads one. `turn` differs between
+decode workers, to spread load.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -184,12 +183,7 @@ def plan_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) ->
     return tuple(shards)
 
 
-class OfPair(Protocol):
-    @property
-    def pair(self) -> Pair: ...
-
-
-def pairs_of(shards: Iterable[OfPair]) -> list[Pair]:
+def pairs_of(shards: Iterable["Shard | SideShard"]) -> list[Pair]:
     """Pairs that need a connection, with the leaders."""
     return sorted({LEADERS, *(shard.pair for shard in shards)})
 
@@ -278,8 +272,7 @@ class SideShard:
      model      | layer 0: q | k | v | heads | layer 1: q | k | v | heads |
      rank 0     | q0 | k0 | v0 | heads 0 | q0 | k0 ...   extents: [q0], [k0], [v0 with heads 0], ...
 
-    A pair exchanges common bytes in few strips. The source with most of them serves, for few
-    connections.
+    The source with most of the common bytes serves, for few connections.
     """
 
     pool: int

@@ -111,7 +111,6 @@ class RoomTable(Generic[R]):
         self.touch()
 
     def touch(self) -> None:
-        """Count a visible change."""
         self.num_moves += 1
 
     def forget(self, room: R) -> None:
@@ -175,7 +174,7 @@ class Heartbeat:
 class RunningTime:
     """Time in which this process ran: between ticks, up to `MAX_A_TICK_S` each.
 
-    The clock also runs while a machine sleeps, and its bytes do not move then.
+    The clock also runs while a machine sleeps, when no bytes move.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from deploy.bench.stats import RequestRecord
 from deploy.bench.target import Target
 from deploy.bench.workload import BenchRequest
 from deploy.openai_api import first_model
-from planner.goodput import Point, SloTargets, first_verified, max_misses, point_of
+from planner.goodput import Point, SloTargets, first_verified, point_of
 
 UNFINISHED = "stopped"  # in flight, or not sent yet, when the run was
 WARM_UP, AT_ONCE = 8, 4
@@ -32,7 +32,11 @@ class Watch:
     def is_lost(self, record: RequestRecord) -> bool:
         if record.idx >= first_verified(self.count):
             self.misses += not self.slo.is_met_by(record)
-        return self.misses > max_misses(self.count, self.slo.share)
+        return self.misses > self.max_misses
+
+    @property
+    def max_misses(self) -> int:
+        return int((self.count - first_verified(self.count)) * (1 - self.slo.share) + 1e-9)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     unified          | one worker, a thread on each core: prompts first, or with mixed chunks (the default on a CPU), whose size may be tuned;
                      | or multiplexed: prompts and decodes at the same time (--enable-pdmux), with the load's objective for ITL
     pair             | prefill on one half of the cores, decode on the other; or both on all of them, as `tandem up` starts them
-    mixed pool       | a pair and a unified worker, all three on all cores
+    mixed pool       | a pair, each of whose workers may serve a request alone, both on all cores
 
 The router and the load's client go where a core rests, too.
 """
@@ -71,7 +71,4 @@ def flags_of(layout: Layout, slo: SloTargets, *, threads: int, chunk: int) -> tu
     if layout.multiplexed:
         assert slo.itl_s is not None
         return (*flags, "--pdmux-itl", f"{slo.itl_s:g}")
-    if layout.kind == "mixed pool":
-        assert slo.itl_s is not None
-        return (*flags, "--mixed-ttft", f"{slo.ttft_s:g}", "--mixed-itl", f"{slo.itl_s:g}")
     return (*flags, "--chunked-prefill-size", str(chunk)) if layout.tuned else flags

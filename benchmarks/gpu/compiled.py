@@ -6,9 +6,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.engine import Run, make_engine
 from benchmarks.gpu.families import FAMILIES, family_fields
 from benchmarks.gpu.numerics import CASES, SMALL, worst_error
+from benchmarks.gpu.products import TRIED, Change, changed, changes, own, weights_of
 from benchmarks.gpu.target import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Target, side_by_side
 from benchmarks.gpu.tiles import attention_ms, candidates
 
@@ -33,6 +36,9 @@ def _jobs(target: Target) -> dict[str, Callable[[], object]]:
     for kind in ("decode", "extend"):
         for change in candidates(target, kind)[1:]:
             jobs[f"{kind} {change}"] = partial(attention_ms, target, shape, FEW[kind], kind, change)
+    for name, (outs, ins) in weights_of(shape).items():
+        for each in ({}, *changes(target)):
+            jobs[f"product {name} {each}"] = partial(_products, target, name, (outs, ins), each)
     for family in target.pick(FAMILIES, ("qwen3",)):
         jobs[family] = partial(_steps, target, family_fields(target, family))
     return jobs | {"mixture": partial(_steps, target, target.pick(QWEN3_30B_A3B, TINY_MIXTURE).fields(context=1024))}
@@ -42,6 +48,14 @@ def _seconds(job: Callable[[], object]) -> float:
     begin = perf_counter()
     job()
     return round(perf_counter() - begin, 1)
+
+
+def _products(target: Target, name: str, size: tuple[int, int], change: Change) -> None:
+    """One matrix, by the rows of all tiles, or of those that differ so."""
+    weight = torch.zeros(size, dtype=getattr(torch, target.dtype), device=target.device)
+    for rows in target.pick(TRIED if change else (*TRIED, 32), (2,)):
+        with changed(change):
+            own(target, name, weight[:rows], weight)()
 
 
 def _steps(target: Target, fields: dict[str, Any]) -> None:

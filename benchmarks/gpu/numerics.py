@@ -19,16 +19,18 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths
 from engine.layers.latents import NewLatents
+from engine.layers.linear import RMSNorm
 from engine.layers.rope import NormedRope, Unturned
 
 PAGE_SIZE = 16
 TOLERANCE = {"bfloat16": 4e-2, "float32": 1e-3}  # on values up to 4 or so: one step of bf16 there
+CODES_TOLERANCE = 0.25  # one step of a code there: a norm that rounds otherwise may turn one into the next
 TREE = ((), (0,), (0,), (0, 1))  # of each draft the drafts above it, by depth; the first is the newest token
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A layer. `rank`: of latents, the first elements of K that are V. `trees`: single tokens come as TREE."""
+    """A layer. `rank`: of latents, the first elements of K that are V. `trees`: single tokens come as TREE. `fp8`: KV is codes."""
 
     heads: int
     kv_heads: int
@@ -39,6 +41,7 @@ class Case:
     rank: int = 0
     units: int = 1
     trees: bool = False
+    fp8: bool = False
     dtype: str = "bfloat16"
 
 
@@ -51,24 +54,30 @@ def numerics(target: Target) -> dict[str, Any]:
     errors = side_by_side(target, {name: partial(worst_error, target, case) for name, case in cases.items()})
     rows = [{"case": name, "error": error} for name, error in errors.items()]
     target.keep({"rows": rows})
-    right = [
-        name for name, error in errors.items() if not isinstance(error, str) and error < TOLERANCE[cases[name].dtype]
-    ]
+    right = [name for name, error in errors.items() if not isinstance(error, str) and error < _tolerance(cases[name])]
     if wrong := [f"{name}: {error}" for name, error in errors.items() if name not in right]:
         raise AssertionError(f"beside torch, at most {TOLERANCE}: {'; '.join(wrong)}")
     return {"rows": rows, "checksum": _check_checksum(target)}
 
 
+def _tolerance(case: Case) -> float:
+    return CODES_TOLERANCE if case.fp8 else TOLERANCE[case.dtype]
+
+
 def worst_error(target: Target, case: Case, *, lengths: Sequence[int] = ()) -> float:
     """Return the largest difference from torch in float32, over steps of requests of these final `lengths`."""
     lengths = list(lengths) or target.pick([1, 37, 700, 4100], [1, 20])
+    exact_dtype = case.dtype if case.fp8 else "float32"
     (pool, table), (exact, _) = (
         make_pool(case, target, dtype=dtype, batch=len(lengths), context=max(lengths) + 1 + len(TREE))
-        for dtype in (case.dtype, "float32")
+        for dtype in (case.dtype, exact_dtype)
     )
-    for unit in range(case.units):
-        exact.k(0, unit).copy_(pool.k(0, unit))
-        exact.v(0, unit).copy_(pool.v(0, unit))
+    if case.fp8:
+        exact.buffer.copy_(pool.buffer)
+    else:
+        for unit in range(case.units):
+            exact.k(0, unit).copy_(pool.k(0, unit))
+            exact.v(0, unit).copy_(pool.v(0, unit))
     kernel = make_attention_backend("triton", pool, num_heads=case.heads)
     assert isinstance(kernel, TritonBackend)
     reference, worst = make_attention_backend("torch", exact, num_heads=case.heads), list[Tensor]()
@@ -79,8 +88,8 @@ def worst_error(target: Target, case: Case, *, lengths: Sequence[int] = ()) -> f
         kernel.begin_on_device(_on_device(step))
         outs.append(kernel.attend(0, new.of(case.dtype)))
         reference.begin(step)
-        right = reference.attend(0, new.of("float32"))
-        worst += [(out.float() - right).abs().max() for out in outs]
+        right = reference.attend(0, new.of(exact_dtype))
+        worst += [(out.float() - right.float()).abs().max() for out in outs]
     return float(torch.stack(worst).max())  # NaN if any is
 
 
@@ -105,7 +114,10 @@ class _Drawn:
         case = self._case
         qkv, weight, cosine, sine = (x.to(getattr(torch, dtype), copy=True) for x in self._drawn)
         if case.rank:
-            return NewLatents(qkv[:, : case.heads].contiguous(), qkv[:, case.heads].contiguous(), self._softmax.scale)
+            q, latents, rest = qkv[:, : case.heads].contiguous(), qkv[:, case.heads], case.dim - case.rank
+            norm = RMSNorm(weight[0, : case.rank].contiguous(), eps=1e-6)
+            turn = (cosine[:, :, :rest], sine[:, :, :rest])
+            return NewLatents(q, q[:, :, case.rank :].clone(), latents, norm, turn, self._softmax.scale)
         rope = NormedRope(weight, like=qkv, eps=1e-6)
         return Unturned(qkv, case.kv_heads, rope, (cosine, sine), self._softmax)
 
@@ -176,13 +188,25 @@ def make_pool(
 ) -> tuple[KVPool, Tensor]:
     """Random K and V in the first layer, and a page table [batch, pages] whose pages are scattered."""
     pages = -(-context // PAGE_SIZE)
-    spec = CacheSpec(case.kv_heads, case.dim, dtype or case.dtype, window=case.window, latent=case.rank)
+    kind = {"window": case.window, "latent": case.rank, "fp8": case.fp8}
+    spec = CacheSpec(case.kv_heads, case.dim, dtype or case.dtype, **kind)
     pool = KVPool([spec] * layers, num_pages=batch * pages, page_size=PAGE_SIZE, device=target.device, units=case.units)
-    for unit in range(case.units):
-        for cache in (pool.k(0, unit), pool.v(0, unit)):
-            cache.normal_()
+    if case.fp8:
+        _write_all(pool)
+    else:
+        for unit in range(case.units):
+            for cache in (pool.k(0, unit), pool.v(0, unit)):
+                cache.normal_()
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)) + 1
     return pool, order.view(batch, pages).to(dtype=torch.int32, device=target.device)
+
+
+def _write_all(pool: KVPool) -> None:
+    """Random values in all tokens of the first layer."""
+    spec, places = pool.specs[0], torch.arange(pool.k(0)[:, :, 0, 0].numel(), device=pool.device)
+    for some in places.split(1 << 14):
+        k, v = torch.randn(2, len(some), spec.num_kv_heads, spec.head_dim, device=pool.device)
+        pool.write(0, some // PAGE_SIZE, some % PAGE_SIZE, k, v)
 
 
 def _check_checksum(target: Target) -> bool:
@@ -191,7 +215,7 @@ def _check_checksum(target: Target) -> bool:
     on_cpu = KVPool(pool.specs, num_pages=pool.num_pages, page_size=PAGE_SIZE, device="cpu", units=pool.units)
     on_cpu.buffer.copy_(pool.buffer)
     pages = table[0].tolist()
-    found, right = PageChecksum(pool, page_sums=checksum.page_sums)(pages), PageChecksum(on_cpu)(pages)
-    target.sync()
-    assert found() == right(), "another checksum of pages than the CPU's"
+    for tokens in (None, PAGE_SIZE // 2):  # whole pages, and a last one that ends early
+        found = PageChecksum(pool, sums=checksum.triton_sums)(pages, tokens)
+        assert found() == PageChecksum(on_cpu)(pages, tokens)(), "another checksum of pages than the CPU's"
     return True

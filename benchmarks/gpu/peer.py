@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.gpu.products import weights_of
 from benchmarks.gpu.target import QWEN3_8B, TINY, Shape, Target
 from engine.executor.graphs import CudaCapture
 
@@ -29,7 +30,6 @@ def peer(target: Target) -> dict[str, Any]:
         found["rows"].append(row)
         target.keep(found)
 
-    found["matrices"] = _matrices(target, shape, batches)
     _products(target, shape, batches, note)
     if find_spec("transformers") is None:
         return {**found, "missing": "transformers is not installed"}
@@ -44,31 +44,6 @@ def peer(target: Target) -> dict[str, Any]:
 
 
 # ---- products
-
-
-def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Rows and columns of a layer's four matrices."""
-    wide = shape.head_dim * shape.heads
-    return {
-        "qkv": (wide + 2 * shape.head_dim * shape.kv_heads, shape.hidden),
-        "out": (shape.hidden, wide),
-        "gate_up": (2 * shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
-    }
-
-
-def _matrices(target: Target, shape: Shape, batches: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Measure how much of the memory's rate each product reaches, where it reads its weight."""
-    rows = []
-    for name, (outs, ins) in (weights_of(shape) | {"head": (shape.vocab, shape.hidden)}).items():
-        weight = torch.randn(outs, ins, device=target.device).bfloat16()
-        for batch in batches:
-            x = torch.randn(batch, ins, device=target.device).bfloat16()
-            ms = target.ms(lambda x=x, weight=weight: functional.linear(x, weight))  # type: ignore[misc]
-            gb_s = 2 * (weight.numel() + x.numel() + batch * outs) / ms / 1e6
-            of_copy = target.share(gb_s, "copy_gb_s")
-            rows.append({"matrix": name, "batch": batch, "ms": ms, "gb_s": gb_s, "of_copy": of_copy})
-    return rows
 
 
 def _products(target: Target, shape: Shape, batches: tuple[int, ...], note: Callable[..., None]) -> None:

@@ -5,21 +5,22 @@ One share of the data sheet's FLOP/s, one of its bandwidth, and one overhead, fo
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.target import QWEN3_8B
-from planner.fit import Profile, fit_efficiency, save_profile
+from planner.fit import Profile, least_squares, save_profile
 from planner.hardware import PROFILES
-from planner.step_time import GPUS, Efficiency, Roofline, Shape, StepLoad, shape_of
+from planner.step_time import GPUS, Efficiency, Gpu, Roofline, Shape, StepLoad, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "docs" / "reports" / "gpu_check.json"
 GAP_CONTEXT = 64 + 60 // 2  # of the median step in benchmarks/gpu/steps.py: a prompt and half of the answers
 PARTS = ("decode", "adapters", "gap", "short_prompts", "prefill")
 ENGINE = "engine8b"  # has these, of a report after 2026-11-26
+_SIDES = 10  # rounds of choosing whether FLOP/s or bandwidth bounds a step
 
 Step = tuple[str, StepLoad, float]  # (name, load, seconds)
 
@@ -42,7 +43,7 @@ def profile_of(result: Mapping[str, Any]) -> Profile:
     memory_gb = round(result["gpu"]["memory_gib"] * 2**30 / 1e9, 1)
     gpu = replace(GPUS[name], memory_gb=memory_gb)
     steps = measured_steps(result["parts"])
-    found = fit_efficiency([(load, seconds) for _, load, seconds in steps], gpu, shape())
+    found = _fitted([(load, seconds) for _, load, seconds in steps], gpu, shape())
     model = Roofline(gpu=gpu, shape=shape(), efficiency=found)
     worst = max(abs(model.seconds(load) / seconds - 1) for _, load, seconds in steps)
     named = " ".join(result["parts"].get(part, {}).get("commit", result["environment"]["commit"]) for part in PARTS)
@@ -55,6 +56,29 @@ def profile_of(result: Mapping[str, Any]) -> Profile:
         source=f"as measured ({REPORT.relative_to(ROOT)} of {result['environment']['time'][:10]}, commits {commits}): "
         f"{len(steps)} steps of Qwen3-8B's shape within {100 * worst:.0f} %, other models by the same shares",
     )
+
+
+def _fitted(steps: Sequence[tuple[StepLoad, float]], gpu: Gpu, shape: Shape) -> Efficiency:
+    """Fit the reached shares of a data sheet, and the overhead, to (load, seconds) of steps.
+
+    `Roofline` is linear in overhead and inverse shares once each step's slower side is known: least
+    squares, then the sides again.
+    """
+    found = Efficiency(compute=1.0, memory=1.0, step_s=0.0)
+    for _ in range(_SIDES):
+        rows = [_sides(load, Roofline(gpu=gpu, shape=shape, efficiency=found)) for load, _ in steps]
+        step_s, compute, memory = least_squares(rows, [seconds for _, seconds in steps])
+        found = Efficiency(compute=1 / max(compute, 1.0), memory=1 / max(memory, 1.0), step_s=step_s)
+    return found
+
+
+def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
+    """1, and the seconds at the data sheet's FLOP/s and bandwidth."""
+    parts = model.parts(load)
+    shares = model.efficiency.compute, model.efficiency.memory
+    compute = sum(part.compute_s for part in parts if part.is_compute_bound)
+    memory = sum(part.memory_s for part in parts if not part.is_compute_bound)
+    return 1.0, compute * shares[0], memory * shares[1]
 
 
 def compare(result: Mapping[str, Any], profile: Profile) -> list[tuple[str, float, float]]:

@@ -10,41 +10,43 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.engine import Run
-from benchmarks.gpu.target import Target
 from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.target import Target  # a rank that adds needs no engine
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 WIDTH = 4096
 ROWS = (1, 16, 64, 1024)  # of sums of WIDTH numbers: 16 KiB to 16 MiB
+FEW_ROWS = (1, 65)  # on a CPU, small and large
 JOIN_S = 30.0
 REPEATS = 50
 PROMPTS = ([20 + n % 250 for n in range(0, 7 * length, 7)] for length in (5, 40, 200))
 NEW_TOKENS = 16
 
 
-def measure(target: Target) -> dict[str, Any]:
+def measure(target: "Target") -> dict[str, Any]:
     """Raises RuntimeError where a rank fails, AssertionError for other bits or tokens."""
     gpus = [] if target.small else visible_gpus(os.environ.get(VISIBLE), installed_gpus)
     found = {"gpus": len(gpus), **_sums(target, gpus)}
     if len(gpus) == 1:
         return {**found, "nccl": "not run: one GPU", "tokens": "not run: one GPU"}
     prompts = [prompt[: target.pick(200, 8)] for prompt in PROMPTS]
-    expected = _tokens(prompts, {"device": "cpu"})
+    expected = _tokens(target, prompts, {"device": "cpu"})
     shapes = target.pick(
         {"--tp-size 2": {"tp_size": 2}, "--pp-size 2": {"pp_size": 2}}, {"--tp-size 2": {"tp_size": 2}}
     )
     same = {
-        name: _tokens(prompts, {**sizes, "device": target.device.type}, gpus) == expected
+        name: _tokens(target, prompts, {**sizes, "device": target.device.type}, gpus) == expected
         for name, sizes in shapes.items()
     }
     assert all(same.values()), f"other tokens than on the CPU: {same}"
@@ -54,8 +56,8 @@ def measure(target: Target) -> dict[str, Any]:
 # ---- sums, in two processes
 
 
-def _sums(target: Target, gpus: list[str]) -> dict[str, Any]:
-    from engine.parallel.process_groups import new_store
+def _sums(target: "Target", gpus: list[str]) -> dict[str, Any]:
+    from engine.parallel.region_plan import new_store
 
     store = new_store()
     backend = "nccl" if len(gpus) >= RANKS else "gloo"
@@ -72,7 +74,7 @@ def _sums(target: Target, gpus: list[str]) -> dict[str, Any]:
         os.close(store)
 
 
-def _child(argv: list[str], target: Target, gpus: list[str], *descriptors: int) -> "subprocess.Popen[str]":
+def _child(argv: list[str], target: "Target", gpus: list[str], *descriptors: int) -> "subprocess.Popen[str]":
     """`gpus`: that it sees; []: what this process sees."""
     env = {**os.environ, **({VISIBLE: gpus[0]} if gpus else {})}
     return subprocess.Popen(
@@ -105,7 +107,7 @@ def _rank(rank: int, store: int, *, backend: str, device: torch.device) -> dict[
     assert groups.stage is not None
     c = NcclCollectives(groups.stage, memory=groups.memory)
     us = {}
-    for rows in ROWS:
+    for rows in ROWS if device.type == "cuda" else FEW_ROWS:
         draws = [torch.Generator().manual_seed(r) for r in range(RANKS)]
         parts = [torch.randn((rows, WIDTH), generator=draw).to(device) for draw in draws]
         wanted = tree_sum(parts).to(torch.bfloat16)
@@ -143,8 +145,12 @@ def _p50_us(work: Any, device: torch.device) -> float:
 # ---- a worker's tokens
 
 
-def _tokens(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str] = []) -> dict[str, list[int]]:  # noqa: B006
-    """In a process of its own: the leader sees one GPU alone."""
+def _tokens(
+    target: "Target", prompts: list[list[int]], flags: Mapping[str, Any], gpus: Sequence[str] = ()
+) -> dict[str, list[int]]:
+    """On GPUs in a process of its own: the leader sees one alone."""
+    if target.small:
+        return _lead(prompts, flags, [])
     spec = json.dumps({"prompts": prompts, "flags": flags, "gpus": gpus[:RANKS]})
     leader = RANKS - 1 if "pp_size" in flags else 0
     env = {**os.environ, **({VISIBLE: gpus[leader]} if gpus else {})}
@@ -162,6 +168,7 @@ def _tokens(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str] 
 
 
 def _lead(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str]) -> dict[str, list[int]]:
+    from benchmarks.gpu.engine import Run
     from disagg.config import DisaggConfig, SchedulerSpec
     from disagg.processes.rank_group import started_group
     from engine.assembly.leader import build_engine

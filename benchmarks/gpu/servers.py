@@ -32,6 +32,7 @@ GOOD_S = {"ttft": 1.0, "tpot": 0.05}
 WITHIN_S, ASK_S, ASK_EVERY_S = 60.0, 10.0, 0.1
 ANSWER = 16
 UPDATES = 4
+SMS = "SMs of decodes + prompts beside each other: "
 ONE: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 
 
@@ -48,22 +49,23 @@ def serve(target: Target) -> dict[str, Any]:
 
 
 def pdmux(target: Target) -> dict[str, Any]:
-    """One worker with mixed chunks, then one with PD multiplexing: what `serve` says of a pair."""
+    """One worker with mixed chunks, then one with PD multiplexing: what `serve` says of a pair, and how the lanes divided the GPU."""
     mux = ("--enable-pdmux", "--pdmux-itl", "0.03")
     found: dict[str, Any] = {"rows": []}
-    with _model(target, QWEN3_8B) as folder:
+    with _model(target, QWEN3_8B) as folder, TemporaryDirectory(prefix="tandem-gpu-") as logs:
         for layout, flags in (("mixed chunks", ("--enable-mixed-chunk",)), ("PD multiplexing", mux)):
-            with _up(target, folder, "--unified", *flags) as up:
+            with _up(target, folder, "--unified", "--run-dir", logs, *flags) as up:
                 streams = _streams(target, up, target.pick(64, 2))
-                found["rows"].append({"layout": layout, **_beside(target, up), "streams": streams})
+                row = {"layout": layout, **_beside(target, up), "streams": streams, **_division(up, Path(logs))}
+                found["rows"].append(row)
             target.keep(found)
     return found
 
 
 def kill(target: Target) -> dict[str, Any]:
-    """Kill a decode worker under load: with MPS one client's end may end the others. What lives, and when are there answers again?
+    """Kill a decode worker under load. What lives, and when are there answers again?
 
-    Asks the shipped model, whose answers are right only if KV crossed.
+    With MPS `tandem up` ends the prefill worker, too. Asks the shipped model, whose answers are right only if KV crossed.
     """
     with _up(target, "", "--disaggregation-kv-checksum") as up, ThreadPoolExecutor(1) as pool:
         ids = [_pairs(seed, count=40 + 40 * seed) for seed in range(target.pick(16, 2))]
@@ -166,6 +168,14 @@ def _used_mb(target: Target) -> float:
 
 def _running(url: str) -> int:
     return int(requests.get(url + "/server_info", timeout=10).json().get("num_running_reqs", 0))
+
+
+def _division(up: Cluster, logs: Path) -> dict[str, Any]:
+    """Divisions that the worker chooses from, and the share of decodes by now; none without PD multiplexing."""
+    said = [line.partition(SMS)[2] for line in (logs / "unified-0.log").read_text().splitlines() if SMS in line]
+    metrics = requests.get(up.url + "/metrics", timeout=10).text.splitlines()
+    shares = [float(line.split()[-1]) for line in metrics if line.startswith("tandem_decode_share")]
+    return {"sms": said[-1] if said else "-", "decode_share": shares[-1] if shares else None}
 
 
 def _answer_to(url: str, body: Mapping[str, Any]) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Attention's kernels alone: decode steps against the memory's rate, prompts against bf16 products; by the tiles in use and by others.
+"""Attention's kernels and products alone: decode steps against the memory's rate, prompts against bf16 products; by the tiles in use and by others.
 
 Pages lie as far apart as in a worker's pool, which holds all layers.
 """
@@ -13,11 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.numerics import Case, make_pool, make_step
+from benchmarks.gpu.products import product_rows
 from benchmarks.gpu.target import QWEN3_8B, TABLE, TINY, Shape, Target
 from engine.attention import triton_backend
 from engine.attention.backend import make_attention_backend
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels.paged_attention import plain_softmax
+from engine.kernels.paged_attention import Softmax
 from service.flags import ConfigError
 
 TILES = TABLE["tiles"]
@@ -31,6 +32,8 @@ def tiles(target: Target) -> dict[str, Any]:
     for work in target.pick(TILES["works"], ((2, 1, 40), (1, 20, 40))):
         found["rows"].append(_row(target, tuple(work)))
         target.keep(found)
+    found["products"] = product_rows(target)
+    target.keep(found)
     found["libraries"] = _library_rows(target, *target.pick((QWEN3_8B, 8192), (TINY, 40)))
     return found
 
@@ -85,7 +88,7 @@ def attention_ms(
     assert isinstance(made, TritonBackend)
     made.begin(make_step([context - rows] * batch, [context] * batch, table))
     q = torch.randn(batch * rows, shape.heads, shape.head_dim, device=target.device).to(pool.k(0).dtype)
-    softmax = plain_softmax(shape.head_dim)
+    softmax = Softmax(shape.head_dim**-0.5)
     return target.ms(lambda: made.attend_written(0, q, softmax))
 
 

@@ -88,7 +88,8 @@ def _family(target: Target, family: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="tandem-families-") as folder:
         path = str(make_tiny_checkpoint(Path(folder), family))
         flags = {"max_total_tokens": 1024, "max_running_requests": 4, "disable_radix_cache": True}
-        tokens = partial(tokens_of, path, PROMPTS, 8, **flags)
+        prompts = [prompt[: target.pick(130, 20)] for prompt in PROMPTS]
+        tokens = partial(tokens_of, path, prompts, target.pick(8, 3), **flags)
         expected, _ = tokens(device="cpu", attention_backend="torch")
         found = {}
         for way, backend in TABLE["backends"].items():

@@ -118,7 +118,6 @@ async def _check_model(
 
 
 async def _version(session: aiohttp.ClientSession, url: str) -> str:
-    """Empty without such a route."""
     for path in ("/version", "/server_info", "/get_server_info"):
         try:
             async with session.get(url.rstrip("/") + path, timeout=aiohttp.ClientTimeout(total=REPLY_S)) as reply:

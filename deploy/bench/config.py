@@ -143,7 +143,7 @@ class SamplingFlags(FlagSet):
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
 
     def extra_fields(self) -> dict[str, Any]:
-        """Parse --extra-request-body. Raises ConfigError."""
+        """Raises ConfigError."""
         try:
             found = json.loads(self.extra_request_body or "{}")
         except ValueError as error:
@@ -184,7 +184,7 @@ class ReportFlags(FlagSet):
         return found
 
     def metrics(self) -> tuple[str, ...]:
-        """Parse --percentile-metrics. Raises ConfigError."""
+        """Raises ConfigError."""
         names = tuple(name.strip() for name in self.percentile_metrics.split(",") if name.strip())
         for name in names:
             if name not in METRICS:
@@ -192,15 +192,11 @@ class ReportFlags(FlagSet):
         return names
 
     def percents(self) -> tuple[float, ...]:
-        """Parse --metric-percentiles. Raises ConfigError."""
+        """Raises ConfigError."""
         remedy = "write numbers from 0 to 100 with commas, as 50,99"
         return tuple(
             _number("--metric-percentiles", text, remedy, most=100) for text in self.metric_percentiles.split(",")
         )
-
-    @property
-    def keeps_texts(self) -> bool:
-        return self.save_detailed or self.output_details
 
 
 # Dataclass fields come from the last base first, so --help starts with TargetFlags.

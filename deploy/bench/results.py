@@ -109,7 +109,6 @@ def _spread(name: str, values: Sequence[float], percents: Sequence[float]) -> di
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """An entry a request, in the order of the requests."""
     ordered = sorted(records, key=lambda record: record.idx)
     return {
         "input_lens": [record.prompt_tokens for record in ordered],

@@ -42,7 +42,6 @@ class Target:
         self._extra = config.extra_fields()
 
     async def send(self, request: BenchRequest, *, started_at: float) -> RequestRecord:
-        """`started_at`: the run's start."""
         sent_at = time.perf_counter()
         record = RequestRecord(idx=request.idx, sent_s=sent_at - started_at)
         if request.at_s is not None:
@@ -61,7 +60,7 @@ class Target:
             record.error, record.detail = "disconnect", f"{type(error).__name__}: {error}"[:DETAIL_CHARS]
         record.e2e_s = time.perf_counter() - sent_at
         self._count(request, answer)
-        if self._config.keeps_texts:
+        if self._config.save_detailed or self._config.output_details:
             record.text = answer.text
         return record
 

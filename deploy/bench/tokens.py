@@ -25,8 +25,6 @@ UNKNOWN = "not counted"
 
 
 class TokenCounter:
-    """A tokenizer, or none."""
-
     def __init__(self, tokenizer: "Tokenizer | None" = None) -> None:
         self._tokenizer = tokenizer
 

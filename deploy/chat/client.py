@@ -137,8 +137,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer or its reasoning."""
-
     text: str
     is_thought: bool = False
 
@@ -201,7 +199,6 @@ class ChatClient:
 
 
 def answering_of(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The attempt that answers, or may."""
     going = [attempt for attempt in attempts if attempt["failure"] == ""]
     return (going or attempts)[-1]
 

@@ -101,7 +101,6 @@ class Terminal:
 
 
 async def _end_of(show: "asyncio.Task[None]") -> str:
-    """Return why it broke off, if so."""
     try:
         await show
     except ChatFailed as error:
@@ -134,7 +133,6 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def _keys_of(source: Input, *, on_stop: Callable[[], object]) -> Iterator[None]:
-    """Call `on_stop` at Ctrl-C; store other keys."""
     ahead: list[KeyPress] = []
 
     def on_ready() -> None:

@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
 # Groups of help in their order, and what `--help` shows.
 TOPICS = ("workers", "server", "routing", "keys", "admission", "retries")
 COMMON = (
-    *("pd_disaggregation", "prefill", "decode", "worker_urls", "mixed"),
+    *("pd_disaggregation", "prefill", "decode", "worker_urls", "route"),
     *("host", "port", "workers", "policy"),
     *("api_key", "api_key_file", "worker_api_key"),
     *("max_concurrent_requests", "queue_size", "rate_limit_requests_per_second"),
@@ -59,7 +59,7 @@ def build_parser() -> Parser:
         nargs="+",
         metavar="URL",
         default=[],
-        help="unified workers (without --pd-disaggregation, or with --mixed)",
+        help="unified workers (alone, or beside pairs)",
     )
     add_flags(parser, RouterConfig, title="router")
     return parser

@@ -12,8 +12,8 @@ from typing import Any
 from deploy.flags import config_from
 from deploy.launcher.display import Member, make_display, summary_text
 from deploy.launcher.fork_servers import engine_server, http_fork_server
-from deploy.launcher.mps import mps_for
-from deploy.launcher.plan import Gpus, ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
+from deploy.launcher.mps import Sharing, mps_for
+from deploy.launcher.plan import Gpus, ProcessSpec, num_ports, plan_cluster, shared_groups, with_env
 from deploy.launcher.probe import free_ports, get_json
 from deploy.launcher.process import Child
 from deploy.launcher.roles import ClusterConfig
@@ -49,18 +49,18 @@ def run(argv: Sequence[str]) -> int:
     log_dir = make_log_dir(config.run_dir)
     gpus = gpus_for(config, args, torch=installed_torch())
     specs, front = plan(config, args, gpus=gpus)
-    shared = shared_gpus(specs)
     with (
-        mps_for(shared, run_dir=log_dir) as (env, notes),
+        mps_for(shared_groups(specs), percentage=config.mps_prefill_percentage, run_dir=log_dir) as mps,
         engine_server(
             specs, model=model_path_of(args), threads=getattr(args, "num_threads", None), log_dir=log_dir
         ) as server,
         http_fork_server(count=len(specs), log_dir=log_dir) as http_server,
     ):
-        specs = with_env(specs, [name for names in shared.values() for name in names], env)
+        for name, env in mps.env.items():
+            specs = with_env(specs, [name], env)
         specs = with_env(specs, [spec.name for spec in specs if spec.ranks], server)
         specs = with_env(specs, [spec.name for spec in specs], {**http_server, **own_secret(config, args)})
-        return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir, notes=notes))
+        return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir, mps=mps))
 
 
 def own_secret(config: ClusterConfig, args: argparse.Namespace) -> dict[str, str]:
@@ -99,12 +99,11 @@ async def _supervise(
     specs: Sequence[ProcessSpec],
     front: str,
     log_dir: Path,
-    notes: Sequence[str],
+    mps: Sharing,
 ) -> int:
-    """`given`: typed flags by field."""
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
-    for note in notes:
+    for note in mps.notes:
         display.message(f"tandem up: {note}")
 
     def write_ready(children: Sequence[Child]) -> None:
@@ -121,6 +120,7 @@ async def _supervise(
         drain_timeout_s=given.get("drain_timeout_s", ServerConfig.drain_timeout_s),
         restarts=RestartPolicy(always=config.restart == "always"),
         on_again=write_ready,
+        domains=mps.domains,
     )
 
     async def on_ready(children: Sequence[Child]) -> None:

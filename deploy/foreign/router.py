@@ -9,6 +9,7 @@ ANY_TIME = "workers may come at any time; until then requests wait for --retry-w
 MIN_USED = "the least recently used prefixes go, by --max-tree-size"
 BACKOFF = "give --retry-backoff, in seconds; it doubles with each retry"
 IN_MEMORY = "answers of /v1/responses are kept in memory"
+ROUTES = "unified workers beside pairs need no flag (--worker-urls), and prices decide (--route, X-SLO-TTFT-ms); leave it out"
 KEYS = "give --api-key-file and --admin-api-key-file"
 
 _FLAGS: dict[str, Entry] = {
@@ -26,6 +27,9 @@ _FLAGS: dict[str, Entry] = {
     **each(Ignored(MIN_USED, ONE), "--eviction-interval-secs --max-idle-secs"),
     "--bucket-adjust-interval-secs": Ignored("it belongs to the policy `bucket`", ONE),
     "--enable-igw": Ignored("requests always go to workers of the model they name"),
+    "--prefix-fetch": Ignored("workers say whether they exchange prefixes"),
+    **each(Missing(ROUTES), "--mixed --mixed-ttft --mixed-itl"),
+    "--prefix-copy-bytes-per-second": Missing("prefixes are fetched where a request needs them; leave it out"),
     "--mini-lb": Ignored("there is one router"),
     **each(Ignored(AT_WORKERS), "--tokenizer-cache-enable-l0 --tokenizer-cache-enable-l1"),
     "--backend": Fixed(("sglang",), "workers are Tandem's or SGLang's"),

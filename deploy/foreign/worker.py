@@ -18,6 +18,7 @@ OTHER_DRAFTS = "drafts are chains of --speculative-num-steps tokens: see --specu
 TLS = "put a proxy that ends TLS in front"
 ALWAYS = "this is always so"
 CHECKPOINT = "the checkpoint decides; change its files"
+ROUTES = "prefill and decode workers serve whole requests, too (the router's --route); leave it out"
 
 _SAME_AS_ONE = Fixed(("1",), ONE_RANK)
 
@@ -151,7 +152,6 @@ _FIXED: dict[str, Entry] = {
     "--response-role": Fixed(("assistant",), "answers are the assistant's"),
     "--chat-template-content-format": Fixed(("auto", "string"), "templates get texts"),
     "--retraction-policy": Fixed(("length", "default"), "the engine chooses which request it retracts"),
-    "--hicache-storage-backend": Fixed(("file",), "prefixes are stored as files, in --hicache-storage-dir"),
     "--logprobs-mode": Fixed(("raw_logprobs",), "logprobs are the model's, before penalties and masks"),
 }
 _MISSING: dict[str, Entry] = {
@@ -160,6 +160,8 @@ _MISSING: dict[str, Entry] = {
         """--tokenizer --tokenizer-path --hf-overrides --hf-config-path --json-model-override-args
         --override-generation-config --preferred-sampling-params --disable-sliding-window""",
     ),
+    **each(Missing(ROUTES), "--mixed --mixed-ttft --mixed-itl"),
+    "--prefix-copy-bytes-per-second": Missing("prefixes are fetched where a request needs them; leave it out"),
     "--tokenizer-revision": Missing("--revision names model and tokenizer"),
     "--code-revision": Missing("no code of a checkpoint runs here"),
     "--chat-template": Missing("put it into the checkpoint as chat_template.jinja"),
@@ -217,7 +219,7 @@ _MISSING: dict[str, Entry] = {
     "--enable-force-include-usage": Missing("send stream_options with include_usage"),
     "--stream-response-default-include-usage": Missing("send stream_options with include_usage"),
     "--return-tokens-as-token-ids": Missing("send return_token_ids"),
-    "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-dir"),
+    "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-backend"),
     **each(Missing("decodes get the share that keeps --pdmux-itl"), "--pdmux-config-path --sm-group-num"),
     "--lora-target-modules": Missing("adapters may change any projection that PEFT names"),
 }

@@ -1,6 +1,6 @@
 """Progress of a loading cluster: bars on a terminal, else lines.
 
-A bar shows the last percentage in a process's log, which has no bars.
+A bar shows the last percentage in a process's log.
 """
 
 import json

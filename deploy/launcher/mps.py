@@ -1,16 +1,23 @@
-"""NVIDIA's Multi-Process Service for engines on one GPU, by a private daemon.
+"""NVIDIA's Multi-Process Service for engines on one GPU, by private daemons.
 
 Without it processes get slices of milliseconds, so a decode step waits for a whole prefill chunk.
+A client that ends with kernels in flight may break server and other clients, so they end together
+(docs/operations.md).
 """
 
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from deploy.launcher.plan import SharedGpus
+from deploy.launcher.roles import MPS_PREFILL_PERCENTAGE
+from deploy.launcher.supervisor import FailureDomain
 from engine.device.gpus import VISIBLE
 from service.process.files import fits
 from service.process.start import die_with_parent
@@ -19,11 +26,13 @@ from service.process.stop_signals import TO_GROUPS
 CONTROL = "nvidia-cuda-mps-control"
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG = "CUDA_MPS_LOG_DIRECTORY"
+THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 LONGEST_SOCKET = "control_privileged"  # created in its directory
 READY_WITHIN_S = 10.0
 QUIT_WITHIN_S = 5.0
 ASK_TIMEOUT_S = 5.0
 POLL_S = 0.05
+TURNS = "the driver gives them turns of some milliseconds"
 
 
 class MpsFailed(Exception):
@@ -31,8 +40,6 @@ class MpsFailed(Exception):
 
 
 class MpsDaemon:
-    """A control daemon in `folder`."""
-
     def __init__(self, control: str, *, folder: Path, gpus: Sequence[str], env: Mapping[str, str]) -> None:
         self._control = control
         self._log_path = folder / "control.out"
@@ -43,9 +50,12 @@ class MpsDaemon:
         if all(gpu.startswith(("GPU-", "MIG-")) for gpu in gpus):
             self._env[VISIBLE] = ",".join(gpus)  # indices would be relative to the daemon's set
         folder.mkdir(mode=0o700, exist_ok=True)
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [control, "-f"],
+        self._process = self._started()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        with self._log_path.open("ab") as log:
+            return subprocess.Popen(
+                [self._control, "-f"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -64,15 +74,26 @@ class MpsDaemon:
                 raise MpsFailed(f"no answer within {READY_WITHIN_S:g} s")
             time.sleep(POLL_S)
 
+    def renew(self) -> str:
+        """Start another in its place; return a note."""
+        self.end()
+        self._process = self._started()
+        try:
+            self.wait_ready()
+        except MpsFailed as error:
+            self.end()
+            return f"{TURNS}: {CONTROL} (MPS) did not start again: {error}"
+        return "MPS starts anew"
+
     def end(self) -> None:
-        """Kill it if it does not quit."""
+        """Kill it, and its servers, if it does not quit."""
         if self._process.poll() is None:
             self._ask("quit")
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(QUIT_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _ask(self, command: str) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -93,33 +114,62 @@ class MpsDaemon:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """`env`: of engines. `notes`: for the user."""
+
+    env: dict[str, dict[str, str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    domains: list[FailureDomain] = field(default_factory=list)
+
+    def with_mps(self, group: SharedGpus, daemon: MpsDaemon | None, *, percentage: int | None) -> None:
+        of_daemon = {} if daemon is None else daemon.client_env
+        limit = {} if percentage is None else {THREADS: str(percentage)}
+        self.env.update({name: of_daemon | (limit if name in group.limited else {}) for name in group.engines})
+        renew = {} if daemon is None else {"renew": daemon.renew}
+        self.domains.append(FailureDomain(group.engines, what=f"GPU {', '.join(group.gpus)}", **renew))
+
+
 @contextlib.contextmanager
-def mps_for(shared: Mapping[str, Sequence[str]], *, run_dir: Path) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield the engines' environment, and notes for the user."""
-    if not shared:
-        yield {}, []
-        return
-    lines = [f"{' and '.join(names)} share GPU {gpu}" for gpu, names in shared.items()]
+def mps_for(groups: Sequence[SharedGpus], *, percentage: int | None, run_dir: Path) -> Iterator[Sharing]:
+    """`percentage`: for `limited` engines; None: the environment's, or the default."""
+    found = Sharing()
+    limit = percentage or (None if THREADS in os.environ else MPS_PREFILL_PERCENTAGE)
+    with contextlib.ExitStack() as daemons:
+        for i, group in enumerate(groups):
+            gpus = f"GPU{'s' * (len(group.gpus) > 1)} {' and '.join(group.gpus)}"
+            found.notes.append(f"{' and '.join(group.engines)} share {gpus}")
+            if PIPE in os.environ:
+                found.with_mps(group, None, percentage=limit)
+                found.notes.append(f"they use the MPS daemon of {PIPE}={os.environ[PIPE]}{_limited(group, limit)}")
+                continue
+            try:
+                daemon = _daemon_of(group, run_dir / f"mps-{i}")
+            except MpsFailed as error:
+                found.notes.append(f"{TURNS}: {error}")
+                continue
+            daemons.callback(daemon.end)
+            found.with_mps(group, daemon, percentage=limit)
+            found.notes.append(f"they run side by side, by MPS{_limited(group, limit)}")
+        yield found
+
+
+def _limited(group: SharedGpus, percentage: int | None) -> str:
+    names = " and ".join(sorted(group.limited))
+    return f"; {names}: at most {percentage} % of the multiprocessors" if names and percentage is not None else ""
+
+
+def _daemon_of(group: SharedGpus, folder: Path) -> MpsDaemon:
+    """Raises MpsFailed."""
     control = shutil.which(CONTROL)
-    if PIPE in os.environ:
-        yield {}, [*lines, f"they use the MPS daemon of {PIPE}={os.environ[PIPE]}"]
-        return
     if control is None:
-        yield {}, [*lines, f"the driver gives them turns of some milliseconds: {CONTROL} (MPS) is not on PATH"]
-        return
-    folder = run_dir / "mps"
+        raise MpsFailed(f"{CONTROL} (MPS) is not on PATH")
     if not fits(folder / LONGEST_SOCKET):
-        too_long = f"{folder} is too long for the sockets of MPS; give a shorter --run-dir"
-        yield {}, [*lines, f"the driver gives them turns of some milliseconds: {too_long}"]
-        return
-    daemon = MpsDaemon(control, folder=folder, gpus=list(shared), env=os.environ)
+        raise MpsFailed(f"{folder} is too long for the sockets of MPS; give a shorter --run-dir")
+    daemon = MpsDaemon(control, folder=folder, gpus=group.gpus, env=os.environ)
     try:
         daemon.wait_ready()
     except MpsFailed as error:
         daemon.end()
-        yield {}, [*lines, f"the driver gives them turns of some milliseconds: {CONTROL} (MPS) did not start: {error}"]
-        return
-    try:
-        yield daemon.client_env, [*lines, "they run side by side, by MPS"]
-    finally:
-        daemon.end()
+        raise MpsFailed(f"{CONTROL} (MPS) did not start: {error}") from None
+    return daemon

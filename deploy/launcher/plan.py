@@ -91,7 +91,7 @@ class ProcessSpec:
 
 def num_ports(config: ClusterConfig) -> int:
     """HTTP, and a bootstrap server per worker whose role may switch."""
-    return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed + config.encode
+    return 0 if config.unified else 2 * (config.prefill + config.decode) + config.encode
 
 
 class Gpus(NamedTuple):
@@ -118,6 +118,11 @@ def plan_cluster(
 
     `front`: the clients' port. `cores`, `gpus`: for all ranks.
     """
+    if config.mps_prefill_percentage is not None and not config.share_gpus:
+        raise ConfigError(
+            f"--mps-prefill-percentage {config.mps_prefill_percentage}: is of a GPU that workers share; give --share-gpus, or "
+            "leave it out"
+        )
     if config.unified:
         unified = [_worker("unified-0", "unified", config.host, front, (), flags)]
         return _seated(unified, gpus, share=False) if gpus.names else unified
@@ -140,7 +145,6 @@ def plan_cluster(
 def _workers(
     config: ClusterConfig, free: Sequence[int], flags: Mapping[str, RoleFlags]
 ) -> tuple[list[ProcessSpec], list[str]]:
-    """The workers, and the flags that name them to the router."""
     ports, backend = iter(free), f"{BACKEND}={config.transfer_backend}"
     workers, named = list[ProcessSpec](), list[str]()
     for role, count in (("prefill", config.prefill), ("decode", config.decode)):
@@ -149,10 +153,6 @@ def _workers(
             own: tuple[str, ...] = (f"--disaggregation-bootstrap-port={bootstrap}", backend)
             workers.append(_worker(f"{role}-{i}", role, LOOPBACK, http, own, flags))
             named += [f"--{role}", workers[-1].url, *([str(bootstrap)] if role == "prefill" else [])]
-    for i in range(config.mixed):
-        own = (backend,) if config.encode else ()
-        workers.append(_worker(f"unified-{i}", "unified", LOOPBACK, next(ports), own, flags))
-        named += [*(["--mixed", "--worker-urls"] if i == 0 else []), workers[-1].url]
     for i in range(config.encode):
         workers.append(_worker(f"encode-{i}", "encode", LOOPBACK, next(ports), (backend,), flags))
         named += ["--encode", workers[-1].url]
@@ -177,6 +177,37 @@ def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
         for gpu in spec.env[VISIBLE].split(",") if VISIBLE in spec.env else ():
             engines.setdefault(gpu, []).append(spec.name)
     return {gpu: names for gpu, names in engines.items() if len(names) > 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedGpus:
+    """GPUs connected by engines. `limited`: prefill workers that share one with decode."""
+
+    gpus: tuple[str, ...]
+    engines: tuple[str, ...]
+    limited: frozenset[str]
+
+
+def shared_groups(specs: Sequence[ProcessSpec]) -> list[SharedGpus]:
+    """Return connected groups (NVIDIA's MPS guide, "Error Containment")."""
+    groups: list[tuple[list[str], list[str]]] = []
+    for gpu, names in shared_gpus(specs).items():
+        joined = [group for group in groups if set(group[1]) & set(names)]
+        groups = [group for group in groups if group not in joined]
+        gpus = [gpu for group in joined for gpu in group[0]]
+        others = [name for group in joined for name in group[1]]
+        groups.append(([*gpus, gpu], list(dict.fromkeys([*others, *names]))))
+    limited = _with_decodes(specs)
+    return [
+        SharedGpus(gpus=tuple(gpus), engines=tuple(names), limited=limited.intersection(names))
+        for gpus, names in groups
+    ]
+
+
+def _with_decodes(specs: Sequence[ProcessSpec]) -> frozenset[str]:
+    roles = {spec.name: spec.role for spec in specs}
+    shared = [names for names in shared_gpus(specs).values() if any(roles[n] in ("decode", "unified") for n in names)]
+    return frozenset(name for names in shared for name in names if roles[name] == "prefill")
 
 
 def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[str, str]) -> list[ProcessSpec]:

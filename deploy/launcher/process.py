@@ -26,8 +26,6 @@ _ERROR_LINE = re.compile(r"(^\w*(Error|Exception)\b|\berror\b|\bfatal\b)", re.IG
 
 
 class Guard:
-    """The launcher's end of the guard (guard.py)."""
-
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(guard.__file__)), own_prefix()],
@@ -102,7 +100,6 @@ class Child:
             self._process.send_signal(DRAIN)
 
     def hurry(self) -> None:
-        """End it at once."""
         if self.alive:
             self._process.send_signal(END)
 
@@ -133,7 +130,6 @@ class Child:
 
 
 def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProcess:
-    """Start in an own group, forked if `env` names a server."""
     server = server_in(env, HTTP_SERVER_VARIABLE)
     if server is not None and tuple(argv[: len(TANDEM)]) == TANDEM:
         args = argv[len(TANDEM) :]

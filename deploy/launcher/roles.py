@@ -14,6 +14,7 @@ from service.flags import ConfigError, FlagSet, flag
 
 MAX_WORKERS_PER_ROLE = 64
 RESTARTS = ("always", "never")
+MPS_PREFILL_PERCENTAGE = 75  # else kernels of a chunk hold the GPU, and a decode step waits for the chunk
 
 
 def _size(role: str, name: str) -> Any:
@@ -37,13 +38,6 @@ class ClusterConfig(FlagSet):
     decode_pp_size: int | None = _size("decode", "pp-size")
     decode_dp_size: int | None = _size("decode", "dp-size")
     decode_ep_size: int | None = _size("decode", "ep-size")
-    mixed: int = flag(
-        0,
-        "number of unified workers beside them (the router's --mixed)",
-        least=0,
-        most=MAX_WORKERS_PER_ROLE,
-        special={0: "none"},
-    )
     encode: int = flag(
         0,
         "number of encoder workers, which compute images for the others (--feature-fetch)",
@@ -71,6 +65,13 @@ class ClusterConfig(FlagSet):
         False,
         "more engines than GPUs: put several on one, side by side by MPS where it is, and divide --mem-fraction-static",
     )
+    mps_prefill_percentage: int | None = flag(
+        None,
+        "with --share-gpus and MPS: multiprocessors that a prefill worker may use at once of a GPU that it shares with decodes, in "
+        f"percent (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE); 100: all; default: {MPS_PREFILL_PERCENTAGE}",
+        least=1,
+        most=100,
+    )
     run_dir: str | None = flag(None, "directory of the log files; default: a new one under the temp directory")
     # Always by default: most clusters have one worker of a role, and nothing is served without it.
     restart: str = flag(
@@ -86,6 +87,7 @@ class ClusterConfig(FlagSet):
 COUNTED = ("tp_size", "pp_size", "dp_size")  # their product is the number of ranks
 SIZES = (*COUNTED, "ep_size")
 OF_DP_ATTENTION = ("enable_dp_attention", "enable_prefill_delayer")
+OF_PDMUX = ("enable_pdmux", "pdmux_itl_s")
 # Fields of EngineConfig that apply to encoder workers, which have one rank and no text model.
 OF_ENCODERS = (
     "model_path",
@@ -118,27 +120,22 @@ class RoleFlags:
     ranks: int = 1
 
 
-def roles_of(config: ClusterConfig) -> tuple[str, ...]:
-    if config.unified:
-        return ("unified",)
-    return ("prefill", "decode", "unified") if config.mixed else ("prefill", "decode")
-
-
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Role -> flags by field. Raises ConfigError.
 
-    Encoder workers get no flags of ranks or text model. A role without stages gets no
-    --pp-layer-partition, one DP rank no DP attention, if the other role has them.
+    Encoder workers get no flags of ranks or text model, prefill none of pdmux. A role without
+    stages gets no --pp-layer-partition, one DP rank no DP attention, if the other role has them.
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
-        for flag_name in ("mixed", "encode"):
-            if count := getattr(config, flag_name):
-                raise ConfigError(f"--{flag_name} {count}: --unified starts one worker alone; leave one of them out")
+        if config.encode:
+            raise ConfigError(f"--encode {config.encode}: --unified starts one worker alone; leave one of them out")
         for role, name, size in ((role, name, size) for role, sizes in own.items() for name, size in sizes.items()):
             raise ConfigError(f"--{role}-{_option(name)} {size}: --unified has no such worker; give --{_option(name)}")
         return {"unified": dict(given)}
-    found = {role: {**given, **own.get(role, {})} for role in roles_of(config)}
+    found = {role: {**given, **sizes} for role, sizes in own.items()}
+    for name in OF_PDMUX:
+        found["prefill"].pop(name, None)
     stages = {role: values.get("pp_size", 1) for role, values in found.items()}
     for role, values in found.items():
         if stages[role] == 1 < max(stages.values()):

@@ -1,4 +1,4 @@
-"""Runs a set of processes, and starts those again that die.
+"""Runs processes, and restarts those that die.
 
 They end after a drain on SIGTERM, at once on SIGINT, SIGHUP or a second signal, else by the guard.
 The router drains first, as it needs the workers. Without it the others end, too.
@@ -9,8 +9,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ OnReady = Callable[[Sequence[Child]], Awaitable[None]]
 class RestartPolicy:
     """Pauses of `first_s`, doubled by each death up to `longest_s`; reset by `stable_s` of health.
 
-    The front, which clients reach, starts `front_tries` times in a row.
+    The front starts `front_tries` times in a row.
     """
 
     always: bool = True
@@ -49,7 +50,7 @@ class RestartPolicy:
 
 
 class Restarts:
-    """Deaths of one process in a row. Times are of one clock, in seconds."""
+    """Deaths of one process in a row; times in seconds."""
 
     def __init__(self, policy: RestartPolicy, *, is_front: bool) -> None:
         self._policy = policy
@@ -74,6 +75,46 @@ class Restarts:
         return min(policy.first_s * 2.0 ** min(self._deaths - 1, MAX_DOUBLINGS), policy.longest_s)
 
 
+# ---- Processes that end together, as one's death may break what they share.
+
+
+class FailureDomain:
+    """`renew` makes `what` they share anew, blocking, and returns a note, or "".
+
+    Only the first death ends the others, also if several die by themselves.
+    """
+
+    def __init__(self, names: Collection[str], *, what: str, renew: Callable[[], str] = lambda: "") -> None:
+        self.names, self.what, self._renew = frozenset(names), what, renew
+        self._lock = asyncio.Lock()
+        self._children: dict[str, Child] = {}
+        self._ended: set[int] = set()  # pids of those that died, or will, for another
+
+    def add(self, child: Child) -> None:
+        self._children[child.spec.name] = child
+
+    async def start(self, begin: Callable[[], Child]) -> Child:
+        async with self._lock:
+            child = begin()
+            self.add(child)
+            return child
+
+    async def end_others(self, dead: Child, report: Callable[[str], None]) -> None:
+        async with self._lock:
+            if dead.pid in self._ended:
+                self._ended.remove(dead.pid)
+                return
+            for other in self._children.values():
+                if other is dead:
+                    continue
+                self._ended.add(other.pid)
+                if other.alive:
+                    report(f"{other.spec.name} ends, too: it shares {self.what} with {dead.spec.name}")
+                    other.kill()
+            if note := await asyncio.to_thread(self._renew):
+                report(note)
+
+
 # ---- supervisor
 
 
@@ -81,29 +122,25 @@ class StartFailed(Exception):
     """A process ended, or was not healthy in time."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """`on_again`: called with all processes at each restart."""
 
-    def __init__(
-        self,
-        specs: Sequence[ProcessSpec],
-        *,
-        log_dir: Path,
-        display: Display,
-        start_timeout_s: float,
-        drain_timeout_s: float = 0.0,
-        restarts: RestartPolicy,
-        on_again: Callable[[Sequence[Child]], None],
-    ) -> None:
-        self._specs = specs
-        self._log_dir = log_dir
-        self._display = display
-        self._start_timeout_s = start_timeout_s
-        self._drain_timeout_s = drain_timeout_s
-        self._on_again = on_again
+    specs: Sequence[ProcessSpec]
+    _: KW_ONLY
+    log_dir: Path
+    display: Display
+    start_timeout_s: float
+    drain_timeout_s: float = 0.0
+    restarts: InitVar[RestartPolicy]
+    on_again: Callable[[Sequence[Child]], None]
+    domains: InitVar[Sequence[FailureDomain]] = ()
+
+    def __post_init__(self, restarts: RestartPolicy, domains: Sequence[FailureDomain]) -> None:
+        self._domains = {name: domain for domain in domains for name in domain.names}
         self._guard = Guard()
         self._children: list[Child] = []
-        self._restarts = [Restarts(restarts, is_front=is_front(spec, specs)) for spec in specs]
+        self._restarts = [Restarts(restarts, is_front=is_front(spec, self.specs)) for spec in self.specs]
         self._healthy_s: dict[str, float] = {}
         self._started_at = 0.0
         self._signals = StopSignals()
@@ -119,7 +156,7 @@ class Supervisor:
                     await on_ready(self._children)
                 return await self._watch()
             except StartFailed as error:
-                self._display.message(f"tandem up: error: {error}")
+                self.display.message(f"tandem up: error: {error}")
                 return 1
             finally:
                 await self._end_all()
@@ -127,12 +164,15 @@ class Supervisor:
 
     def _start(self) -> None:
         self._started_at = time.monotonic()
-        for spec in self._specs:
-            self._children.append(self._start_one(spec))
+        for spec in self.specs:
+            child = self._start_one(spec)
+            self._children.append(child)
+            if (domain := self._domains.get(spec.name)) is not None:
+                domain.add(child)
 
     def _start_one(self, spec: ProcessSpec, *, again: bool = False) -> Child:
         try:
-            return Child.start(spec, log_dir=self._log_dir, watcher=self._guard, env=os.environ, again=again)
+            return Child.start(spec, log_dir=self.log_dir, watcher=self._guard, env=os.environ, again=again)
         except OSError as error:
             raise StartFailed(f"{spec.name}: cannot start {spec.argv[0]}: {error.strerror or error}") from None
 
@@ -141,11 +181,11 @@ class Supervisor:
         try:
             while not self._stop.is_set() and len(self._healthy_s) < len(self._children):
                 self._check_start()
-                self._display.update(self._progress())
+                self.display.update(self._progress())
                 await self._pause(POLL_S)
-            self._display.update(self._progress())
+            self.display.update(self._progress())
         finally:
-            self._display.finish()
+            self.display.finish()
             for probe in probes:
                 probe.cancel()
             await asyncio.gather(*probes, return_exceptions=True)
@@ -154,11 +194,11 @@ class Supervisor:
         for child in self._children:
             if not child.alive:
                 raise StartFailed(_why_ended(child))
-        if self._elapsed_s() > self._start_timeout_s:
+        if self._elapsed_s() > self.start_timeout_s:
             late = [child for child in self._children if child.spec.name not in self._healthy_s]
             names = ", ".join(child.spec.name for child in late)
             raise StartFailed(
-                f"{names} not healthy after {self._start_timeout_s:g} s (--start-timeout); "
+                f"{names} not healthy after {self.start_timeout_s:g} s (--start-timeout); "
                 f"last said: {late[0].last_line()} (log: {late[0].log_path})"
             )
 
@@ -181,8 +221,7 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Keep all processes; return the status as `run`."""
-        keepers = {asyncio.create_task(self._keep(i)) for i in range(len(self._specs))}
+        keepers = {asyncio.create_task(self._keep(i)) for i in range(len(self.specs))}
         stop = asyncio.create_task(self._stop.wait())
         try:
             living = set(keepers)
@@ -193,9 +232,9 @@ class Supervisor:
                 living -= ended
                 for child in sorted((keeper.result() for keeper in ended), key=self._is_front):
                     if self._is_front(child):
-                        self._display.message(f"tandem up: error: {_why_ended(child)}; it stays dead, so all ends")
+                        self.display.message(f"tandem up: error: {_why_ended(child)}; it stays dead, so all ends")
                         return 1
-                    self._display.message(f"tandem up: {_why_ended(child)}; the others go on")
+                    self.display.message(f"tandem up: {_why_ended(child)}; the others go on")
             return 0 if self._stop.is_set() else 1
         finally:
             for task in (stop, *keepers):
@@ -203,10 +242,9 @@ class Supervisor:
             await asyncio.gather(stop, *keepers, return_exceptions=True)
 
     def _is_front(self, child: Child) -> bool:
-        return is_front(child.spec, self._specs)
+        return is_front(child.spec, self.specs)
 
     async def _keep(self, i: int) -> Child:
-        """Start process `i` again each time it dies; return it when it stays dead."""
         child, restarts = self._children[i], self._restarts[i]
         if child.spec.name in self._healthy_s:
             restarts.became_healthy(self._started_at + self._healthy_s[child.spec.name])
@@ -216,16 +254,26 @@ class Supervisor:
             pause_s = restarts.pause_s(child.exit_status(), time.monotonic())
             if pause_s is None:
                 return child
-            self._display.message(f"tandem up: {_why_ended(child)}; it starts again in {pause_s:g} s")
+            self.display.message(f"tandem up: {_why_ended(child)}; it starts again in {pause_s:g} s")
+            await self._end_domain(child)
             await asyncio.sleep(pause_s)
             started_at_s = time.monotonic()
-            child = self._children[i] = self._start_one(child.spec, again=True)
-            self._on_again(self._children)
+            child = self._children[i] = await self._start_again(child.spec)
+            self.on_again(self._children)
             if await self._becomes_healthy(child):
                 now_s = time.monotonic()
                 restarts.became_healthy(now_s)
                 took = f"after {now_s - started_at_s:.1f} s"
-                self._display.message(f"tandem up: {child.spec.name} is healthy again {took} (pid {child.pid})")
+                self.display.message(f"tandem up: {child.spec.name} is healthy again {took} (pid {child.pid})")
+
+    async def _end_domain(self, dead: Child) -> None:
+        if (domain := self._domains.get(dead.spec.name)) is not None:
+            await domain.end_others(dead, lambda text: self.display.message(f"tandem up: {text}"))
+
+    async def _start_again(self, spec: ProcessSpec) -> Child:
+        domain = self._domains.get(spec.name)
+        begin = partial(self._start_one, spec, again=True)
+        return begin() if domain is None else await domain.start(begin)
 
     async def _becomes_healthy(self, child: Child) -> bool:
         """False if it died before."""
@@ -237,14 +285,13 @@ class Supervisor:
         return False
 
     async def _end_all(self) -> None:
-        """Drain routers, then workers; kill the rest."""
         routers = [child for child in self._children if child.spec.role == "router"]
         for stage in (routers, [child for child in self._children if child not in routers]):
             if not self._at_once.is_set() and self._stop.is_set():
                 await self._drain(stage)
         deadline_s = time.monotonic() + KILL_AFTER_S
         for child in self._children:
-            child.hurry() if self._drain_timeout_s else child.drain()
+            child.hurry() if self.drain_timeout_s else child.drain()
         await self._until_ended(self._children, deadline_s)
         for child in self._children:
             child.kill()
@@ -252,7 +299,7 @@ class Supervisor:
     async def _drain(self, children: Sequence[Child]) -> None:
         for child in children:
             child.drain()
-        deadline_s = time.monotonic() + self._drain_timeout_s + (DRAIN_MARGIN_S if self._drain_timeout_s else 0.0)
+        deadline_s = time.monotonic() + self.drain_timeout_s + (DRAIN_MARGIN_S if self.drain_timeout_s else 0.0)
         await self._until_ended(children, deadline_s, until=self._at_once)
 
     async def _until_ended(

@@ -27,7 +27,7 @@ _DISAGG_SKIP = (
     "disaggregation_bootstrap_server",
     "disaggregation_control_host",
 )
-_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation", "mixed")
+_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
 _WORKER_KEYS = (
     "api_key",
     "api_key_file",
@@ -53,7 +53,6 @@ _SHARED = (
     "max_stored_responses",
     "middleware",
     "otlp_traces_endpoint",
-    "prefix_fetch",
     "sse_keep_alive_interval_s",
 )
 _MODEL_FLAGS = ("model_path", "revision", "served_model_name")

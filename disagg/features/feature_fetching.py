@@ -6,7 +6,6 @@
 Prompts with the same image share a fetch. Images with cached KV need none.
 """
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,34 +48,26 @@ class FeatureFetch(IncomingTransfer):
     waiting: dict[str, Request] = field(default_factory=dict)
 
 
+@dataclass(eq=False, kw_only=True)
 class FeatureFetches(PeerPart):
-    """Owns feature pages until a step copied them, or no peer writes them."""
+    """Owns feature pages until a step copied them, or no peer writes them.
 
-    def __init__(
-        self,
-        *,
-        memory: Memory,
-        manager: Receivers,
-        metadata: MetadataBuffers,
-        allocator: PageAllocator,
-        rooms: Iterator[int],
-        timeout_s: float,
-    ) -> None:
-        """`allocator`: of the feature pool.
+    `allocator`: of the feature pool. `rooms`: globally unique. `timeout_s`: of a prompt's wait.
+    """
 
-        `rooms`: globally unique. `timeout_s`: of a prompt's wait.
-        """
-        images = memory.part(ImageCache)
+    memory: Memory
+    manager: Receivers
+    metadata: MetadataBuffers
+    allocator: PageAllocator
+    rooms: Iterator[int]
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        images = self.memory.part(ImageCache)
         assert images is not None, "the model sees images"
-        late = f"they did not come within {timeout_s:g} s"
-        self.incoming = Incoming[FeatureFetch](metadata, self, late=late)
-        self._manager = manager
-        self._memory = memory
         self._images = images
-        self._metadata = metadata
-        self._allocator = allocator
-        self._rooms = rooms
-        self._timeout_s = timeout_s
+        late = f"they did not come within {self.timeout_s:g} s"
+        self.incoming = Incoming[FeatureFetch](self.metadata, self, late=late)
         self._landed: list[list[int]] = []  # pages owned by the image cache
         self._avoided: dict[str, float] = {}  # control address -> end time
         self._counters = self.incoming.counters
@@ -86,13 +77,13 @@ class FeatureFetches(PeerPart):
         """Make `request` wait for its images' features from encoders."""
         if not request.message.encoders:
             return
-        cached = len(self._memory.match_prefix(request).pages) * self._memory.allocator.page_size
+        cached = len(self.memory.match_prefix(request).pages) * self.memory.allocator.page_size
         for image, source in zip(request.images, request.message.encoders, strict=False):
             if source is not None and image.end > cached and not self._images.has(image.key):
                 self._wait(request, image, source, now_s)
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """Remove a request, which the role ends; unneeded fetches end."""
+        """Remove a request; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             request = fetch.waiting.pop(rid, None)
             if request is not None:
@@ -119,14 +110,14 @@ class FeatureFetches(PeerPart):
             request.vision.num_arriving += 1
 
     def _open(self, image: ImageInput, source: FeatureSource, now_s: float) -> FeatureFetch | None:
-        is_large = self._allocator.pages_for(image.num_tokens) > self._allocator.num_pages or not fits((image,))
+        is_large = self.allocator.pages_for(image.num_tokens) > self.allocator.num_pages or not fits((image,))
         is_avoided = now_s < self._avoided.get(source.control, now_s)
         if is_large or is_avoided or len(self.incoming.transfers) >= MAX_FETCHES:
             self._counters["feature_fetches_forgone"] += 1
             return None
-        room, route = next(self._rooms), Route(control=source.control, incarnation=source.incarnation, shared=True)
+        room, route = next(self.rooms), Route(control=source.control, incarnation=source.incarnation, shared=True)
         try:
-            receiver = self._manager.receiver(room, bootstrap="", room_attempt=ATTEMPT, route=route)
+            receiver = self.manager.receiver(room, bootstrap="", room_attempt=ATTEMPT, route=route)
         except (RoomInUse, ValueError):  # named by an incompatible router
             self._counters["feature_fetches_forgone"] += 1
             return None
@@ -136,7 +127,7 @@ class FeatureFetches(PeerPart):
             receiver=receiver,
             image=image,
             control=source.control,
-            deadline_s=now_s + self._timeout_s,
+            deadline_s=now_s + self.timeout_s,
         )
         self.incoming.begin(fetch)
         self._counters["feature_fetches"] += 1
@@ -153,10 +144,10 @@ class FeatureFetches(PeerPart):
                 self.incoming.provide(fetch, fetch.pages, work=work)
 
     def _allocate(self, fetch: FeatureFetch) -> bool:
-        count = self._allocator.pages_for(fetch.image.num_tokens)
-        if count > self._allocator.num_free:
+        count = self.allocator.pages_for(fetch.image.num_tokens)
+        if count > self.allocator.num_free:
             return False
-        fetch.pages = self._allocator.allocate(count)
+        fetch.pages = self.allocator.allocate(count)
         return True
 
     def landed(self, fetch: FeatureFetch, first: FirstToken) -> str:
@@ -168,18 +159,18 @@ class FeatureFetches(PeerPart):
             self._counters["features_fetched"] += 1
             self._counters["feature_fetched_tokens"] += fetch.image.num_tokens
         else:
-            self._allocator.free(pages)
+            self.allocator.free(pages)
             self._counters["feature_fetches_aborted"] += 1
         self._end_wait(fetch)
         return ""
 
     def detach(self, fetch: FeatureFetch) -> Detached:
         pages, fetch.pages = list(fetch.pages), ()
-        self._allocator.quarantine(pages)
+        self.allocator.quarantine(pages)
         return Detached(pages)
 
     def free_detached(self, detached: Detached) -> None:
-        self._allocator.end_quarantine(detached.pages)
+        self.allocator.end_quarantine(detached.pages)
 
     def failed(self, fetch: FeatureFetch, failure: TransferFailure, reason: str) -> None:
         """Waiting prompts encode the image; its encoder is avoided for a while."""
@@ -190,7 +181,7 @@ class FeatureFetches(PeerPart):
             log.error("features of an image (room %d): %s", fetch.room, reason)
         self._counters[f"feature_fetches_{failure.counted}"] += 1
         log.debug("an image (room %d) is encoded here: %s", fetch.room, reason)
-        self._allocator.free(fetch.pages)
+        self.allocator.free(fetch.pages)
         self._end_wait(fetch)
 
     def _end_wait(self, fetch: FeatureFetch) -> None:
@@ -200,7 +191,7 @@ class FeatureFetches(PeerPart):
     def _free_copied(self) -> None:
         for pages in self._images.take_copied():
             self._landed.remove(pages)
-            self._allocator.free(pages)
+            self.allocator.free(pages)
 
     # ---- reports
 
@@ -216,10 +207,10 @@ class FeatureFetches(PeerPart):
         return {"fetching_features": len(incoming.transfers), "quarantined_features": len(incoming.quarantined)}
 
     def counters(self) -> Mapping[str, float]:
-        return {**self._manager.counters, **self._counters}
+        return {**self.manager.counters, **self._counters}
 
     def check(self) -> None:
-        counts, fetches = self._allocator.counts(), list(self.incoming.transfers.values())
+        counts, fetches = self.allocator.counts(), list(self.incoming.transfers.values())
         held = sum(len(fetch.pages) for fetch in fetches) + sum(map(len, self._landed))
         assert held == counts["held"], f"{counts['held']} pages of features are held, {held} have an owner"
         exposed = sum(len(fetch.detached.pages) for fetch in self.incoming.quarantined)
@@ -229,25 +220,16 @@ class FeatureFetches(PeerPart):
         for fetch in fetches:
             gone = [r.rid for r in fetch.waiting.values() if r.finish is None and not r.vision.num_arriving]
             assert fetch.waiting and not gone, f"fetches without a waiting request: {gone}"
-        owned, used = self.incoming.num_rows, self._metadata.num_used
+        owned, used = self.incoming.num_rows, self.metadata.num_used
         assert owned == used, f"{used} rows used, {owned} owned"
-        self._metadata.check()
-        self._allocator.check()
+        self.metadata.check()
+        self.allocator.check()
         self.incoming.check()
-        self._manager.check()
+        self.manager.check()
 
     def close(self) -> None:
-        self._manager.close()
+        self.manager.close()
 
 
 def _alone(image: ImageInput) -> ImageInput:
     return msgspec.structs.replace(image, start=0)
-
-
-def rooms_of(incarnation: str) -> Iterator[int]:
-    """Numbers 1..2**63 - 1, unique to this incarnation."""
-    number = 0
-    while True:
-        digest = hashlib.sha256(f"{incarnation}/{number}".encode()).digest()
-        yield int.from_bytes(digest[:8], "little") >> 1 | 1
-        number += 1

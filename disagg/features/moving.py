@@ -7,8 +7,6 @@ The receiver gets KV of all tokens but the last, and samples the next. After a f
 resumes through prefill.
 """
 
-from collections.abc import Mapping
-
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
 from disagg.role import HAS_MOVED, SendingPart
 from engine.core.outputs import output_of
@@ -95,13 +93,7 @@ class Moves(SendingPart):
     def queues(self) -> dict[str, int]:
         return {"moving": len(self._leaving) + len(self._outgoing.handovers)}
 
-    def counters(self) -> Mapping[str, float]:
-        """Its manager's and its own; failed moves are not failed arrivals."""
+    def counters(self) -> dict[str, float]:
+        """Failed moves are not failed arrivals."""
         failed = sum(self._outgoing.counters.values())
-        return {**self._manager.counters, **self._pages.counters, "moved_out": self._num_moved, "moves_failed": failed}
-
-    def check(self) -> None:
-        self._manager.check()
-
-    def close(self) -> None:
-        self._manager.close()
+        return {**self._pages.counters, "moved_out": self._num_moved, "moves_failed": failed}

@@ -1,18 +1,16 @@
-"""Prefixes fetched by a prefill worker from another one for waiting requests.
+"""Prefixes fetched from another worker for waiting requests.
 
   begin -> a transfer --landed--> in the tree: the requests find them there
      +---- failed, late, no memory: the requests compute
 
 A *carrier*, a request without client, reserves all full prompt pages, as the source may have more
 than the router knows. Equal prefixes share a fetch. Prompts with images fetch the text before.
-
-The room is that of the request whose router named the source, with a unique attempt.
 """
 
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disagg.features.recompute import NOTHING
@@ -25,16 +23,15 @@ from disagg.incoming import (
 )
 from disagg.metadata import FirstToken, MetadataBuffers
 from disagg.role import ReceivingPart
-from engine.core.memory import match_limit
-from engine.core.outputs import StepEffects, output_of, refusal, refused
+from engine.core.memory import Memory, match_limit
+from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, GenerateRequest, PrefixSource, TokenOutput
-from transfer_backends.contract import Route, Work
-from transfer_backends.sides import RoomInUse
+from transfer_backends.contract import Route, Tail, Work
 
-ASSUMED_BYTES_A_S = 1e9  # before the first fetch: TCP on a good network, or a copy inside a small machine
-ASSUMED_LATENCY_S = 0.01
+ASSUMED_BYTES_A_S = 2e10  # before the first fetch; too slow a guess would try none, and so learn nothing
+ASSUMED_LATENCY_S = 0.002
 LARGE_BYTES = 4 << 20  # a smaller fetch is dominated by latency
 MIN_MEASURED_TOKENS = 64  # shorter prompts measure only the time of a step
 SLACK_S = 0.25  # extra wait for a handshake and a busy source
@@ -81,10 +78,6 @@ class FetchPolicy:
             return UNMEASURED_WAIT_S
         return compute_s + SLACK_S if self.fetch_s(num_tokens, now_s) < compute_s else None
 
-    def copy_wait_s(self, num_tokens: int, now_s: float) -> float:
-        """Maximum time of a copy, which no request waits for."""
-        return UNMEASURED_WAIT_S + self.fetch_s(num_tokens, now_s)
-
     def fetch_s(self, num_tokens: int, now_s: float) -> float:
         bytes_a_s = self._fetches.a_second(now_s) or ASSUMED_BYTES_A_S
         return self._latency_s(now_s) + num_tokens * self._token_bytes / bytes_a_s
@@ -105,8 +98,6 @@ class FetchPolicy:
 
 
 class _Rate:
-    """Rate over the last `KEPT` samples in `memory_s`."""
-
     def __init__(self, *, memory_s: float) -> None:
         self._memory_s = memory_s
         self._last: deque[tuple[float, float, float]] = deque(maxlen=KEPT)  # amount, seconds, when
@@ -126,8 +117,6 @@ class _Rate:
 
 log = logging.getLogger(__name__)
 
-NO_COPY = refusal("the prefix is here already, or others are on their way", status=409)
-NOT_COPIED = refusal("the prefix did not come: its worker has it no more, or was too slow", status=409)
 FETCH_ATTEMPT = 2**31 - 1  # decode's are retraction counts
 MAX_FETCHES = 8  # at a time: more are better computed
 COUNTED = (
@@ -140,16 +129,24 @@ COUNTED = (
 class PrefixFetch(RequestTransfer):
     """A fetch into its carrier `request` for `waiting` requests by rid.
 
-    `num_known`: source tokens by the router. `given_s`: when it got pages.
+    `num_known`: the router's view. `given_s`: when it got pages.
     """
 
     waiting: dict[str, Request] = field(default_factory=dict)
     num_known: int
+    memory: Memory
     given_s: float | None = None
+
+    @property
+    def end(self) -> int:
+        return self.request.shared_pages + self.receiver.written_pages()
+
+    def landed_extra(self) -> Tail:
+        return self.memory.landed_extra(self.request, self.end * self.memory.allocator.page_size)
 
 
 class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
-    """Owns carriers until their memory is the tree's, free, or quarantined."""
+    """Owns carriers until their memory is cached, free, or quarantined."""
 
     def __init__(
         self,
@@ -158,49 +155,34 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         manager: Receivers,
         metadata: MetadataBuffers,
         policy: FetchPolicy,
+        rooms: Iterator[int],
     ) -> None:
+        """`rooms`: globally unique."""
         super().__init__(scheduler, metadata, late="it takes longer than to compute the prefix")
         self._manager = manager
+        self._rooms = rooms
         self._counters = self.incoming.counters
         self._counters |= dict.fromkeys(COUNTED, 0)
         self._policy = policy
-        self._copies: dict[str, Request] = {}  # requested by routers, by rid
         self._page_size = scheduler.memory.allocator.page_size
 
-    def answer(self, request: Request, now_s: float) -> list[TokenOutput]:
-        """Fetch a prefix that no request needs yet, and answer at the end."""
-        if request.rid in self._copies:
-            return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
-        self._fetch(request, now_s)
-        if not request.arriving:
-            return [refused(request, NO_COPY)]
-        self._copies[request.rid] = request
-        return []
-
     def begin(self, request: Request, now_s: float) -> None:
-        """Let a request for a decode worker wait for its prefix if fetching it pays."""
+        """Let a request with an answer wait for its prefix if fetching it pays."""
         at = request.message.bootstrap
-        if not request.message.alone and at is not None and at.host != FAKE_BOOTSTRAP_HOST:
+        if not request.message.alone and (at is None or at.host != FAKE_BOOTSTRAP_HOST):
             self._fetch(request, now_s)
-
-    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        request = self._copies.pop(rid, None)
-        self.leave(rid)
-        return None if request is None else [refused(request, reason)]
 
     def end_peers_work(self, why: str) -> None:
         self.incoming.end_all(why)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         self.incoming.poll(now_s)
-        ended = [request for request in self._copies.values() if not request.arriving]
-        for request in ended:
-            del self._copies[request.rid]
-        return [_copied(request) for request in ended]
+        return []
 
     def on_step(self, effects: StepEffects, now_s: float) -> None:
-        for request, _, _ in effects.prefilled:
-            self._policy.note_prompt(request.num_tokens - request.stats.cached_tokens, request.times.prefill_s, now_s)
+        for request in effects.progressed:
+            if len(request.output_ids) == 1 and (started_s := request.times.started_s) is not None:
+                self._policy.note_prompt(len(request.input_ids) - request.stats.cached_tokens, now_s - started_s, now_s)
 
     def _fetch(self, request: Request, now_s: float) -> None:
         source = request.message.prefix_source
@@ -208,11 +190,11 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             return
         if (fetch := self._same(request)) is not None:
             self._wait(request, fetch)
-        elif source is not None and request.message.bootstrap is not None:
-            self._open(request, request.message.bootstrap.room, source, now_s)
+        elif source is not None:
+            self._open(request, source, now_s)
 
-    def leave(self, rid: str) -> None:
-        """Remove a request without client; unneeded fetches end."""
+    def abort(self, rid: str, reason: FinishReason) -> None:
+        """Remove a request; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             if fetch.waiting.pop(rid, None) is not None and not fetch.waiting:
                 self.incoming.cancel(fetch, "the client has gone")
@@ -220,7 +202,6 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
     # ---- the beginning
 
     def _same(self, request: Request) -> PrefixFetch | None:
-        """Find a fetch in progress for the prefix of `request`."""
         for fetch in self.incoming.transfers.values():
             carrier = fetch.request
             known = carrier.input_ids[: fetch.num_known]
@@ -229,27 +210,21 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
                 return fetch
         return None
 
-    def _open(self, request: Request, room: int, source: PrefixSource, now_s: float) -> None:
+    def _open(self, request: Request, source: PrefixSource, now_s: float) -> None:
         num_pages = min(match_limit(request), _text_before_images(request)) // self._page_size
-        if source.copy:
-            num_pages = min(num_pages, source.num_tokens // self._page_size)
         tokens = request.tokens(0, num_pages * self._page_size)
         num_known = min(source.num_tokens, len(tokens))
-        cached = self._scheduler.memory.cache.num_cached(tokens, branch=request.branch) * self._page_size
+        cached = len(self._scheduler.memory.cache.match_usable(tokens, branch=request.branch).pages) * self._page_size
         if num_known <= cached:
             return
-        find_wait_s = self._policy.copy_wait_s if source.copy else self._policy.wait_s
-        wait_s, busy = find_wait_s(num_known - cached, now_s), len(self.incoming.transfers) >= MAX_FETCHES
+        wait_s, busy = self._policy.wait_s(num_known - cached, now_s), len(self.incoming.transfers) >= MAX_FETCHES
+        room = next(self._rooms)
         carrier = carrier_of(tokens, request.message.namespace, rid=f"fetch-{room}", now_s=now_s)
         if wait_s is None or busy or self._scheduler.refusal(carrier) is not None:
             self._counters["prefix_fetches_forgone"] += 1
             return
         route = Route(control=source.control, incarnation=source.incarnation, shared=True)
-        try:
-            receiver = self._manager.receiver(room, bootstrap="", room_attempt=FETCH_ATTEMPT, route=route)
-        except (RoomInUse, ValueError):  # named by an incompatible router
-            self._counters["prefix_fetches_forgone"] += 1
-            return
+        receiver = self._manager.receiver(room, bootstrap="", room_attempt=FETCH_ATTEMPT, route=route)
         unfit = self._scheduler.held.carry(carrier)
         assert unfit is None, unfit  # `refusal` gave none above
         fetch = PrefixFetch(
@@ -258,6 +233,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             receiver=receiver,
             request=carrier,
             num_known=num_known,
+            memory=self._scheduler.memory,
             deadline_s=now_s + wait_s,
         )
         self.incoming.begin(fetch)
@@ -276,28 +252,28 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
                 self._reserve(fetch)
 
     def _reserve(self, fetch: PrefixFetch) -> None:
-        """Reserve memory; send it to the source after pending copies of its last owner."""
+        """Reserve memory; send it after its pending copies."""
         carrier, held = fetch.request, self._scheduler.held
         if fetch.stage is TransferStage.WAITING and not self.incoming.reserve(fetch, lambda: held.reserve(carrier)):
             return self.incoming.cancel(fetch, "there is no memory for it")
         own = carrier.pages[carrier.shared_pages :]
         if not own:
             return self.incoming.cancel(fetch, "it was computed here meanwhile")
-        if self._scheduler.lower_tier.is_settled(own):
+        if self._scheduler.lower_tier.is_settled(own, state=carrier.recurrent.slot):
             fetch.given_s = self.incoming.now_s
+            fetch.tail = self._scheduler.memory.tail(carrier, carrier.num_tokens)
             work = Work(tokens=carrier.input_ids, namespace=carrier.message.namespace, cached=True)
             self.incoming.provide(fetch, own, skip_pages=carrier.shared_pages, work=work)
 
     def landed(self, fetch: PrefixFetch, first: FirstToken) -> str:
         if not fits_weights(first):
             return "the source computes with other weights"
-        num_new = fetch.receiver.written_pages()
-        end = fetch.request.shared_pages + num_new
+        end = fetch.end
+        num_new = end - fetch.request.shared_pages
         self._note_fetch(fetch, num_new * self._page_size)
         self._counters["prefix_fetched"] += 1
         self._counters["prefix_fetched_tokens"] += num_new * self._page_size
         for request in fetch.waiting.values():
-            request.stats.cached_tokens = end * self._page_size  # of a copy: others count when admitted
             request.arriving = False
         self._scheduler.held.keep(fetch.request, num_pages=end)
         return ""
@@ -323,7 +299,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         return {"fetching": len(self.incoming.transfers), "quarantined": len(self.quarantined)}
 
     def counters(self) -> Mapping[str, float]:
-        return {**self._manager.counters, **self._counters}
+        return self._counters
 
     def gauges(self) -> dict[str, float]:
         return self._policy.gauges(self.incoming.now_s)
@@ -333,17 +309,6 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             assert fetch.request in self._scheduler.held, f"{fetch.key} is not held"
             assert not any(r.finish is None and not r.arriving for r in fetch.waiting.values()), "one no longer waits"
         self.incoming.check()
-        self._manager.check()
-
-    def close(self) -> None:
-        self._manager.close()
-
-
-def _copied(request: Request) -> TokenOutput:
-    if not request.stats.cached_tokens:
-        return refused(request, NOT_COPIED)
-    request.finish = FinishReason(kind="length")
-    return output_of(request, [])
 
 
 def _text_before_images(request: Request) -> int:
@@ -351,7 +316,6 @@ def _text_before_images(request: Request) -> int:
 
 
 def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s: float) -> Request:
-    """A request without client for KV of `tokens`."""
     return Request(
         message=GenerateRequest(rid, tokens, NOTHING, namespace=namespace),
         arrived_s=now_s,

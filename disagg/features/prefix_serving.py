@@ -1,4 +1,4 @@
-"""Prefixes sent by a prefill worker to another one (--prefix-fetch)."""
+"""Prefixes sent to another worker (--prefix-fetch)."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 from disagg.features.prefix_fetching import carrier_of
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
-from disagg.role import SendingPart
+from disagg.role import PeerPart, SendingPart
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
 from engine.core.scheduler import Scheduler
@@ -16,18 +16,32 @@ from transfer_backends.contract import RecomputeRequest
 MAX_SERVED = 4  # at a time: they share memory bandwidth with steps
 
 
+class PrefixRequests(PeerPart):
+    """Takes peers' requests for `server`, on a worker that has no others."""
+
+    def __init__(self, manager: Senders, server: "PrefixServer") -> None:
+        self._manager = manager
+        self._server = server
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        for wanted in self._manager.take_recompute_requests():
+            taken = self._server.take(wanted, now_s)
+            assert taken, f"room {wanted.room}: the manager accepts prefixes alone"
+        return []
+
+
 class PrefixServer(SendingPart):
     """Sends prefixes from its tree, without computation.
 
       take --locked, settled--> Outgoing, as a computed prompt --> unlocked after the last read
 
-    Missing or excess prefixes are refused at once: the other worker computes them.
+    Missing or excess prefixes are refused at once.
     """
 
     def __init__(
         self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, source: KVSource, token_bytes: int
     ) -> None:
-        """`source`: our address. `token_bytes`: of KV."""
+        """`token_bytes`: of KV."""
         super().__init__(Outgoing(scheduler=scheduler, pages=pages, begin=self._begin, name="prefix"))
         self._scheduler = scheduler
         self._manager = manager
@@ -71,6 +85,7 @@ class PrefixServer(SendingPart):
         for handover in list(self._unsettled):
             if self._scheduler.lower_tier.is_settled(handover.request.pages):
                 self._unsettled.remove(handover)
+                handover.tail = self._scheduler.memory.tail(handover.request, handover.request.handed_tokens)
                 self._pages.add_computed(handover, output_of(handover.request, []), ItemResult(token=None))
 
     # ---- reports

@@ -11,15 +11,14 @@ import msgspec
 
 from disagg.outgoing import HandoverStage, Outgoing, PrefillHandover, Purpose, Senders
 from disagg.role import PeerPart
-from engine.core.outputs import refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.images import KEY_BYTES, ImageInput, positions_taken
-from engine.messages import FinishReason, GenerateRequest, TokenOutput
+from engine.messages import FinishReason, GenerateRequest
 from engine.model_files.tower_config import CHANNELS, ClipTower
 from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import SamplingParams
-from transfer_backends.contract import RecomputeRequest, Work
+from transfer_backends.contract import NO_PREFIXES, RecomputeRequest, Work
 from transfer_backends.wire import MAX_IMAGE_BYTES
 
 # ---- Decode's recompute request (disagg/features/resumption.py) as a prefill engine's request. Pure.
@@ -112,8 +111,6 @@ def request_for(wanted: RecomputeRequest, now_s: float, images: tuple[ImageInput
 
 # ---- recomputation
 
-OFF = "this worker sends no prefixes (--prefix-fetch)"
-
 
 class Recomputes(PeerPart):
     """Takes peers' requests for prompts. As the last part, it refuses all others' for prefixes."""
@@ -126,9 +123,6 @@ class Recomputes(PeerPart):
         self._num_refused = 0
         self._closed: str | None = None
 
-    def answer(self, request: Request, now_s: float) -> list[TokenOutput]:
-        return [refused(request, refusal(OFF, status=409))]
-
     def take(self, wanted: RecomputeRequest, now_s: float) -> bool:
         images, unseen = self._images_of(wanted.work)
         request = request_for(wanted, now_s, images)
@@ -138,14 +132,13 @@ class Recomputes(PeerPart):
         unfit = self._scheduler.refusal(request)
         error = self._closed or unseen or why_not(wanted.work, self._bounds) or (unfit and unfit.message)
         if wanted.work.cached:
-            error = OFF
+            error = NO_PREFIXES
         if error:
             self._num_refused += 1
             self._prompts.refuse(handover, error)
         return True
 
     def _images_of(self, work: Work) -> tuple[tuple[ImageInput, ...], str]:
-        """Its images, and any error."""
         try:
             return images_of(work, self._bounds), ""
         except ValueError as error:

@@ -86,7 +86,7 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         others = [r for r in self._scheduler.stages.retracted() if r.rid not in self.incoming.transfers]
         computed = max((urgency(r, now_s) for r in others), default=-math.inf)
-        for transfer in sorted(ready, key=lambda t: (-urgency(t.request, now_s), t.request.serial)):
+        for transfer in sorted(self.waiting(ready), key=lambda t: (-urgency(t.request, now_s), t.request.serial)):
             if urgency(transfer.request, now_s) <= computed or not self._request(transfer):
                 return
 
@@ -97,6 +97,11 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
         if request.num_tokens - request.computed_len <= memory.allocator.page_size:  # one small step of our own
             self.incoming.cancel(transfer, "almost all of it is still cached")
             return False
+        self.go_on(transfer)
+        return True
+
+    def go_on(self, transfer: RequestTransfer) -> None:
+        request = transfer.request
         known = request.tokens(0, request.num_tokens - 1)
         work = Work(
             tokens=known,
@@ -106,7 +111,6 @@ class Resumption(RequestTarget[RequestTransfer], ReceivingPart):
             images=packed(request.images),
         )
         self.provide_tokens(transfer, len(known), work=work)
-        return True
 
     def landed(self, transfer: RequestTransfer, first: FirstToken) -> str:
         if first.result.bad or (self._moves_bytes and first.result.token is not None):

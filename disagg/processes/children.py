@@ -1,7 +1,6 @@
 """Child processes of a worker: one scheduler per DP rank, and further frontends.
 
-They ignore signals to the process group, and end by END or with their parent, which alone decides
-about a drain.
+They ignore signals to the process group, and end by END or with their parent.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
 """The scheduler process of a worker that computes prompts or decodes: its assembly."""
 
-import logging
 import os
 import time
 from functools import partial
@@ -25,8 +24,6 @@ from engine.model_files.model_config import ModelConfig
 from engine.ranks.group import Group
 from engine.text.tokenizer import load_tokenizer
 
-log = logging.getLogger(__name__)
-
 
 def serve_engine(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig, group: Group | None) -> None:
     """Raises ConfigError and BackendUnavailable."""
@@ -37,8 +34,6 @@ def serve_engine(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig,
     use = engine_use(spec.disagg, pp_size=spec.engine.pp_size, name=name)
     machine, wakeup = LocalMachine(progress=spec.progress), ports.call_attention
     parts = build_engine(spec.engine, model, use=use, machine=machine, wakeup=wakeup, group=group)
-    if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
-        log.info("--enable-hierarchical-cache has no effect in the decode role: peers write pages outside stream order")
     publisher, steps = publisher_of(spec, parts.events), _steps(spec, parts)
     services = loop_services(parts, steps, ports, tokenizer=tokenizer, events=publisher, name=name)
     role = make_role(spec, parts, wakeup=wakeup)
@@ -54,7 +49,7 @@ def serve_engine(spec: SchedulerSpec, turns: IterationClock, model: ModelConfig,
     )
     if parts.compiles is not None:
         parts.compiles.serve()
-    owners = (services.grammars, parts.disk, publisher, role, parts.executor)
+    owners = (services.grammars, parts.storage, publisher, role, parts.executor)
     facts = _facts(parts, common_facts(parts, publisher, started_s=started_s)) | role.info()
     closes = [owner.close for owner in owners if owner is not None]
     serve(spec, loop, ports, turns, group, facts=facts, closes=closes)
@@ -64,8 +59,7 @@ def _steps(spec: SchedulerSpec, parts: EngineParts) -> LoopSteps:
     if spec.joint is None:
         return loop_steps(parts)
     wakes = {rank: partial(os.eventfd_write, wake, 1) for rank, wake in enumerate(spec.joint.wakes)}
-    decodes_only = spec.disagg.disaggregation_mode == "decode"
-    return joint_steps(parts, spec.dp_rank, wakes, decodes_only=decodes_only)
+    return joint_steps(parts, spec.dp_rank, wakes)
 
 
 def _facts(parts: EngineParts, common: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +72,7 @@ def _facts(parts: EngineParts, common: dict[str, Any]) -> dict[str, Any]:
         "pp_size": config.pp_size,
         "kv_cache_dtype": config.kv_cache_dtype,
         "kv_behind_windows": parts.behind_windows,
+        "hicache_storage": None if parts.storage is None else parts.storage.place,
         "grammar_backend": config.grammar_backend,
         "context_length": config.context_length,
         "chunked_prefill_size": config.chunked_prefill_size,

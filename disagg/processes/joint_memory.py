@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from disagg.config import JointSpec
 from engine.config import EngineConfig
-from engine.parallel.region_plan import RegionPlan, new_memory
+from engine.parallel.region_plan import RegionPlan, new_memory, new_store
 
 
 @dataclass(frozen=True, slots=True)
 class JointMemory:
-    """Memory and an eventfd per scheduler, inherited by schedulers and followers."""
+    """Memory, an eventfd per scheduler and a rendezvous, inherited by schedulers and followers."""
 
     plan: RegionPlan
     spec: JointSpec
@@ -19,14 +19,13 @@ class JointMemory:
     def create(config: EngineConfig) -> "JointMemory":
         plan = joint_plan(config)
         wakes = tuple(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(config.dp_size))
-        return JointMemory(plan, JointSpec(memory=new_memory(plan), wakes=wakes))
+        return JointMemory(plan, JointSpec(memory=new_memory(plan), wakes=wakes, store=new_store()))
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        return (self.spec.memory, *self.spec.wakes)
+        return (self.spec.memory, *self.spec.wakes, self.spec.store)
 
     def abort(self) -> None:
-        """All waits between ranks end, now and later."""
         os.pwrite(self.spec.memory, (1).to_bytes(8, "little"), self.plan.abort)
 
     def close(self) -> None:

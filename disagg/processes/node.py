@@ -52,7 +52,6 @@ def run_node(plan: SessionPlan) -> int:
 
 @contextmanager
 def leaving_node_0_time(drain_timeout_s: float) -> Iterator[Callable[[], bool]]:
-    """Yield a check for the end of node 0's drain time."""
     at_once = signal.getsignal(signal.SIGTERM)
     ends_s = math.inf
 

@@ -13,16 +13,16 @@ import torch
 from disagg.config import RankSpec, SchedulerSpec, read_secret
 from disagg.processes.children import OPERATING_ERROR, Children
 from disagg.processes.joint_memory import joint_plan
-from disagg.processes.rank_start import RankProcess, start_rank
-from disagg.processes.rendezvous import Met, NodeBye, RemoteRank, gathered
+from disagg.processes.rank_start import how_ended, start_rank
+from disagg.processes.rendezvous import Met, NodeBye, gathered
 from engine.config import EngineConfig
-from engine.flags.nodes import leader_of, node_of, ranks_of
-from engine.flags.rank_rules import check_device
+from engine.flags.nodes import check_nodes, leader_of, node_of, ranks_of
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import ModelConfig
-from engine.parallel.process_groups import joined, new_store
+from engine.parallel.process_groups import joined
 from engine.parallel.region import SharedRegion, late_ranks, ranks_without_row
-from engine.ranks.followers import Followers, Member
+from engine.parallel.region_plan import new_store
+from engine.ranks.followers import Followers, Member, Process
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
 from engine.ranks.messages import leader_end
@@ -36,13 +36,13 @@ SILENT_S = 1.0  # a host that only enqueues steps answers much faster
 def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | None]:
     """None for one rank. Raises ConfigError.
 
-    With DP attention even a single-rank scheduler has a group, which shares the MLPs.
+    With DP attention even a single-rank scheduler has a group.
     """
     config = resolve(spec.engine, model, cuda=torch.cuda.is_available())
     if config.num_ranks == 1 and spec.joint is None:
         yield None
         return
-    check_device(config)
+    check_nodes(config)  # again: the device is known now
     plan = region_plan(config, model)
     children = Children()
     with ExitStack() as undo:
@@ -52,7 +52,8 @@ def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | N
             met = undo.enter_context(gathered(spec.engine, spec.disagg, plan, secret=secret))
         store = None
         if config.device == "cuda":
-            undo.callback(os.close, store := new_store())
+            store = new_store() if spec.joint is None else spec.joint.store
+            undo.callback(os.close, store)
         joint = None
         if spec.joint is not None:
             joint = Joint(SharedRegion.open(spec.joint.memory, joint_plan(config)), spec.dp_rank)
@@ -85,7 +86,6 @@ class _Start:
 
     @property
     def first(self) -> int:
-        """Our rank 0 among the ranks of all DP ranks."""
         return 0 if self.joint is None else self.joint.dp_rank * self.config.num_ranks
 
     def group(self, undo: ExitStack) -> Group:
@@ -111,8 +111,9 @@ class _Start:
         if joint is not None:
             late = partial(_late_of_all, region, joint, self.first)
         if self.store is not None:
-            groups = joined(self.store, place_of(leader, config), OWN_GPU, timeout_s=config.dist_timeout_s)
-            late = partial(_late_hosts, followers, config)
+            place = place_of(leader, config, dp_rank=self.spec.dp_rank)
+            groups = joined(self.store, place, OWN_GPU, timeout_s=config.dist_timeout_s)
+            late = partial(_late_hosts, followers, config, joint)
         return Group(
             links=links_of(region, leader, config, _wires(self.met, leader), joint=joint, groups=groups),
             pids=self.pids,
@@ -128,7 +129,6 @@ class _Start:
         return self.spec.disagg.disaggregation_mode != "null"
 
     def _start(self, rank: int) -> None:
-        """Start a follower on this machine."""
         assert self.region.descriptor is not None
         own, theirs = socket_pair()
         with ExitStack() as passed:
@@ -147,14 +147,15 @@ class _Start:
                 store=self.store,
             )
             process = start_rank(self.children, spec)
-        self.members[rank] = (leader_end(own, sees=self.sees), RankProcess(process, spec.name))
+        named = Process(f"{spec.name} (pid {process.pid})", partial(how_ended, process))
+        self.members[rank] = (leader_end(own, sees=self.sees), named)
         self.pids[self.first + rank] = process.pid
 
     def _take(self, rank: int, met: Met) -> None:
-        """Take a follower on another machine."""
         node = node_of(rank, self.config)
-        member = RemoteRank(rank, self.config.num_ranks, node, met.controls[node].peer)
-        self.members[rank] = (leader_end(met.plan_of(rank), sees=self.sees), member)
+        name = f"rank {rank} of {self.config.num_ranks} (node {node}, {met.controls[node].peer})"
+        gone = f"is gone: its process has ended, or its machine; the log of node {node} may say why"
+        self.members[rank] = (leader_end(met.plan_of(rank), sees=self.sees), Process(name, lambda: gone))
         if self._has_transfers:
             self.transfers[rank] = met.engine_of(rank)
 
@@ -178,9 +179,14 @@ def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
     return [rank * size for rank in ranks_without_row(joint.region)] or [first + rank for rank in late_ranks(region)]
 
 
-def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
+def _late_hosts(followers: Followers, config: EngineConfig, joint: Joint | None) -> list[int]:
     """Ranks with hanging hosts; all if a GPU hangs, as waiting sums look alike."""
-    return followers.silent(within_s=SILENT_S) or list(range(config.num_ranks))
+    size, silent = config.num_ranks, followers.silent(within_s=SILENT_S)
+    if joint is None:
+        return silent or list(range(size))
+    if silent:
+        return [joint.dp_rank * size + rank for rank in silent]
+    return [rank * size for rank in ranks_without_row(joint.region)] or list(range(joint.region.plan.ranks))
 
 
 def _send_bye(met: Met) -> None:

@@ -58,7 +58,7 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     turns = IterationClock(limit_s=LATER * config.watchdog_timeout_s)
     groups = None
     if spec.store is not None:
-        place = place_of(spec.rank, config)
+        place = place_of(spec.rank, config, dp_rank=spec.scheduler.dp_rank)
         groups = joined(spec.store, place, torch.device("cuda", 0), timeout_s=config.dist_timeout_s)
     wires = {end: socket.socket(fileno=descriptor) for end, descriptor in spec.wires.items()}
     follower, pools = build_follower(
@@ -73,7 +73,10 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
         _serve_transfers(spec, engine_of(spec.scheduler, pools.kv), memory_of(pools))
     spare_what_lives()
     turns.loaded()
-    watchdog = Watchdog(turns, on_stall=partial(_end_with_stacks, spec.name))
+    step = f"{spec.name}: a step takes"
+    watchdog = Watchdog(
+        turns, on_stall=lambda stalled_s: end_process(f"{step} {stalled_s:.1f} s by now (--watchdog-timeout)")
+    )
     watchdog.start()
     try:
         follower.run()
@@ -99,7 +102,3 @@ def _note(turns: IterationClock, busy: bool) -> None:
         turns.turning(time.monotonic())
     else:
         turns.resting()
-
-
-def _end_with_stacks(name: str, stalled_s: float) -> None:
-    end_process(f"{name}: a step takes {stalled_s:.1f} s by now (--watchdog-timeout)")

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -45,21 +44,6 @@ def how_ended(process: ChildProcess) -> str:
     return f"ended: {signal.Signals(-status).name}" if status < 0 else f"ended: status {status}"
 
 
-@dataclass
-class RankProcess:
-    """A follower on this machine, as its leader names it."""
-
-    process: ChildProcess
-    rank: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.rank} (pid {self.process.pid})"
-
-    def ended(self) -> str:
-        return how_ended(self.process)
-
-
 # ---- GPUs of a worker, one per rank.
 
 
@@ -79,6 +63,10 @@ def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) ->
             f"({', '.join(gpus)}); lower it, make more visible (CUDA_VISIBLE_DEVICES), or give --device cpu"
         )
     return [tuple(gpus[first : first + size]) for first in range(0, count, size)]
+
+
+def on_gpu(config: EngineConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and bool(visible_here()))
 
 
 def visible_here() -> list[str]:

@@ -159,23 +159,6 @@ class Met:
         return next(sock for wire, sock in self.wires.items() if (wire.kind, wire.second) == (kind, rank))
 
 
-@dataclass
-class RemoteRank:
-    """A follower on another machine, as its leader names it."""
-
-    rank: int
-    of: int
-    node: int
-    address: str
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} of {self.of} (node {self.node}, {self.address})"
-
-    def ended(self) -> str:
-        return f"is gone: its process has ended, or its machine; the log of node {self.node} may say why"
-
-
 # ---- node meeting
 
 CONTROL = "nodes"

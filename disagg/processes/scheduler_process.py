@@ -51,7 +51,7 @@ def _run(spec: SchedulerSpec, turns: IterationClock) -> None:
     if spec.disagg.disaggregation_mode == "encode":
         serve_encoder(spec, turns, model)
         return
-    check_prefix_fetch(spec, model)
+    check_prefix_fetch(spec)
     check_feature_fetch(spec, model)
     with started_group(spec, model) as group:
         serve_engine(spec, turns, model, group)
@@ -60,7 +60,7 @@ def _run(spec: SchedulerSpec, turns: IterationClock) -> None:
 def _check_transfers(spec: SchedulerSpec) -> None:
     """Raises ConfigError and BackendUnavailable.
 
-    Runs before torch is imported (with `--device`) or the model is loaded, which may take minutes.
+    Runs before torch is imported (with `--device`) or the model is loaded.
     """
     disagg = spec.disagg
     if not disagg.has_peers:

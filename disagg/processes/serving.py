@@ -68,7 +68,6 @@ def publisher_of(spec: SchedulerSpec, events: PrefixEvents | None) -> ZmqPublish
 
 
 def common_facts(parts: WorkerParts, publisher: ZmqPublisher | None = None, *, started_s: float) -> dict[str, Any]:
-    """The facts of a worker that has loaded since `started_s`."""
     allocator, config = parts.scheduler.memory.allocator, parts.config
     return {
         "max_total_num_tokens": allocator.num_pages * allocator.page_size,

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from disagg.config import DisaggConfig
 from disagg.processes.exposure import check_events_exposure, check_exposure, check_nodes_exposure, make_allowlist
-from disagg.processes.rank_start import gpus_of_ranks, visible_here
+from disagg.processes.rank_start import gpus_of_ranks, on_gpu, visible_here
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.encoder import check_one_process, vision_of
 from engine.flags.pdmux import check_pdmux_role
 from engine.flags.rank_rules import check_ranks
+from engine.flags.resolve import of_role
 from engine.flags.tokenizer import check_tokenizer_flags
 from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.dp_policy import rule_of
@@ -26,8 +27,9 @@ ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPlan:
-    """Checked flags of a session; `control_host`: peers' address for this worker."""
+    """Checked flags; `given`: before the role's. `control_host`: peers' address for this worker."""
 
+    given: EngineConfig
     engine: EngineConfig
     server: ServerConfig
     disagg: DisaggConfig
@@ -45,12 +47,13 @@ class SessionPlan:
 
 def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
     """Raises ConfigError."""
-    if server.tokenizer_worker_num > 1 and server.enable_early_rejection:
+    if server.num_frontends > 1 and server.enable_early_rejection:
         raise ConfigError(
             "--enable-early-rejection: needs --tokenizer-worker-num 1, which sees the queue of all requests"
         )
     rule_of(server.load_balance_method, mode=disagg.disaggregation_mode)
-    check_pdmux_role(engine, disagg.disaggregation_mode)
+    retracted_kv = disagg.disaggregation_decode_retraction_backup
+    check_pdmux_role(engine, disagg.disaggregation_mode, retracted_kv=retracted_kv)
     check_tokenizer_flags(engine)
     gpus_of_ranks(engine, visible_here)
     model = load_model_config(engine.model_path)
@@ -65,24 +68,29 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
     check_nodes_exposure(server, engine, disagg)
     bootstrap_allowlist = make_allowlist(server, disagg, control_host=control_host)
     return SessionPlan(
-        engine=engine, server=server, disagg=disagg, control_host=control_host, bootstrap_allowlist=bootstrap_allowlist
+        given=engine,
+        engine=of_role(engine, disagg.disaggregation_mode, device="cuda" if on_gpu(engine) else "cpu"),
+        server=server,
+        disagg=disagg,
+        control_host=control_host,
+        bootstrap_allowlist=bootstrap_allowlist,
     )
 
 
 def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
     """Plan the next session with current weights and adapters. Raises ConfigError."""
-    if plan.engine.nnodes > 1:
+    if plan.given.nnodes > 1:
         raise ConfigError(
-            f"--nnodes {plan.engine.nnodes}: a worker on several machines keeps its role; start another one"
+            f"--nnodes {plan.given.nnodes}: a worker on several machines keeps its role; start another one"
         )
-    if to.model_path != plan.engine.model_path and not plan.engine.skip_tokenizer_init:
+    if to.model_path != plan.given.model_path and not plan.given.skip_tokenizer_init:
         load_tokenizer(to.model_path)  # loading new weights did not check it
     engine = replace(
-        plan.engine,
+        plan.given,
         model_path=to.model_path,
         served_model_name=to.served_name,
         weight_version=to.weight_version,
-        enable_lora=plan.engine.enable_lora or bool(plan.engine.lora_paths),
+        enable_lora=plan.given.enable_lora or bool(plan.given.lora_paths),
         lora_paths=tuple(f"{name}={path}" for name, path in to.adapters.items()),
     )
     _check_adapters(engine, to)

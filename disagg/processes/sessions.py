@@ -38,8 +38,6 @@ async def run_sessions(plan: SessionPlan, gate: KeyGate, ports: tuple[ListeningP
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """End of a session, with the next role or the error, perhaps reported by a child."""
-
     to: RoleSwitchState | None = None
     error: Exception | None = None
     is_reported: bool = False

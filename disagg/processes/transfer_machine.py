@@ -86,14 +86,10 @@ def _capabilities() -> int:
     return int(found[1], 16) if found else 0
 
 
-def check_prefix_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
-    """Raises ConfigError for flags or models without prefix transfer."""
+def check_prefix_fetch(spec: SchedulerSpec) -> None:
+    """Raises ConfigError for flags without prefix transfer."""
     if not spec.disagg.prefix_fetch or spec.disagg.disaggregation_mode == "null":
         return
-    if model.recurrent is not None:
-        raise ConfigError(
-            "--prefix-fetch: the model has recurrent layers, whose state no prefix of another worker brings along; leave it out"
-        )
     if spec.engine.disable_radix_cache:
         raise ConfigError(
             "--prefix-fetch: --disable-radix-cache leaves no place for a prefix; leave one of the two out"

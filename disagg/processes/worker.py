@@ -10,10 +10,11 @@ import uvloop
 
 from disagg.config import DisaggConfig, role_name
 from disagg.processes.node import run_node
+from disagg.processes.rank_start import on_gpu
 from disagg.processes.session_plan import SessionPlan, plan_session
 from disagg.processes.sessions import run_sessions
 from engine.config import EngineConfig, ServerConfig
-from engine.flags.local_defaults import with_random_seed, with_threads
+from engine.flags.local_defaults import with_frontends, with_random_seed, with_threads
 from engine.flags.model_source import with_local_model
 from engine.frontend.spec import open_worker_gate
 from service.http.listening import ListeningPort, open_port, open_shared_ports
@@ -29,6 +30,8 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     """Return the exit status. Raises ConfigError."""
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
     seeded = with_random_seed(engine)
+    needs_one = disagg.disaggregation_mode == "encode" or server.enable_early_rejection
+    server = with_frontends(server, engine, needs_one=needs_one, on_gpu=on_gpu(engine))
     plan = plan_on_machine(engine=seeded, server=server, disagg=disagg)
     if engine.node_rank > 0:
         return undone_in_order(lambda: run_node(plan))
@@ -63,11 +66,11 @@ def undone_in_order(run: Callable[[], int]) -> int:
 @contextmanager
 def _open_ports(server: ServerConfig) -> Iterator[tuple[ListeningPort, ...]]:
     """Waiting connections survive a role switch."""
-    if server.tokenizer_worker_num == 1:
+    if server.num_frontends == 1:
         with open_port(server.host, server.port) as port:
             yield (port,)
     else:
-        with open_shared_ports(server.host, server.port, count=server.tokenizer_worker_num) as ports:
+        with open_shared_ports(server.host, server.port, count=server.num_frontends) as ports:
             yield ports
 
 

@@ -2,24 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.core.adapters import AdapterPrefill
 from engine.core.decode_planning import DecodePlanner
 from engine.core.estimates import NewTokenRatio, RatioRule, StepBudget
 from engine.core.mem_cache.backups import NOTHING, Backups, CopySize
 from engine.core.mem_cache.cache_events import PrefixEvents, events_of_tree
+from engine.core.mem_cache.conversations import ConversationPages
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.memory_part import MemoryPart, Windows
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import MatchRule, RadixCache, TreePart, by_pages
-from engine.core.mem_cache.state_slots import ByState, StateSlots
-from engine.core.mem_cache.window_pages import ByWindow, WindowPages
+from engine.core.mem_cache.radix_cache import RANKS, EvictionOrder, MatchRule, RadixCache, TreePart, by_pages
+from engine.core.mem_cache.state_slots import StateSlots
+from engine.core.mem_cache.window_pages import WindowPages
 from engine.core.memory import Memory
 from engine.core.policy import Limits, Uniform
 from engine.core.prefill_planning import PrefillPlanner
 from engine.core.scheduler import MakeDecodeStrategy, OneStream, Scheduler
 from engine.core.state import SchedulerState
+from engine.loop.listeners import LoopListener
+from engine.messages import ExpectReturn, Note
 from engine.pdmux.phases import TwoStreams
 
 
@@ -58,18 +62,23 @@ class MemoryParts:
 
 def build_core(core: CoreConfig, parts: MemoryParts = MemoryParts()) -> tuple[Scheduler, PrefixEvents | None]:
     present = list(parts.present)
+    if parts.states is not None and parts.host is not None:
+        parts.states.tier = parts.host
     if core.backup_room != NOTHING:
         copied = parts.windows or Windows()
         present.append(Backups(room=core.backup_room, page_size=core.limits.page_size, windows=copied))
     allocator = PageAllocator(num_pages=core.num_pages, page_size=core.limits.page_size)
-    events = None
+    order, events = EvictionOrder(RANKS[core.eviction_policy]), None
+    if core.eviction_policy == "lru":
+        present.append(conversations := ConversationPages(allocator.page_size))
+        order = conversations.order
     if core.publishes:
         events = events_of_tree(allocator.page_size, states=parts.states, windows=parts.windows)
     following = [part for part in (*present, events) if isinstance(part, TreePart)]
     tree = RadixCache(
         allocator,
         enabled=core.radix,
-        policy=core.eviction_policy,
+        order=order,
         parts=following,
         rule=_match_rule(parts),
     )
@@ -93,5 +102,21 @@ def build_core(core: CoreConfig, parts: MemoryParts = MemoryParts()) -> tuple[Sc
 def _match_rule(parts: MemoryParts) -> MatchRule:
     states, windows = parts.states, parts.windows
     if states is not None:
-        return ByState(states) if windows is None else ByState(states, whole=windows.is_whole)
-    return by_pages if windows is None else ByWindow(windows)
+        return states.usable_match if windows is None else partial(states.usable_match, whole=windows.is_whole)
+    return by_pages if windows is None else windows.usable_match
+
+
+class ConversationListener(LoopListener):
+    def __init__(self, conversations: ConversationPages) -> None:
+        self._conversations = conversations
+
+    def on_turn(self, now_s: float) -> None:
+        self._conversations.now_s = now_s
+
+    def on_note(self, message: Note) -> None:
+        if isinstance(message, ExpectReturn):
+            self._conversations.announce(message.namespace, message.conversation, message.return_s)
+
+
+def conversation_listeners(scheduler: Scheduler) -> Sequence[LoopListener]:
+    return [ConversationListener(part) for part in scheduler.memory.having(ConversationPages)]

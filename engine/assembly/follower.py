@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import torch
@@ -24,9 +23,9 @@ from engine.device.step_memory import (
     memory_for_graphs,
 )
 from engine.executor.profiler import TorchProfiler
-from engine.flags.rank_rules import check_device
+from engine.flags.nodes import check_nodes
+from engine.hicache.build import follower_files, tier_memory
 from engine.hicache.rank_files import FollowerFiles
-from engine.kv.host_pool import allocate_host_pool
 from engine.loop.control import KVMemory
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig, load_model_config
@@ -65,7 +64,7 @@ def build_follower(
     Raises ConfigError, and ChannelClosed where the leader ends. On a GPU all later work of the
     calling thread runs in one stream.
     """
-    config, model = resolved(given, stored, check_device)
+    config, model = resolved(given, stored, check_nodes)
     links = connect(config)
     load = share_loader(config, loader(config, model, links, machine.load))
     rank = load_rank(config, model, machine, load, fingerprinted=True)
@@ -100,28 +99,32 @@ def build_follower(
 
 
 def _build(rank: LoadedRank, sizes: MemorySizes, agreed: PoolSize, links: RankLinks, use: EngineUse) -> BuiltRank:
-    """Allocate what the leader has agreed, and record steps. Raises ConfigError."""
-    pools, host_pool, files = sizes.pools(use, apart=agreed.apart), None, None
+    """Raises ConfigError."""
+    machine = rank.machine
+    pools, host, files = sizes.pools(use, apart=agreed.apart), None, None
     if agreed.host_pages:
-        flag = "--enable-hierarchical-cache"
-        host_pool = allocate_host_pool(pools.kv, agreed.host_pages, flag=flag, remedy="leave it out")
-        if agreed.files:
-            folder, identity = (
-                Path(agreed.files) / f"rank{links.place.rank}",
-                sizes.identity(pools.kv, rank.model_config),
-            )
-            files = FollowerFiles(folder, page_of=host_pool.page, identity=identity)
+        host = tier_memory(
+            pools.kv,
+            pages=agreed.host_pages,
+            states=agreed.host_states,
+            slot_bytes=sizes.slot_bytes,
+            flag="--enable-hierarchical-cache",
+            remedy="leave it out",
+        )
+        identity = sizes.identity(pools.kv, rank.model_config)
+        files = follower_files(sizes.config, host, identity, rank=links.place.rank, directory=agreed.files)
     runner, parts = rank_parts(
         sizes.config,
         rank.model_config,
         rank.model,
         links,
-        Recording(decodes=use.decodes, prefills=use.prefills, capture=rank.machine.capture),
+        Recording(decodes=machine.decodes, prefills=machine.prefills, capture=machine.capture),
         StepMemory(
             pool=pools.kv,
             windows=pools.windows,
             shadows=agreed.shadow_slots,
-            host_pool=host_pool,
+            host_pool=host.pool if host else None,
+            host_states=host.states if host else None,
             backup_room=agreed.backup_room,
         ),
     )

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from engine.assembly.core import CoreConfig, build_core
 from engine.assembly.leading import adapter_store, agreed_sizes, kv_memory, serving_device
 from engine.assembly.loading import load_rank, resolved, weight_updater
-from engine.assembly.memory import build_engine_memory, has_host_tier
+from engine.assembly.memory import build_engine_memory
 from engine.assembly.parts import EngineParts
 from engine.config import EngineConfig
 from engine.core.mem_cache.backups import NOTHING, CopySize
@@ -39,13 +39,12 @@ def build_engine(
     """Load the model and allocate its memory. Raises ConfigError.
 
     `group`: of a leader, whose followers build their parts at the same time
-    (engine/assembly/follower.py). Threads call `wakeup` when files of the hierarchical cache have
-    been read or written.
+    (engine/assembly/follower.py). Storage threads call `wakeup`.
     """
     config, model = resolved(given, stored, check_arithmetic)
     compiles = CompileLog() if config.device == "cuda" and find_spec("triton") else None
     load = loader(config, model, group.links if group else None, machine.load)
-    fingerprinted = has_host_tier(config, use) or group is not None
+    fingerprinted = config.enable_hierarchical_cache or group is not None
     rank = load_rank(config, model, machine, load, fingerprinted=fingerprinted)
     if rank.recurrent:
         check_recurrent(config)
@@ -70,11 +69,11 @@ def build_engine(
         depth=depth(config),
         weights=weights,
         trainers=trainers,
-        disk=memory.tier.disk if memory.tier else None,
+        storage=memory.tier.storage if memory.tier else None,
         events=events,
         memory=memory.report(config),
         layers_in_pages=[i for i, spec in enumerate(sizes.specs) if pools.windows is None or not spec.window],
-        behind_windows=behind_windows(sizes.specs, memory.kept),
+        behind_windows=behind_windows(sizes.specs, sizes.kept),
         compiles=compiles,
         arrivals=memory.arrivals,
     )
@@ -105,6 +104,6 @@ def core_config(
         ratio=ratio_rule(config),
         backup_room=backup_room,
         step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
-        decode=decode_strategy(config, decodes=use.decodes),
+        decode=decode_strategy(config),
         uniform=random.Random(config.random_seed).random,
     )

@@ -44,11 +44,13 @@ def serving_device(rank: LoadedRank, memory: EngineMemory, group: Group | None, 
 
     Raises ConfigError.
     """
-    use, config = memory.use, memory.sizes.config
+    config = memory.sizes.config
     model, machine = rank.model_config, rank.machine
     if group is not None:
         group.followers.place(memory.pool_size())
-    records = Recording(decodes=use.decodes, prefills=use.prefills, capture=machine.capture, progress=machine.progress)
+    records = Recording(
+        decodes=machine.decodes, prefills=machine.prefills, capture=machine.capture, progress=machine.progress
+    )
     seat = _seat(config, model, group)
     make = partial(build_device, config, model, rank.model, memory.of_steps(), seat=seat)
     device = build_lanes(make, config, records, attention=wakeup) if config.enable_pdmux else make(records=records)
@@ -96,7 +98,7 @@ def _warm(rank: LoadedRank, memory: EngineMemory, executor: Executor) -> None:
     streams = executor.streams if config.enable_pdmux else (executor,)
     try:
         for run in map(by_executor, streams):
-            warm(rank, run, positions=positions, decodes=memory.use.decodes)
+            warm(rank, run, positions=positions)
     except DeviceOutOfMemory as error:
         raise ConfigError(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "

@@ -136,7 +136,7 @@ def updater_of(
     own = trainer_groups(config, rank=0 if group is None else group.links.place.rank)
     trainers = own if group is None else GroupTrainers(own, group.followers)
     updater = WeightUpdater(
-        model_path=config.model_path,
+        path=config.model_path,
         version=config.weight_version,
         model=stored,
         actions=actions,

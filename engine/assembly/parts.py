@@ -10,7 +10,7 @@ from engine.device.device import Device
 from engine.executor.executor import Executor
 from engine.executor.warm_up import CompileLog
 from engine.executor.weights import WeightUpdater
-from engine.hicache.page_files import Disk
+from engine.hicache.storage import PageStorage
 from engine.kv.cache_spec import KVShard
 from engine.kv.kv_pool import KVPool
 from engine.loop.control import KVMemory
@@ -41,8 +41,8 @@ class EngineParts(WorkerParts):
 
     `held`: the leader's part of the model's KV. `layers_in_pages`: its layers with KV in `pool`;
     others have a window, and a pool of their own. `behind_windows`: as of engine/device/pools.py.
-    `compiles`: of a GPU; its `serve` comes when the worker is ready. `disk`, `events`, `adapters`,
-    `arrivals`: by --hicache-storage-dir, --kv-events-config, --enable-lora and for features of
+    `compiles`: of a GPU; serves once the worker is ready. `storage`, `events`, `adapters`,
+    `arrivals`: by --hicache-storage-backend, --kv-events-config, --enable-lora and for features of
     encoder workers.
     """
 
@@ -51,7 +51,7 @@ class EngineParts(WorkerParts):
     group: Group | None
     held: KVShard
     weights: WeightUpdater[DenseDecoder]
-    disk: Disk | None
+    storage: PageStorage | None
     events: PrefixEvents | None
     layers_in_pages: Sequence[int]
     behind_windows: str | None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from engine.assembly.core import conversation_listeners
 from engine.assembly.parts import EngineParts
 from engine.assembly.steps import LoopSteps
 from engine.config import EngineConfig
@@ -33,7 +34,8 @@ def loop_services(
     """Load the flags' adapters, and start what compiles grammars. Raises ConfigError."""
     compiles, profiler = parts.compiles, TorchProfiler(parts.executor.call, name=name)
     adapters = _adapters(parts, ports)
-    listeners = (*steps.listeners, None if parts.adapters is None else adapters, parts.disk, events)
+    listeners = (*steps.listeners, None if parts.adapters is None else adapters, parts.storage, events)
+    listeners = (*listeners, *conversation_listeners(parts.scheduler))
     return LoopServices(
         weights=parts.weights,
         trainers=parts.trainers,

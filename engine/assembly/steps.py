@@ -20,7 +20,7 @@ from engine.ranks.shared_board import SharedBoard
 
 @dataclass(frozen=True, slots=True)
 class LoopSteps:
-    """Pipeline, strategy listeners, and gauges of device and strategy."""
+    """Pipeline, strategy listeners, and gauges of device, storage and strategy."""
 
     pipeline: MakePipeline
     gauges: Callable[[], Mapping[str, float]]
@@ -33,6 +33,8 @@ def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth:
     alone = agreement is None and scheduler.limits.pp_size == 1
     assert alone or executor.ended is not None, "a loop that waits for a step does nothing for other ranks"
     gauges: Callable[[], Mapping[str, float]] = executor.runner.expert_gauges
+    if parts.storage is not None:
+        gauges = partial(_gauges, gauges, parts.storage.gauges)
     listeners: Sequence[LoopListener] = ()
     strategy: StepStrategy = StepStrategy(scheduler) if agreement is None else JointStrategy(scheduler, agreement)
     if parts.config.enable_pdmux:
@@ -52,12 +54,10 @@ def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth:
     return LoopSteps(pipeline, gauges, listeners)
 
 
-def joint_steps(
-    parts: EngineParts, dp_rank: int, wakes: Mapping[int, Callable[[], None]], *, decodes_only: bool
-) -> LoopSteps:
+def joint_steps(parts: EngineParts, dp_rank: int, wakes: Mapping[int, Callable[[], None]]) -> LoopSteps:
     assert parts.group is not None and parts.group.joint is not None
     board = SharedBoard(parts.group.joint.region, rank=dp_rank, wakes=wakes)
-    steps = loop_steps(parts, agreement=agreement_of(parts.config, board, dp_rank, decodes_only=decodes_only))
+    steps = loop_steps(parts, agreement=agreement_of(parts.config, board, dp_rank))
     return replace(steps, updates=UpdateAgreement(board, rank=dp_rank))
 
 

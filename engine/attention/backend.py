@@ -4,11 +4,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper
+from engine.attention.flashinfer_prompts import FlashInferPrompts, check_reach, check_specs, import_wrapper
 from engine.attention.latent import CpuLatents, SparseLatents, TorchLatents
 from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.kernels.latent_attention import LatentKernel, make_latent_kernel
@@ -40,6 +40,9 @@ class CapturableBackend(AttentionBackend, Protocol):
 
     def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
         """`begin` with tensors only."""
+
+    def parts_bytes(self, rows: int) -> int:
+        """Bytes of parts of split contexts in a decode step of `rows`, of one layer at a time."""
 
 
 def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Sequence[str] = ()) -> AttentionBackend:
@@ -105,12 +108,13 @@ def _prompts(pool: KVPool, num_heads: int) -> FlashInferPrompts:
         raise ConfigError(
             f"--attention-backend flashinfer: reads pages of one unit, not of {pool.units} units (--kv-units); choose triton"
         )
+    check_reach(pool)
     return FlashInferPrompts(pool, num_heads=num_heads, wrapper=import_wrapper())
 
 
 # ---- Models with window layers in their own KV pool: one backend per pool.
 
-OnePool = CpuBackend | TorchBackend
+Step = TypeVar("Step", bound=StepBatch | DeviceStep | DeviceExtend)
 
 
 class WindowedBackend:
@@ -119,7 +123,7 @@ class WindowedBackend:
     Kernels read no page before a row's window: the table holds reassigned pages there.
     """
 
-    def __init__(self, full: OnePool | None, windows: OnePool, *, in_window: Sequence[bool]) -> None:
+    def __init__(self, full: AttentionBackend | None, windows: AttentionBackend, *, in_window: Sequence[bool]) -> None:
         self._full = full
         self._windows = windows
         self._places = [
@@ -133,10 +137,9 @@ class WindowedBackend:
         return all(isinstance(backend, CpuBackend) and backend.has_kernel for backend in backends)
 
     def begin(self, step: StepBatch) -> None:
-        assert step.windows is not None, "a step of windows knows their pages"
         if self._full is not None:
             self._full.begin(step)
-        self._windows.begin(replace(step, page_table=step.windows.page_table, token_pages=step.windows.token_pages))
+        self._windows.begin(_in_windows(step))
 
     def attend(self, layer: int, new: Any) -> torch.Tensor:
         backend, place = self._places[layer]
@@ -144,6 +147,26 @@ class WindowedBackend:
         return backend.attend(place, new)
 
 
+class CapturableWindows(WindowedBackend):
+    """Also for captured steps: both backends are CapturableBackends."""
+
+    def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
+        assert isinstance(self._windows, CapturableBackend)
+        if self._full is not None:
+            assert isinstance(self._full, CapturableBackend)
+            self._full.begin_on_device(step)
+        self._windows.begin_on_device(_in_windows(step))
+
+    def parts_bytes(self, rows: int) -> int:
+        backends = [one for one in (self._full, self._windows) if isinstance(one, CapturableBackend)]
+        return max(one.parts_bytes(rows) for one in backends)
+
+
+def _in_windows(step: Step) -> Step:
+    assert step.windows is not None, "a step of windows knows their pages"
+    return replace(step, page_table=step.windows.page_table, token_pages=step.windows.token_pages)
+
+
 def windowed(full: AttentionBackend | None, windows: AttentionBackend, *, in_window: Sequence[bool]) -> WindowedBackend:
-    assert isinstance(windows, OnePool) and (full is None or isinstance(full, OnePool)), (full, windows)
-    return WindowedBackend(full, windows, in_window=in_window)
+    made = CapturableWindows if isinstance(windows, CapturableBackend) else WindowedBackend
+    return made(full, windows, in_window=in_window)

@@ -20,6 +20,7 @@ CACHE_DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 16 << 20  # holds parts of split contexts: none
 PLANS_IN_FLIGHT = 4  # more than the steps launched ahead
+REACH_BYTES = 16 << 32  # its sm_90 kernels count 16 bytes in 32 bits (block_sparse_gather.cuh)
 
 
 def import_wrapper() -> Any:
@@ -40,6 +41,16 @@ def check_specs(specs: tuple[CacheSpec, ...]) -> None:
                 "--attention-backend flashinfer: needs heads of 64, 128 or 256 in bfloat16 or float16, the same in all "
                 f"layers, not {spec.head_dim} in {spec.dtype}; choose triton"
             )
+
+
+def check_reach(pool: KVPool) -> None:
+    """Raises ConfigError for a pool with pages that no kernel reaches: addresses would wrap."""
+    if (1 + pool.num_pages) * pool.page_bytes > REACH_BYTES:
+        fits = (REACH_BYTES // pool.page_bytes - 1) * pool.page_size
+        raise ConfigError(
+            f"--attention-backend flashinfer: reaches {REACH_BYTES >> 30} GiB of KV cache, not "
+            f"{pool.num_pages * pool.page_bytes / 2**30:.1f}; give --max-total-tokens {fits} at most, or choose triton"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from engine.kernels.latent_attention import LatentKernel
 from engine.kernels.paged_attention import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
-from engine.layers.latents import NewLatents, Scores, TokenChooser
+from engine.layers.latents import NewLatents, RotatedLatents, Scores, TokenChooser
 
 # ---- MLA attention in plain torch, for any dtype and device: slow; the kernel's reference.
 
@@ -24,8 +24,9 @@ class TorchLatents:
         self._torch.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        latents = new.latents.unsqueeze(1)
-        sums = self._torch.attend_rotated(layer, new.q, latents, latents, Softmax(new.scale))
+        rotated = new.rotated()
+        latents = rotated.latents.unsqueeze(1)
+        sums = self._torch.attend_rotated(layer, rotated.q, latents, latents, Softmax(new.scale))
         return sums.view(new.q.shape)[:, :, : self._pool.specs[layer].latent].flatten(1)
 
 
@@ -46,16 +47,17 @@ class SparseLatents:
             self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        step, chooser = self._step, new.chooser
+        step, rotated = self._step, new.rotated()
+        chooser = rotated.chooser
         assert step is not None and chooser is not None, "begin() comes first"
         sparse = max(step.kv_lens) > chooser.chosen
         if sparse or self._kernel is None:
-            kept = new.latents.unsqueeze(1)
+            kept = rotated.latents.unsqueeze(1)
             self._pool.write(layer, step.token_pages, step.token_offsets, kept, kept)
         if self._kernel is not None:
             chosen = self._tokens(self._kernel, layer, chooser) if sparse else None
-            return self._kernel.attend(layer, new.q, new.latents, scale=new.scale, chosen=chosen)
-        out = [self._attend(layer, i, new, slice(*span), chooser) for i, span in enumerate(step.spans())]
+            return self._kernel.attend(layer, rotated.q, rotated.latents, scale=new.scale, chosen=chosen)
+        out = [self._attend(layer, i, rotated, slice(*span), chooser) for i, span in enumerate(step.spans())]
         return torch.cat(out)[:, :, : self._pool.specs[layer].latent].flatten(1)
 
     def _tokens(self, kernel: LatentKernel, layer: int, chooser: TokenChooser) -> torch.Tensor:
@@ -76,7 +78,9 @@ class SparseLatents:
         pages = self._pages[request, : -(-kv_len // self._pool.page_size)]
         return self._pool.k(layer).index_select(0, pages).flatten(0, 2)[:kv_len]
 
-    def _attend(self, layer: int, request: int, new: NewLatents, rows: slice, chooser: TokenChooser) -> torch.Tensor:
+    def _attend(
+        self, layer: int, request: int, new: RotatedLatents, rows: slice, chooser: TokenChooser
+    ) -> torch.Tensor:
         kept, dim = self._kept(layer, request), new.q.shape[2]
         keys, mask = kept[None, None, :, :dim].to(new.q.dtype), chooser.mask(rows, kept[:, dim:])
         q = new.q[rows].transpose(0, 1)[None]
@@ -97,4 +101,5 @@ class CpuLatents:
         self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        return self._kernel.attend(layer, new.q, new.latents, scale=new.scale)
+        rotated = new.rotated()
+        return self._kernel.attend(layer, rotated.q, rotated.latents, scale=new.scale)

@@ -19,6 +19,7 @@ from engine.kernels.triton.decode import (
     decode_tiles,
     head_tiles,
     latent_decode_tiles,
+    parts_bytes,
     split_list,
 )
 from engine.kernels.triton.extend import (
@@ -32,8 +33,9 @@ from engine.kernels.triton.extend import (
     work_of,
 )
 from engine.kernels.triton.extend_plan import ExtendShape, plan_extend
+from engine.kernels.triton.latent_write import latent_write
 from engine.kernels.triton.rope_write import rope_write
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import DTYPES, KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths, upload
 from engine.layers.latents import NewLatents
 from engine.layers.rope import Unturned
@@ -123,6 +125,21 @@ class TritonBackend:
             self._now = self._decode_of(step.kv_lens, step.slots, step.paths)
         self._take(step)
 
+    def parts_bytes(self, rows: int) -> int:
+        heads, device = self._num_heads, self._pool.device
+        sizes = [
+            parts_bytes(
+                rows,
+                heads=heads,
+                kv_heads=shape.decode_heads,
+                dim=spec.latent or spec.head_dim,
+                tiles=shape.decode,
+                device=device,
+            )
+            for shape, spec in zip(self._shapes, self._pool.specs, strict=True)
+        ]
+        return max(sizes)
+
     def attend(self, layer: int, new: Unturned) -> torch.Tensor:
         q = rope_write(
             new.qkv,
@@ -143,7 +160,7 @@ class TritonBackend:
         now = self._now
         assert now is not None, "begin() comes first"
         pages, shape = self._paged(layer, softmax), self._shapes[layer]
-        rows = q.to(pages.k.dtype)
+        rows = q.to(DTYPES[self._pool.specs[layer].dtype])
         if isinstance(now, _Decode):
             return _decoded(rows, pages, shape, now).flatten(1).to(q.dtype)
         out = extend(
@@ -210,14 +227,15 @@ class TritonBackend:
 
     def _shape_of(self, layer: int) -> _Shape:
         cache, spec = self._pool.k(layer), self._pool.specs[layer]
-        kv_heads, dim, dtype = spec.num_kv_heads, cache.shape[3], cache.dtype
+        kv_heads, dim, dtype, codes = spec.num_kv_heads, cache.shape[3], DTYPES[spec.dtype], spec.fp8
         if not spec.latent:
-            decode, extend = decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype), extend_tiles(dim=dim, dtype=dtype)
+            decode = decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype, codes=codes)
+            extend = extend_tiles(dim=dim, dtype=dtype, exponents=cache.shape[2] if codes else 0)
             return _Shape(kv_heads, kv_heads, spec.window, 0, decode, extend)
         heads, rest = head_tiles(self._num_heads), dim - spec.latent
         assert kv_heads == 1 and rest > 0 and not spec.index, spec
-        decode, extend = latent_decode_tiles(tiles_of_heads=heads, dtype=dtype), latent_extend_tiles(dtype=dtype)
-        return _Shape(kv_heads, heads, spec.window, rest, decode, extend)
+        decode = latent_decode_tiles(tiles_of_heads=heads, dtype=dtype, codes=codes)
+        return _Shape(kv_heads, heads, spec.window, rest, decode, latent_extend_tiles(dtype=dtype))
 
     def _upload(self, *lists: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Upload int32 lists in one copy, 16-byte aligned, since Triton recompiles for others."""
@@ -235,6 +253,13 @@ class TritonLatents(TritonBackend):
     """MLA, also for captured steps: one KV head; V is the first elements of K."""
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:  # type: ignore[override]
-        latents = new.latents.unsqueeze(1)
-        self._pool.write(layer, self._token_pages, self._token_offsets, latents, latents)
-        return self.attend_written(layer, new.q.contiguous(), Softmax(new.scale))
+        q = latent_write(
+            new.q,
+            new.rotary,
+            new.latents,
+            new.turn,
+            self._pool.k(layer),
+            norm=(new.norm.weight, new.norm.eps),
+            places=(self._token_pages, self._token_offsets),
+        )
+        return self.attend_written(layer, q, Softmax(new.scale))

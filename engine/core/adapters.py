@@ -178,7 +178,6 @@ class AdapterBudget:
 
 
 def _ends_soonest(running: list[Request]) -> int:
-    """The adapter with the least work left; ties: the older load."""
     left: dict[int, int] = {}
     for request in running:
         own = request.num_tokens - request.launched_len + request.samples_left

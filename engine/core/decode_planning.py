@@ -135,7 +135,6 @@ class DecodePlanner:
         return ready
 
     def _with_memory(self, ready: list[Request], now_s: float) -> list[Request]:
-        """Choose `ready` requests with a row and a page, in the order of the step."""
         ready = self._with_rows(ready, now_s)
         del ready[self._micro_batches.share(len(ready), num_running=len(self._stages.running)) :]
         self._grow(ready)
@@ -165,7 +164,6 @@ class DecodePlanner:
     # ---- rows and pages
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
-        """Drop the least urgent rowless requests, if rows are short."""
         rowless = [r for r in ready if r.slot is None]
         if len(rowless) <= self._table.num_free:
             return ready
@@ -202,7 +200,6 @@ class DecodePlanner:
             ready.remove(victim)
 
     def _retraction_order(self, request: Request) -> tuple[int, int, int, str]:
-        """By priority, longest output, shortest input; rid breaks ties."""
         rank = self._priorities.rank(request)
         return (-rank, len(request.output_ids), -len(request.input_ids), request.rid)
 

@@ -83,6 +83,7 @@ class Agreement:
             tokens=sum(item.q_len for item in plan.items),
             extend=plan.extend,
             can_graph=not plan.extend,
+            drafts=any(item.draft for item in plan.items),
             prefillable=prefillable,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,

@@ -19,13 +19,17 @@ class Padding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A rank's part of a step; an `idle` one joins for others. `prefillable`: prompts wait."""
+    """A rank's part of a step; an `idle` one joins for others.
+
+    `drafts`: some rows verify drafts. `prefillable`: prompts wait.
+    """
 
     step: int
     idle: bool
     tokens: int = 0
     extend: bool = False
     can_graph: bool = True
+    drafts: bool = False
     prefillable: bool = False
     running: int = 0
     waiting: int = 0
@@ -39,6 +43,7 @@ class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
     padding: Padding
     extend: bool
     graph: bool
+    drafts: bool = False
 
 
 def agree(rows: Sequence[Row]) -> AgreedStep:
@@ -56,6 +61,7 @@ def agree(rows: Sequence[Row]) -> AgreedStep:
         padding=padding,
         extend=extend,
         graph=not extend and all(row.can_graph for row in rows),
+        drafts=any(row.drafts for row in rows),
     )
 
 
@@ -106,7 +112,6 @@ class UpdateAgreement:
 
     @property
     def holds(self) -> bool:
-        """This rank plans no items until all have taken the weights."""
         if self._own is Vote.TAKEN and self._all_are(Vote.TAKEN):
             self._own = None
         return self._own in (Vote.READY, Vote.TAKEN)

@@ -126,9 +126,8 @@ class StepBudget:
 
       work = allowed seconds / rate,   rate = seconds of the last steps / their work
 
-    Allowed are `max_step_s`, or three one-page steps, lest chunks shrink to a page. Rates come from
-    steps with half of the allowed work and from too long ones; lower medians of three ignore one
-    slow step. Work grows threefold at most.
+    Allowed are `max_step_s`, or three one-page steps, lest chunks shrink to a page. Rates are lower
+    medians of three steps, with half of the allowed work or too long. Work grows threefold at most.
     """
 
     def __init__(self, *, max_step_s: float, page_size: int, attention_tokens: float, first_rate: float) -> None:

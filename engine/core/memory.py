@@ -110,7 +110,6 @@ class Memory:
         return available + len(match.pages) - self.allocator.pages_for(request.num_tokens)
 
     def match_prefix(self, request: Request) -> Match:
-        """Find the usable cached prefix and mark it used."""
         return self.cache.match_usable(request.key_tokens(0, match_limit(request)), branch=request.branch)
 
     def forget_prefixes(self, *, files: bool) -> None:
@@ -187,14 +186,24 @@ class Memory:
 
     def lend(self, request: Request) -> int:
         """Lock cached pages for a request that computes nothing; return their number."""
-        match = self.cache.match(request.key_tokens(0, request.num_tokens), branch=request.branch)
+        match = self.cache.match_usable(request.key_tokens(0, request.num_tokens), branch=request.branch)
+        if not all(part.lend(request, match) for part in reversed(self.parts)):
+            match = Match([], self.cache.root)
         self.cache.lock(match.node)
         request.lock, request.pages, request.shared_pages = match.node, list(match.pages), len(match.pages)
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
         return len(match.pages)
 
+    def keep_landed(self, request: Request) -> None:
+        """Cache a peer's prefix."""
+        for part in self.parts:
+            part.arrange_landed(request)
+        self.share(request)
+        for part in self.parts:
+            part.keep_landed(request)
+
     def quarantine(self, request: Request) -> Detached:
-        """Detach own memory that a peer may still write; unlock the prefix, which it never had."""
+        """Detach own memory that a peer may still write; unlock the prefix."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
         pages = request.own_pages()
         self._unlock(request)
@@ -211,6 +220,9 @@ class Memory:
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
         return tuple(piece for part in self.parts for piece in part.tail(request, num_tokens))
+
+    def landed_extra(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        return tuple(piece for part in self.parts for piece in part.landed_extra(request, num_tokens))
 
     def _unlock(self, request: Request) -> None:
         if request.lock is not None:
@@ -249,7 +261,7 @@ def _check_of(part: MemoryPart, requests: Callable[[], Sequence[Request]]) -> Ca
 def _forget(request: Request) -> None:
     request.lock, request.pages, request.dup_pages, request.shared_pages = None, [], [], 0
     request.launched_len = request.computed_len = 0
-    request.recurrent.snapshots_at, request.recurrent.answer = (), None
+    request.recurrent.snapshots_at, request.recurrent.answer, request.recurrent.pinned = (), None, 0
 
 
 def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:

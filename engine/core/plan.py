@@ -80,6 +80,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     place:        position whose KV place it uses until accepted; -1: its own (draft_rows.py)
     to_draft:     drafter passes after the token, in a step that only drafts
     topk:         candidates per place, and paths that continue; equal for all items
+    unverified:   drafts in flight before it, which may add to `start` and `output_len`
     images:       None before the request's first image
     """
 
@@ -103,6 +104,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     place: int = -1
     to_draft: int = 0
     topk: int = 1
+    unverified: int = 0
     images: ItemImages | None = None
 
     @property
@@ -115,7 +117,6 @@ class PlanItem(msgspec.Struct, frozen=True):
 
     @property
     def kv_len(self) -> int:
-        """Tokens in the KV cache after this step."""
         return self.start + len(self.tokens)
 
 
@@ -150,6 +151,7 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
 
     src: int | None
     dst: int
+    from_host: bool = False
 
 
 class StateRollback(msgspec.Struct, frozen=True, array_like=True):
@@ -173,9 +175,9 @@ class Plan:
     - `rewinds`: rollbacks of states that no step has read since verification
     - encodes, forgets, lands: image features to compute, drop, copy from an encode worker
 
-    Execution order: `rewinds`, `to_host`, `from_host`, `drops` (of copies), `loads`, `saves`,
-    `closes`, `opens`, `states`, page rows, `forgets`, `lands`, `encodes`, forward, `snapshots`,
-    sampling.
+    Execution order: `rewinds`, `states_to_host`, `to_host`, `from_host`, `drops` (of copies),
+    `loads`, `saves`, `closes`, `opens`, `states`, page rows, `forgets`, `lands`, `encodes`,
+    forward, `snapshots`, sampling.
     """
 
     seq: int
@@ -189,6 +191,7 @@ class Plan:
     drops: list[int] = field(default_factory=list)
     to_host: list[PageCopy] = field(default_factory=list)
     from_host: list[PageCopy] = field(default_factory=list)
+    states_to_host: list[PageCopy] = field(default_factory=list)
     states: list[StateCopy] = field(default_factory=list)
     snapshots: list[StateCopy] = field(default_factory=list)
     rewinds: list[StateRollback] = field(default_factory=list)
@@ -216,7 +219,8 @@ class Plan:
 
     @property
     def copies_pages(self) -> bool:
-        return bool(self.saves or self.loads or self.to_host or self.from_host)
+        of_states = self.states_to_host or any(copy.from_host for copy in self.states)
+        return bool(self.saves or self.loads or self.to_host or self.from_host or of_states)
 
 
 class Guess(NamedTuple):

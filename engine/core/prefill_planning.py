@@ -8,6 +8,7 @@ or adapter lack room, or another computes a shared prefix (SharedWork).
 import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import partial
 from itertools import chain, islice
 
 from engine.core.decode_planning import open_slot, plan_item
@@ -59,6 +60,7 @@ class PrefillAdder:
         self._chunk_left = math.inf if chunk is None else self._beside(decode_tokens, chunk)
         self._budget = budget
         self._work_left = math.inf if budget is None else self._beside(decode_tokens, budget.work)
+        self._pages_before = partial(state.pages_before, others=state.stages.short)
         self._growth_pages = {r.rid: self._pages(ratio.growth_tokens(r)) for r in growing}
         self._reserved_pages = sum(self._growth_pages.values())
         self.num_requests = 0
@@ -83,7 +85,8 @@ class PrefillAdder:
         """Pages for `add`, besides known tokens, without `without`."""
         left = sum(self._growth_pages.get(r.rid, 0) for r in without)
         growth = self._ratio.new_growth(request)
-        return growth_pages(self._memory.allocator, request, growth) + self._reserved_pages - left
+        before = self._pages_before(request) if self._growth_pages else 0
+        return growth_pages(self._memory.allocator, request, growth) + self._reserved_pages - left + before
 
     def forget(self, gone: Sequence[Request]) -> None:
         self._reserved_pages -= sum(self._growth_pages.pop(r.rid, 0) for r in gone)
@@ -256,7 +259,6 @@ class PrefillPlanner:
         return items, opens
 
     def in_order(self, now_s: float) -> list[Request]:
-        """Waiting requests in the order of the next step."""
         return list(self._in_order(now_s))
 
     def _adder(self, now_s: float) -> PrefillAdder:
@@ -273,11 +275,9 @@ class PrefillPlanner:
         return batches.share(len(batches.ready(running)), num_running=len(running))
 
     def _waiting(self) -> Iterable[Request]:
-        """Waiting requests by arrival."""
         return self._stages.waiting.values()
 
     def _waits(self, request: Request, now_s: float) -> bool:
-        """Check if what a waiting request needs is on its way, or in use by others."""
         tiers = self._state.lower_tiers
         arriving = request.arriving or request.vision.num_arriving > 0
         return arriving or (len(tiers) > 0 and any(tier.awaits(request, now_s) for tier in tiers))
@@ -296,7 +296,7 @@ class PrefillPlanner:
         )
 
     def _admit(self, request: Request, adder: PrefillAdder, now_s: float) -> AddResult:
-        """Admit `request` if it fits, now or in place of victims, which may free memory later."""
+        """Admit `request`, perhaps in place of victims, which may free memory later."""
         result = self._fit(request, adder, now_s)
         if result is not AddResult.NO_TOKEN:
             return result
@@ -309,11 +309,10 @@ class PrefillPlanner:
         return AddResult.NO_TOKEN if no_row else adder.add(request)
 
     def _rows_of_others(self, request: Request, now_s: float) -> int:
-        """Adopted requests with memory that wait for rows and are more urgent."""
-        if not self._priorities.enabled:
-            return 0
-        own = self._priorities.urgency(request, now_s)
-        return sum(r.slot is None and self._priorities.urgency(r, now_s) > own for r in self._stages.running)
+        """Rows that requests with KV from elsewhere wait for, and get before `request`."""
+        urgency = self._priorities.urgency
+        own = urgency(request, now_s), -request.serial
+        return sum(r.slot is None and (urgency(r, now_s), -r.serial) > own for r in self._stages.running)
 
     def _note_admitted(self, request: Request) -> None:
         counters = self._state.counters
@@ -325,7 +324,6 @@ class PrefillPlanner:
             counters.cached_tokens += request.launched_len
 
     def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:
-        """Plan all allowed known tokens; it stays `chunked` until the last."""
         start, total = request.launched_len, request.num_tokens
         end = adder.take(request)
         self._memory.extend(request, end, answer=False)

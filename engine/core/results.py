@@ -27,7 +27,6 @@ class Departures:
         self._stages = state.stages
 
     def finish(self, request: Request, reason: FinishReason, new_ids: list[int] | None = None) -> TokenOutput:
-        """End a request and return its last output."""
         request.finish = reason
         self._state.counters.aborted += reason.kind == "abort"
         if reason.kind not in ("abort", MOVED):

@@ -86,17 +86,27 @@ class HandoffRequests:
         `may_preempt`: retract requests of much lower priority if that suffices; False until their
         last steps are collected.
         """
-        if self._memory.admit(request, reserved_pages=self._reserved_pages(request, []), lands=True):
-            return True
-        if not may_preempt or not self._preempt_for(request) or self._stages.retraction_pending:
-            return False
+        fits = self._admit(request)
+        if not fits and may_preempt and self._preempt_for(request) and not self._stages.retraction_pending:
+            fits = self._admit(request)
+        short = self._stages.short
+        if fits and request in short:
+            short.remove(request)
+            self._stages.batch_is_full = False  # prompts behind it may fit
+        elif not fits and request not in short and not request.prefill_only:
+            short.append(request)
+        return fits
+
+    def _admit(self, request: Request) -> bool:
         return self._memory.admit(request, reserved_pages=self._reserved_pages(request, []), lands=True)
 
     def _preempt_for(self, request: Request) -> list[Request]:
         return self._preemption.make_room(request, lambda gone: self._reserved_pages(request, gone), row=False)
 
     def _reserved_pages(self, request: Request, gone: Sequence[Request]) -> int:
-        return self._reserve.pages([*(r for r in self._stages.growing() if r not in gone), request])
+        growing = [r for r in self._stages.growing() if r not in gone]
+        before = self._state.pages_before(request, self._stages.waiting.values()) if growing else 0
+        return self._reserve.pages([*growing, request]) + before
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """Run an adopted request after its KV landed."""
@@ -115,13 +125,12 @@ class HandoffRequests:
     def _run(self, request: Request, *, num_landed: int) -> None:
         request.computed_len = request.launched_len = num_landed
         self._memory.retire(request)
-        self._stages.held.remove(request)
+        self._unhold(request)
         self._stages.running.append(request)
 
     # ---- retracted requests
 
     def take_retracted(self) -> list[Request]:
-        """Take newly retracted requests (`resume_elsewhere`)."""
         taken, self._stages.newly_retracted = self._stages.newly_retracted, []
         return taken
 
@@ -130,9 +139,8 @@ class HandoffRequests:
         self._run(request, num_landed=request.num_tokens - 1)
 
     def resume_here(self, request: Request) -> None:
-        """Queue a request for recomputation here."""
         self._memory.give_back(request)
-        self._stages.held.remove(request)
+        self._unhold(request)
         self._stages.requeue(request)
         self._stages.batch_is_full = False
 
@@ -142,7 +150,6 @@ class HandoffRequests:
         self._departures.move(request)
 
     def leave(self, request: Request, reason: FinishReason) -> TokenOutput:
-        """End a request for its client; `release` frees memory."""
         assert request in self._stages.held and request.moves
         request.finish = reason
         return output_of(request, [])
@@ -162,6 +169,7 @@ class HandoffRequests:
         num_tokens = num_pages * self._state.limits.page_size
         carrier.input_ids = carrier.input_ids[:num_tokens]
         carrier.launched_len = carrier.computed_len = num_tokens
+        self._memory.keep_landed(carrier)
         self.drop(carrier)
 
     def lend(self, carrier: Request) -> FinishReason | None:
@@ -188,10 +196,15 @@ class HandoffRequests:
 
     def release(self, request: Request) -> None:
         """Free an ended request; no peer may use its pages."""
-        self._stages.held.remove(request)
+        self._unhold(request)
         assert request.finish is not None, f"{request.rid} released before it ended"
         self._stages.draining.append(request)
         self._departures.settle()
+
+    def _unhold(self, request: Request) -> None:
+        self._stages.held.remove(request)
+        if request in self._stages.short:
+            self._stages.short.remove(request)
 
     def quarantine(self, request: Request) -> Detached:
         return self._memory.quarantine(request)
@@ -330,7 +343,6 @@ class Scheduler:
         return []
 
     def prefetch(self, request: Request) -> None:
-        """Start reading the prefix part that is only on disk."""
         for tier in self._state.lower_tiers:
             tier.prefetch(request, self.memory)
 
@@ -407,7 +419,6 @@ class Scheduler:
             check()
 
     def checks(self) -> dict[str, Callable[[], None]]:
-        """Parts of `check` by owner."""
         return {
             **self.memory.checks(self.stages.all),
             "request table": self._state.table.check,

@@ -34,6 +34,7 @@ class Stages:
         self.leaving: list[Request] = []  # for another worker, a step in flight
         self.held: list[Request] = []  # by the role: KV is handed over, or comes from elsewhere
         self.newly_retracted: list[Request] = []  # held ones that the role has not taken
+        self.short: list[Request] = []  # held ones whose KV had no room here when it could come
         self.batch_is_full = False
 
     @property
@@ -73,13 +74,11 @@ class Stages:
         return taken
 
     def take_settled(self) -> list[Request]:
-        """Remove finished and retracted requests after their last step."""
         settled = [r for r in self.draining if r.inflight == 0]
         self.draining = [r for r in self.draining if r.inflight > 0]
         return settled
 
     def take_departed(self) -> list[Request]:
-        """Remove moved requests after their last step."""
         departed = [r for r in self.leaving if r.inflight == 0]
         self.leaving = [r for r in self.leaving if r.inflight > 0]
         return departed
@@ -105,6 +104,7 @@ class Stages:
 
     def check(self) -> None:
         assert sorted(r.rid for r in self.all()) == sorted(self.live), "a live request is in no stage, or in two"
+        assert all(r in self.held for r in self.short), "a request that has left still waits for memory"
         for request in self.all():
             assert 0 <= request.pending <= request.inflight
             assert request.computed_len <= request.launched_len
@@ -270,7 +270,7 @@ class Counters:
 
 
 class SchedulerState:
-    """What the parts of the scheduler share."""
+    """State that the scheduler's parts share."""
 
     def __init__(self, *, limits: Limits, memory: Memory, ratio: NewTokenRatio | None = None) -> None:
         self.limits = limits
@@ -293,8 +293,17 @@ class SchedulerState:
             request.vision.rope_delta = rope_delta(request.images)
         self.stages.register(request, serial=self.counters.requests)
 
+    def pages_before(self, request: Request, others: Iterable[Request]) -> int:
+        """Pages for the first of `others` if it precedes `request`."""
+        first = min(others, key=self._turn, default=request)
+        if self._turn(first) >= self._turn(request):
+            return 0
+        return self.memory.allocator.pages_for(first.num_tokens) - len(self.memory.match_prefix(first).pages)
+
+    def _turn(self, request: Request) -> tuple[int, int]:
+        return -self.limits.priorities.rank(request), request.serial
+
     def refusal(self, request: Request) -> FinishReason | None:
-        """Return why `request` can never run here, or None."""
         limits = self.limits
         if request.message.lora and not request.adapter:
             message = "lora_path: this server was started without --enable-lora"

@@ -9,9 +9,9 @@ import torch
 from engine.attention.backend import CapturableBackend
 from engine.config import EngineConfig
 from engine.core.plan import Plan
-from engine.device.feature_parts import make_draft_pass
-from engine.device.forward_parts import build_forward, context_pages
-from engine.device.graphs import make_graphs
+from engine.device.feature_parts import with_draft_futures
+from engine.device.forward_parts import build_forward
+from engine.device.graphs import make_drafter, make_graphs, make_recorder
 from engine.device.host_copies import make_copies
 from engine.device.step_memory import RankSeat, Recording, StepMemory, memory_for_graphs
 from engine.executor.executor import CudaStream, DeviceStream, Executor, InlineStream, Stream, ThreadStream
@@ -66,15 +66,17 @@ def build_device(
     parts = build_forward(config, model, memory, records, exchange=seat.exchange)
     in_graphs = isinstance(parts.backend, CapturableBackend)
     future_map = seat.future_map or FutureMap.on(device, num_slots=num_slots)
-    inputs = seat.inputs or future_map
+    inputs = with_draft_futures(config, seat.inputs or future_map, device)
     sampler = make_sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device, in_graphs=in_graphs)
     end = SampledEnd(sampler, future_map, device=device) if isinstance(sampler, CapturableSampler) else None
-    graphs = make_graphs(config, model, parts, records, inputs=inputs, end=end)
-    drafts = make_draft_pass(config, model, parts.pools, sampler=sampler)
+    recorder = make_recorder(config, parts, records, inputs=inputs)
+    drafts = make_drafter(config, model, parts, records, recorder=recorder, sampler=sampler, inputs=inputs)
+    graphs = make_graphs(config, model, parts, records, recorder=recorder, end=end, drafter=drafts)
+    beside = [] if drafts is None else drafts.recorded
     runner = ModelRunner(
         model=model,
         copies=make_copies(memory, parts.states),
-        forward_pass=parts.forward_pass(inputs, graphs, drafts),
+        forward_pass=parts.forward_pass(inputs, graphs, drafts, beside=beside),
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
         drafts=drafts,
         states=parts.states,
@@ -89,13 +91,13 @@ def build_device(
 
 @contextmanager
 def own_steps(
-    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, seat: RankSeat, pool: KVPool
+    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, seat: RankSeat, memory: StepMemory
 ) -> Iterator[Callable[[Plan], None]]:
     device = build_device(
         replace(config, enable_lora=False, max_mamba_cache_size=2),
         model_config,
         model,
-        StepMemory(pool=pool, max_pages=context_pages(config)),
+        memory,
         records=Recording(),
         seat=seat,
     )

@@ -4,24 +4,26 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.backend import make_attention_backend
+from engine.attention.backend import CapturableBackend, make_attention_backend
 from engine.config import EngineConfig, ModelFlags
 from engine.core.plan import Plan, SlotOpen
 from engine.device.step_memory import StepMemory
 from engine.executor.image_pass import ImagePass, ImagePositions
 from engine.executor.states import States
-from engine.executor.step_part import Batch, PagedPool, StepPart, StepRows
-from engine.flags.resolve import state_slots
-from engine.flags.speculation import topk_of
+from engine.executor.step_part import Batch, PagedPool, StepInputs, StepPart, StepRows
+from engine.flags.resolve import drafts_overlap, state_slots
+from engine.flags.speculation import passes_of, topk_of
 from engine.kv.kv_pool import DTYPES
 from engine.kv.state_pool import StatePool
-from engine.kv.step_batch import PageTable, WindowedPageTable, WindowRows
+from engine.kv.step_batch import PageTable, WindowedPageTable
 from engine.lora.bank import AdapterBank, make_bank
 from engine.models.decoder import DenseDecoder
 from engine.sampler.sampler import TokenSampler
+from engine.speculative.draft_graphs import DraftRecording
 from engine.speculative.draft_pass import DraftPass, draft_pass
 from engine.speculative.draft_rows import DraftTrees
 from engine.speculative.draft_steps import DraftParts
+from engine.speculative.futures import DraftedInputs, DraftFutures
 from service.flags import ConfigError
 
 
@@ -66,10 +68,10 @@ class _WindowPart(StepPart):
     """Layers with a window, which have a pool of their own."""
 
     def __init__(self, page_table: WindowedPageTable) -> None:
-        self._table = page_table.windows
+        self._table = page_table
 
     def fill(self, rows: StepRows) -> None:
-        rows.step.windows = WindowRows(self._table.rows, self._table.locate(rows.token_slots, rows.places)[0])
+        rows.step.windows = self._table.window_rows(rows.token_slots, rows.places)
 
 
 def make_parts(
@@ -128,9 +130,9 @@ def make_adapters(config: EngineConfig, model: DenseDecoder, *, grouped: bool) -
     )
 
 
-def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device, *, shadows: int) -> States | None:
+def make_states(config: EngineConfig, model: DenseDecoder, memory: StepMemory, device: torch.device) -> States | None:
     """Raises ConfigError."""
-    specs, num_slots = model.state_specs(), state_slots(config)
+    specs, num_slots, shadows = model.state_specs(), state_slots(config), memory.shadows
     if not specs:
         return None
     try:
@@ -142,11 +144,26 @@ def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device,
             f"--max-running-requests {config.max_running_requests}: no memory for {num_slots} recurrent states{beside} of {size:.1f} GiB "
             f"({error}); lower it"
         ) from error
-    return States(pool)
+    return States(pool, memory.host_states)
+
+
+def with_draft_futures(config: EngineConfig, inputs: StepInputs, device: torch.device) -> StepInputs:
+    """`inputs`, and with overlapped drafts what they leave on the device."""
+    if not drafts_overlap(config):
+        return inputs
+    assert config.max_running_requests is not None, "resolved"
+    futures = DraftFutures(num_slots=config.max_running_requests, most=passes_of(config), device=device)
+    return DraftedInputs(inputs, futures)
 
 
 def make_draft_pass(
-    config: ModelFlags, model: DenseDecoder, pools: Sequence[PagedPool], *, sampler: TokenSampler | None
+    config: ModelFlags,
+    model: DenseDecoder,
+    pools: Sequence[PagedPool],
+    *,
+    sampler: TokenSampler | None,
+    inputs: StepInputs,
+    recording: DraftRecording | None,
 ) -> DraftPass | None:
     """Raises ConfigError. `pools`: of all layers. `sampler`: of the rank that samples."""
     drafter, pool = model.drafter, pools[0].pool
@@ -156,4 +173,5 @@ def make_draft_pass(
     backend = make_attention_backend(
         config.attention_backend, pool.drafter, num_heads=drafter.num_heads, needs=drafter.attention_needs
     )
-    return draft_pass(DraftParts(pools, backend, sampler, model.collectives))
+    recording = recording if isinstance(backend, CapturableBackend) else None
+    return draft_pass(DraftParts(pools, backend, sampler, model.collectives, inputs), recording)

@@ -1,6 +1,6 @@
 """Image feature pages, computed by an encoder worker or received from one.
 
-One layer with a row per token, so allocation, transfers and checksums are KV's.
+One layer with a row per token.
 """
 
 import torch

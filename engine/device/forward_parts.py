@@ -16,11 +16,12 @@ from engine.config import EngineConfig, MemoryFlags
 from engine.device.feature_parts import make_adapters, make_parts, make_states
 from engine.device.step_memory import Recording, StepMemory
 from engine.executor.decode_tapes import DecodeTapes
+from engine.executor.graphs import DecodeGraphs, PrefillGraphs
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.passes import ForwardPass
 from engine.executor.states import States
-from engine.executor.step_part import PagedPool, RecordedSteps, StepInputs, StepPart
+from engine.executor.step_part import PagedPool, Recorded, StepInputs, StepPart
 from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import tape_library
 from engine.kv.step_batch import PageTable, WindowedPageTable
@@ -31,7 +32,10 @@ from engine.parallel.row_exchange import RowExchange
 
 @dataclass(frozen=True, slots=True)
 class ForwardParts:
-    """All that computes the first half of steps. `pools`: of all layers."""
+    """All that computes the first half of steps.
+
+    `pools`: of all layers. `exchange`: with DP attention.
+    """
 
     backend: AttentionBackend
     page_table: PageTable
@@ -41,17 +45,29 @@ class ForwardParts:
     tapes: list[DecodeTapes]
     adapters: AdapterBank | None
     states: States | None
+    exchange: RowExchange | None
 
     def forward_pass(
-        self, inputs: StepInputs, graphs: Sequence[RecordedSteps], drafter: StepPart | None
+        self,
+        inputs: StepInputs,
+        graphs: Sequence[DecodeGraphs | PrefillGraphs],
+        drafter: StepPart | None,
+        *,
+        beside: Sequence[Recorded],
     ) -> ForwardPass:
+        joint = []
+        if self.exchange is not None:
+            decodes = [one for one in graphs if isinstance(one, DecodeGraphs)]
+            slot = self.page_table.scratch_slot
+            joint.append(JointSteps(self.exchange, graphs=decodes, tapes=self.tapes, scratch_slot=slot))
         return ForwardPass(
             backend=self.backend,
             page_table=self.page_table,
             inputs=inputs,
             layers=self.layers,
-            parts=[*self.parts, *([] if drafter is None else [drafter])],
+            parts=[*joint, *self.parts, *([] if drafter is None else [drafter])],
             recorded=[*graphs, *self.tapes],
+            beside=beside,
         )
 
 
@@ -64,23 +80,21 @@ def build_forward(
     exchange: RowExchange | None,
 ) -> ForwardParts:
     """`exchange`: with DP attention. Raises ConfigError."""
-    backend, pools = _attention(config, model, memory)
+    backend, pools = attention_of(config, model, memory)
     tapes = records.decodes and records.capture is None
     page_table, shared_by = pools[0].page_table, config.dp_size if exchange is not None else 1
     recorded = [DecodeTapes(shared_by=shared_by)] if tapes and model.recordable and _can_tape(config, backend) else []
     adapters = make_adapters(config, model, grouped=isinstance(backend, CapturableBackend))
-    states = make_states(config, model, page_table.device, shadows=memory.shadows)
+    states = make_states(config, model, memory, page_table.device)
     parts = make_parts(config, model, memory, page_table, adapters=adapters, states=states)
-    if exchange is not None:
-        parts.insert(0, JointSteps(exchange, tapes=recorded, scratch_slot=page_table.scratch_slot))
     layers = LayerMarks(page_table.device, more_follows=model.drafter is not None)
-    return ForwardParts(backend, page_table, layers, parts, pools, recorded, adapters, states)
+    return ForwardParts(backend, page_table, layers, parts, pools, recorded, adapters, states, exchange)
 
 
-def _attention(
+def attention_of(
     config: EngineConfig, model: DenseDecoder, memory: StepMemory
 ) -> tuple[AttentionBackend, list[PagedPool]]:
-    """The pools are of all layers, the drafter's in the first."""
+    """The pools are of all layers, the drafter's in the first. Raises ConfigError."""
     assert config.max_running_requests is not None, "resolved"
     pool, windows = memory.pool, memory.windows
     own = partial(make_attention_backend, config.attention_backend, num_heads=model.num_heads)

@@ -45,13 +45,13 @@ def make_copies(memory: StepMemory, states: States | None) -> Copies:
     """Raises ConfigError."""
     room, windows = memory.backup_room, memory.windows
     if room == NOTHING:
-        return Copies(backup=None, host_pool=memory.host_pool)
+        return Copies(backup=None, host_pool=memory.host_pool, states=states)
     backup = PageBackup(
         _host(memory.pool, room.pages),
         windows=None if windows is None else _host(windows, room.windows),
         states=None if states is None else _host(states.pool, room.states),
     )
-    return Copies(backup=backup, host_pool=memory.host_pool)
+    return Copies(backup=backup, host_pool=memory.host_pool, states=states)
 
 
 def _host(pool: KVPool | StatePool, count: int) -> HostPool:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import EngineConfig, ModelFlags
@@ -102,8 +103,14 @@ def _check_sums(config: EngineConfig) -> None:
 
 def _check_integers(config: ModelFlags) -> None:
     """Raises ConfigError where --quantization would give the same answers at bf16's cost."""
-    if config.quantization and linear_kernel() is None:
+    if not config.quantization:
+        return
+    if config.device == "cpu" and linear_kernel() is None:
         raise ConfigError(
             f"--quantization {config.quantization}: needs the C kernel of integer products, which this machine cannot build (its "
             "log says why); install a C compiler, or leave it out"
+        )
+    if config.device == "cuda" and find_spec("triton") is None:
+        raise ConfigError(
+            f"--quantization {config.quantization}: needs Triton's kernels of integer products; install triton, or leave it out"
         )

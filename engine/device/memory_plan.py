@@ -70,8 +70,10 @@ class MeasuredMemory:
     def with_fewer(self, tokens: int) -> "MeasuredMemory":
         return replace(self, prompts=max(0, int(self.prompts - tokens * self.token_bytes)))
 
-    def at_once(self) -> "MeasuredMemory":
-        return replace(self, prompts=self.prompts + self.samples)
+    def at_once(self, streams: int) -> "MeasuredMemory":
+        """Bytes of two concurrent phases with `streams` each, which torch caches memory for."""
+        prompts, token_bytes = streams * self.prompts + self.samples, streams * self.token_bytes
+        return replace(self, prompts=prompts, token_bytes=token_bytes, graphs=streams * self.graphs)
 
     def __str__(self) -> str:
         parts = f"weights {sized(self.weights)}, steps {sized(self.steps)}, graphs {sized(self.graphs)}"

@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from engine.config import EngineConfig, ModelFlags
 from engine.core.mem_cache.window_pages import WindowPages
 from engine.device.kv_memory import allocate_pool
-from engine.device.step_memory import EngineUse
 from engine.device.windows import WindowGroup, window_group
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import AllocateBytes, KVPool
@@ -62,10 +62,10 @@ def build_pools(
     """`apart` separates window layers. Raises ConfigError."""
     saver = SavedMemory() if config.enable_memory_saver and config.device == "cuda" else None
     allocate = saver.allocate if saver else allocate
-    group = window_group(config, specs, pages=num_pages, units=units) if apart else None
-    if group is None:
+    beside, inside = divided(specs, apart=apart)
+    if not inside:
         return Pools(kv=allocate_pool(config, specs, num_pages=num_pages, units=units, allocate=allocate), saver=saver)
-    inside, beside = [spec for spec in specs if spec.window], [spec for spec in specs if not spec.window]
+    group = window_group(config, specs, pages=num_pages, units=units)
     return Pools(
         kv=allocate_pool(config, beside, num_pages=group.num_pages, units=units, allocate=allocate),
         windows=allocate_pool(config, inside, num_pages=group.window_pages, units=units, allocate=allocate),
@@ -74,17 +74,28 @@ def build_pools(
     )
 
 
-def why_kept(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> str:
+def divided(specs: Sequence[CacheSpec], *, apart: bool) -> tuple[list[CacheSpec], list[CacheSpec]]:
+    """Layers of the pool that keeps all KV, and layers of the window pool."""
+    inside = [spec for spec in specs if spec.window and apart]
+    return [spec for spec in specs if not (spec.window and apart)], inside
+
+
+def scratch_pools(
+    config: EngineConfig, specs: Sequence[CacheSpec], *, units: int, apart: bool
+) -> tuple[KVPool, KVPool | None]:
+    """Pools of a page with the layers of those to come: kernels are compiled for their strides."""
+    beside, inside = divided(specs, apart=apart)
+    sizes: dict[str, Any] = {"num_pages": 1, "page_size": config.page_size, "device": config.device, "units": units}
+    return KVPool(beside, **sizes), KVPool(inside, **sizes) if inside else None
+
+
+def why_kept(config: EngineConfig, specs: Sequence[CacheSpec], *, recurrent: bool) -> str:
     """Return why KV before windows is kept and masked, "" if freed."""
-    tiered = config.enable_hierarchical_cache and not use.peers_write_pages
-    knows_both = config.attention_backend in ("auto", "cpu", "torch")
     reasons = {
         "--disable-hybrid-swa-memory": config.disable_hybrid_swa_memory,
-        "--enable-hierarchical-cache": tiered,
+        "--enable-hierarchical-cache": config.enable_hierarchical_cache,
         f"--pp-size {config.pp_size}": config.pp_size > 1,  # each rank has all layers
         "--enable-dp-attention": config.enable_dp_attention,  # and each step
-        f"--device {config.device}": config.device != "cpu",
-        f"--attention-backend {config.attention_backend}": not knows_both,
         f"--speculative-algorithm {config.speculative_algorithm}": any(spec.drafter for spec in specs),
         "the model's latent attention": any(spec.latent for spec in specs),
         "the model's recurrent states": recurrent,

@@ -14,7 +14,7 @@ from engine.core.mem_cache.backups import NOTHING, CopySize
 from engine.executor.graphs import Capture
 from engine.executor.step_part import FutureMap, StepInputs
 from engine.kv.host_memory import HERE, HostMemory
-from engine.kv.host_pool import HostPool
+from engine.kv.host_pool import HostPool, HostStates
 from engine.kv.kv_pool import AllocateBytes, KVPool, zeroed_bytes
 from engine.kv.state_pool import StatePool
 from engine.model_files.model_config import ModelConfig
@@ -35,15 +35,13 @@ log = logging.getLogger(__name__)
 class EngineUse:
     """The defaults fit a unified worker.
 
-    `decodes`, `prefills`: record such steps. `peers_write_pages`: no host tier, which needs stream
-    order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as
-    --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `receives_features`:
-    from encoder workers. `name`: of the rank, for files.
+    `peers_write_pages`: outside stream order. `pins_states`: for peers. `kv_stays`: why KV stays.
+    `retracted_kv`: as --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits.
+    `receives_features`: from encoder workers. `name`: of the rank, for files.
     """
 
-    decodes: bool = True
-    prefills: bool = True
     peers_write_pages: bool = False
+    pins_states: bool = False
     kv_stays: str = ""
     retracted_kv: str = "recompute"
     reserve_floor: int = 0
@@ -120,10 +118,13 @@ def _short(total: int, ours: int, share: float) -> str:
 class LocalMachine:
     """The hardware of a rank, and the reader of its weights. CPU ranks share `host`.
 
-    `capture` records graphs and `gauge` measures memory in place of CUDA. `progress`: show bars.
+    `capture` records graphs and `gauge` measures memory in place of CUDA. `decodes`, `prefills`:
+    record such steps. `progress`: show bars.
     """
 
     capture: MakeCapture | None = None
+    decodes: bool = True
+    prefills: bool = True
     gauge: MemoryGauge | None = None
     host: HostMemory = HERE
     load: Load = load_model
@@ -155,6 +156,10 @@ class LoadedRank:
         return StatePool.slot_bytes_of(specs) if specs else 0
 
     @property
+    def states(self) -> str:
+        return str(self.model.state_specs() or "")
+
+    @property
     def recurrent(self) -> bool:
         return self.slot_bytes > 0
 
@@ -164,8 +169,8 @@ class StepMemory:
     """Memory of steps: KV in `pool`, of layers with a pool apart in `windows`.
 
     `max_pages`: of a request, if not as many as the pool has and the context needs. `shadows`: of
-    how many requests with recurrent states a step may verify drafts. `arrivals`: as of ImagePass.
-    `host_pool`: of the host tier. `backup_room`: for copies of retracted requests.
+    how many requests with states a step may verify drafts. `arrivals`: as of ImagePass.
+    `host_pool`, `host_states`: of the host tier. `backup_room`: for copies of retracted requests.
     """
 
     pool: KVPool
@@ -174,6 +179,7 @@ class StepMemory:
     shadows: int = 0
     arrivals: KVPool | None = None
     host_pool: HostPool | None = None
+    host_states: HostStates | None = None
     backup_room: CopySize = NOTHING
 
 

@@ -35,15 +35,13 @@ class WindowGroup:
         )
 
 
-def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int, units: int) -> WindowGroup | None:
-    """Divide the memory of `pages`; None without windows.
+def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int, units: int) -> WindowGroup:
+    """Divide the memory of `pages`; some layer has a window.
 
     Windows get the maximum for running requests and as many cached prefixes.
     """
     assert config.max_running_requests is not None and config.context_length is not None, "resolved"
     inside = [spec for spec in specs if spec.window]
-    if not inside:
-        return None
     size, steps, window = config.page_size, depth(config), max(spec.window for spec in inside)
     step_tokens = None if config.chunked_prefill_size == -1 else largest_prompt_step(config)
     rows = rows_of_request(config)

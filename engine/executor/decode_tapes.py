@@ -1,10 +1,8 @@
 """Decode steps on a CPU as tapes (engine/kernels/tape.py), recorded once per batch size.
 
 A tape holds calls of C kernels only. As a check, the first two steps of a size also run without the
-tape, and these results count; a size whose second step gives other bits has no tape. Sizes of steps
-with drafts are recorded after `OFTEN` steps; recurrent models have separate tapes for them, which
-keep products (engine/executor/states.py). Embeddings and positions are copied to the tape's inputs;
-the attention kernel receives pages and lengths as in any step.
+tape; a size whose second step gives other bits has none. Sizes of steps with drafts are recorded
+after `OFTEN` steps.
 """
 
 import logging
@@ -67,7 +65,7 @@ class DecodeTapes:
 
     def run(self, batch: Batch) -> Forward | None:
         """Compute a decode step. Tapes know no adapters, and mark no layers."""
-        if not batch.tapes or batch.adapted or batch.layers.watched or not self.takes(len(batch.items)):
+        if not batch.recorded or batch.adapted or batch.layers.watched or not self.takes(len(batch.items)):
             return None
         attend, rows = batch.begin(), batch.rows
         inputs = batch.inputs()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -78,7 +78,6 @@ class Executor:
         return self.streams[0].runner
 
     def launch(self, plan: Plan) -> "Launch":
-        """Enqueue a step."""
         answer = self._ranks.step(plan)
         launch = self.streams[plan.stream].launch(plan)
         launch.answer = answer
@@ -176,21 +175,16 @@ class InlineStream:
     def close(self) -> None: ...
 
 
+@dataclass(eq=False, kw_only=True)
 class ThreadStream:
-    def __init__(
-        self,
-        *,
-        num_threads: int,
-        max_delay_s: float = 0.0,
-        seed: int = 0,
-        begin: Callable[[], None] = lambda: None,
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
+    num_threads: int
+    max_delay_s: float = 0.0
+    seed: InitVar[int] = 0
+    begin: Callable[[], None] = lambda: None
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __post_init__(self, seed: int) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_threads = num_threads
-        self._max_delay_s = max_delay_s
-        self._begin = begin
-        self._around = around
         self._random = random.Random(seed)
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._thread.start()
@@ -205,13 +199,13 @@ class ThreadStream:
         self._thread.join()
 
     def _run(self) -> None:
-        self._begin()
-        torch.set_num_threads(self._num_threads)  # each thread has its OpenMP team
+        self.begin()
+        torch.set_num_threads(self.num_threads)  # each thread has its OpenMP team
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
-                if self._max_delay_s > 0:
-                    time.sleep(self._random.uniform(0, self._max_delay_s))
-                with self._around():
+                if self.max_delay_s > 0:
+                    time.sleep(self._random.uniform(0, self.max_delay_s))
+                with self.around():
                     work()
 
 
@@ -263,8 +257,6 @@ class Launch:
 
 
 class DeviceStream:
-    """A stream with its model runner."""
-
     def __init__(self, *, runner: ModelRunner, stream: Stream) -> None:
         self.runner = runner
         self._stream = stream

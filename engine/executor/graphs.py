@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from tqdm import tqdm
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.states import States
-from engine.executor.step_part import Batch, Forward, FutureMap, SampledForward, StepInputs
+from engine.executor.step_part import Batch, Followed, Forward, FutureMap, SampledForward, StepInputs
 from engine.kernels.triton.extend_plan import MAX_WHOLE
 from engine.kv.step_batch import DeviceExtend, DeviceStep, PageTable, TreePaths, upload, upload_into
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
+from engine.parallel.row_exchange import RowExchange
 from engine.sampler.sampler import NOT_SAMPLED, CapturableSampler
 from service.process.start import no_collections
 
@@ -74,6 +75,8 @@ DRAFTED_ROWS = 512  # rows of a recorded step with drafts: split contexts take h
 
 T = TypeVar("T")
 Work = Callable[[], Tensor]
+Computed = tuple[T, Tensor | None]  # by a recorded step, and the features that its drafter read
+Replay = Callable[[Batch, int, bool], T]  # of a step, by its rows, and whether some are drafts
 
 
 class Capture(Protocol):
@@ -139,45 +142,84 @@ class RecordedFeatures:
 PLAIN = RecordedFeatures()
 
 
+class RecordedRows(NamedTuple):
+    """Rows of a recorded step, [T] int64 each. `positions`: of RoPE.
+
+    `places`: in the requests of `slots`. `real` [1]: rows to count. `follow`: as of
+    RecordedFollower.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    places: Tensor
+    step: DeviceStep | DeviceExtend
+    real: Tensor
+    follow: Tensor
+
+
+class RecordedFollower(Protocol):
+    """A drafter in the graphs of steps."""
+
+    def recorded_rows(self, items: Sequence[PlanItem], size: int) -> list[list[int]]:
+        """Further inputs: lists of `size`."""
+
+    def follow(self, model: DenseDecoder, rows: RecordedRows, hidden: Tensor) -> Tensor | None:
+        """Follow known tokens with `hidden` [T, hidden]; return features [T, size], if any."""
+
+
 @dataclass(frozen=True, slots=True)
 class GraphRecorder:
-    """What graphs are recorded by and over. `states`: recurrent ones. `progress`: show a bar."""
+    """Parts that record graphs.
+
+    `states`: recurrent ones. `exchange`: with DP attention. `progress`: show a bar.
+    """
 
     capture: Callable[[], Capture]
     backend: CapturableBackend
     page_table: PageTable
     inputs: StepInputs
     states: States | None = None
+    exchange: RowExchange | None = None
     progress: bool = False
+    follower: RecordedFollower | None = None
 
     def bar(self, sizes: Sequence[int], what: str) -> "tqdm[int]":
         return tqdm(sizes[::-1], desc=what, disable=None if self.progress else True, leave=False)
 
-    def hidden(
-        self, model: DenseDecoder, ids: Tensor, positions: Tensor, step: DeviceStep | DeviceExtend, *, real: Tensor
-    ) -> Tensor:
-        """Compute `model` over what `ids` stand for, [T, hidden]; `real` [1]: rows to count."""
-        self.backend.begin_on_device(step)
+    def followed_rows(self, items: Sequence[PlanItem], size: int) -> list[list[int]]:
+        return [] if self.follower is None else self.follower.recorded_rows(items, size)
+
+    def hidden(self, model: DenseDecoder, rows: RecordedRows) -> Computed[Tensor]:
+        """Compute `model` over what ids stand for, [T, hidden]."""
+        if self.exchange is not None:
+            self.exchange.begin_equal(len(rows.ids))
+        self.backend.begin_on_device(rows.step)
         if self.states is not None:
-            assert isinstance(step, DeviceStep), "prompts are no graphs"
-            self.states.pool.step = step
-        model.count_rows(real)
+            assert isinstance(rows.step, DeviceStep), "prompts are no graphs"
+            self.states.pool.step = rows.step
+        inputs = self.inputs.recorded(rows.ids)
+        model.count_rows(rows.real)
         try:
-            return model.forward(self.inputs.recorded(ids), positions, self.backend.attend)
+            hidden = model.forward(inputs, rows.positions, self.backend.attend)
         finally:
             model.count_rows(None)
+        if self.follower is None:
+            return hidden, None
+        return hidden, self.follower.follow(model, rows._replace(ids=inputs), hidden)
 
-    def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], T]) -> Callable[[int, bool], T]:
-        """Record `work`; replays of so many rows show what drafters and rollbacks read."""
+    def record(self, model: DenseDecoder, capture: Capture, work: Callable[[], Computed[T]]) -> Replay[T]:
+        """Record `work`, with what drafters and rollbacks read."""
 
         def kept() -> dict[int, Tensor]:
             return {layer: product for states in model.states for layer, product in states.products.items()}
 
-        replay = capture.capture(lambda: (work(), model.seen_inside(), kept()))
+        replay = capture.capture(lambda: (*work(), kept()))
 
-        def replayed(rows: int, drafts: bool) -> T:
-            out, seen, products = replay()
-            model.see_inside([x[:rows] for x in seen])
+        def replayed(batch: Batch, rows: int, drafts: bool) -> T:
+            out, features, products = replay()
+            if self.follower is not None:
+                batch.followed = Followed(None if features is None else features[:rows])
             if drafts:
                 for states in model.states:  # a later step replays this graph before drafts are rejected
                     states.products = {layer: product.clone() for layer, product in products.items()}
@@ -194,14 +236,12 @@ def _checked(sizes: Sequence[int]) -> list[int]:
 class DecodeGraphs:
     """Decode steps by batch size, ascending `sizes`; a batch takes the next one.
 
-    Padded rows are token 0 at position 0 of the scratch row, write to
-    page 0 and are not sampled. A graph uses the same memory each time: input (token ids, positions,
-    slots, output lengths, count; RoPE positions if multimodal), page table, sampler table, future
-    map, KV pool, weights. Lengths follow from positions on the device. With grammar masks no row
-    is sampled in the graph, but after it. With draft trees it also reads places and paths; other
-    rows have their own places.
+    Padded rows are token 0 at position 0 of the scratch row, write to page 0 and are not sampled.
+    Lengths follow from positions on the device. With grammar masks rows are sampled after the
+    graph.
 
-    Ranks record the same sizes in the same order, with the sums of a step.
+    Ranks record the same sizes in the same order, with the sums of a step. With DP attention all
+    replay the size of the largest.
     """
 
     def __init__(
@@ -215,8 +255,8 @@ class DecodeGraphs:
             [[0, 1] + [0] * (self._tree.depth if self._tree else 0)], dtype=torch.int32, device=device
         )
         self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if self._tree else {}
-        self._graphs: dict[int, Callable[[int, bool], Forward]] = {}
-        self._adapted: dict[int, Callable[[int, bool], Forward]] = {}
+        self._graphs: dict[int, Replay[Forward]] = {}
+        self._adapted: dict[int, Replay[Forward]] = {}
 
     def forget(self) -> None:
         self._graphs, self._adapted = {}, {}
@@ -243,18 +283,20 @@ class DecodeGraphs:
                 self._adapters.rest()
         self._graphs, self._adapted = graphs, adapted
 
-    def takes(self, plan: Plan) -> bool:
-        return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
+    def takes(self, num_rows: int) -> bool:
+        return bool(self._graphs) and num_rows <= self.sizes[-1]
 
-    def size_of(self, items: list[PlanItem]) -> int:
-        return self.sizes[bisect_left(self.sizes, len(items))]
+    def size_of(self, num_rows: int) -> int:
+        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def run(self, batch: Batch) -> Forward | None:
         """Compute a step, sampled unless it has masks; valid until the next. Marks no layer."""
         plan = batch.plan
-        if not self.takes(plan) or batch.layers.watched or (batch.adapted and self._adapters is None):
+        if not batch.recorded or not self.takes(batch.most) or batch.layers.watched:
             return None
-        size, samples = self.size_of(plan.items), not plan.masks and not plan.sample_deferred
+        if batch.adapted and self._adapters is None:
+            return None
+        size, samples = self.size_of(batch.most), not plan.masks and not plan.sample_deferred
         if self._adapters is not None:
             self._adapters.compute(recorded=size)
         batch.hold_all()
@@ -264,10 +306,10 @@ class DecodeGraphs:
             upload_into(self._trees[size], self._tree.rows(plan.items, self._trees[size]))
         drafts = self._recorder.states is not None and self._recorder.states.checkpoint(plan.items)
         replay = (self._adapted if batch.adapted else self._graphs)[size]
-        return replay(len(plan.items), drafts).rows(len(plan.items), sampled=samples)
+        return replay(batch, len(plan.items), drafts).rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
-        """Host int64[n, size]: ids, positions, slots, lengths, count, RoPE, states."""
+        """Host int64[n, size]: ids, positions, slots, lengths, count, RoPE, drafter, states."""
         assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
@@ -280,13 +322,16 @@ class DecodeGraphs:
             else []
         )
         states = self._recorder.states.recorded_rows(items, size) if self._recorder.states is not None else []
-        return torch.tensor([ids, positions, slots, lens, [len(items)] * size, *turns, *states])
+        follow = self._recorder.followed_rows(items, size)
+        return torch.tensor([ids, positions, slots, lens, [len(items)] * size, *turns, *follow, *states])
 
-    def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:
+    def _work(self, model: DenseDecoder, size: int) -> Callable[[], Computed[Forward]]:
         ids, positions, slots, output_lens, real, *more = self._inputs[size]
         trees = self._trees.get(size)
+        at = 5 + self._sees
+        follow = self._inputs[size][at : at + len(self._recorder.followed_rows([], size))]
 
-        def work() -> Forward:
+        def work() -> Computed[Forward]:
             places = positions if trees is None else trees[:, 0].to(torch.int64)
             pages, offsets = self._page_table.locate(slots, places)
             step = DeviceStep(
@@ -299,10 +344,12 @@ class DecodeGraphs:
                 if trees is None
                 else TreePaths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
                 state_rows=self._inputs[size][-3:] if self._recorder.states is not None else None,
+                windows=self._page_table.window_rows(slots, places),
             )
             turned = more[0] if self._sees else positions
-            hidden = self._recorder.hidden(model, ids, turned, step, real=real[:1])
-            return self._end.run(model, hidden, slots, output_lens)
+            rows = RecordedRows(ids, turned, slots, positions, step, real[:1], follow)
+            hidden, features = self._recorder.hidden(model, rows)
+            return self._end.run(model, hidden, slots, output_lens), features
 
         return work
 
@@ -329,16 +376,15 @@ MAX_REQUESTS = 16  # of a recorded step: attention starts programs for each, als
 class PrefillGraphs:
     """Short prompt steps by number of new tokens, ascending `sizes`.
 
-    The host launches the kernels of some hundred tokens slower than a GPU computes them. A step
-    takes the graph of the next size: its padded tokens belong to no request and write to page 0,
-    its padded requests have no tokens. Long prefixes, and prompts from their first image on, are
-    left to kernels that the host cuts.
+    For some hundred tokens launches take longer than the GPU. A step takes the graph of the next
+    size. Long prefixes, prompts from their first image on, and draft trees are left to kernels that
+    the host cuts.
     """
 
     def __init__(self, sizes: Sequence[int], recorder: GraphRecorder) -> None:
         self.sizes, self._recorder, self._page_table = _checked(sizes), recorder, recorder.page_table
         self._inputs = {size: self._rows([], size).to(self._page_table.device) for size in sizes}
-        self._graphs: dict[int, Callable[[int, bool], Tensor]] = {}
+        self._graphs: dict[int, Replay[Tensor]] = {}
 
     def forget(self) -> None:
         self._graphs = {}
@@ -359,7 +405,7 @@ class PrefillGraphs:
         if not self._graphs or not plan.extend or len(items) > MAX_REQUESTS:
             return False
         is_short = all(item.kv_len <= MAX_WHOLE for item in items)
-        if any(item.images is not None for item in items):
+        if any(item.images is not None or item.place >= 0 for item in items):
             return False
         return is_short and sum(item.q_len for item in items) <= self.sizes[-1]
 
@@ -368,17 +414,18 @@ class PrefillGraphs:
         if batch.adapted or not self.takes(batch.plan):
             return None
         batch.hold_all()
-        return Forward(batch.layers.whole(batch.plan.seq, lambda: self._replayed(batch.items)))
+        return Forward(batch.layers.whole(batch.plan.seq, lambda: self._replayed(batch)))
 
-    def _replayed(self, items: list[PlanItem]) -> Tensor:
+    def _replayed(self, batch: Batch) -> Tensor:
+        items = batch.items
         num_tokens = sum(item.q_len for item in items)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._recorder.inputs.fill(num_tokens)
         upload_into(self._inputs[size], self._rows(items, size))
-        return self._graphs[size](num_tokens, False)[:num_tokens]
+        return self._graphs[size](batch, num_tokens, False)[:num_tokens]
 
     def _rows(self, items: list[PlanItem], size: int) -> Tensor:
-        """Return a graph's input on the host: int64 [3 * size + 3 * MAX_REQUESTS + 1] (`_work`)."""
+        """Return a graph's input on the host: int64 [n * size + 3 * MAX_REQUESTS + 1] (`_work`)."""
         scratch = self._page_table.scratch_slot
         more, more_requests = size - sum(item.q_len for item in items), MAX_REQUESTS - len(items)
         ids = [token for item in items for token in item.tokens] + [0] * more
@@ -388,13 +435,16 @@ class PrefillGraphs:
         kv_lens = [item.kv_len for item in items] + [0] * more_requests
         starts = list(accumulate((item.q_len for item in items), initial=0))
         starts += [starts[-1]] * more_requests
-        return torch.tensor([*ids, *positions, *token_slots, *slots, *kv_lens, *starts])
+        follow = [x for row in self._recorder.followed_rows(items, size) for x in row]
+        return torch.tensor([*ids, *positions, *token_slots, *slots, *kv_lens, *starts, *follow])
 
-    def _work(self, model: DenseDecoder, size: int) -> Work:
+    def _work(self, model: DenseDecoder, size: int) -> Callable[[], Computed[Tensor]]:
         counts = [size, size, size, MAX_REQUESTS, MAX_REQUESTS, MAX_REQUESTS + 1]
-        ids, positions, token_slots, slots, kv_lens, starts = self._inputs[size].split(counts)
+        counts.append(len(self._inputs[size]) - sum(counts))
+        ids, positions, token_slots, slots, kv_lens, starts, follow = self._inputs[size].split(counts)
+        follow = follow.view(-1, size)
 
-        def work() -> Tensor:
+        def work() -> Computed[Tensor]:
             pages, offsets = self._page_table.locate(token_slots, positions)
             step = DeviceExtend(
                 page_table=self._page_table.rows,
@@ -403,7 +453,9 @@ class PrefillGraphs:
                 kv_lens=kv_lens.to(torch.int32),
                 token_pages=pages,
                 token_offsets=offsets,
+                windows=self._page_table.window_rows(token_slots, positions),
             )
-            return self._recorder.hidden(model, ids, positions, step, real=starts[-1:])
+            rows = RecordedRows(ids, positions, token_slots, positions, step, starts[-1:], follow)
+            return self._recorder.hidden(model, rows)
 
         return work

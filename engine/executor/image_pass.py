@@ -6,6 +6,7 @@ flight that need its features fail too, and the scheduler has later ones encode 
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import Protocol
 
@@ -73,6 +74,7 @@ class Seeing(Protocol):
     def vision(self) -> VisionTower | None: ...
 
 
+@dataclass(eq=False)
 class ImagePass(StepPart):
     """A rank's images in steps; calls come in stream order.
 
@@ -80,20 +82,16 @@ class ImagePass(StepPart):
     where encode workers write features, on rank 0 alone.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        dtype: torch.dtype,
-        ranks: Collectives = SINGLE_RANK,
-        shares: bool = False,
-        arrivals: KVPool | None = None,
-    ) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._arrivals = arrivals
-        self._ranks = ranks
-        self._encoders = EncoderRanks(dtype=dtype, device=device, pixels=self._pixels) if shares else None
+    device: torch.device
+    _: KW_ONLY
+    dtype: torch.dtype
+    ranks: Collectives = SINGLE_RANK
+    shares: bool = False
+    arrivals: KVPool | None = None
+
+    def __post_init__(self) -> None:
+        dtype, device = self.dtype, self.device
+        self._encoders = EncoderRanks(dtype=dtype, device=device, pixels=self._pixels) if self.shares else None
         self._features: dict[bytes, Tensor] = {}
 
     @property
@@ -116,26 +114,26 @@ class ImagePass(StepPart):
     def _landed(self, model: Seeing, land: FeatureLand) -> Tensor:
         """[num_tokens, feature size], on all ranks."""
         assert model.vision is not None, "features for a model without a tower"
-        if self._arrivals is not None:
-            pages = upload(torch.tensor(land.pages), self._device)
-            features = self._arrivals.read(0, pages)[0].flatten(1)[: land.num_tokens].contiguous()
+        if self.arrivals is not None:
+            pages = upload(torch.tensor(land.pages), self.device)
+            features = self.arrivals.read(0, pages)[0].flatten(1)[: land.num_tokens].contiguous()
         else:
             size = (land.num_tokens, model.vision.feature_size)
-            features = torch.empty(size, dtype=self._dtype, device=self._device)
-        self._ranks.share(features)
+            features = torch.empty(size, dtype=self.dtype, device=self.device)
+        self.ranks.share(features)
         return features
 
     def _encoded(self, model: Seeing, images: Sequence[ImageInput]) -> list[Tensor]:
         assert model.vision is not None, "images for a model without a tower"
         if self._encoders is not None:
-            return self._encoders.encode(model.vision, images, self._ranks)
+            return self._encoders.encode(model.vision, images, self.ranks)
         return [model.vision.encode(self._pixels(image)) for image in images]
 
     def begin(self, batch: Batch) -> None:
         """Raises torch.OutOfMemoryError."""
         rows, features = self.rows(batch.items)
         if rows:
-            batch.images = (ImageRows(upload(torch.tensor(rows), self._device), torch.cat(features)),)
+            batch.images = (ImageRows(upload(torch.tensor(rows), self.device), torch.cat(features)),)
 
     def rows(self, items: Sequence[PlanItem]) -> tuple[list[int], list[Tensor]]:
         """The image rows of a step and their features. Raises torch.OutOfMemoryError."""
@@ -155,7 +153,7 @@ class ImagePass(StepPart):
 
     def _pixels(self, image: ImageInput) -> Pixels:
         values = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
-        return Pixels(upload(values.view(*image.size, CHANNELS), self._device), image.grid)
+        return Pixels(upload(values.view(*image.size, CHANNELS), self.device), image.grid)
 
 
 class ImagePositions(StepPart):

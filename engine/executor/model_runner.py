@@ -4,6 +4,7 @@ Never waits for the device: CUDA work is enqueued, with copies of results to pin
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import TypeVar
 
 import torch
@@ -66,13 +67,17 @@ class RunningModel:
 class Copies:
     """Copies for retracted requests (`backup`), and for the host tier."""
 
-    def __init__(self, *, backup: PageBackup | None, host_pool: HostPool | None) -> None:
+    def __init__(self, *, backup: PageBackup | None, host_pool: HostPool | None, states: States | None) -> None:
         self._backup = backup
         self._host_pool = host_pool
+        self._states = states
 
     def begin(self, plan: Plan) -> Sequence[Arrival]:
         """Loads that the forward awaits by layer."""
         arrivals: Sequence[Arrival] = ()
+        if plan.states_to_host:
+            assert self._states is not None, "a plan copies a state, and there is none"
+            self._states.save(plan)
         if self._host_pool is None:
             assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
         elif not (arrival := self._host_pool.begin(plan)).is_held:
@@ -91,6 +96,8 @@ class Copies:
     def close(self) -> None:
         for pool in self._host_pools():
             pool.close()
+        if self._states is not None:
+            self._states.close()
 
     def _host_pools(self) -> list[HostPool]:
         tier = [] if self._host_pool is None else [self._host_pool]
@@ -104,25 +111,19 @@ class DeviceOutOfMemory(Exception):
     """The device has no memory for a step: no results, but slots and copies as planned."""
 
 
+@dataclass(eq=False, kw_only=True)
 class ModelRunner:
     """`drafts`: of a model with a drafter; `states`: of one with recurrent layers."""
 
-    def __init__(
-        self,
-        *,
-        model: DenseDecoder,
-        copies: Copies,
-        forward_pass: ForwardPass,
-        sample_pass: SamplePass,
-        drafts: TokenDrafter | None = None,
-        states: States | None = None,
-    ) -> None:
-        self.running = RunningModel(model, forward_pass)
-        self._copies = copies
-        self._forward_pass = forward_pass
-        self._sample_pass = sample_pass
-        self._drafts = drafts
-        self._states = states
+    model: InitVar[DenseDecoder]
+    copies: Copies
+    forward_pass: ForwardPass
+    sample_pass: SamplePass
+    drafts: TokenDrafter | None = None
+    states: States | None = None
+
+    def __post_init__(self, model: DenseDecoder) -> None:
+        self.running = RunningModel(model, self.forward_pass)
 
     @property
     def balance(self) -> ExpertBalance | None:
@@ -149,31 +150,31 @@ class ModelRunner:
         rely on them.
         """
         if plan.rewinds:
-            assert self._states is not None, "the model has no states"
-            self._states.rewind(self.running.model, plan.rewinds)
-        arrivals = self._copies.begin(plan)
+            assert self.states is not None, "the model has no states"
+            self.states.rewind(self.running.model, plan.rewinds)
+        arrivals = self.copies.begin(plan)
         for slot in plan.closes:
-            self._sample_pass.sampler.close(slot)
+            self.sample_pass.sampler.close(slot)
         for opened in plan.opens:
-            self._sample_pass.sampler.open(opened)
-            self._forward_pass.open(opened)
-        compute(lambda: self._forward_pass.prepare(self.running.model, plan))
+            self.sample_pass.sampler.open(opened)
+            self.forward_pass.open(opened)
+        compute(lambda: self.forward_pass.prepare(self.running.model, plan))
         if not plan.items:
-            compute(lambda: self._forward_pass.join(self.running.model, plan, arrivals))
+            compute(lambda: self.forward_pass.join(self.running.model, plan, arrivals))
             return None
         if plan.skips_model:
             for arrival in arrivals:
                 arrival.hold_all()
-            self._forward_pass.place(plan)
+            self.forward_pass.place(plan)
             return None
-        return compute(lambda: self._forward_pass.run(self.running.model, plan, arrivals))
+        return compute(lambda: self.forward_pass.run(self.running.model, plan, arrivals))
 
     def wait_for_copies(self, seq: int) -> None:
-        self._copies.wait(seq)
+        self.copies.wait(seq)
 
     def close(self) -> None:
         """Give pinned memory back. Nothing is launched any more."""
-        self._copies.close()
+        self.copies.close()
 
     def sample(self, plan: Plan, forward: Forward | None) -> StepOutput:
         """Sample tokens; `forward`: of the same plan. Raises DeviceOutOfMemory."""
@@ -185,15 +186,15 @@ class ModelRunner:
         return compute(lambda: self._sampled(plan, forward))
 
     def _sampled(self, plan: Plan, forward: Forward) -> StepOutput:
-        output = self._sample_pass.run(self.running.model, plan, forward)
-        if self._drafts is not None and any(item.draft for item in plan.items):
-            self._drafts.accept(plan.items, output.on_device)
+        output = self.sample_pass.run(self.running.model, plan, forward)
+        if self.drafts is not None and any(item.draft for item in plan.items):
+            self.drafts.accept(plan.items, output.on_device)
         return output
 
     def _drafted(self, plan: Plan) -> StepOutput:
-        assert self._drafts is not None, "a plan asks a drafter, and there is none"
+        assert self.drafts is not None, "a plan asks a drafter, and there is none"
         output = nothing_sampled({})
-        output.drafted = self._drafts.draft(self.running.model, plan.items)
+        output.drafted = self.drafts.draft(self.running.model, plan.items)
         return output
 
 

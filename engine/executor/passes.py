@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from engine.executor.step_part import (
     Forward,
     FutureMap,
     ReadDrafts,
+    Recorded,
     RecordedSteps,
     Sampled,
     StepInputs,
@@ -36,41 +37,36 @@ from engine.sampler.sampling import token_mask
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class ForwardPass:
     """First half of steps. `parts` add in order; the first of `recorded` that can computes it."""
 
-    def __init__(
-        self,
-        *,
-        backend: AttentionBackend,
-        page_table: PageTable,
-        inputs: StepInputs,
-        layers: LayerMarks,
-        parts: Sequence[StepPart] = (),
-        recorded: Sequence[RecordedSteps] = (),
-    ) -> None:
-        self._backend = backend
-        self._page_table = page_table
-        self._inputs = inputs
-        self._layers = layers
-        self._parts = parts
-        self._recorded = recorded
+    backend: AttentionBackend
+    page_table: PageTable
+    inputs: StepInputs
+    layers: LayerMarks
+    parts: Sequence[StepPart] = ()
+    recorded: Sequence[RecordedSteps] = ()
+    beside: InitVar[Sequence[Recorded]] = ()
+
+    def __post_init__(self, beside: Sequence[Recorded]) -> None:
+        self._all_recorded = [*self.recorded, *beside]
 
     def attach(self, model: DenseDecoder) -> None:
         """Forget what was kept of another model, and let the parts work with this one."""
         self.detach()
-        for part in self._parts:
+        for part in self.parts:
             part.attach(model)
 
     def detach(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.forget()
-        for recorded in self._recorded:
+        for recorded in self._all_recorded:
             recorded.forget()
 
     def record(self, model: DenseDecoder) -> None:
         """Record the graphs, if any. Raises torch.OutOfMemoryError."""
-        for recorded in self._recorded:
+        for recorded in self._all_recorded:
             recorded.record(model)
 
     def record_if_possible(self, model: DenseDecoder) -> None:
@@ -81,12 +77,12 @@ class ForwardPass:
             log.warning("the worker goes on without graphs: %s", error)
 
     def open(self, opened: SlotOpen) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.open(opened)
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
         """Raises torch.OutOfMemoryError."""
-        for part in self._parts:
+        for part in self.parts:
             part.prepare(model, plan)
 
     def run(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> Forward:
@@ -105,38 +101,38 @@ class ForwardPass:
         batch = self._expected(model, plan, arrivals)
         if batch.items:
             self._computed(batch)
-        else:
+        elif self._repeated(batch) is None:
             model.join()
 
     def place(self, plan: Plan) -> None:
-        self._page_table.update(plan.items)
+        self.page_table.update(plan.items)
 
     def _expected(self, model: DenseDecoder, plan: Plan, arrivals: Sequence[Arrival]) -> Batch:
         batch = Batch(
             model,
             plan,
             arrivals,
-            backend=self._backend,
-            page_table=self._page_table,
-            inputs=self._inputs,
-            layers=self._layers,
-            parts=self._parts,
+            backend=self.backend,
+            page_table=self.page_table,
+            inputs=self.inputs,
+            layers=self.layers,
+            parts=self.parts,
         )
-        for part in self._parts:
+        for part in self.parts:
             part.expect(batch)
         return batch
 
     def _computed(self, batch: Batch) -> Forward:
         """Compute a step, rows of padding included."""
-        for recorded in self._recorded:
-            forward = recorded.run(batch)
-            if forward is not None:
-                break
-        else:
-            forward = _by_layers(batch)
-        for part in self._parts:
+        forward = self._repeated(batch) or _by_layers(batch)
+        for part in self.parts:
             part.end(batch, forward.hidden)
         return forward
+
+    def _repeated(self, batch: Batch) -> Forward | None:
+        """Compute a recorded step, if it is one."""
+        steps = (recorded.run(batch) for recorded in self.recorded)
+        return next((forward for forward in steps if forward is not None), None)
 
 
 def _by_layers(batch: Batch) -> Forward:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRollback
 from engine.executor.step_part import Batch, StepPart, StepRows, first_rows, runs_of
+from engine.kv.host_pool import HostStates
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import upload
 from engine.models.decoder import DenseDecoder
@@ -34,8 +35,9 @@ class _Verified:
 
 
 class States(StepPart):
-    def __init__(self, pool: StatePool) -> None:
+    def __init__(self, pool: StatePool, host: HostStates | None = None) -> None:
         self.pool = pool
+        self._host = host
         self._slots: dict[int, int] = {}  # by row of the request table; padding has scratch
         self._verified: dict[int, _Verified] = {}  # of the last step with drafts, by row of the request table
 
@@ -46,7 +48,20 @@ class States(StepPart):
         self._slots[opened.slot] = opened.state
 
     def prepare(self, model: DenseDecoder, plan: Plan) -> None:
-        self.pool.run(plan.states)
+        for copy in plan.states:
+            if copy.from_host:
+                assert self._host is not None, "a plan loads a state, and there is no host tier"
+                self._host.load(self.pool.slots, copy)
+            else:
+                self.pool.run([copy])
+
+    def save(self, plan: Plan) -> None:
+        assert self._host is not None, "a plan copies a state, and there is no host tier"
+        self._host.save(self.pool.slots, plan.states_to_host)
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
 
     def fill(self, rows: StepRows) -> None:
         rows.step.state_slots = [self._slots.get(item.slot, 0) for item in rows.items]

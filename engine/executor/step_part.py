@@ -184,11 +184,18 @@ class StepRows:
     places: Tensor
 
 
+class Followed(NamedTuple):
+    """Trace of a drafter in a step's graph: the `features` [T, size] it reads."""
+
+    features: Tensor | None
+
+
 class Batch:
     """A step of one rank. Its rows are uploaded when something reads them first.
 
-    `items`: of `plan`, and with DP attention padding. `tapes`: whether a tape may play it.
-    `adapted`: some row has an adapter. `images`: what stands in for embeddings.
+    `items`: of `plan`, and with DP attention padding. `recorded`: whether a recorded decode step
+    may compute it, with rows for `most`. `adapted`: some row has an adapter. `images`: what stands
+    in for embeddings. `followed`: by a drafter in a graph.
     """
 
     def __init__(
@@ -208,9 +215,10 @@ class Batch:
         self.arrivals = arrivals
         self.layers = layers
         self.items = plan.items
-        self.tapes = not plan.extend
+        self.recorded, self.most = not plan.extend, len(plan.items)
         self.adapted = False
         self.images: StepImages = NO_IMAGES
+        self.followed: Followed | None = None
         self._backend = backend
         self._page_table = page_table
         self._step_inputs = inputs
@@ -313,13 +321,17 @@ class PagedPool(NamedTuple):
     page_table: PageTable
 
 
-class RecordedSteps(Protocol):
-    """Steps recorded for some sizes: they compute a step, or leave it to the next that may."""
+class Recorded(Protocol):
+    """Work recorded for some sizes."""
 
     def forget(self) -> None: ...
 
     def record(self, model: DenseDecoder) -> None:
         """Record all sizes before the first step. Raises torch.OutOfMemoryError."""
+
+
+class RecordedSteps(Recorded, Protocol):
+    """Recorded steps; others are left to the next that may."""
 
     def run(self, batch: Batch) -> Forward | None:
         """Compute the step, behind all that it has to wait for; None: it is not one of these."""

@@ -1,9 +1,7 @@
 """Steps without requests before a worker is ready: they compile kernels and measure memory.
 
-A GPU compiles kernels at first launch (Triton: seconds each; torch loads modules one by one), on
-the thread of all steps. So plans, made here without torch, pass the whole runner with token 0, in
-slots that they close again, and KV page 0. A CPU, whose C kernels are built at load, only runs the
-largest steps.
+Plans, made here without torch, pass the whole runner with token 0, in slots that they close again,
+and KV page 0. A CPU, whose C kernels are built at load, only runs the largest steps.
 """
 
 import logging
@@ -43,7 +41,7 @@ KINDS = {
 class WarmUp:
     """Limits of an engine's steps: `prompt_tokens` and `rows` per step, `positions` per request.
 
-    `decodes`: False on prefill. `mixed`: decodes join prompts. `drafts`: the executor drafts.
+    `mixed`: decodes join prompts. `drafts`: the executor drafts.
     `image`: the largest, if multimodal. `encoders`: ranks that divide a step's images.
     """
 
@@ -52,7 +50,6 @@ class WarmUp:
     positions: int
     page_size: int
     vocab_size: int
-    decodes: bool
     mixed: bool
     drafts: bool = False
     image: ImageInput | None = None
@@ -60,8 +57,7 @@ class WarmUp:
 
     def plans(self) -> list[Plan]:
         """Each closes the slots of the one before."""
-        decodes = self._decodes() if self.decodes else ()
-        return _closing([*self._prompts(), *self._samples(), *decodes, *self._images()])
+        return _closing([*self._prompts(), *self._samples(), *self._decodes(), *self._images()])
 
     def largest(self) -> list[Plan]:
         """Steps to measure.
@@ -70,7 +66,7 @@ class WarmUp:
         """
         half = max(1, self.prompt_tokens // 2)
         prompts = [self._step([(n, 0) for n in self._parts(tokens)]) for tokens in (half, self.prompt_tokens)]
-        samples = self._step([(1, 0)] * self.rows, list(KINDS.values()), extend=not self.decodes)
+        samples = self._step([(1, 0)] * self.rows, list(KINDS.values()), extend=False)
         return _closing([self._step([(1, 0)]), *prompts, samples, *self._images()])
 
     def _images(self) -> Iterator[Plan]:
@@ -99,7 +95,7 @@ class WarmUp:
     def _samples(self) -> Iterator[Plan]:
         """All kinds of sampling for one row and all rows, alone and mixed; masks; logprobs."""
         for parts in ([(1, 0)] * rows for rows in sorted({1, self.rows})):
-            for extend in (True, False) if self.decodes else (True,):
+            for extend in (True, False):
                 for sampling in ([kind] for kind in KINDS.values()):
                     yield self._step(parts, sampling, extend=extend)
                 for masked in sorted({0, 1, len(parts)}):
@@ -174,8 +170,6 @@ def _closing(plans: list[Plan]) -> list[Plan]:
 
 
 class StepExecutor(Protocol):
-    """An `Executor`, or one of its streams."""
-
     def launch(self, plan: Plan) -> Any: ...
 
     def collect(self, launch: Any) -> StepResult: ...

@@ -6,7 +6,7 @@ The caller ensures that no request has old KV. Both weight sets are in memory me
 import hashlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -63,32 +63,24 @@ class WeightSource:
     changed: Changed | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class WeightUpdater(Generic[M]):
     """`dummies`: paths with random weights. `changes`: reader of tensors, or why there is none.
     `undoes`: keep the source of the weights before an update, for `NewTensors.undo`.
     """
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        version: str,
-        model: ModelConfig,
-        actions: WeightActions[M],
-        on_cuda: bool,
-        dummies: Collection[str] = (),
-        changes: Changes | str = "this engine takes no tensors",
-        undoes: bool = False,
-    ) -> None:
-        self.version = version
+    path: InitVar[str]
+    version: str
+    model: ModelConfig
+    actions: WeightActions[M]
+    on_cuda: bool
+    dummies: Collection[str] = ()
+    changes: Changes | str = "this engine takes no tensors"
+    undoes: bool = False
+
+    def __post_init__(self, path: str) -> None:
         self.released = False
-        self._model = model
-        self._actions = actions
-        self._on_cuda = on_cuda
-        self._dummies = dummies
-        self._changes = changes
-        self._undoes = undoes
-        self._source = self._before = self._source_read = WeightSource(model_path)
+        self._source = self._before = self._source_read = WeightSource(path)
         self._fingerprint = ""  # of the last checkpoint read
         self.number = WeightsNumber(self._number_in_use)
         self._number_read = 0
@@ -110,39 +102,39 @@ class WeightUpdater(Generic[M]):
 
     def take(self, model: M, *, model_path: str, version: str | None) -> None:
         """Install the `model` last read, with no step in flight and no old KV in use."""
-        self._actions.install(model)
+        self.actions.install(model)
         self.released = False
         before, self._source = self._source, replace(self._source_read, model_path=model_path)
-        self._before = before if self._undoes else self._source
+        self._before = before if self.undoes else self._source
         self.number.take(self._number_read)
         self.version = self.version if version is None else version
-        self._actions.taken(self.version, self._fingerprint)
+        self.actions.taken(self.version, self._fingerprint)
 
     def release(self) -> None:
         """Free the weights until `take`; no step may come."""
-        self._actions.drop()
+        self.actions.drop()
         self.released = True
-        if self._on_cuda:
+        if self.on_cuda:
             torch.cuda.empty_cache()
 
     def discard(self, model: M) -> None:
-        self._actions.discard()
+        self.actions.discard()
 
     def _number_in_use(self) -> int:
-        return weights_number(self.model_path, dummy=self.model_path in self._dummies)
+        return weights_number(self.model_path, dummy=self.model_path in self.dummies)
 
     def _read(self, model_path: str, tensors: NewTensors | None) -> M:
         source = WeightSource(model_path) if tensors is None else self._with(tensors)
         model_path, changed = source.model_path, source.changed
         digest = "" if changed is None else changed.digest
         found = load_model_config(model_path)
-        check_fits(self._model, found)
-        dummy = model_path in self._dummies
+        check_fits(self.model, found)
+        dummy = model_path in self.dummies
         before = fingerprint(model_path, dummy=dummy)
         adds = tensors is not None and tensors.has_any and not self.released
         more = {} if changed is None else {"changed": changed.files, "adds": adds}
         try:
-            model = self._actions.load(model_path, found, progress=False, **more)
+            model = self.actions.load(model_path, found, progress=False, **more)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for a second set of weights beside the first ({error}); --mem-fraction-static must leave room"
@@ -155,9 +147,9 @@ class WeightUpdater(Generic[M]):
         self._fingerprint = f"{after}+{digest}" if digest else after
         self._source_read = source
         if after != before:
-            self._actions.discard()
+            self.actions.discard()
             raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")
-        if self._on_cuda:
+        if self.on_cuda:
             torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
         return model
 
@@ -167,10 +159,10 @@ class WeightUpdater(Generic[M]):
             return self._before
         if not tensors.has_any:
             return self._source
-        if isinstance(self._changes, str):
-            raise ConfigError(self._changes)
+        if isinstance(self.changes, str):
+            raise ConfigError(self.changes)
         model_path = self._source.model_path
-        return WeightSource(model_path, self._changes.read(self._source.changed, model_path, tensors))
+        return WeightSource(model_path, self.changes.read(self._source.changed, model_path, tensors))
 
 
 def check_fits(running: ModelConfig, found: ModelConfig) -> None:

@@ -54,6 +54,12 @@ def max_image_tokens(vision: VisionConfig) -> int:
     return pixels // (tower.patch * tower.merge) ** 2
 
 
+def largest_image(config: MemoryFlags, vision: VisionConfig) -> int:
+    """Tokens of the largest image of a prompt."""
+    assert config.context_length is not None, "resolved"
+    return min(config.context_length, max_image_tokens(vision))
+
+
 def _feature_bytes(model: ModelConfig, vision: VisionConfig, dtype: str) -> int:
     return model.hidden_size * (1 + vision.deepstack_levels) * ELEMENT_BYTES[dtype]
 

@@ -14,16 +14,20 @@ def kv_dtype(config: EngineConfig, model: AttentionConfig, *, device: str, dtype
     if wanted == dtype:
         return dtype
     name = f"--kv-cache-dtype {config.kv_cache_dtype}"
-    if model.latent is not None:
-        raise ConfigError(f"{name}: latent attention keeps its latents in --dtype, {dtype} here; leave it out")
     if wanted != FP8:
+        if model.latent is not None:
+            raise ConfigError(f"{name}: latent attention keeps its latents in --dtype, {dtype} here; leave it out")
         return wanted
-    if config.attention_backend in ("triton", "flashinfer") or (
-        device == "cuda" and config.attention_backend != "torch"
-    ):
+    if model.latent is not None and model.latent.index is not None:
+        raise ConfigError(f"{name}: attention by an index of latents does not read it; leave it out")
+    on_cpu = "cpu" if model.latent is None else "torch, which is slow"
+    backend = config.attention_backend
+    if backend == "auto":
+        backend = "triton" if device == "cuda" else "cpu"
+    if backend not in ("torch", "triton", on_cpu):
         raise ConfigError(
-            f"{name}: --attention-backend {config.attention_backend} on {device} does not read it; give --attention-backend "
-            f"{'torch, which is slow' if device == 'cuda' else 'cpu'}, or leave it out"
+            f"{name}: --attention-backend {backend} on {device} does not read it; give --attention-backend "
+            f"{'triton' if device == 'cuda' else on_cpu}, or leave it out"
         )
     if config.page_size % WHOLE_WORDS:
         raise ConfigError(f"{name}: needs a --page-size that is a multiple of {WHOLE_WORDS}, got {config.page_size}")

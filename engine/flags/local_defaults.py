@@ -1,4 +1,4 @@
-"""Machine-dependent defaults: --num-threads and --random-seed.
+"""Machine-dependent defaults: --num-threads, --random-seed and --tokenizer-worker-num.
 
 Never torch, which reads OpenMP's environment on import.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import FRONTENDS_OF_MANY, MANY_RUNNING, MAX_RUNNING_OF, EngineConfig, ServerConfig
 from engine.gguf.file import open_gguf
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
@@ -18,6 +18,15 @@ from service.waiter import usable_cores
 # A thread needs a few ms of weights to read between two of a step's hundreds of barriers.
 BYTES_A_THREAD = 64 << 20
 SEED_BITS = 31
+
+
+def with_frontends(server: ServerConfig, engine: EngineConfig, *, needs_one: bool, on_gpu: bool) -> ServerConfig:
+    """Fill in `tokenizer_worker_num`. `engine`: as given; several do not repeat its seed."""
+    if server.tokenizer_worker_num is not None:
+        return server
+    running = engine.dp_size * (engine.max_running_requests or MAX_RUNNING_OF["cuda" if on_gpu else "cpu"])
+    many = on_gpu and running >= MANY_RUNNING and not needs_one and engine.random_seed is None
+    return replace(server, tokenizer_worker_num=FRONTENDS_OF_MANY if many else 1)
 
 
 def with_threads(config: EngineConfig) -> EngineConfig:

@@ -43,9 +43,15 @@ def itl_objective_s(config: SchedulingFlags) -> float | None:
     return config.pdmux_itl_s
 
 
-def check_pdmux_role(config: SchedulingFlags, mode: str) -> None:
-    """Raises ConfigError for a prefill or decode worker."""
-    if config.enable_pdmux and mode != "null":
+def check_pdmux_role(config: SchedulingFlags, mode: str, *, retracted_kv: str) -> None:
+    """Raises ConfigError."""
+    if not config.enable_pdmux:
+        return
+    if mode not in ("null", "decode"):
         raise ConfigError(
-            f"{FLAG}: not with --disaggregation-mode {mode}, whose workers decode or compute prompts, not both; leave one of them out"
+            f"{FLAG}: not with --disaggregation-mode {mode}, whose KV or features leave in the order of one lane; leave one of them out"
+        )
+    if retracted_kv == "host" and mode == "decode":
+        raise ConfigError(
+            f"{FLAG}: not with --disaggregation-decode-retraction-backup host, whose copies have the order of one lane; leave one of them out"
         )

@@ -1,10 +1,7 @@
 """Supported sizes and features of rank groups; others are rejected at start.
 
-Tested with --tp-size and --pp-size: tests/engine/ranks/test_rank_features.py, test_rank_files.py,
-test_expert_parallel.py, test_ranks.py, test_speculation.py, test_eagle.py;
-tests/e2e/ranks/test_rank_pairs.py, test_rank_cluster.py, test_drafters.py, test_images.py.
-Rejected: sizes that do not divide the model, --stream inline with stages, files of the
-hierarchical cache with --nnodes, shared ports of KV events (tests/engine/ranks/test_rank_rules.py).
+Rejected: sizes that do not divide the model, --stream inline with stages, files of the hierarchical
+cache with --nnodes, shared ports of KV events (tests/engine/ranks/test_rank_rules.py).
 """
 
 import logging
@@ -97,10 +94,3 @@ def check_dp_attention(config: EngineConfig) -> None:
             f"--enable-dp-attention: not with {flag}: a rank computes MLPs of other ranks' requests, whose adapters it does not "
             "know; leave one of them out"
         )
-
-
-def check_device(config: EngineConfig) -> None:
-    """Raises ConfigError, once the device is known."""
-    check_nodes(config)  # again: the device is known now
-    if config.enable_dp_attention and config.device == "cuda":
-        raise ConfigError("--enable-dp-attention: is for CPUs yet; give --device cpu, or leave it out")

@@ -6,7 +6,6 @@ from engine.config import (
     MAX_PREFILL_TOKENS,
     MAX_RUNNING_OF,
     MEM_FRACTION_OF,
-    CacheFlags,
     EngineConfig,
     MemoryFlags,
     ModelFlags,
@@ -16,12 +15,13 @@ from engine.core.dp_agreement import Agreement, Board
 from engine.core.dp_step import DECIDES, PrefillDelayer
 from engine.core.estimates import RatioRule, StepBudget
 from engine.core.policy import NO_PRIORITIES, TAIL_SHARE, Limits, Priorities
+from engine.flags.hicache import resolve_hicache
 from engine.flags.images import check_encoder, vlm_cache_size_mb
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.model_source import check_load_format
 from engine.flags.pdmux import check_pdmux
 from engine.flags.rank_rules import check_sizes
-from engine.flags.speculation import check_speculation
+from engine.flags.speculation import check_speculation, drafts_by_model
 from engine.flags.tokenizer import grammar_backend
 from engine.lora.peft_config import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
@@ -29,14 +29,12 @@ from engine.parallel.layout import model_units
 from service.flags import ConfigError
 
 MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the router's timeout (1.5 s)
+STEP_WITH_ANSWERS_S = {"cpu": 0.25, "cuda": 0.1}  # several times a usual decode step, or prompts get no share of it
 FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious estimate for the first step
 PROFILE_S = 1.0  # limit for a start
 LORA_DRAIN_WAIT_S = 10.0  # SGLang's default: typical answers with the evicted adapter finish
 GPU_LORA_RANK = 64  # grouped kernels launch for this rank and skip what an adapter lacks
 BACKUP_SHARE = 0.5
-# Host prefixes that a step loads for waiting requests, in 10^6 bytes: 1.3 ms of a PCIe 5 bus, as a step waits for its
-# copies. On a CPU a load runs in the step: starting early gains nothing.
-LOAD_AHEAD_MB = {"cpu": 0, "cuda": 64}
 CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # larger is no faster on a CPU, and delays later requests
 
 
@@ -53,13 +51,12 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     check_load_format(config)
     if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
         raise ConfigError("--radix-eviction-policy priority: needs --enable-priority-scheduling")
-    _check_hicache(config)
+    config = resolve_hicache(config)
     _check_cuda_graph(config, device)
     dtype = _dtype(config.dtype, model.dtype)
-    if config.quantization and (device, dtype) != ("cpu", "bfloat16"):
+    if config.quantization and dtype != "bfloat16":
         raise ConfigError(
-            f"--quantization {config.quantization}: integers are multiplied on cpu and with --dtype bfloat16, not on {device} in "
-            f"{dtype}; leave it out"
+            f"--quantization {config.quantization}: integers are multiplied with --dtype bfloat16, not with {dtype}; leave it out"
         )
     if config.quantization and model.stored is not None and model.stored.layout != "fp8":
         raise ConfigError(
@@ -93,6 +90,18 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     )
 
 
+def of_role(config: EngineConfig, mode: str, *, device: str) -> EngineConfig:
+    """Defaults by mode: decodes ride with prompts, on decode workers in short steps."""
+    if mode not in ("prefill", "decode") or config.enable_pdmux:
+        return config
+    step_s = STEP_WITH_ANSWERS_S[device] if mode == "decode" and config.chunked_prefill_size != -1 else None
+    return replace(
+        config,
+        enable_mixed_chunk=True if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
+        max_step_time_s=step_s if config.max_step_time_s is None else config.max_step_time_s,
+    )
+
+
 def _mixed_chunk(config: SchedulingFlags, device: str) -> bool:
     if config.enable_mixed_chunk is None:
         return device == "cpu" and not config.enable_pdmux
@@ -103,6 +112,11 @@ def depth(config: EngineConfig) -> int:
     """Steps in flight; an inline stream overlaps none."""
     overlap = not (config.disable_overlap_schedule or config.stream == "inline")
     return limits(config).micro_batches + overlap
+
+
+def drafts_overlap(config: EngineConfig) -> bool:
+    """True if the executor drafts, and steps with drafts overlap."""
+    return drafts_by_model(config) and depth(config) > 1
 
 
 def limits(config: EngineConfig) -> Limits:
@@ -127,9 +141,8 @@ def limits(config: EngineConfig) -> Limits:
     )
 
 
-def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_only: bool) -> Agreement:
-    """`decodes_only`: no prompts to delay."""
-    delays = config.enable_prefill_delayer and not decodes_only and dp_rank == DECIDES
+def agreement_of(config: EngineConfig, board: Board, dp_rank: int) -> Agreement:
+    delays = config.enable_prefill_delayer and dp_rank == DECIDES
     return Agreement(board, rank=dp_rank, delayer=PrefillDelayer() if delays else None)
 
 
@@ -154,7 +167,6 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
 
 
 def flops_of_token(model: ModelConfig) -> float:
-    """FLOPs of the layers' matrices for one token."""
     mlp_weights = model.mlp_matrices * model.hidden_size * model.mlp_width(active=True)
     return 2 * model.num_layers * (model.attention_weights() + mlp_weights)
 
@@ -210,42 +222,12 @@ def longest_prompt(config: MemoryFlags) -> int:
     return min(config.context_length, config.max_total_tokens or config.context_length)
 
 
-def host_pages(config: CacheFlags, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
-    """Pages of the host tier. `free_bytes`: of host memory."""
-    name, value = "--hicache-ratio", config.hicache_ratio
-    pages = int(num_pages * value)
-    if config.hicache_size > 0:
-        name, value = "--hicache-size", config.hicache_size
-        pages = int(value * 1e9 // page_bytes)
-    if pages < 1:
-        raise ConfigError(f"{name} {value}: holds no page of {page_bytes} bytes; raise it")
-    if pages * page_bytes > free_bytes:
-        raise ConfigError(
-            f"{name} {value}: {pages * page_bytes / 1e9:.1f} GB of host memory, {free_bytes / 1e9:.1f} are free; lower it"
-        )
-    return pages
-
-
-def ahead_pages(config: ModelFlags, *, page_bytes: int) -> int:
-    size_bytes = LOAD_AHEAD_MB[config.device] * 10**6
-    return max(1, size_bytes // page_bytes) if size_bytes else 0
-
-
 def backup_pages(config: ModelFlags, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
     """Host pages for retracted requests: as many as the pool.
 
     On a GPU they are pinned, at most BACKUP_SHARE of free host memory.
     """
     return num_pages if config.device == "cpu" else min(num_pages, int(free_bytes * BACKUP_SHARE) // page_bytes)
-
-
-def _check_hicache(config: CacheFlags) -> None:
-    if not config.enable_hierarchical_cache:
-        if config.hicache_storage_dir is not None:
-            raise ConfigError("--hicache-storage-dir: needs --enable-hierarchical-cache")
-        return
-    if config.disable_radix_cache:
-        raise ConfigError("--enable-hierarchical-cache: needs the radix cache; leave --disable-radix-cache out")
 
 
 def _check_cuda_graph(config: ModelFlags, device: str) -> None:

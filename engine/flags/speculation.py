@@ -69,13 +69,10 @@ def _why_not(config: EngineConfig) -> str:
     """Return why decode steps have one token per request, empty if not."""
     if config.pp_size > 1:
         return f"--pp-size {config.pp_size} has other tokens in flight; leave it out, or give --tp-size"
-    if config.enable_dp_attention:
-        return "--enable-dp-attention agrees on steps of one token; leave one of them out"
     return ""
 
 
 def _why_no_trees(model: ModelConfig) -> str:
-    """Return why drafts must be chains, empty if trees are possible."""
     if model.recurrent is not None:
         return "a recurrent state follows one path of drafts"
     if model.latent is not None and model.latent.index is not None:
@@ -112,7 +109,7 @@ def _check_size(config: EngineConfig, drafter: DrafterConfig) -> None:
     assert config.context_length is not None, "resolved"
     if not drafter.path:
         return
-    layers, flag = drafter.layers, f"{DRAFT_PATH} {drafter.path}"
+    layers, flag, tp = drafter.layers, f"{DRAFT_PATH} {drafter.path}", config.attention_tp_size
     if drafter.kind == STANDALONE and layers.max_position_embeddings < config.context_length:
         raise ConfigError(
             f"{flag}: it has {layers.max_position_embeddings} positions, the model's context {config.context_length}; give "
@@ -121,9 +118,9 @@ def _check_size(config: EngineConfig, drafter: DrafterConfig) -> None:
     try:
         check_layout(
             layers,
-            tp_size=config.tp_size,
+            tp_size=tp,
             pp_size=1,
-            ep_size=1 if layers.experts is None else config.ep_size,
+            ep_size=1 if layers.experts is None or config.ep_size == 1 else tp,
             kv_units=config.kv_units,
             reduce_units=config.reduce_units,
         )
@@ -151,16 +148,16 @@ def passes_of(config: SpeculativeFlags) -> int:
     return config.speculative_num_steps or by_rows
 
 
-def may_draft(config: EngineConfig, *, decodes: bool) -> bool:
+def may_draft(config: EngineConfig) -> bool:
     """By the flag, or forced by grammars."""
     by_grammar = config.grammar_backend == "llguidance" and not _why_not(config)
-    return decodes and (config.speculative_algorithm is not None or by_grammar)
+    return config.speculative_algorithm is not None or by_grammar
 
 
-def max_drafted(config: EngineConfig, *, decodes: bool) -> int:
+def max_drafted(config: EngineConfig) -> int:
     """Requests of a recurrent model whose drafts a step can verify."""
     assert config.max_running_requests is not None, "resolved"
-    if not may_draft(config, decodes=decodes):
+    if not may_draft(config):
         return 0
     most = FORCED_REQUESTS if config.speculative_algorithm is None else config.max_running_requests
     return min(most, config.max_running_requests)

@@ -137,5 +137,5 @@ def _responses(spec: FrontendSpec) -> LocalBook | None:
 
 def _server_info(spec: FrontendSpec) -> dict[str, Any]:
     flags = {**values_by_name(spec.server), **values_by_name(spec.engine)}
-    info = {**flags, **spec.extra_info}
+    info = {**flags, **spec.extra_info, "serves_whole": spec.mode != "encode"}
     return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}

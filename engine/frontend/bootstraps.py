@@ -35,12 +35,12 @@ class BootstrapFields(Body):
 def build_bootstraps(
     fields: BootstrapFields, *, mode: str, num_prompts: int, n: int, default_port: int, mint_room: Callable[[], int]
 ) -> list[Bootstrap | None]:
-    """One per sample, prompt-major; all None in mode "null". Raises ApiError(400).
+    """One per sample, prompt-major; None: this worker serves it whole. Raises ApiError(400).
 
     A single room counts up over all samples, a room per prompt within the prompt.
     """
     total = num_prompts * n
-    if mode == "null":
+    if mode == "null" or (fields.bootstrap_host, fields.bootstrap_port, fields.bootstrap_room) == (None, None, None):
         return [None] * total
     hosts = _spread("bootstrap_host", fields.bootstrap_host, num_prompts=num_prompts, n=n)
     ports = _spread("bootstrap_port", fields.bootstrap_port, num_prompts=num_prompts, n=n)
@@ -57,7 +57,8 @@ def _bootstrap(host: str | None, port: int, room: int | None, *, mode: str, mint
     if room is None:
         raise bad_field(
             "bootstrap_room",
-            f"is missing: a {mode} worker serves requests that a router sends to both halves; send yours to the router",
+            "is missing: it pairs the halves that a router sends to two workers; leave bootstrap_host and bootstrap_port out, too, "
+            f"and this {mode} worker serves the request whole",
         )
     if not host and mode == "decode":
         raise bad_field("bootstrap_host", "is missing: a decode worker must know its prefill worker's bootstrap server")

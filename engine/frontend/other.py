@@ -30,7 +30,7 @@ async def run_other_frontend(
     spec: FrontendSpec, *, row: int, ipc: IpcPaths, gate: KeyGate, port: ListeningPort, ended: asyncio.Event
 ) -> None:
     """Serve until `ended`. Raises ConfigError for an unusable checkpoint."""
-    limits, num_rows = limits_of(spec.server), spec.server.tokenizer_worker_num
+    limits, num_rows = limits_of(spec.server), spec.server.num_frontends
     shared = SharedRequests(ipc.dir, row=row, num_rows=num_rows, num_ranks=spec.engine.dp_size)
     slot = FrontendSlot(stamps=Stamps(ipc.dir), row=row, shared=shared)
     with connected(spec, ipc=ipc, dead=lambda: None, gate=gate, slot=slot) as s:

@@ -11,7 +11,7 @@ from engine.frontend.apis.native import generate, score
 from engine.frontend.apis.ollama import answers as ollama
 from engine.frontend.apis.openai import chat, completions, embeddings, ranking
 from engine.frontend.apis.responses import create
-from engine.frontend.apis.shared import retained
+from engine.frontend.apis.shared import conversations, retained
 from engine.frontend.apis.shared.routes import ApiRoute, RouteTags, token_route
 from service.http.api import OPENAPI_PATH, ApiRouter
 from service.http.home import CHAT, HOME, SHARED
@@ -31,6 +31,7 @@ async def invocations(request: HttpRequest) -> Response:
 APIS: tuple[ApiRouter, ...] = (
     *(chat.API, completions.API, create.API, messages.API, generate.API, score.API, embeddings.API, ranking.API),
     *(ollama.API, tokens.API, info.API, health.API, control.API, weights.API, role_switch.API, retained.API),
+    conversations.API,
     ApiRouter(RouteTags.CHATS, (token_route(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),)),
 )
 ORDERS: dict[str, control.Order] = {**control.ORDERS, **weights.ORDERS}

@@ -179,8 +179,6 @@ async def run_frontend(
 
 @dataclass(frozen=True)
 class SessionEnd:
-    """A stop signal, which has precedence, or a role switch."""
-
     signals: StopSignals
     switch: RoleSwitch | None
 
@@ -233,7 +231,7 @@ async def _follow(
 
 
 async def _warm_up(s: Services) -> None:
-    """Wait for the scheduler, then compute a request. Raises WorkerDied."""
+    """Raises WorkerDied."""
     await s.leaders.ready.wait()
     await s.others.until_ready()
     if not s.spec.warms_up:

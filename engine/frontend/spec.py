@@ -51,7 +51,7 @@ class FrontendSlot:
 
 def main_slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:
     """The main frontend's; `stack` closes what it shares with others."""
-    num_rows = spec.server.tokenizer_worker_num
+    num_rows = spec.server.num_frontends
     if num_rows == 1:
         return FrontendSlot(stamps=Stamps(ipc.dir))
     shared = SharedRequests(ipc.dir, row=MAIN_FRONTEND, num_rows=num_rows, num_ranks=spec.engine.dp_size)

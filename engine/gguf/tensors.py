@@ -1,6 +1,6 @@
 """GGUF tensors under Hugging Face names, stored or dequantized by `gguf`.
 
-Dequantizes a few rows at a time, so memory holds the model once.
+Dequantizes a few rows at a time.
 """
 
 from collections.abc import Callable, Sequence

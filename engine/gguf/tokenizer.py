@@ -105,7 +105,6 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
 
 
 def _merges_by_score(file: GGUFFile, tokens: tuple[str, ...], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs that form a token, best first."""
     scores = file.values("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise file.error("metadata tokenizer.ggml.scores must have a score for each token; convert the model again")

@@ -1,6 +1,6 @@
 """The grammar compiler, by llguidance (https://github.com/guidance-ai/llguidance).
 
-It gets the exact bytes of every token, so every supported tokenizer works.
+It gets the exact bytes of every token.
 """
 
 import json
@@ -258,8 +258,6 @@ class GrammarState:
 
 
 class _Vocabulary:
-    """The tokenizer protocol of llguidance's TokenizerWrapper."""
-
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -38,6 +38,7 @@ class _Compilation(Generic[Found]):
     found: Found | None = None
 
 
+@dataclass(eq=False)
 class CompileThreads(Generic[Found]):
     """At most `num_threads` compilations; a timed-out one gets a replacement thread.
 
@@ -49,23 +50,17 @@ class CompileThreads(Generic[Found]):
     counts. Single-threaded caller. `compile_` never raises.
     """
 
-    def __init__(
-        self,
-        compile_: Callable[[GrammarSpec], Found],
-        *,
-        prepare: Callable[[], None],
-        wakeup: Callable[[], None],
-        num_threads: int,
-        max_given_up: int,
-        timeout_s: float,
-    ) -> None:
-        assert num_threads >= 1 and max_given_up >= 1
+    compile_: InitVar[Callable[[GrammarSpec], Found]]
+    _: KW_ONLY
+    prepare: Callable[[], None]
+    wakeup: Callable[[], None]
+    num_threads: int
+    max_given_up: int
+    timeout_s: float
+
+    def __post_init__(self, compile_: Callable[[GrammarSpec], Found]) -> None:
+        assert self.num_threads >= 1 and self.max_given_up >= 1
         self._compile = compile_
-        self._prepare = prepare
-        self._wakeup = wakeup
-        self._num_threads = num_threads
-        self._max_given_up = max_given_up
-        self._timeout_s = timeout_s
         self._prepared = threading.Event()
         self._pending: dict[GrammarSpec, None] = {}
         self._running: dict[GrammarSpec, _Compilation[Found]] = {}
@@ -75,7 +70,7 @@ class CompileThreads(Generic[Found]):
 
     @property
     def is_stuck(self) -> bool:
-        return len(self._given_up) >= self._max_given_up
+        return len(self._given_up) >= self.max_given_up
 
     def __contains__(self, spec: GrammarSpec) -> bool:
         return spec in self._pending or spec in self._running or spec in self._given_up
@@ -91,7 +86,7 @@ class CompileThreads(Generic[Found]):
     def poll(self, now_s: float) -> dict[GrammarSpec, Found]:
         """Collect results, give up overdue compilations, start pending ones."""
         found = {**_take_done(self._given_up), **_take_done(self._running)}
-        for spec in [s for s, one in self._running.items() if now_s - one.begun_s >= self._timeout_s]:
+        for spec in [s for s, one in self._running.items() if now_s - one.begun_s >= self.timeout_s]:
             self._given_up[spec] = self._running.pop(spec)
             _lower_priority(self._given_up[spec].thread_id)
         self._begin(now_s)
@@ -102,7 +97,7 @@ class CompileThreads(Generic[Found]):
         self._closed = True
 
     def _begin(self, now_s: float) -> None:
-        while self._pending and len(self._running) < self._num_threads and self._prepared.is_set() and not self._closed:
+        while self._pending and len(self._running) < self.num_threads and self._prepared.is_set() and not self._closed:
             spec = next(iter(self._pending))
             del self._pending[spec]
             one = self._running[spec] = _Compilation[Found](now_s)
@@ -111,14 +106,14 @@ class CompileThreads(Generic[Found]):
     def _run(self, spec: GrammarSpec, one: _Compilation[Found]) -> None:
         one.thread_id = threading.get_native_id()
         one.found = self._compile(spec)
-        self._wakeup()
+        self.wakeup()
 
     def _get_prepared(self) -> None:
         try:
-            self._prepare()
+            self.prepare()
         finally:  # a failure recurs at the first compilation and reaches its request
             self._prepared.set()
-            self._wakeup()
+            self.wakeup()
 
 
 def _take_done(compilations: dict[GrammarSpec, _Compilation[Found]]) -> dict[GrammarSpec, Found]:
@@ -170,36 +165,32 @@ class _Waiting:
     deadline_s: float
 
 
+@dataclass(eq=False)
 class GrammarQueue:
     """`compiler`: None turns grammars off. `gates`: of reasoning. `vocab_size`: of the logits.
 
     `wakeup`: called from a thread when a grammar is compiled.
     """
 
-    def __init__(
-        self,
-        compiler: Compiler | None,
-        *,
-        gates: ReasoningGates | None = None,
-        vocab_size: int = 0,
-        eos_ids: Sequence[int] = (),
-        wakeup: Callable[[], None] = lambda: None,
-        limits: QueueLimits = QueueLimits(),
-    ) -> None:
-        assert limits.max_cached >= 1 and limits.num_threads >= 1
-        self._gates = gates
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
-        self._limits = limits
+    compiler: Compiler | None
+    _: KW_ONLY
+    gates: ReasoningGates | None = None
+    vocab_size: int = 0
+    eos_ids: Sequence[int] = ()
+    wakeup: Callable[[], None] = lambda: None
+    limits: QueueLimits = QueueLimits()
+
+    def __post_init__(self) -> None:
+        assert self.limits.max_cached >= 1 and self.limits.num_threads >= 1
         self._threads: CompileThreads[Compiled] | None = None
-        if compiler is not None:
+        if self.compiler is not None:
             self._threads = CompileThreads(
-                partial(_compiled, compiler),
-                prepare=compiler.prepare,
-                wakeup=wakeup,
-                num_threads=limits.num_threads,
+                partial(_compiled, self.compiler),
+                prepare=self.compiler.prepare,
+                wakeup=self.wakeup,
+                num_threads=self.limits.num_threads,
                 max_given_up=MAX_GIVEN_UP,
-                timeout_s=limits.timeout_s,
+                timeout_s=self.limits.timeout_s,
             )
         self._waiting: dict[str, _Waiting] = {}
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
@@ -213,8 +204,8 @@ class GrammarQueue:
             return [_refused(request, field, "grammars are off on this server (--grammar-backend none)")]
         if request.rid in self._waiting:
             return [_refused(request, "rid", f"a request with id {request.rid!r} is running")]
-        if len(self._waiting) >= self._limits.max_waiting:
-            return [_refused(request, field, f"{self._limits.max_waiting} requests wait for a grammar", status=503)]
+        if len(self._waiting) >= self.limits.max_waiting:
+            return [_refused(request, field, f"{self.limits.max_waiting} requests wait for a grammar", status=503)]
         if spec in self._cache:
             self._counters["grammar_cache_hits"] += 1
         elif spec not in self._threads:
@@ -222,7 +213,7 @@ class GrammarQueue:
                 return [_refused(request, field, STUCK, status=503)]
             self._counters["grammar_compiled"] += 1
             self._threads.ask(spec, now_s)
-        self._waiting[request.rid] = _Waiting(request, spec, field, now_s + self._limits.timeout_s)
+        self._waiting[request.rid] = _Waiting(request, spec, field, now_s + self.limits.timeout_s)
         return []
 
     def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
@@ -245,12 +236,12 @@ class GrammarQueue:
                     ready.append(waiting.request)
             elif now_s >= waiting.deadline_s:
                 self._counters["grammar_timeouts"] += 1
-                late = f"did not compile within {self._limits.timeout_s:g} s; simplify it"
+                late = f"did not compile within {self.limits.timeout_s:g} s; simplify it"
                 outputs.append(_refused(waiting.request, waiting.field, late))
             else:
                 continue
             self._forget(waiting)
-        while len(self._cache) > self._limits.max_cached:
+        while len(self._cache) > self.limits.max_cached:
             self._cache.popitem(last=False)
         return ready, outputs
 
@@ -264,13 +255,13 @@ class GrammarQueue:
 
     def _begin(self, request: Request, grammar: Grammar | None) -> Grammar | None:
         sampling, gate = request.sampling, request.sampling.reasoning
-        rules = partial(rules_of, sampling, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
+        rules = partial(rules_of, sampling, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         if grammar is not None or gate is None:
             grammar = rules(grammar)
         if gate is None:
             return grammar
-        assert self._gates is not None
-        return rules(self._gates.behind(gate, grammar), yields=True)
+        assert self.gates is not None
+        return rules(self.gates.behind(gate, grammar), yields=True)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         waiting = self._waiting.get(rid)

@@ -1,7 +1,4 @@
-"""`allowed_token_ids` and `bad_words`, as in vLLM.
-
-A grammar, which follows committed tokens as reasoning.py.
-"""
+"""`allowed_token_ids` and `bad_words`, as in vLLM."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

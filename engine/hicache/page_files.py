@@ -1,27 +1,26 @@
-"""KV pages in files: the format, a worker's directory, the store used by `Disk`, its threads."""
+"""KV pages in files: the format, a worker's directory, the store of `PageStorage`."""
 
 import contextlib
 import fcntl
-import hashlib
-import logging
 import os
-import queue
 import re
 import stat
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import msgspec
+import torch
 
-from engine.core.mem_cache.disk_tier import DiskDelete, DiskDone, DiskRead, DiskTier, DiskWork, DiskWrite, Files
 from engine.core.mem_cache.page_allocator import KVIdentity
-from engine.loop.listeners import LoopListener
+from engine.core.mem_cache.storage_tier import Files, PageClear, PageDelete, PageLookup, PageRead, PageWrite
+from engine.hicache.storage import BadPage, Outcome, PageView
+from engine.kernels.checksum import checksum_kernel
+from engine.kv.page_checksum import ODD, word_sums
 from service.flags import ConfigError
 
 MAGIC = b"TANDEMKV"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 1024
 _AT = len(MAGIC) + 4
 
@@ -29,8 +28,8 @@ _AT = len(MAGIC) + 4
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Header of a page file. `key`: chained hash of all tokens up to the page's end.
 
-    | magic 8 | header length 4, little-endian | msgpack of `Header` | zeros | page bytes |
-    |<------------------------ HEADER_BYTES ------------------------------>|<- page_bytes ->|
+    | magic 8 | header length 4, little-endian | msgpack of `Header` | zeros | page or state |
+    |<------------------------ HEADER_BYTES ------------------------------>|<-- bytes_of -->|
     """
 
     version: int
@@ -39,12 +38,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bytes
 
 
-class BadFile(ValueError):
-    """The file is not the page of its name."""
-
-
-def file_bytes(identity: KVIdentity) -> int:
-    return HEADER_BYTES + identity.page_bytes
+def file_bytes(identity: KVIdentity, key: bytes = b"") -> int:
+    return HEADER_BYTES + identity.bytes_of(key)
 
 
 def encode_header(identity: KVIdentity, key: bytes, page: memoryview) -> bytes:
@@ -57,38 +52,42 @@ def encode_header(identity: KVIdentity, key: bytes, page: memoryview) -> bytes:
 
 
 def check_page(raw: bytes, page: memoryview, *, identity: KVIdentity, key: bytes) -> None:
-    """Raises BadFile unless the header `raw` matches."""
-    header = _decode(raw)
+    """Raises BadPage unless the header `raw` matches."""
+    header = header_of(raw)
     for name, expected in {"version": VERSION, "identity": identity, "key": key}.items():
         if getattr(header, name) != expected:
-            raise BadFile(f"{name} is {getattr(header, name)!r}, not {expected!r}")
+            raise BadPage(f"{name} is {getattr(header, name)!r}, not {expected!r}")
     if header.checksum != checksum(page):
-        raise BadFile("the checksum is wrong")
+        raise BadPage("the checksum is wrong")
 
 
-def _decode(raw: bytes) -> Header:
+def header_of(raw: bytes) -> Header:
+    """Raises BadPage."""
     length = int.from_bytes(raw[len(MAGIC) : _AT], "little")
     if len(raw) != HEADER_BYTES or raw[: len(MAGIC)] != MAGIC or length > HEADER_BYTES - _AT:
-        raise BadFile("not a page file")
+        raise BadPage("not a page file")
     try:
         return msgspec.msgpack.decode(raw[_AT : _AT + length], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # msgspec lets broken UTF-8 through as such
-        raise BadFile(f"the header cannot be read: {error}") from error
+        raise BadPage(f"the header cannot be read: {error}") from error
 
 
 def checksum(page: memoryview) -> bytes:
-    return hashlib.sha256(page).digest()
+    """8 bytes; six times as fast as SHA-256. `page` is writable, of whole words."""
+    words, zero = torch.frombuffer(page, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    total = (checksum_kernel() or word_sums)(words, zero, zero, len(words), ODD)
+    return int(total).to_bytes(8, "little", signed=True)
 
 
 MAX_WORKERS = 64  # sharing a DIR
-_NAME = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
+_NAME = re.compile(r"([0-9a-f]{64}(?:73)?)\.(kv|tmp)")  # with the "s" of states
 _RANK = re.compile(r"rank\d+")
 
 
 class PageDirectory:
     """Page files of one worker in `DIR/N`, N the first unlocked number.
 
-    Files `<64 hex digits of the key>.kv` are written as `.tmp` and renamed.
+    Files `<hex digits of the key>.kv` are written as `.tmp` and renamed.
     """
 
     def __init__(self, path: Path, lock: int | None = None) -> None:
@@ -164,15 +163,16 @@ class PageDirectory:
             raise
 
     def read(self, key: bytes, page: memoryview, identity: KVIdentity) -> None:
-        """Fill `page`. Raises FileNotFoundError, BadFile, OSError with undefined contents."""
+        """Fill `page`. Raises FileNotFoundError, BadPage, OSError with undefined contents."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block
         with _opened(self._path(key), flags) as fd:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != file_bytes(identity):
-                raise BadFile(f"{status.st_size} bytes, expected {file_bytes(identity)}")
+            expected = file_bytes(identity, key)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != expected:
+                raise BadPage(f"{status.st_size} bytes, expected {expected}")
             raw = bytearray(HEADER_BYTES)
             if _read_all(fd, memoryview(raw)) + _read_all(fd, page) != status.st_size:
-                raise BadFile("it ends early")
+                raise BadPage("it ends early")
             check_page(bytes(raw), page, identity=identity, key=key)
             os.utime(fd)  # LRU order, for the next process too
 
@@ -223,130 +223,50 @@ def _read_all(fd: int, into: memoryview) -> int:
 
 # ---- Transfers between host memory and page files; over ranks: rank_files.py.
 
-PageView = Callable[[int], memoryview]  # writable bytes of a host page
-
-
-class PageStore(Protocol):
-    def read(self, work: DiskRead) -> None:
-        """Fill the host page. FileNotFoundError, BadFile and OSError leave undefined contents."""
-
-    def write(self, work: DiskWrite) -> None:
-        """After deletion of victims. Raises OSError."""
-
-    def delete(self, keys: tuple[bytes, ...]) -> Files:
-        """(key, bytes) of files that could not be deleted."""
-
-    def close(self) -> None: ...
-
 
 class DirectoryStore:
+    batch = 1
+
     def __init__(self, folder: PageDirectory, *, page_of: PageView) -> None:
         self._folder = folder
         self._page_of = page_of
 
-    def read(self, work: DiskRead) -> None:
-        self._folder.read(work.key, self._page_of(work.host_page), work.identity)
+    def find(self, work: PageLookup) -> tuple[bytes, ...]:
+        raise NotImplementedError("an index knows the files")
 
-    def write(self, work: DiskWrite) -> None:
+    def read(self, works: Sequence[PageRead]) -> list[Outcome]:
+        return [outcome_of(self._read, work) for work in works]
+
+    def _read(self, work: PageRead) -> None:
+        try:
+            self._folder.read(work.key, self._page_of(work.host_page), work.identity)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise BadPage(str(error)) from error
+
+    def write(self, works: Sequence[PageWrite]) -> list[Outcome]:
+        return [outcome_of(self._write, work) for work in works]
+
+    def _write(self, work: PageWrite) -> None:
         self._folder.write(work.key, self._page_of(work.host_page), work.identity)
 
-    def delete(self, keys: tuple[bytes, ...]) -> Files:
-        return self._folder.delete(keys)
+    def delete(self, work: PageDelete) -> Files:
+        return self._folder.delete(work.keys)
+
+    def clear(self, work: PageClear) -> None:
+        raise NotImplementedError("an index knows the files")
 
     def close(self) -> None:
         self._folder.close()
 
 
-# ---- Disk threads for reads and for writes. A bad file or disk fails a transfer, never a request.
-
-log = logging.getLogger(__name__)
-
-END_S = 2.0
+W = TypeVar("W")
 
 
-class Disk(LoopListener):
-    """`when_done` is called in a disk thread."""
-
-    def __init__(self, store: PageStore, *, tier: DiskTier, when_done: Callable[[], None]) -> None:
-        self._store = store
-        self._tier = tier
-        self._when_done = when_done
-        self._done: queue.SimpleQueue[DiskDone] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._write_fails = False  # the last one failed; owned by the writing thread
-        self._threads = [
-            threading.Thread(target=self._run, args=(work,), name=f"hicache-{name}", daemon=True)
-            for name, work in (("read", self._reads), ("write", self._writes))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def on_turn(self, now_s: float) -> None:
-        for done in self.poll():
-            self._tier.on_done(done)
-        for work in self._tier.take_work():
-            self.submit(work)
-
-    def waits_for_outside(self) -> bool:
-        return self._tier.busy
-
-    def submit(self, work: DiskWork) -> None:
-        (self._reads if isinstance(work, DiskRead) else self._writes).put(work)
-
-    def poll(self) -> list[DiskDone]:
-        done = []
-        while not self._done.empty():
-            done.append(self._done.get())
-        return done
-
-    def close(self) -> None:
-        """Write queued pages for at most END_S per thread."""
-        for work in (self._reads, self._writes):
-            work.put(None)
-        for thread in self._threads:
-            thread.join(END_S)
-        self._closing.set()
-        self._store.close()
-
-    def _run(self, queue_: "queue.SimpleQueue[DiskWork | None]") -> None:
-        while (work := queue_.get()) is not None and not self._closing.is_set():
-            self._done.put(self._do(work))
-            self._when_done()
-
-    def _do(self, work: DiskWork) -> DiskDone:
-        try:
-            match work:
-                case DiskRead():
-                    return self._read(work)
-                case DiskWrite():
-                    return self._write(work)
-                case DiskDelete(keys):
-                    return DiskDone(work, ok=True, undeleted=self._store.delete(keys))
-        except Exception:  # a thread that ends would leave requests waiting for ever
-            log.exception("hierarchical cache: %s failed", type(work).__name__)
-            return DiskDone(work, ok=False)
-
-    def _read(self, work: DiskRead) -> DiskDone:
-        try:
-            self._store.read(work)
-            return DiskDone(work, ok=True)
-        except FileNotFoundError:
-            return DiskDone(work, ok=False)
-        except (BadFile, OSError) as error:
-            log.warning("hierarchical cache: %s.kv is deleted: %s", work.key.hex(), error)
-            return DiskDone(work, ok=False, bad=True, undeleted=self._store.delete((work.key,)))
-
-    def _write(self, work: DiskWrite) -> DiskDone:
-        if undeleted := self._store.delete(work.victims):
-            return DiskDone(work, ok=False, undeleted=undeleted)
-        try:
-            self._store.write(work)
-            self._write_fails = False
-            return DiskDone(work, ok=True)
-        except OSError as error:
-            if not self._write_fails:  # a full disk is one line, not one per page
-                log.warning("hierarchical cache: pages cannot be written: %s", error)
-            self._write_fails = True
-            return DiskDone(work, ok=False, undeleted=self._store.delete((work.key,)))  # from ranks that could write it
+def outcome_of(act: Callable[[W], None], work: W) -> Outcome:
+    try:
+        act(work)
+    except Exception as error:
+        return error
+    return None

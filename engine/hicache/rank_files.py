@@ -1,16 +1,17 @@
 """Page files over ranks: each has a directory for its part of pages."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from engine.core.mem_cache.disk_tier import DiskRead, DiskWrite, Files
 from engine.core.mem_cache.page_allocator import KVIdentity
-from engine.hicache.page_files import BadFile, DirectoryStore, PageDirectory, PageView
+from engine.core.mem_cache.storage_tier import Files, PageClear, PageDelete, PageLookup, PageRead, PageWrite
+from engine.hicache.page_files import PageDirectory, outcome_of
+from engine.hicache.storage import BadPage, Outcome, PageStore
 
 MISSING = "no file"
 
@@ -18,33 +19,30 @@ MISSING = "no file"
 class FollowerFiles:
     """Two threads. Calls return the error or ""."""
 
-    def __init__(self, path: Path, *, page_of: PageView, identity: KVIdentity) -> None:
-        self._store = DirectoryStore(PageDirectory(path), page_of=page_of)
+    def __init__(self, store: PageStore, *, identity: KVIdentity) -> None:
+        self._store = store
         self._identity = identity
         self._reads, self._writes = (ThreadPoolExecutor(1, f"hicache-{name}") for name in ("read", "write"))
 
     def read(self, key: bytes, host_page: int, identity: dict[str, Any]) -> "Future[str]":
-        work = DiskRead(key, host_page, self._own(identity))
-        return self._reads.submit(_outcome, lambda: self._store.read(work))
+        work = PageRead(key, host_page, self._own(identity))
+        return self._reads.submit(lambda: _said(self._store.read([work])[0]))
 
     def write(self, key: bytes, host_page: int, identity: dict[str, Any]) -> "Future[str]":
-        work = DiskWrite(key, host_page, self._own(identity))
-        return self._writes.submit(_outcome, lambda: self._store.write(work))
+        work = PageWrite(key, host_page, self._own(identity))
+        return self._writes.submit(lambda: _said(self._store.write([work])[0]))
 
     def _own(self, identity: dict[str, Any]) -> KVIdentity:
         """The leader's identity, perhaps of newer weights, with our layout."""
         of_leader, own = msgspec.convert(identity, KVIdentity), self._identity
-        return msgspec.structs.replace(of_leader, layout=own.layout, page_bytes=own.page_bytes)
+        sizes = {"page_bytes": own.page_bytes, "state_bytes": own.state_bytes}
+        return msgspec.structs.replace(of_leader, layout=own.layout, **sizes)
 
 
-def _outcome(act: Callable[[], None]) -> str:
-    try:
-        act()
-    except FileNotFoundError:
+def _said(outcome: Outcome) -> str:
+    if isinstance(outcome, FileNotFoundError):
         return MISSING
-    except Exception as error:  # a thread that ends without an answer would leave requests waiting for ever
-        return str(error) or type(error).__name__
-    return ""
+    return "" if outcome is None else str(outcome) or type(outcome).__name__
 
 
 class RankDirectories:
@@ -89,47 +87,66 @@ class RankDirectories:
 
 
 class OtherRanks(Protocol):
-    """Runs an operation on followers; returns the wait for outcomes."""
+    def read(self, work: PageRead) -> Callable[[], dict[int, str]]: ...
 
-    def read(self, work: DiskRead) -> Callable[[], dict[int, str]]: ...
-
-    def write(self, work: DiskWrite) -> Callable[[], dict[int, str]]: ...
+    def write(self, work: PageWrite) -> Callable[[], dict[int, str]]: ...
 
 
 class RanksStore:
-    """Files of all ranks; an operation counts if all ranks succeed."""
+    """Pages of all ranks; an operation counts if all ranks succeed.
 
-    def __init__(self, own: DirectoryStore, folders: RankDirectories, followers: OtherRanks) -> None:
+    A failure of some ranks makes the page bad: `PageStorage` deletes the other parts.
+    """
+
+    batch = 1
+
+    def __init__(self, own: PageStore, followers: OtherRanks, *, folders: RankDirectories | None) -> None:
         self._own = own
-        self._folders = folders
         self._followers = followers
+        self._folders = folders
 
-    def read(self, work: DiskRead) -> None:
-        """A file missing on some ranks is bad: `Disk` deletes the others."""
-        with _together(self._followers.read(work), BadFile):
-            try:
-                self._own.read(work)
-            except FileNotFoundError:
-                raise BadFile(MISSING) from None
+    def find(self, work: PageLookup) -> tuple[bytes, ...]:
+        return self._own.find(work)
 
-    def write(self, work: DiskWrite) -> None:
-        with _together(self._followers.write(work), OSError):
-            self._own.write(work)
+    def read(self, works: Sequence[PageRead]) -> list[Outcome]:
+        return [outcome_of(self._read, work) for work in works]
 
-    def delete(self, keys: tuple[bytes, ...]) -> Files:
-        return self._folders.delete(keys)
+    def _read(self, work: PageRead) -> None:
+        with _together(self._followers.read(work)):
+            self._check(self._own.read([work])[0])
+
+    def write(self, works: Sequence[PageWrite]) -> list[Outcome]:
+        return [outcome_of(self._write, work) for work in works]
+
+    def _write(self, work: PageWrite) -> None:
+        with _together(self._followers.write(work)):
+            self._check(self._own.write([work])[0])
+
+    def _check(self, outcome: Outcome) -> None:
+        """Raises BadPage; a shared store may fail without being wrong."""
+        if said := _said(outcome):
+            lost = self._folders is None and isinstance(outcome, OSError) and said != MISSING
+            raise OSError(said) if lost else BadPage(said)
+
+    def delete(self, work: PageDelete) -> Files:
+        return self._own.delete(work) if self._folders is None else self._folders.delete(work.keys)
+
+    def clear(self, work: PageClear) -> None:
+        self._own.clear(work)
 
     def close(self) -> None:
-        self._folders.close()
+        self._own.close()
+        if self._folders is not None:
+            self._folders.close()
 
 
 @contextlib.contextmanager
-def _together(theirs: Callable[[], dict[int, str]], error: type[Exception]) -> Iterator[None]:
-    """Always wait for other ranks: their threads may use the page."""
+def _together(theirs: Callable[[], dict[int, str]]) -> Iterator[None]:
+    """Always wait for other ranks: their threads may use the page. Raises BadPage."""
     try:
         yield
     finally:
         outcomes = theirs()
     failed = [f"rank {rank}: {text}" for rank, text in sorted(outcomes.items()) if text]
     if failed:
-        raise error("; ".join(failed))
+        raise BadPage("; ".join(failed))

@@ -79,16 +79,13 @@ class Allreduce:
         args = _Sum(
             partial=_address(partial),
             out=out.data_ptr(),
-            lines=at.lines,
             windows=windows,
-            abort=at.abort,
             elements=partial.numel(),
             begin=rows.start * width,
             end=rows.stop * width,
-            rank=at.rank,
-            ranks=at.ranks,
             window=window,
             out_is_f32=dtype == torch.float32,
+            **at._asdict(),
         )
         if failed := tape.call(self._kernels.tandem_sum, args):
             raise failure(failed)
@@ -105,15 +102,12 @@ class Allreduce:
         args = _Rows(
             part=part.data_ptr(),
             out=out.data_ptr(),
-            lines=at.lines,
             windows=windows,
-            abort=at.abort,
             bytes=total * row_bytes,
             begin=first * row_bytes,
             size=count * row_bytes,
-            rank=at.rank,
-            ranks=at.ranks,
             window=window,
+            **at._asdict(),
         )
         if failed := tape.call(self._kernels.tandem_rows, args):
             raise failure(failed)
@@ -144,17 +138,14 @@ class Allreduce:
             part=part.data_ptr(),
             out=out.data_ptr(),
             wanted=wanted.data_ptr(),
-            lines=at.lines,
             windows=windows,
-            abort=at.abort,
             row_bytes=row_bytes,
             total=total,
             first=first,
             count=count,
             wants=len(wanted),
-            rank=at.rank,
-            ranks=at.ranks,
             window=window,
+            **at._asdict(),
         )
         if failed := tape.call_once(self._kernels.tandem_take, args):
             raise failure(failed)
@@ -167,14 +158,11 @@ class Allreduce:
         args = _Gather(
             part=_address(part),
             all=_address(whole),
-            lines=at.lines,
-            abort=at.abort,
             rows=rows,
             columns=columns,
             first=first,
             total=whole.shape[1],
-            rank=at.rank,
-            ranks=at.ranks,
+            **at._asdict(),
         )
         if failed := tape.call(self._kernels.tandem_gather, args):
             raise failure(failed)

@@ -136,6 +136,6 @@ class LatentKernel:
 def make_latent_kernel(pool: KVPool) -> LatentKernel | None:
     """Return None without a compiler (logged), or for unsuitable sizes."""
     sizes = {size for spec in pool.specs for size in (spec.head_dim, spec.latent, spec.index)}
-    if any(size % LANES for size in sizes) or not all(spec.dtype in DTYPES for spec in pool.specs):
+    if any(size % LANES for size in sizes) or not all(spec.dtype in DTYPES and not spec.fp8 for spec in pool.specs):
         return None
     return SOURCE.open(lambda library: LatentKernel(library, pool))

@@ -101,7 +101,7 @@ def _pack_integers(whole: PackedMemory, matrices: list[Weight], *, segments: int
 
 
 class _Packed:
-    """bf16 or integer `matrices` [out, in] of one shape in huge pages; inputs are dropped. Thread-safe.
+    """bf16 or integer `matrices` [out, in] of one shape in huge pages; drops them. Thread-safe.
 
     `gates`: the first output half may gate the second; out is a multiple of PANEL. `segments` (a
     power of two dividing the inputs) are summed separately, then in a binary tree. A result row's

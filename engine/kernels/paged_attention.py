@@ -37,10 +37,6 @@ class Softmax:
         return not self.cap and self.sinks is None
 
 
-def plain_softmax(head_dim: int) -> Softmax:
-    return Softmax(head_dim**-0.5)
-
-
 MIN_SHARED = 256  # tokens: fewer hardly save a read
 MAX_ROWS = 32  # per group: its sums and the tokens it reads stay in the L2 cache
 ITEMS_A_THREAD = 4  # minimum of groups times KV heads per thread, to keep all busy
@@ -376,7 +372,6 @@ class PagedExtend:
 
 
 def make_paged_extend(pool: KVPool) -> PagedExtend | None:
-    """See make_paged_decode."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype == DTYPE for spec in pool.specs):
         return None
     return EXTEND.open(lambda library: PagedExtend(library, pool))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.kernels import tape
 from engine.kernels.build import CSource, fields
+from engine.kernels.rows import addresses
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import upload
 
@@ -90,7 +91,6 @@ def row_table(spans: Sequence[RequestRows], device: torch.device) -> RowTable:
 
 
 def recorded_rows(rows: Tensor) -> RowTable:
-    """Return the table of `DeviceStep.state_rows`."""
     first, end, slot = rows.to(torch.int32)
     return RowTable(torch.stack((first, end, first, slot, slot), 1), len(first))
 
@@ -146,12 +146,8 @@ class ConvKernel:
         assert bias is None or (bias.shape == (channels,) and bias.dtype == torch.float32), bias
         out = tape.empty((num_rows, channels), x.dtype)
         args = _ConvArgs(
-            step=rows.address,
-            x=x.data_ptr(),
-            weight=weight.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
-            state=state.data_ptr(),
-            out=out.data_ptr(),
+            rows.address,
+            *addresses(x, weight, bias, state, out),
             rows=num_rows,
             channels=channels,
             taps=taps,
@@ -226,16 +222,8 @@ class DeltaKernel:
         sums = tape.empty((num_rows, value_heads * values), torch.float32)
         out = tape.empty((num_rows, value_heads * values), mixed.dtype)
         args = _DeltaArgs(
-            step=rows.address,
-            mixed=mixed.data_ptr(),
-            gates=gates.data_ptr(),
-            z=z.data_ptr(),
-            decay=weights.decay.data_ptr(),
-            bias=weights.bias.data_ptr(),
-            norm=weights.norm.data_ptr(),
-            state=state.data_ptr(),
-            sums=sums.data_ptr(),
-            out=out.data_ptr(),
+            rows.address,
+            *addresses(mixed, gates, z, weights.decay, weights.bias, weights.norm, state, sums, out),
             gates_stride=gates.stride(0),
             z_stride=z.stride(0),
             slot_stride_bytes=state.stride(0) * state.itemsize,
@@ -323,17 +311,8 @@ class MambaKernel:
         sums = tape.empty((num_rows, inner), torch.float32)
         out = tape.empty((num_rows, inner), mixed.dtype)
         args = _MambaArgs(
-            step=rows.address,
-            mixed=mixed.data_ptr(),
-            time=time.data_ptr(),
-            gate=gate.data_ptr(),
-            decay=weights.decay.data_ptr(),
-            bias=weights.bias.data_ptr(),
-            skip=weights.skip.data_ptr(),
-            norm=None if norm is None else norm.data_ptr(),
-            state=state.data_ptr(),
-            sums=sums.data_ptr(),
-            out=out.data_ptr(),
+            rows.address,
+            *addresses(mixed, time, gate, weights.decay, weights.bias, weights.skip, norm, state, sums, out),
             time_stride=time.stride(0),
             gate_stride=gate.stride(0),
             slot_stride_bytes=state.stride(0) * state.itemsize,

@@ -74,10 +74,7 @@ class Elementwise:
         assert delta is None or delta.shape == x.shape, (delta, x.shape)
         out = tape.empty(x.shape, x.dtype)
         args = _Norm(
-            x=_address(x),
-            delta=None if delta is None else _address(delta),
-            weight=_address(weight),
-            out=out.data_ptr(),
+            *_addresses(x, delta, weight, out),
             rows=rows,
             width=width,
             eps=eps,
@@ -90,14 +87,14 @@ class Elementwise:
         """Add `delta` to x [T, width] in place."""
         rows, width = x.shape
         assert delta.shape == x.shape and width % LANES == 0, (x.shape, delta.shape)
-        tape.call(self._kernels.tandem_add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width))
+        tape.call(self._kernels.tandem_add, _Norm(*_addresses(x, delta), rows=rows, width=width))
         return x
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Multiply x [T, width] in place."""
         rows, width = x.shape
         assert width % LANES == 0, x.shape
-        tape.call(self._kernels.tandem_scale, _Norm(x=_address(x), rows=rows, width=width, offset=factor))
+        tape.call(self._kernels.tandem_scale, _Norm(*_addresses(x), rows=rows, width=width, offset=factor))
         return x
 
     def norm_rope(
@@ -119,10 +116,9 @@ class Elementwise:
         assert cosine.stride() == sine.stride() and cosine.stride(2) == 1, cosine.stride()
         assert weight is None or weight.shape == (heads, dim), (weight, x.shape)
         args = _Turn(
-            x=x.data_ptr(),
-            weight=None if weight is None else _address(weight),
-            cosine=cosine.data_ptr(),
-            sine=sine.data_ptr(),
+            x.data_ptr(),
+            *_addresses(weight),
+            *addresses(cosine, sine),
             x_stride=x.stride(0),
             turn_stride=cosine.stride(0),
             rows=rows,
@@ -145,8 +141,7 @@ class Elementwise:
         rows, width = x.shape[0], x.shape[1] // 2
         assert x.shape[1] == 2 * width and width % LANES == 0, x.shape
         out = tape.empty((rows, width), x.dtype)
-        args = _Gate(x=_address(x), out=out.data_ptr(), rows=rows, width=width)
-        tape.call(kernel, args)
+        tape.call(kernel, _Gate(*_addresses(x, out), rows=rows, width=width))
         return out
 
     def sigmoid_mul(self, gates: Tensor, x: Tensor) -> Tensor:
@@ -156,9 +151,8 @@ class Elementwise:
             x.shape
         )
         args = _SigmoidGate(
-            gates=gates.data_ptr(),
-            x=_address(x),
-            out=out.data_ptr(),
+            gates.data_ptr(),
+            *_addresses(x, out),
             gates_stride=gates.stride(0),
             rows=rows,
             width=width,
@@ -192,14 +186,19 @@ def elementwise_for(like: Tensor, *, multiple: int = LANES) -> "Elementwise | Tr
 
 
 def elementwise_on_cpu(like: Tensor, *, multiple: int = LANES) -> Elementwise | None:
-    """Return elementwise.c's kernels if `like` fits."""
     fits = like.device.type == "cpu" and like.dtype == torch.bfloat16 and like.shape[-1] % multiple == 0
     return elementwise() if fits else None
 
 
-def _address(x: Tensor) -> int:
-    assert x.dtype == torch.bfloat16 and x.is_contiguous(), (x.dtype, x.shape, x.stride())
-    return x.data_ptr()
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """For the first members of a structure."""
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    for x in tensors:
+        assert x is None or (x.dtype == torch.bfloat16 and x.is_contiguous()), (x.dtype, x.shape, x.stride())
+    return addresses(*tensors)
 
 
 # ---- Token sampling on CPU, one pass per row without a sort.

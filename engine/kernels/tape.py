@@ -73,9 +73,8 @@ MAX_FREE_BYTES = 512 << 20  # kept for later tensors of these sizes
 
 
 class Staging:
-    """Allocator that reuses memory after its last tensor. Single-threaded.
-
-    The OS clears pages at the first write, which takes as long as a copy.
+    """Allocator that reuses memory after its last tensor, as the OS clears new pages.
+    Single-threaded.
     """
 
     def __init__(self) -> None:
@@ -199,6 +198,7 @@ class Tape:
 class _Here(threading.local):
     tape: Tape | None = None
     count: Callable[[], int] | None = None  # returns how many threads may compute now
+    sms: int | None = None  # multiprocessors of kernels, if not all of the GPU
 
     def __init__(self) -> None:
         self.outputs = Staging()  # of this thread
@@ -223,6 +223,20 @@ def call_once(kernel: Kernel, args: ctypes.Structure) -> int:
 def let_count(count: Callable[[], int]) -> None:
     """Set this thread's source of thread counts per call; it may block."""
     _here.count = count
+
+
+@contextmanager
+def limit_sms(number: int | None) -> Iterator[None]:
+    """Let GPU kernels that this thread launches divide work among so many multiprocessors."""
+    before, _here.sms = _here.sms, number
+    try:
+        yield
+    finally:
+        _here.sms = before
+
+
+def sm_limit() -> int | None:
+    return _here.sms
 
 
 def _num_threads() -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from engine.config import FP8
 
 UNIT_ALIGN_BYTES = 64  # a cache line: best for SIMD kernels and transfer engines
+CODES_ALIGN_BYTES = 16  # of latents: a GPU's widest load
 LAYER, TAIL = "layer", "tail"  # of a drafter
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -43,8 +44,9 @@ class CacheSpec:
         return self.row_bytes() if self.drafter == TAIL else self.bytes_per_token() * page_size
 
     def row_bytes(self) -> int:
-        """Bytes of K or V per token and head, or of a tail."""
-        return self.head_dim * self.element_bytes + self.fp8
+        """Bytes of K or V per token and head, or of a tail. Codes of latents are padded."""
+        size = self.head_dim * self.element_bytes + self.fp8
+        return _align(size, CODES_ALIGN_BYTES) if self.fp8 and self.latent else size
 
     def v_offset(self, page_size: int) -> int:
         """Bytes from K to V in a page."""

@@ -2,13 +2,13 @@
 
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from engine.core.plan import PageCopy, Plan, PlanItem
+from engine.core.plan import PageCopy, Plan, PlanItem, StateCopy
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.kv.page_copies import Arrival, CudaRows, DirectCopies, PageCopies, SideStream, StagedCopies, word_cuts
 from engine.kv.state_pool import StatePool
@@ -93,10 +93,7 @@ class HostPool:
         self._copies.load(seq, back, by_layer=False).hold_all()
 
     def begin(self, plan: Plan) -> Arrival:
-        """Copy between tiers before the forward, which waits for loads by layer.
-
-        Earlier loads of pages that this step reads are awaited as a whole.
-        """
+        """Copy between tiers before the forward, which awaits loads by layer."""
         self._copies.await_loads(page for item in plan.items for page in item.new_pages)
         self._copies.save(plan.seq, plan.to_host)
         arrival = self._load(plan) if plan.from_host else Arrival()
@@ -120,6 +117,33 @@ class HostPool:
             self._pinned.close()
 
 
+class HostStates:
+    """States of the host tier, copied in the stream of steps; pinned for CUDA pools."""
+
+    def __init__(self, *, count: int, slot_bytes: int, device: str, threads: int = 1) -> None:
+        self.count = count
+        self.slot_bytes = slot_bytes
+        size_bytes, on_cpu = count * slot_bytes, device == "cpu"
+        self._pinned = None if on_cpu else PinnedBytes(size_bytes, registrar=CudaRegistrar(), threads=threads)
+        buffer = zeroed_bytes(size_bytes, torch.device("cpu")) if self._pinned is None else self._pinned.tensor
+        self._rows = buffer.view(count, slot_bytes)
+
+    def slot(self, number: int) -> memoryview:
+        return self._rows[number].numpy().data
+
+    def save(self, slots: Tensor, copies: Iterable[PageCopy]) -> None:
+        for copy in copies:
+            self._rows[copy.host_page].copy_(slots[copy.page], non_blocking=True)
+
+    def load(self, slots: Tensor, copy: StateCopy) -> None:
+        assert copy.from_host and copy.src is not None
+        slots[copy.dst].copy_(self._rows[copy.src], non_blocking=True)
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+
+
 def _pages_of(pool: KVPool | StatePool) -> tuple[int, int, int, list[int]]:
     if isinstance(pool, StatePool):
         return pool.slot_bytes, 1, 1, [pool.slot_bytes]
@@ -130,13 +154,26 @@ def allocate_host_pool(pool: KVPool | StatePool, num_pages: int, *, flag: str, r
     """Raises ConfigError with `remedy`."""
     try:
         return HostPool(pool, num_pages=num_pages, threads=usable_cores())
-    except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        size = num_pages * _pages_of(pool)[0] / 1e9
-        raise ConfigError(f"{flag}: no host memory for {size:.1f} GB ({error}); {remedy}") from error
+    except NO_MEMORY as error:
+        raise _too_large(num_pages * _pages_of(pool)[0], error, flag, remedy) from error
+
+
+def allocate_host_states(count: int, slot_bytes: int, *, device: str, flag: str, remedy: str) -> HostStates | None:
+    """Raises ConfigError."""
+    try:
+        return HostStates(count=count, slot_bytes=slot_bytes, device=device, threads=usable_cores()) if count else None
+    except NO_MEMORY as error:
+        raise _too_large(count * slot_bytes, error, flag, remedy) from error
+
+
+NO_MEMORY = (MemoryError, OSError, RuntimeError, ValueError)
+
+
+def _too_large(size_bytes: int, error: Exception, flag: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{flag}: no host memory for {size_bytes / 1e9:.1f} GB ({error}); {remedy}")
 
 
 def _first_written(items: list[PlanItem], page_size: int) -> Iterator[int]:
-    """Yield pages first written in this step, perhaps still being copied out."""
     for item in items:
         yield from item.new_pages[max(0, item.start // page_size - item.page_start) :]
 

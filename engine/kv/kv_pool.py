@@ -109,7 +109,7 @@ ONE_UNIT = Units(1, 0)
 class KVPool:
     """Pages 1..num_pages with `specs` per layer, the drafter's last; page 0 is scratch for padding.
 
-    New memory is zero, so no stale NaN enters masked sums.
+    New memory is zero: no stale NaN enters masked sums.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class KVPool:
         self._parts = unit_parts(specs, units)
         offsets = layer_offsets(self._parts, page_size)
         self._show(list(zip(self._parts, offsets, strict=True))[: len(self.specs)])
-        self._token_rows = [self._rows_of(run) for run in like_layers(self._parts, page_size)]
+        self._runs = like_layers(self._parts, page_size)
+        self._token_rows = [self._rows_of(run) for run in self._runs]
         self.drafter = self._drafter(specs, offsets) if len(self.specs) < len(specs) else None
 
     def _show(self, layers: Sequence[tuple[CacheSpec, int]]) -> None:
@@ -184,10 +185,15 @@ class KVPool:
         return unit_end(self._parts, self.page_size)
 
     def bits_of(self, num_tokens: int) -> torch.Tensor:
-        """Mask of the first `num_tokens` tokens and the tail, uint8 of a unit."""
+        """Mask of the first `num_tokens` tokens and the tail: uint8 of a unit, or its period."""
+        row_bytes = self._runs[0].row_bytes
+        if len(self._runs) == 1 and self.tails is None and self.page_size * row_bytes % max(WORDS) == 0:
+            bits = torch.zeros(self.page_size * row_bytes, dtype=torch.uint8, device=self.device)
+            bits[: num_tokens * row_bytes] = 255
+            return bits
         bits = torch.zeros(self.unit_bytes, dtype=torch.uint8, device=self.device)
         layout = {"num_pages": 1, "page_size": self.page_size, "units": 1, "page_bytes": self.unit_bytes}
-        for run in like_layers(self._parts, self.page_size):
+        for run in self._runs:
             token_rows(bits, run, **layout)[:, :, :, :num_tokens].bitwise_not_()
         if self.tails is not None:
             bits[layer_offsets(self._parts, self.page_size)[-1] : self.unit_end] = 255
@@ -332,11 +338,10 @@ def fingerprint(model_path: str, *, dummy: bool = False) -> str:
     return _hash(model_path, times=True, dummy=dummy)[:32]
 
 
-def fingerprint_of(config: EngineConfig) -> str:
+def fingerprint_of(config: EngineConfig, *, times: bool = True) -> str:
     """Fingerprints of model and drafter, both in pages. Raises ConfigError."""
-    dummy, drafter = config.load_format == DUMMY, config.speculative_draft_model_path
-    own = fingerprint(config.model_path, dummy=dummy)
-    return own if drafter is None else f"{own}+{fingerprint(drafter, dummy=dummy)}"
+    paths = [path for path in (config.model_path, config.speculative_draft_model_path) if path is not None]
+    return "+".join(_hash(path, times=times, dummy=config.load_format == DUMMY)[:32] for path in paths)
 
 
 def weights_number(model_path: str, *, dummy: bool = False) -> int:

@@ -44,8 +44,7 @@ class _Copies:
 
     def _save(self, key: int, pages: Sequence[int]) -> list[PageCopy]:
         assert len(pages) <= len(self._free), "more copies than the host has room for"
-        host_pages = [self._free.pop() for _ in pages]
-        self._copies[key] = host_pages
+        host_pages = self._copies[key] = [self._free.pop() for _ in pages]
         return [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
 
     def _load(self, key: int, start: int, pages: Sequence[int]) -> list[PageCopy]:

@@ -10,7 +10,11 @@ changes the sum, other damage passes once in 2^64. No defence against forgers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +22,6 @@ from engine.kv.cache_spec import KVShard
 from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import STATE, StatePool
 from engine.kv.step_batch import upload
-from service.waiter import start_in_thread
 
 GOLDEN = 0x9E3779B97F4A7C15
 MUL_1 = 0xBF58476D1CE4E5B9
@@ -43,72 +46,104 @@ def shift(x: Tensor, bits: int) -> Tensor:
 
 
 NAME = "splitmix64-tokens"  # peers must compute the same
-SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
-MORE_SCRATCH_BYTES = 1 << 26
-MAX_ROWS = 1 << 16  # per kernel launch
+SCRATCH_WORDS = 1 << 15  # of torch's sums: they stay in a core's cache
 WORD_BYTES = 8
 WINDOWS = 1 << 61  # position of window pages' words, after all others
 ODD = signed(GOLDEN)
 
-# int64 (words [rows, n], rows [k], keys [k], count) -> [k]: per row the sum of its first `count`
-# words
-PageSums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+# (words [n], starts int64[k], keys int64[k], count, step, bits int64[m]) -> int64[k]: `word_sums`
+WordSums = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], Tensor]
 Pending = Callable[[], int | None]  # None: not computed yet, poll again
+Values = Callable[[], list[int] | None]
+Later = Callable[[Callable[[], Tensor], int], Values]  # (work that returns int64[n], bytes that it reads) -> a poll
+
+
+def word_sums(words: Tensor, starts: Tensor, keys: Tensor, count: int, step: int, bits: Tensor | None = None) -> Tensor:
+    """Row r: the sum over i < count of mix((words[starts[r] + i] & bits[i % m]) + keys[r] + (i + 1) * step)."""
+    sums = torch.zeros_like(starts)
+    for at in range(0, count, SCRATCH_WORDS):
+        number = torch.arange(at, min(at + SCRATCH_WORDS, count), device=words.device)
+        rows, positions = max(1, SCRATCH_WORDS // len(number)), (number + 1) * step
+        for row in range(0, len(starts), rows):
+            of = slice(row, row + rows)
+            first = int(starts[row]) + at  # a slice is twice as fast as an index
+            x = words[starts[of, None] + number] if rows > 1 else words[None, first : first + len(number)]
+            x = x.to(torch.int64) if bits is None else x & bits[number % len(bits)]
+            sums[of] += mix(x + positions + keys[of, None]).sum(1)
+    return sums
+
+
+def at_once(work: Callable[[], Tensor], size_bytes: int) -> Values:
+    known = work().tolist()
+    return lambda: known
+
+
+INLINE_BYTES = 8 << 20  # a millisecond: another thread may wait as long for a core
+
+
+class Concurrent:
+    """Large CPU sums in a thread, a GPU's on the current stream. `wakeup`: a late one is ready."""
+
+    def __init__(self, wakeup: Callable[[], None]) -> None:
+        self._wakeup = wakeup
+        self._thread = ThreadPoolExecutor(1, "checksum")
+
+    def __call__(self, work: Callable[[], Tensor], size_bytes: int) -> Values:
+        return at_once(work, size_bytes) if size_bytes < INLINE_BYTES else self._late(lambda: work().tolist())
+
+    def on_gpu(self, work: Callable[[], Tensor], size_bytes: int) -> Values:
+        totals = work()
+        host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True).copy_(totals, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return self._late(lambda: event.synchronize() or host.tolist())
+
+    def _late(self, values: Callable[[], list[int]]) -> Values:
+        landed = self._thread.submit(values)
+        landed.add_done_callback(lambda _: self._wakeup())
+        return lambda: landed.result() if landed.done() else None
 
 
 class PageChecksum:
-    """Checksum, called after the writing step was collected; then poll its result.
-
-    `page_sums` is one kernel instead of twelve operators; `begin` the first word's position.
-    `wakeup` is called in a thread when a late checksum is ready.
-    """
+    """Called after the writing step was collected. `begin`: the first word's position."""
 
     def __init__(
         self,
         pool: KVPool,
         *,
         held: KVShard | None = None,
-        page_sums: PageSums | None = None,
+        sums: WordSums = word_sums,
         begin: int = 0,
-        wakeup: Callable[[], None] = lambda: None,
+        later: Later = at_once,
     ) -> None:
         assert pool.unit_bytes % WORD_BYTES == 0, pool.unit_bytes
         self._pool = pool
         self._held = held or pool.held
         assert len(self._held.units) == pool.units and len(self._held.layers) == pool.num_parts, self._held
-        self._words = pool.buffer.view(torch.int64).view((1 + pool.num_pages) * pool.units, -1)
+        self._words = pool.buffer.view(torch.int64)
         self._count, first, self._of_unit = _places(pool, self._held)
         self._begin = begin + first
-        self._offsets = torch.arange(1, self._count + 1, dtype=torch.int64, device=pool.device) * ODD
-        self._units = torch.arange(pool.units, dtype=torch.int64)
-        scratch = SCRATCH_BYTES.get(pool.device.type, MORE_SCRATCH_BYTES)
-        self.pages_at_a_time = max(1, scratch // pool.page_bytes)
-        self._page_sums = page_sums
-        self._wakeup = wakeup
-        if page_sums is not None:
-            self.pages_at_a_time = max(1, MAX_ROWS // pool.units)
-            none = upload(torch.tensor([0]), pool.device)
-            page_sums(self._words, none, none, self._count)  # compiled before a request waits for it
+        self._sums, self._later = sums, later
+        if pool.device.type != "cpu":
+            self([0, 0], 1 + pool.page_size)  # compiled before a request waits for it
 
     def __call__(self, pages: Sequence[int], num_tokens: int | None = None) -> Pending:
-        """Compute a signed 64-bit checksum, concurrently to steps on CUDA.
+        """Compute a signed 64-bit checksum.
 
         `num_tokens`: up to the end of the last page, by default full.
         """
-        total = torch.zeros((), dtype=torch.int64, device=self._words.device)
-        in_last = (num_tokens or 0) % self._pool.page_size
-        num_filled = len(pages) - (in_last > 0 and len(pages) > 0)
-        for at in range(0, num_filled, self.pages_at_a_time):
-            rows, keys = self._upload_places(pages[at : min(at + self.pages_at_a_time, num_filled)], at)
-            if self._page_sums is not None:
-                total += self._page_sums(self._words, rows, keys, self._count).sum()
-            else:
-                total += self._sum(self._words[:, : self._count][rows], keys)
-        if num_filled < len(pages):
-            rows, keys = self._upload_places(pages[num_filled:], num_filled)
-            bits = self._pool.bits_of(in_last).view(torch.int64)[: self._count]
-            total += self._sum(self._words[:, : self._count][rows].bitwise_and_(bits), keys)
-        values = values_of(total.view(1), self._wakeup)
+        starts, keys = self._places(pages)
+        in_last = (num_tokens or 0) % self._pool.page_size if pages else 0
+        full = len(starts) - self._pool.units * (in_last > 0)
+        bits = self._pool.bits_of(in_last).view(torch.int64) if in_last else None
+
+        def total() -> Tensor:
+            sums = self._sums(self._words, starts[:full], keys[:full], self._count, ODD, None).sum()
+            if bits is not None:
+                sums += self._sums(self._words, starts[full:], keys[full:], self._count, ODD, bits).sum()
+            return sums.view(1)
+
+        values = self._later(total, len(pages) * self._pool.page_bytes)
 
         def value() -> int | None:
             there = values()
@@ -116,16 +151,13 @@ class PageChecksum:
 
         return value
 
-    def _sum(self, words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return mix(words.add_(self._offsets).add_(keys[:, None])).sum()
-
-    def _upload_places(self, pages: Sequence[int], first: int) -> torch.Tensor:
-        """int64[2, units]: rows, and positions of first words times ODD."""
-        held, number = self._held, torch.arange(first, first + len(pages))
-        rows = torch.tensor(pages, dtype=torch.int64)[:, None] * len(self._units) + self._units
-        units = number[:, None] * held.num_units + held.units.start + self._units
-        places = torch.stack((rows.flatten(), (units.flatten() * self._of_unit + self._begin) * ODD))
-        return upload(places, self._words.device)
+    def _places(self, pages: Sequence[int]) -> Tensor:
+        """int64[2, units]: first words, and their positions times ODD."""
+        held, unit = self._held, np.arange(self._pool.units)
+        starts = (np.array(pages, np.int64)[:, None] * len(unit) + unit) * (self._pool.unit_bytes // WORD_BYTES)
+        units = np.arange(len(pages))[:, None] * held.num_units + (held.units.start + unit)
+        places = np.stack((starts, (units * self._of_unit + self._begin) * ODD))
+        return upload(torch.from_numpy(places.reshape(2, -1)), self._pool.device)
 
 
 def _places(pool: KVPool, held: KVShard) -> tuple[int, int, int]:
@@ -136,23 +168,6 @@ def _places(pool: KVPool, held: KVShard) -> tuple[int, int, int]:
     sizes = {spec.bytes_per_token() for spec in pool.specs}
     assert len(sizes) == 1 and rest == 0, "layers of a stage must be alike, and of whole words"
     return count, held.layers.start * layer, held.num_layers * layer
-
-
-def values_of(totals: torch.Tensor, wakeup: Callable[[], None]) -> Callable[[], list[int] | None]:
-    """A poll for int64[n] `totals`."""
-    if totals.device.type == "cpu":
-        known = totals.tolist()
-        return lambda: known
-    host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True).copy_(totals, non_blocking=True)
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-
-    def values() -> list[int]:
-        event.synchronize()
-        return list(host.tolist())
-
-    landed = start_in_thread(values, name="checksum", when_done=wakeup)
-    return lambda: landed.result() if landed.done() else None
 
 
 BEGIN = 1 << 62  # after all words of pages
@@ -167,18 +182,26 @@ class StateChecksum:
     and heads. `layers`: the pool's among the model's recurrent ones.
     """
 
-    def __init__(self, pool: StatePool, *, layers: range, wakeup: Callable[[], None] = lambda: None) -> None:
-        self._rows = pool.slots
-        self._runs = list(_runs(pool, layers))
-        self._names = [f"state {begin}-{begin + size}" for begin, _, size, _ in self._runs]
-        self._wakeup = wakeup
-        self._at_once = SCRATCH_BYTES.get(pool.device.type, MORE_SCRATCH_BYTES) // WORD_BYTES
-        self._numbers = torch.arange(self._at_once, dtype=torch.int64, device=pool.device) * ODD
+    def __init__(self, pool: StatePool, *, layers: range, sums: WordSums = word_sums, later: Later = at_once) -> None:
+        self._slot_bytes = pool.slot_bytes
+        self._sums, self._later = sums, later
+        self._names, self._groups = list[str](), list[tuple[Tensor, Tensor, Tensor, int, int]]()
+        of_kind = itemgetter(3, 2)
+        for (word, size), alike in groupby(sorted(_runs(pool, layers), key=of_kind), key=of_kind):
+            begins, places, *_ = zip(*alike, strict=True)
+            self._names += [f"state {begin}-{begin + size}" for begin in begins]
+            keys = [signed((BEGIN + begin - word) * GOLDEN % (1 << 64)) for begin in begins]
+            starts, keys = upload(torch.tensor([[at // word for at in places], keys]), pool.device)
+            words = pool.slots.view(-1).view(CONV_WORD if word == CONV_WORD.itemsize else RECURRENT_WORD)
+            self._groups.append((words, starts, keys, size // word, word))
+        if pool.device.type != "cpu":
+            self(0)  # compiled before a request waits for it
 
     def __call__(self, slot: int) -> Callable[[], dict[str, int] | None]:
-        row = self._rows[slot]
-        sums = [self._sum(row[at : at + size].view(word), begin) for begin, at, size, word in self._runs]
-        values = values_of(torch.stack(sums), self._wakeup)
+        def sums() -> Tensor:
+            return torch.cat([self._of(slot, *group) for group in self._groups])
+
+        values = self._later(sums, self._slot_bytes)
 
         def found() -> dict[str, int] | None:
             there = values()
@@ -186,19 +209,15 @@ class StateChecksum:
 
         return found
 
-    def _sum(self, words: Tensor, begin: int) -> Tensor:
-        total, numbers = torch.zeros((), dtype=torch.int64, device=words.device), self._numbers * words.itemsize
-        for at in range(0, len(words), self._at_once):
-            piece = words[at : at + self._at_once].to(torch.int64)
-            first = signed((BEGIN + begin + at * words.itemsize) * GOLDEN % (1 << 64))
-            total += mix(piece.add_(numbers[: len(piece)]).add_(first)).sum()
-        return total
+    def _of(self, slot: int, words: Tensor, starts: Tensor, keys: Tensor, count: int, word: int) -> Tensor:
+        step = signed(word * GOLDEN % (1 << 64))
+        return self._sums(words, starts + slot * (self._slot_bytes // word), keys, count, step, None)
 
 
-def _runs(pool: StatePool, layers: range) -> Iterator[tuple[int, int, int, torch.dtype]]:
-    """Yield (byte of the model's state, byte of a slot, bytes, word type) per range."""
+def _runs(pool: StatePool, layers: range) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (byte of the model's state, byte of a slot, bytes, bytes of a word) per range."""
     runs = iter(pool.runs(layers))
     for spec in pool.specs:
         for _ in spec.part.channels:
-            yield *next(runs), CONV_WORD
-        yield *next(runs), RECURRENT_WORD
+            yield *next(runs), CONV_WORD.itemsize
+        yield *next(runs), RECURRENT_WORD.itemsize

@@ -7,7 +7,7 @@ StagedCopies   on side streams, concurrent with the forward (GPUs)
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Protocol, Self
 
@@ -210,6 +210,7 @@ class _UnderWay:
         return any(c.page in self.pages or c.host_page in self.host_pages for c in copies)
 
 
+@dataclass(eq=False)
 class StagedCopies:
     """Copies by a device gather or scatter, and one transfer per run of host pages.
 
@@ -221,28 +222,22 @@ class StagedCopies:
       batch   after the previous batch of its direction
 
     Layerwise loads transfer columns. Host pages must not change until their step is collected,
-    which calls `wait`.
+    which calls `wait`. `layer_cuts`: starts of layers and end in words of a unit.
     """
 
-    def __init__(
-        self,
-        device_pages: Tensor,
-        host_pages: Tensor,
-        *,
-        layer_cuts: Sequence[int],
-        units: int = 1,
-        make_stream: Callable[[], SideStream],
-        copy_rows: CopyRows,
-    ) -> None:
-        """`layer_cuts`: starts of layers and end in words of a unit."""
-        self._device_pages = device_pages
-        self._host_pages = host_pages
-        self._units = units
+    device_pages: Tensor
+    host_pages: Tensor
+    _: KW_ONLY
+    layer_cuts: InitVar[Sequence[int]]
+    units: int = 1
+    make_stream: InitVar[Callable[[], SideStream]]
+    copy_rows: CopyRows
+
+    def __post_init__(self, layer_cuts: Sequence[int], make_stream: Callable[[], SideStream]) -> None:
         self._layer_cuts = list(layer_cuts)
-        self._copy_rows = copy_rows
-        self._page_words = device_pages.shape[1]
-        self._out = _Direction(device_pages, make_stream)
-        self._back = _Direction(device_pages, make_stream)
+        self._page_words = self.device_pages.shape[1]
+        self._out = _Direction(self.device_pages, make_stream)
+        self._back = _Direction(self.device_pages, make_stream)
         self._leaving: deque[_UnderWay] = deque()
         self._coming: deque[_UnderWay] = deque()
 
@@ -271,7 +266,7 @@ class StagedCopies:
         return arrival
 
     def _num_groups(self, copies: list[PageCopy]) -> int:
-        size_bytes = len(copies) * self._page_words * self._device_pages.element_size()
+        size_bytes = len(copies) * self._page_words * self.device_pages.element_size()
         num_runs = sum(1 for _ in runs([c.host_page for c in copies]))
         num_layers = len(self._layer_cuts) - 1
         return max(1, min(num_layers, size_bytes // MIN_GROUP_BYTES, MAX_TRANSFERS // num_runs))
@@ -281,7 +276,7 @@ class StagedCopies:
         for end in equal_groups(len(self._layer_cuts) - 1, count):
             begin_word, end_word = self._layer_cuts[first], self._layer_cuts[end]
             work = partial(self._copy_back, words=slice(begin_word, end_word))
-            yield first, self._back.run(copies, self._units * (end_word - begin_word), work)
+            yield first, self._back.run(copies, self.units * (end_word - begin_word), work)
             first = end
 
     def await_loads(self, pages: Iterable[int]) -> None:
@@ -309,22 +304,22 @@ class StagedCopies:
                     mark.wait()
 
     def _copy_out(self, copies: list[PageCopy], staging: Tensor) -> None:
-        torch.index_select(self._device_pages, 0, self._index(copies), out=staging)
+        torch.index_select(self.device_pages, 0, self._index(copies), out=staging)
         for at, host_page, n in runs([c.host_page for c in copies]):
-            self._host_pages[host_page : host_page + n].copy_(staging[at : at + n], non_blocking=True)
+            self.host_pages[host_page : host_page + n].copy_(staging[at : at + n], non_blocking=True)
 
     def _copy_back(self, copies: list[PageCopy], staging: Tensor, *, words: slice) -> None:
-        units = self._units
-        host, parts = self._host_pages.view(-1, self._page_words // units), staging.view(len(copies) * units, -1)
+        units = self.units
+        host, parts = self.host_pages.view(-1, self._page_words // units), staging.view(len(copies) * units, -1)
         for at, host_page, n in runs([c.host_page for c in copies]):
-            self._copy_rows(
+            self.copy_rows(
                 parts[at * units : (at + n) * units], host[host_page * units : (host_page + n) * units, words]
             )
-        device = self._device_pages.view(len(self._device_pages), units, -1)
+        device = self.device_pages.view(len(self.device_pages), units, -1)
         device[:, :, words][self._index(copies)] = parts.view(len(copies), units, -1)
 
     def _index(self, copies: list[PageCopy]) -> Tensor:
-        return upload(torch.tensor([c.page for c in copies], dtype=torch.int64), self._device_pages.device)
+        return upload(torch.tensor([c.page for c in copies], dtype=torch.int64), self.device_pages.device)
 
 
 Work = Callable[[list[PageCopy], Tensor], None]  # (copies, staging [copies, words])

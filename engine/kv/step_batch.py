@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from engine.core.plan import PlanItem
 
 @dataclass(slots=True)
 class WindowRows:
-    """StepBatch tables of the window pool; rows have stale pages before the window."""
+    """A step's tables of the window pool; rows have stale pages before the window."""
 
     page_table: torch.Tensor
     token_pages: torch.Tensor
@@ -85,7 +85,8 @@ class StepBatch:
 class DeviceStep:
     """Decode step with lengths int32[B] only on the device, for captured graphs.
 
-    state_rows: [3, B]: first row, end and state slot of requests; padding is empty.
+    state_rows: [3, B]: first row, end and state slot of requests; padding is empty. `windows`: as
+    of StepBatch.
     """
 
     page_table: torch.Tensor
@@ -95,6 +96,7 @@ class DeviceStep:
     token_offsets: torch.Tensor
     paths: TreePaths | None = None
     state_rows: torch.Tensor | None = None
+    windows: WindowRows | None = None
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ class DeviceExtend:
     kv_lens: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
+    windows: WindowRows | None = None
 
 
 # ---- Asynchronous host to device copies.
@@ -131,7 +134,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def upload_into(target: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy into `target` in stream order."""
     if target.device.type == "cpu":
         target.copy_(x)
     else:
@@ -155,26 +157,30 @@ class PageTable:
 
     def update(self, items: list[PlanItem]) -> None:
         """Append each item's new pages to its row, in one scatter."""
-        self._append((item.slot, item.page_start, item.new_pages) for item in items)
+        self._append(self.rows, ((item.slot, item.page_start, item.new_pages) for item in items))
 
-    def _append(self, new: Iterable[tuple[int, int, list[int]]]) -> None:
+    def _append(self, table: Tensor, new: Iterable[tuple[int, int, list[int]]]) -> None:
         """`new`: (row, column, pages from there on)."""
-        slots: list[int] = []
+        rows: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
-        for slot, start, ids in new:
+        for row, start, ids in new:
             n = len(ids)
-            slots += [slot] * n
+            rows += [row] * n
             columns += range(start, start + n)
             pages += ids
         if pages:
-            at = upload(torch.tensor([slots, columns, pages]), self.device)
-            self.rows[at[0], at[1]] = at[2].to(torch.int32)
+            at = upload(torch.tensor([rows, columns, pages]), self.device)
+            table[at[0], at[1]] = at[2].to(torch.int32)
 
     def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The (pages, offsets) of positions of the slots' requests, all [T] int64."""
         column = positions // self.page_size
         return self.rows[slots, column].to(torch.int64), positions - column * self.page_size
+
+    def window_rows(self, slots: Tensor, positions: Tensor) -> WindowRows | None:
+        """Tables of a window pool; `locate` gives the offsets."""
+        return None
 
 
 class WindowedPageTable(PageTable):
@@ -183,7 +189,15 @@ class WindowedPageTable(PageTable):
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
         super().__init__(num_slots=num_slots, max_pages=max_pages, page_size=page_size, device=device)
         self.windows = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=page_size, device=device)
+        self._both = torch.cat((self.rows, self.windows.rows))  # one tensor, for one scatter
+        self.rows, self.windows.rows = self._both.chunk(2)
 
     def update(self, items: list[PlanItem]) -> None:
-        super().update(items)
-        self.windows._append((item.slot, item.window_start, item.new_window) for item in items)
+        first = len(self.rows)
+        full = ((item.slot, item.page_start, item.new_pages) for item in items)
+        windows = ((first + item.slot, item.window_start, item.new_window) for item in items)
+        self._append(self._both, chain(full, windows))
+
+    def window_rows(self, slots: Tensor, positions: Tensor) -> WindowRows:
+        column = positions // self.page_size
+        return WindowRows(self.windows.rows, self.windows.rows[slots, column].to(torch.int64))

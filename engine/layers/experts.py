@@ -1,4 +1,4 @@
-"""Products of experts: rows are sorted by expert, so each weight is read once."""
+"""Products of experts: rows sorted by expert read each weight once."""
 
 import threading
 from typing import Any, Protocol, Self
@@ -23,11 +23,20 @@ class RoutedTokens:
         self.rows: Tensor | None = None
         self._adding = threading.Lock()  # two streams may compute at once
 
+    def real(self, slots: Tensor) -> Tensor:
+        """Return `slots` [T, k], -1 in rows that are not counted."""
+        if self.rows is None:
+            return slots
+        return torch.where(torch.arange(len(slots), device=slots.device).unsqueeze(1) < self.rows, slots, -1)
+
     def add(self, chosen: Tensor, rows: Tensor) -> None:
         if self.rows is not None:
             real = torch.arange(len(chosen), device=chosen.device).unsqueeze(1) < self.rows
             ones = real.expand_as(chosen).flatten().to(torch.int64)
             rows = torch.zeros_like(rows).scatter_add_(0, chosen.flatten().to(torch.int64), ones)
+        self.add_real(rows)
+
+    def add_real(self, rows: Tensor) -> None:
         with self._adding:
             self.total += rows
 
@@ -119,6 +128,10 @@ class _GatedMatrices:
         for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
             mine.take(theirs)
 
+    def takes(self, other: Self) -> bool:
+        """True: in any form."""
+        return True
+
     def _down(self, inner: Tensor, rows: Tensor) -> list[Tensor]:
         parts = torch.split(inner, self._width, dim=1)
         return [down.partial(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
@@ -136,8 +149,6 @@ class Experts(_GatedMatrices):
 
 
 class _TorchMatrices:
-    """Torch's grouped product."""
-
     def __init__(self, matrices: list[Tensor]) -> None:
         self._weights = torch.stack([matrix.t() for matrix in matrices])
 
@@ -209,7 +220,6 @@ class BiasedExperts(_GatedMatrices):
             self._down_bias.copy_(other._down_bias)
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
-        """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
         places = torch.arange(len(x), device=x.device)
         expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=len(rows) - 1)  # no expert: any
         both = self._gate_up.partial(x, rows) + self._gate_up_bias[expert]

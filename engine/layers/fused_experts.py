@@ -5,7 +5,18 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.experts import down, expert_tiles, route, route_constants, sort, up, weighed_sum
+from engine.kernels.triton.experts import (
+    PACKED_INPUTS,
+    down,
+    expert_tiles,
+    is_long,
+    route,
+    route_constants,
+    sort,
+    up,
+    weighed_sum,
+)
+from engine.kernels.triton.packed import Stack, packed
 from engine.layers.experts import RoutedTokens
 from engine.layers.linear import sums_matrix
 from engine.model_files.experts_config import ClampedGate, ExpertsConfig
@@ -57,21 +68,28 @@ class FusedExperts:
         self, gate_up: list[Weight], down: list[Weight], *, segments: int, clamped: Clamped | None = None
     ) -> None:
         self._segments = segments
-        self._gate_up = _stacked(gate_up, alternates=clamped is None)
-        self._down = _stacked(down, alternates=False)
+        packs = segments == 1
+        self._gate_up = _stacked(gate_up, alternates=clamped is None, packs=packs)
+        self._down = _stacked(down, alternates=False, packs=packs)
         self._gate_up_bias, self._down_bias, self._clamp = None, None, None
         if clamped is not None:
             self._gate_up_bias, self._down_bias = clamped.gate_up_bias, clamped.down_bias
             self._clamp = float(clamped.gate.alpha), float(clamped.gate.limit)
 
     def take(self, other: Self) -> None:
+        """Copy weights of `other`, as they are stored, into the same memory."""
         for mine, theirs in zip(self._tensors, other._tensors, strict=True):
             mine.copy_(theirs)
 
+    def takes(self, other: Self) -> bool:
+        """True if `other` is stored in the same form."""
+        forms = [[(tensor.shape, tensor.dtype) for tensor in each._tensors] for each in (self, other)]
+        return forms[0] == forms[1] and (self._gate_up.form, self._down.form) == (other._gate_up.form, other._down.form)
+
     @property
     def _tensors(self) -> list[Tensor]:
-        every = self._gate_up, self._down, self._gate_up_bias, self._down_bias
-        return [tensor for tensor in every if tensor is not None]
+        stacks = [tensor for stack in (self._gate_up, self._down) for tensor in (stack.weight, stack.factors)]
+        return [tensor for tensor in (*stacks, self._gate_up_bias, self._down_bias) if tensor is not None]
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         places = torch.arange(len(x), device=x.device)
@@ -89,8 +107,7 @@ class FusedExperts:
     ) -> list[Tensor]:
         """Return [T, hidden] per segment, plus `SharedExpert.parts`, in `dtype`."""
         sums, gate = (None, None) if shared is None else shared
-        # A long step's answers are most of its bytes: they are rounded.
-        rounds = expert_tiles(chosen.numel(), len(self._down), x.dtype).rows > 16
+        rounds = is_long(chosen.numel(), self._down.shape[0])
         answers = self._answers(x, chosen, dtype=x.dtype if rounds else torch.float32)
         return [
             weighed_sum(part, weights, shared=None if sums is None else sums[i], gate=gate, dtype=dtype)
@@ -98,15 +115,20 @@ class FusedExperts:
         ]
 
     def _answers(self, x: Tensor, chosen: Tensor, *, dtype: torch.dtype) -> Tensor:
-        tiles = expert_tiles(chosen.numel(), len(self._down), x.dtype)
-        blocks = sort(chosen, experts=len(self._down), rows=tiles.rows)
-        inner = up(x, self._gate_up, self._gate_up_bias, blocks, clamp=self._clamp, tiles=tiles)
+        pairs, experts = chosen.numel(), self._down.shape[0]
+        stacks = self._gate_up, self._down
+        of_up, of_down = (expert_tiles(pairs, experts, x.dtype, packed=stack.form is not None) for stack in stacks)
+        blocks = sort(chosen, experts=experts, rows=of_up.rows)
+        inner = up(x, self._gate_up, self._gate_up_bias, blocks, clamp=self._clamp, tiles=of_up)
         segments = self._segments
-        return down(inner, self._down, self._down_bias, blocks, segments=segments, dtype=dtype, tiles=tiles)
+        return down(inner, self._down, self._down_bias, blocks, segments=segments, dtype=dtype, tiles=of_down)
 
 
-def _stacked(matrices: list[Weight], *, alternates: bool) -> Tensor:
-    # [experts, outputs, inputs]; `alternates`: rows of gate and up in turn
+def _stacked(matrices: list[Weight], *, alternates: bool, packs: bool) -> Stack:
+    """`alternates`: interleave rows of gate and up. `packs`: if their form allows it."""
+    found = packed(matrices, inputs=PACKED_INPUTS, alternates=alternates) if packs else None
+    if found is not None:
+        return found
     first = dense_of(matrices[0])
     stack = torch.empty((len(matrices), *first.shape), dtype=first.dtype, device=first.device)
     for into, matrix in zip(stack, matrices, strict=True):
@@ -115,4 +137,4 @@ def _stacked(matrices: list[Weight], *, alternates: bool) -> Tensor:
             into, dense = into.view(-1, 2, into.shape[1]), dense.unflatten(0, (2, -1)).transpose(0, 1)
         into.copy_(dense)
     matrices.clear()
-    return stack
+    return Stack(stack, None, (len(stack), *first.shape), None)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.linear import PackedMatrices, linear_kernel
+from engine.layers.linear import RMSNorm
+from engine.layers.rope import Turn, apply_rope
 
 Scores = Callable[[int, int], Tensor]  # (first row, end) -> [n, kv_len] fp32
 SCORES_AT_ONCE = 1 << 24  # of the index, rows * heads * tokens: 64 MiB
@@ -72,7 +74,7 @@ class TokenChooser:
 
 
 @dataclass(frozen=True, slots=True)
-class NewLatents:
+class RotatedLatents:
     """New tokens after RoPE. q [T, heads, dim]: absorbed, scores are `scale` * q . latent.
 
     latents [T, width]: K of all heads, V in the first `rank` elements, perhaps more for `chooser`.
@@ -85,6 +87,35 @@ class NewLatents:
     chooser: TokenChooser | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class NewLatents:
+    """New tokens before norm and RoPE. Rotate once only, because it completes q.
+
+    q [T, heads, rank + rope_dim]: its last elements are not set; rotary [T, heads, rope_dim].
+    latents [T, rank + rope_dim]: `norm` takes the first, RoPE the last. index: key [T, dim], and
+    what it is for.
+    """
+
+    q: Tensor
+    rotary: Tensor
+    latents: Tensor
+    norm: RMSNorm
+    turn: Turn
+    scale: float
+    index: tuple[Tensor, TokenChooser] | None = None
+
+    def rotated(self) -> RotatedLatents:
+        rope_dim = self.rotary.shape[2]
+        kept, key = self.latents.split([self.latents.shape[1] - rope_dim, rope_dim], dim=1)
+        both = apply_rope(torch.cat((self.rotary, key.unsqueeze(1)), 1), *self.turn)
+        self.q[:, :, self.q.shape[2] - rope_dim :] = both[:, :-1]
+        latents, chooser = [self.norm.of_columns(kept), both[:, -1]], None
+        if self.index is not None:
+            index_key, chooser = self.index
+            latents.append(index_key)
+        return RotatedLatents(self.q, torch.cat(latents, 1), self.scale, chooser)
+
+
 class HeadProducts:
     """y[t, h] = matrices[h] x[t, h]; each [out, in]. Empties the list.
 
@@ -92,17 +123,20 @@ class HeadProducts:
     """
 
     def __init__(self, matrices: list[Tensor]) -> None:
-        first, self._heads = matrices[0], len(matrices)
+        first, self._heads, self._size = matrices[0], len(matrices), len(matrices[0])
         kernel = linear_kernel() if first.device.type == "cpu" and first.dtype == torch.bfloat16 else None
         self._packed = None if kernel is None else PackedMatrices(kernel, matrices)
         self._weights = None if kernel is not None else torch.stack([matrix.t() for matrix in matrices])
         matrices.clear()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        by_head = x.transpose(0, 1)
+    def __call__(self, x: Tensor, *, room: int = 0) -> Tensor:
+        """[T, heads, out + room] for x [T, heads, in]; the last `room` elements are not set."""
+        y = torch.empty((len(x), self._heads, self._size + room), dtype=x.dtype, device=x.device)
+        by_head, into = x.transpose(0, 1), y[:, :, : self._size].transpose(0, 1)
         if self._packed is None:
             assert self._weights is not None
-            return torch.bmm(by_head, self._weights).transpose(0, 1)
-        rows = torch.full((self._heads,), len(x), dtype=torch.int64)
-        y = self._packed.times(by_head.reshape(-1, x.shape[2]), rows)
-        return y.view(self._heads, len(x), -1).transpose(0, 1)
+            torch.bmm(by_head, self._weights, out=into)
+        else:
+            rows = torch.full((self._heads,), len(x), dtype=torch.int64)
+            into.copy_(self._packed.times(by_head.reshape(-1, x.shape[2]), rows).view(into.shape))
+        return y

@@ -4,8 +4,8 @@ Quantized weights stay packed only in our kernels.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Protocol, overload
 
 import torch
 from torch.nn import functional
@@ -18,13 +18,54 @@ from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Weight, dense_of
 
 if TYPE_CHECKING:
+    from engine.kernels.triton.linear import StreamedLinear, Weighed
     from engine.kernels.triton.packed_linear import PackedLinear
+
+# ---- Products and norms that are launched with the sum and the norm that read them.
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredProduct:
+    """(x W^T + b) * scale [T, out] on a GPU, for one reader."""
+
+    matrix: "StreamedLinear"
+    x: torch.Tensor
+    scale: float = 1.0
+
+    def product(self) -> torch.Tensor:
+        y = self.matrix.times(self.x)
+        return y if self.scale == 1.0 else y.mul_(self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredNorm:
+    """norm(x) [T, D] on a GPU, for one reader."""
+
+    norm: "RMSNorm | OffsetNorm"
+    x: torch.Tensor
+
+    def product(self) -> torch.Tensor:
+        return self.norm(self.x)
+
+
+Addend = torch.Tensor | DeferredProduct | DeferredNorm
+
+
+@overload
+def settled(delta: Addend) -> torch.Tensor: ...
+@overload
+def settled(delta: None) -> None: ...
+def settled(delta: Addend | None) -> torch.Tensor | None:
+    return delta.product() if isinstance(delta, DeferredProduct | DeferredNorm) else delta
+
 
 # ---- RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016).
 
 
 class RMSNorm:
     """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], in fp32."""
+
+    offset = 0.0
 
     def __init__(self, weight: torch.Tensor, *, eps: float) -> None:
         self.weight = weight
@@ -36,34 +77,52 @@ class RMSNorm:
             return self._kernel.rms_norm(x, self.weight, eps=self.eps)
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize columns of a wider tensor, without a copy on a GPU."""
+        return self(x.contiguous() if x.device.type == "cpu" else x)
+
+    def of_sum(self, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
         """Add `delta` to x in place; return the norm."""
         if delta is None:
             return self(x)
+        if isinstance(delta, DeferredNorm):
+            return _norm_of_norm(self, x, delta)
         if self._kernel is not None:
-            return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=delta)
-        return self(x.add_(delta))
+            return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=settled(delta))
+        return self(x.add_(settled(delta)))
 
 
 class OffsetNorm:
     """RMSNorm times weight + offset (Gemma), in fp32 for any weight dtype."""
 
     def __init__(self, weight: torch.Tensor, *, eps: float, offset: float) -> None:
-        self._weight = weight
-        self._eps = eps
-        self._offset = offset
+        self.weight = weight
+        self.eps = eps
+        self.offset = offset
         self._kernel = elementwise_for(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernel is not None:
-            return self._kernel.rms_norm(x, self._weight, eps=self._eps, offset=self._offset)
-        weight = self._weight.float() + self._offset
-        return functional.rms_norm(x.float(), weight.shape, weight, self._eps).to(x.dtype)
+            return self._kernel.rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+        weight = self.weight.float() + self.offset
+        return functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
-    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_sum(self, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
+        if isinstance(delta, DeferredNorm):
+            return _norm_of_norm(self, x, delta)
         if delta is not None and self._kernel is not None:
-            return self._kernel.rms_norm(x, self._weight, eps=self._eps, delta=delta, offset=self._offset)
-        return self(x if delta is None else x.add_(delta))
+            return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=settled(delta), offset=self.offset)
+        return self(x if delta is None else x.add_(settled(delta)))
+
+
+def _norm_of_norm(norm: "RMSNorm | OffsetNorm | None", x: torch.Tensor, delta: DeferredNorm) -> torch.Tensor:
+    from engine.kernels.triton.elementwise import norm_of_normed_sum
+
+    weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
+    inner = delta.norm
+    return norm_of_normed_sum(
+        x, delta.x, weight, inner.weight, eps=eps, inner_eps=inner.eps, offsets=(offset, inner.offset)
+    )
 
 
 class LayerNorm:
@@ -77,7 +136,7 @@ class LayerNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(x, x.shape[-1:], self._weight, self._bias, self._eps)
 
-    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_sum(self, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
         return self(x if delta is None else add(x, delta))
 
 
@@ -89,12 +148,18 @@ class Scaled:
         kernel = elementwise_on_cpu(x)
         return x.mul_(self._factor) if kernel is None else kernel.scale(x, self._factor)
 
+    def later(self, x: Addend) -> Addend:
+        """`x` scaled, in place or when it is read."""
+        return replace(x, scale=self._factor) if isinstance(x, DeferredProduct) else self(settled(x))
+
 
 class NoNorm:
     """The identity."""
 
-    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def of_sum(self, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
         """Add `delta` to x in place; the caller must not write the result."""
+        if isinstance(delta, DeferredNorm):
+            return _norm_of_norm(None, x, delta)
         return x if delta is None else add(x, delta)
 
 
@@ -102,46 +167,50 @@ Norm = RMSNorm | OffsetNorm | LayerNorm
 Normed = Norm | NoNorm
 
 
+def normed_later(norm: Norm, x: Addend) -> Addend:
+    """norm(x), or on a GPU a norm for the one that adds it."""
+    x = settled(x)
+    return DeferredNorm(norm, x) if not isinstance(norm, LayerNorm) and takes_triton(x.device) else norm(x)
+
+
 def rms_norm(weight: torch.Tensor, *, eps: float, offset: float) -> RMSNorm | OffsetNorm:
     return OffsetNorm(weight, eps=eps, offset=offset) if offset else RMSNorm(weight, eps=eps)
 
 
+@dataclass(eq=False)
 class WholeNorm:
     """RMS norms of q and k over all heads, before RoPE (OLMo 2).
 
     `weights`: [own heads * head_dim] each. `copies`: ranks with the same k heads.
     """
 
-    def __init__(
-        self,
-        weights: tuple[torch.Tensor, torch.Tensor],
-        *,
-        sizes: tuple[int, int],
-        eps: float,
-        collectives: Collectives,
-        copies: int,
-    ) -> None:
-        self._weights = weights
-        self._sizes = sizes
-        self._eps = eps
-        self._collectives = collectives
-        self._copies = copies
+    weights: tuple[torch.Tensor, torch.Tensor]
+    _: KW_ONLY
+    sizes: tuple[int, int]
+    eps: float
+    collectives: Collectives
+    copies: int
 
     def __call__(self, qkv: torch.Tensor) -> None:
-        q, k = (len(weight) for weight in self._weights)
+        q, k = (len(weight) for weight in self.weights)
+        if (q, k) == self.sizes and takes_triton(qkv.device):
+            from engine.kernels.triton.elementwise import whole_norm
+
+            whole_norm(qkv, self.weights, eps=self.eps)
+            return
         parts = qkv[:, :q], qkv[:, q : q + k]
         squares = torch.stack([part.float().square().sum(-1) for part in parts], 1)
-        squares[:, 1] /= self._copies
-        squares = self._collectives.sum(squares, dtype=torch.float32)
-        for i, (part, weight) in enumerate(zip(parts, self._weights, strict=True)):
-            scale = torch.rsqrt(squares[:, i : i + 1] / self._sizes[i] + self._eps)
+        squares[:, 1] /= self.copies
+        squares = self.collectives.sum(squares, dtype=torch.float32)
+        for i, (part, weight) in enumerate(zip(parts, self.weights, strict=True)):
+            scale = torch.rsqrt(squares[:, i : i + 1] / self.sizes[i] + self.eps)
             part.copy_(part.float() * scale * weight)
 
 
-def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def add(x: torch.Tensor, delta: Addend) -> torch.Tensor:
     """Add `delta` to x in place, rounded like `RMSNorm.of_sum`."""
     kernel = elementwise_on_cpu(x)
-    return x.add_(delta) if kernel is None else kernel.add(x, delta)
+    return x.add_(settled(delta)) if kernel is None else kernel.add(x, settled(delta))
 
 
 # ---- Linear layers.
@@ -168,19 +237,35 @@ class Linear:
             self.delta(x, y)
         return y
 
-    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """self(norm.of_sum(x, delta)), to the bit; fused in our kernel."""
+    def later(self, x: torch.Tensor) -> Addend:
+        """self(x), or on a GPU a product for the norm that adds it.
+
+        Rows without their norm's factor may exceed fp16.
+        """
+        matrix = self._streamed(len(x))
+        return self(x) if matrix is None or x.dtype == torch.float16 else DeferredProduct(matrix, x)
+
+    def of_norm(self, norm: Normed, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
+        """self(norm.of_sum(x, delta)); fused on CPUs, to the bit, and on GPUs."""
         matrix = self._fused()
         if matrix is not None and isinstance(norm, RMSNorm):
-            return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta)
-        return self(norm.of_sum(x, delta))
+            return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=settled(delta))
+        streamed = self._streamed(len(x))
+        return self(norm.of_sum(x, delta)) if streamed is None else streamed.times(_weighed(norm, x, delta))
 
-    def gated_of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """silu_mul(self.of_norm(norm, x, delta)), to the bit; fused in our kernel."""
+    def gated_of_norm(self, norm: Normed, x: torch.Tensor, delta: Addend | None, *, gate: str = "silu") -> torch.Tensor:
+        """GATES[gate](self.of_norm(norm, x, delta)), fused like it."""
         matrix = self._fused()
         if matrix is not None and matrix.gates and isinstance(norm, RMSNorm):
-            return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta, gated=True)
-        return silu_mul(self.of_norm(norm, x, delta))
+            return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=settled(delta), gated=True)
+        streamed = self._streamed(len(x))
+        if streamed is not None:
+            return streamed.times(_weighed(norm, x, delta), gate=gate)
+        return GATES[gate](self.of_norm(norm, x, delta))
+
+    def _streamed(self, rows: int) -> "StreamedLinear | None":
+        streamed = self._matrix.streamed if isinstance(self._matrix, _GpuMatrix) and self.delta is None else None
+        return streamed if streamed is not None and streamed.takes(rows) else None
 
     def _fused(self) -> PackedMatrix | None:
         matrix = self._matrix
@@ -215,6 +300,27 @@ class _PlainMatrix:
             return _float32_product(x, self._weight.t())
         y = functional.linear(x, self._weight, self._bias)
         return y if dtype is None else y.to(dtype)
+
+
+class _GpuMatrix(_PlainMatrix):
+    """Few rows by our kernel, others by cuBLAS."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        from engine.kernels.triton.linear import StreamedLinear
+
+        weight = weight.contiguous()
+        super().__init__(weight, bias)
+        self.streamed = StreamedLinear(weight, bias)
+
+    def times(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.streamed.times(x, dtype=dtype) if self.streamed.takes(len(x)) else super().times(x, dtype=dtype)
+
+
+def _weighed(norm: Normed, x: torch.Tensor, delta: Addend | None) -> "torch.Tensor | Weighed":
+    """Return norm.of_sum(x, delta), perhaps without the factors of rows."""
+    if isinstance(delta, DeferredProduct) and isinstance(norm, RMSNorm | OffsetNorm):
+        return delta.matrix.add_to(x, delta.x, scale=delta.scale, norm=norm.weight, eps=norm.eps, offset=norm.offset)
+    return norm.of_sum(x, delta)
 
 
 class _SumsMatrix:
@@ -263,7 +369,8 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> LinearKernel | None:
 def _packed_on_gpu(weight: Weight, bias: torch.Tensor | None) -> "PackedLinear | None":
     if isinstance(weight, torch.Tensor) or not takes_triton(weight.device):
         return None
-    from engine.kernels.triton.packed_linear import PackedLinear, weight_fits
+    from engine.kernels.triton.packed import weight_fits
+    from engine.kernels.triton.packed_linear import PackedLinear
 
     return PackedLinear(weight, bias) if weight_fits(weight) else None
 
@@ -283,6 +390,8 @@ def _matrix(
     if packed is not None:
         return packed
     weight = dense_of(weight)
+    if takes_triton(weight.device) and weight.dtype in (torch.bfloat16, torch.float16):
+        return _GpuMatrix(weight, bias)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return _PlainMatrix(weight, bias)
     return _OneDnnMatrix(weight, bias) if _has_onednn() else _PlainMatrix(weight, bias)
@@ -367,6 +476,10 @@ class RowLinear:
         if self.delta is not None:
             self.delta(x, partial)
         return summed(self._collectives, partial, dtype=x.dtype)
+
+    def later(self, x: torch.Tensor) -> torch.Tensor:
+        """self(x): ranks add up before the residual."""
+        return self(x)
 
 
 def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:

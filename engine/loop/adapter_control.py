@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import InitVar, dataclass
 from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
@@ -27,31 +28,26 @@ class AdapterStore(Protocol):
     def remove(self, number: int) -> None: ...
 
 
+@dataclass(eq=False, kw_only=True)
 class AdapterControl(LoopListener):
     """LoRA control; without `store` adapters are off, and the loop does not listen to it."""
 
-    def __init__(
-        self,
-        *,
-        store: AdapterStore | None = None,
-        max_loaded: int | None = None,
-        forget_prefixes_of: Callable[[int], None] = lambda _: None,
-        reply: Callable[[ControlReply], None] = lambda _: None,
-        wakeup: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._store = store
+    store: AdapterStore | None = None
+    max_loaded: InitVar[int | None] = None
+    forget_prefixes_of: Callable[[int], None] = lambda _: None
+    reply: Callable[[ControlReply], None] = lambda _: None
+    wakeup: Callable[[], None] = lambda: None
+
+    def __post_init__(self, max_loaded: int | None) -> None:
         self._adapters = Adapters(max_loaded=max_loaded)
-        self._forget_prefixes_of = forget_prefixes_of
-        self._reply = reply
-        self._wakeup = wakeup
         self._reading: list[tuple[LoadAdapter, Future[Any]]] = []
         self._unloading: dict[str, str] = {}  # name -> waiting call
 
     def load_now(self, name: str, path: str) -> None:
         """Raises ConfigError."""
-        assert self._store is not None
+        assert self.store is not None
         self._adapters.begin_load(name, path)
-        self._install(name, self._store.read(path))
+        self._install(name, self.store.read(path))
 
     # ---- requests
 
@@ -74,12 +70,12 @@ class AdapterControl(LoopListener):
             if output.finish is not None:
                 self._adapters.release(output.rid)
         if self._unloading:
-            self._wakeup()  # one of them may have been the last user
+            self.wakeup()  # one of them may have been the last user
 
     # ---- loads and unloads
 
     def on_message(self, message: LoadAdapter | UnloadAdapter) -> None:
-        if self._store is None:
+        if self.store is None:
             return self._refuse(message.call_id, f"lora_name: {OFF}")
         try:
             if isinstance(message, UnloadAdapter):
@@ -89,7 +85,7 @@ class AdapterControl(LoopListener):
             self._adapters.begin_load(message.name, message.path)
         except AdapterRefused as error:
             return self._refuse(message.call_id, str(error), status=error.status)
-        self._reading.append((message, self._store.start_reading(message.path, when_done=self._wakeup)))
+        self._reading.append((message, self.store.start_reading(message.path, when_done=self.wakeup)))
 
     def on_turn(self, now_s: float) -> None:
         if not self._reading and not self._unloading:
@@ -113,21 +109,21 @@ class AdapterControl(LoopListener):
         self._refuse(message.call_id, f"lora_path: {error}")
 
     def _install(self, name: str, weights: Any) -> None:
-        assert self._store is not None
-        self._store.install(self._adapters.finish_load(name), weights)
+        assert self.store is not None
+        self.store.install(self._adapters.finish_load(name), weights)
         log.info("adapter %r loaded", name)
 
     def _remove(self, name: str, number: int) -> None:
-        assert self._store is not None
-        self._store.remove(number)
-        self._forget_prefixes_of(number)
+        assert self.store is not None
+        self.store.remove(number)
+        self.forget_prefixes_of(number)
         log.info("adapter %r unloaded", name)
         self._accept(self._unloading.pop(name), f"unloaded the adapter {name!r}")
 
     # ---- answers
 
     def gauges(self) -> dict[str, float]:
-        if self._store is None:
+        if self.store is None:
             return {}
         counts = self._adapters.counts()
         loaded = counts[AdapterState.READY] + counts[AdapterState.LEAVING]
@@ -137,7 +133,7 @@ class AdapterControl(LoopListener):
         self._adapters.check()
 
     def _accept(self, call_id: str, message: str) -> None:
-        self._reply(ControlReply(call_id, True, message, adapters=self._adapters.loaded()))
+        self.reply(ControlReply(call_id, True, message, adapters=self._adapters.loaded()))
 
     def _refuse(self, call_id: str, message: str, *, status: int = 400) -> None:
-        self._reply(ControlReply(call_id, False, message, status=status, adapters=self._adapters.loaded()))
+        self.reply(ControlReply(call_id, False, message, status=status, adapters=self._adapters.loaded()))

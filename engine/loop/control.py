@@ -8,6 +8,7 @@ running --PauseGeneration--> pausing --launched steps collected--> paused
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.core.dp_step import UpdateAgreement
@@ -60,33 +61,23 @@ class Weights(Protocol):
     def discard(self, model: Any) -> None: ...
 
 
+@dataclass(eq=False, kw_only=True)
 class EngineControl:
     """`together`: joint weight updates with DP attention; `also`: values for an update's answer."""
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        weights: Weights,
-        abort_all: AbortAll,
-        reply: Callable[[ControlReply], None],
-        wakeup: Callable[[], None],
-        together: UpdateAgreement | None = None,
-        also: Callable[[], dict[str, int | str]] = dict,
-    ) -> None:
-        self._scheduler = scheduler
-        self._weights = weights
-        self._abort_all = abort_all
-        self._reply = reply
-        self._wakeup = wakeup
-        self._together = together
-        self._also = also
-        self._pause: PauseGeneration | None = None  # the active one
-        self._unanswered: PauseGeneration | None = None
-        self._update: UpdateWeights | None = None
-        self._read: Future[Any] | None = None
-        self._model: Any = None  # read and suitable; waits until no old KV is in use
-        self._held: dict[str, GenerateRequest] = {}
+    scheduler: Scheduler
+    weights: Weights
+    abort_all: AbortAll
+    reply: Callable[[ControlReply], None]
+    wakeup: Callable[[], None]
+    together: UpdateAgreement | None = None
+    also: Callable[[], dict[str, int | str]] = dict
+    _pause: PauseGeneration | None = field(default=None, init=False)  # the active one
+    _unanswered: PauseGeneration | None = field(default=None, init=False)
+    _update: UpdateWeights | None = field(default=None, init=False)
+    _read: Future[Any] | None = field(default=None, init=False)
+    _model: Any = field(default=None, init=False)  # read and suitable; waits until no old KV is in use
+    _held: dict[str, GenerateRequest] = field(default_factory=dict, init=False)
 
     # ---- state
 
@@ -97,7 +88,7 @@ class EngineControl:
     @property
     def awaits_ranks(self) -> bool:
         """Ready for weights that other ranks have not taken: nothing gets memory or steps."""
-        return self._together is not None and self._together.holds
+        return self.together is not None and self.together.holds
 
     @property
     def blocks_input(self) -> bool:
@@ -167,13 +158,13 @@ class EngineControl:
             self._accept(message.call_id, "New requests wait; those that run go on.", paused=message.mode)
             return []
         self._unanswered = message
-        return [*self._abort_all(), *self.drop_all()] if message.mode == "abort" else []
+        return [*self.abort_all(), *self.drop_all()] if message.mode == "abort" else []
 
     def _finish_pause(self) -> None:
         pause, self._unanswered = self._unanswered, None
         if pause is None:
             return
-        retracted = self._scheduler.retract_all() if pause.mode == "retract" else 0
+        retracted = self.scheduler.retract_all() if pause.mode == "retract" else 0
         log.info("generation paused (%s), %d requests retracted", pause.mode, retracted)
         self._accept(pause.call_id, "Generation paused successfully.", retracted=retracted, paused=pause.mode)
 
@@ -188,20 +179,20 @@ class EngineControl:
     # ---- weights
 
     def _on_name(self, message: NameWeights) -> list[TokenOutput]:
-        weights = self._weights
+        weights = self.weights
         weights.version = message.weight_version
         log.info("weights from %s (%s) are now version %s", weights.model_path, weights.source, weights.version)
         self._accept(message.call_id, f"Weight version updated to {weights.version}.", **self._described())
-        return self._abort_all() if message.abort_all else []
+        return self.abort_all() if message.abort_all else []
 
     def _on_update(self, message: UpdateWeights) -> None:
         if self._update is not None:
             return self._refuse(message.call_id, "another update of the weights is running", status=409)
-        if self._together is not None:
-            self._together.begin()
+        if self.together is not None:
+            self.together.begin()
         self._update = message
-        path = message.model_path or self._weights.model_path
-        self._read = self._weights.read(path, when_done=self._wakeup, tensors=message.tensors)
+        path = message.model_path or self.weights.model_path
+        self._read = self.weights.read(path, when_done=self.wakeup, tensors=message.tensors)
 
     def _on_read(self) -> list[TokenOutput]:
         if self._update is None or self._read is None or not self._read.done():
@@ -209,52 +200,51 @@ class EngineControl:
         read, self._read = self._read, None
         if (error := read.exception()) is None:
             self._model = read.result()
-            return self._abort_all() if self._update.abort_all else []
+            return self.abort_all() if self._update.abort_all else []
         self._fail_update(self._update, error)
         return []
 
     def _finish_update(self) -> None:
         if self._update is None or self._model is None:
             return
-        if self._together is not None and (rank := self._together.refused_by()) is not None:
+        if self.together is not None and (rank := self.together.refused_by()) is not None:
             self._give_up(self._update, f"DP rank {rank} refuses these weights, so no rank takes them")
             return
-        if self.paused and not self._scheduler.holds_no_kv:
-            self._scheduler.retract_all()
-        if self._scheduler.holds_no_kv:
-            if self._together is None or self._together.all_ready():
+        if self.paused and not self.scheduler.holds_no_kv:
+            self.scheduler.retract_all()
+        if self.scheduler.holds_no_kv:
+            if self.together is None or self.together.all_ready():
                 self._take(self._update, self._model)
         elif self.paused:
             text = "requests whose KV is being transferred hold memory, and the engine is paused; continue it first"
             self._give_up(self._update, text)
 
     def _give_up(self, update: UpdateWeights, text: str) -> None:
-        if self._together is not None:
-            self._together.refuse()
+        if self.together is not None:
+            self.together.refuse()
         self._refuse(update.call_id, text, status=409)
-        self._weights.discard(self._model)
+        self.weights.discard(self._model)
         self._update = self._model = None
 
     def _take(self, update: UpdateWeights, model: Any) -> None:
         self._update = self._model = None
-        self._scheduler.forget_prefixes()
-        weights, path = self._weights, update.model_path or self._weights.model_path
+        self.scheduler.forget_prefixes()
+        weights, path = self.weights, update.model_path or self.weights.model_path
         weights.take(model, model_path=path, version=update.weight_version)
-        if self._together is not None:
-            self._together.taken()
+        if self.together is not None:
+            self.together.taken()
         log.info("weights now come from %s (%s), version %s", path, weights.source, weights.version)
         self._accept(update.call_id, "Succeeded to update model weights.", **self._described())
 
     def _described(self) -> dict[str, int | str]:
-        """Path, version and source of the weights, and values of other controls."""
-        weights = self._weights
+        weights = self.weights
         source = {"weight_source": TENSORS} if weights.source == TENSORS else {}
-        return {"model_path": weights.model_path, "weight_version": weights.version, **source, **self._also()}
+        return {"model_path": weights.model_path, "weight_version": weights.version, **source, **self.also()}
 
     def _fail_update(self, update: UpdateWeights, error: BaseException) -> None:
         self._update = None
-        if self._together is not None:
-            self._together.refuse()
+        if self.together is not None:
+            self.together.refuse()
         if not isinstance(error, ConfigError):
             log.error("reading %s failed", update.model_path or "new tensors", exc_info=error)
             error = ConfigError(f"{update.model_path or 'they'} cannot be read: {error}")
@@ -266,10 +256,10 @@ class EngineControl:
     # ---- answers
 
     def _accept(self, call_id: str, message: str, **values: int | str) -> None:
-        self._reply(ControlReply(call_id, True, message, values=values))
+        self.reply(ControlReply(call_id, True, message, values=values))
 
     def _refuse(self, call_id: str, message: str, *, status: int = 400) -> None:
-        self._reply(ControlReply(call_id, False, message, status=status))
+        self.reply(ControlReply(call_id, False, message, status=status))
 
 
 # ---- Profiles of a running engine, one at a time, for some steps or until stopped.
@@ -357,39 +347,29 @@ class FixedKV:
     def resume(self) -> None: ...
 
 
+@dataclass(eq=False, kw_only=True)
 class OccupationControl:
     """Release and return of an idle worker's KV and weight memory.
 
       holds both --ReleaseMemory (idle)--> released --ResumeMemory, UpdateWeights--> holds both
 
     Requests are refused meanwhile. Weights reload from their checkpoint, like an update.
-    `why_busy()` is "" when idle. After SGLang's release_memory_occupation, for training on the same machine.
+    `why_busy()` is "" when idle. After SGLang's release_memory_occupation.
     """
 
-    def __init__(
-        self,
-        *,
-        kv: KVMemory,
-        weights: Weights,
-        why_busy: Callable[[], str],
-        flush: Callable[[], object],
-        update: Callable[[UpdateWeights], object],
-        reply: Callable[[ControlReply], None],
-        refusals: list[Refuse],
-    ) -> None:
-        self._kv = kv
-        self._weights = weights
-        self._why_busy = why_busy
-        self._flush = flush
-        self._update = update
-        self._reply = reply
-        self._refusals = refusals
-        self._released: list[str] = []
-        self._used = False
+    kv: KVMemory
+    weights: Weights
+    why_busy: Callable[[], str]
+    flush: Callable[[], object]
+    update: Callable[[UpdateWeights], object]
+    reply: Callable[[ControlReply], None]
+    refusals: list[Refuse]
+    _released: list[str] = field(default_factory=list, init=False)
+    _used: bool = field(default=False, init=False)
 
     @property
     def released(self) -> list[str]:
-        if WEIGHTS in self._released and not self._weights.released:
+        if WEIGHTS in self._released and not self.weights.released:
             self._released.remove(WEIGHTS)
         return self._released
 
@@ -412,7 +392,7 @@ class OccupationControl:
         tags = message.tags or TAGS
         if not self._used:
             self._used = True
-            self._refusals.append(self.refuse)
+            self.refusals.append(self.refuse)
         if unknown := [tag for tag in tags if tag not in TAGS]:
             return self._answer(message.call_id, f"tags: must be of {', '.join(TAGS)}, got {unknown[0]!r}", status=400)
         try:
@@ -424,14 +404,14 @@ class OccupationControl:
             self._answer(message.call_id, str(error), status=400)
 
     def _release(self, call_id: str, tags: tuple[str, ...]) -> None:
-        if why := self._why_busy():
+        if why := self.why_busy():
             return self._answer(call_id, f"{why}; nothing was released", status=409)
         if KV in tags and KV not in self.released:
-            self._kv.release()
-            self._flush()
+            self.kv.release()
+            self.flush()
             self._released.append(KV)
         if WEIGHTS in tags and WEIGHTS not in self.released:
-            self._weights.release()
+            self.weights.release()
             self._released.append(WEIGHTS)
         log.info("released: %s", ", ".join(self.released))
         self._answer(call_id, f"Released: {', '.join(self.released) or 'nothing'}.")
@@ -440,12 +420,12 @@ class OccupationControl:
         if back := [tag for tag in self.released if tag in tags]:
             log.info("resumed: %s", ", ".join(back))
         if KV in tags and KV in self.released:
-            self._kv.resume()
+            self.kv.resume()
             self._released.remove(KV)
         if WEIGHTS in tags and WEIGHTS in self.released:
-            self._update(UpdateWeights(call_id, self._weights.model_path, tensors=NewTensors()))
+            self.update(UpdateWeights(call_id, self.weights.model_path, tensors=NewTensors()))
             return
         self._answer(call_id, "Memory is resumed.")
 
     def _answer(self, call_id: str, message: str, *, status: int = 200) -> None:
-        self._reply(ControlReply(call_id, status == 200, message, status=status, values=self.values))
+        self.reply(ControlReply(call_id, status == 200, message, status=status, values=self.values))

@@ -36,9 +36,9 @@ ControlCall = (
 
 
 class Controls:
-    """Pauses and weights (`engine`), memory (`occupation`), adapters, trainers, profiles, expert counts.
+    """Pauses and weights (`engine`), memory (`occupation`), adapters, trainers, profiles, experts.
 
-    `refusals`, `on_step`: of the loop, which a control enters when it is first used.
+    `refusals`, `on_step`: of the loop.
     """
 
     def __init__(

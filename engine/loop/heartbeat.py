@@ -1,6 +1,6 @@
 """Heartbeat thread of the scheduler process, alive during steps.
 
-Kernels and device waits release the GIL, so silence means a frozen or dead process.
+Kernels and device waits release the GIL: silence means a frozen or dead process.
 """
 
 import contextlib

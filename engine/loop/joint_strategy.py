@@ -37,6 +37,8 @@ class JointStrategy(StepStrategy):
         if plan is None and (delays or agreement.asked):
             plan = scheduler.join()
         scheduler.counters.delayed_steps += delays
+        if plan is not None and plan.skips_model:
+            return plan  # its drafter has all its layers here; a request for a step is met behind it
         if plan is not None and (plan.items or delays or agreement.asked):  # else it has copies alone
             row = agreement.row_of(plan, scheduler, prefillable=prefillable, delays=delays)
             self._offered[plan.seq] = agreement.post(row)

@@ -14,6 +14,7 @@ from engine.core.scheduler import Scheduler
 from engine.messages import (
     FinishReason,
     GenerateRequest,
+    Note,
     TokenOutput,
 )
 
@@ -35,6 +36,8 @@ class LoopListener:
 
     def on_added(self, request: Request, now_s: float) -> None:
         """A request is about to enter the role or grammar queue."""
+
+    def on_note(self, message: Note) -> None: ...
 
     def on_turn(self, now_s: float) -> None: ...
 
@@ -62,7 +65,6 @@ class LoopListener:
 
 
 def methods_for(event: str, listeners: Iterable[LoopListener]) -> list[Callable[..., Any]]:
-    """The listeners' own overrides of method `event`, in order."""
     default = getattr(LoopListener, event)
     return [getattr(listener, event) for listener in listeners if getattr(type(listener), event) is not default]
 

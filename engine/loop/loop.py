@@ -47,6 +47,7 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     MoveOut,
+    Note,
     SchedulerReady,
     Shutdown,
     ToFrontend,
@@ -133,7 +134,7 @@ class EngineLoop:
     def _call_listeners(self) -> None:
         self._refusals += methods_for("refuse", self._listeners)
         self._on_collected += methods_for("on_step", self._listeners)
-        self._on_turn = methods_for("on_turn", self._listeners)
+        self._on_turn, self._on_note = (methods_for(name, self._listeners) for name in ("on_turn", "on_note"))
         self._controls.enter_when_used(self._on_turn)
         requests, turns = ("on_received", "on_added", "on_outputs"), ("on_planned", "on_launch", "on_worked")
         self._on_received, self._on_added, self._on_outputs = (methods_for(name, self._listeners) for name in requests)
@@ -239,6 +240,9 @@ class EngineLoop:
                 return self._end(rid, now_s, ABORTED)
             case MoveOut(rid=rid, room=room):
                 return self._role.move_out(rid, room, now_s)
+            case Note():
+                for on_note in self._on_note:
+                    on_note(message)
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
@@ -275,7 +279,7 @@ class EngineLoop:
             message=message,
             eos_ids=self._eos_ids,
             arrived_s=now_s,
-            prefill_only=self._role.name == "prefill" and not message.alone,
+            prefill_only=self._role.name == "prefill" and bool(message.bootstrap),
             keep_kv=not message.skip_cache_insert,
             stops=self._make_stops(message.input_ids, sampling),
         )

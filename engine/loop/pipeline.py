@@ -10,6 +10,7 @@ collect ended steps and launch the next.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.core.outputs import StepEffects
@@ -47,7 +48,6 @@ class StepStrategy:
         self.scheduler = scheduler
 
     def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
-        """Plan a step for a stream that is not `full`, if there is work."""
         return None if paused or full[0] else self.scheduler.schedule(now_s)
 
     def may_launch(self, plan: Plan) -> bool:
@@ -61,27 +61,22 @@ class StepStrategy:
         return now_s
 
 
+@dataclass(eq=False)
 class StepStream(Generic[L]):
     """Steps of one stream in plan order; arguments as in Pipeline."""
 
-    def __init__(
-        self,
-        strategy: StepStrategy,
-        executor: StepLauncher[L],
-        depth: int,
-        ended: Callable[[L], bool] | None,
-        on_step: OnStep,
-    ) -> None:
-        self._strategy = strategy
-        self._executor = executor
-        self._depth = depth
-        self._ended = ended
-        self._on_step = on_step
-        self._planned: deque[Plan] = deque()  # not launched yet
-        self._launched: deque[L] = deque()
-        self._unsampled: L | None = None  # the last one launched, where its masks follow from tokens in flight
-        self._num_joined = 0  # of both: only other ranks have something for them
-        self.worked = False
+    strategy: StepStrategy
+    executor: StepLauncher[L]
+    depth: int
+    ended: Callable[[L], bool] | None
+    on_step: OnStep
+    _planned: deque[Plan] = field(default_factory=deque, init=False)  # not launched yet
+    _launched: deque[L] = field(default_factory=deque, init=False)
+    _unsampled: L | None = field(
+        default=None, init=False
+    )  # the last one launched, where its masks follow from tokens in flight
+    _num_joined: int = field(default=0, init=False)  # of both: only other ranks have something for them
+    worked: bool = field(default=False, init=False)
 
     @property
     def num_launched(self) -> int:
@@ -95,7 +90,7 @@ class StepStream(Generic[L]):
 
     @property
     def full(self) -> bool:
-        return len(self._planned) + len(self._launched) >= self._depth
+        return len(self._planned) + len(self._launched) >= self.depth
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
         """Launch `plan` after those before it; collect due steps. `worked`: any of it."""
@@ -112,26 +107,26 @@ class StepStream(Generic[L]):
     def _launch(self) -> None:
         while self._planned and self._unsampled is None:
             plan = self._planned[0]
-            if not self._strategy.may_launch(plan):
+            if not self.strategy.may_launch(plan):
                 return
             self._planned.popleft()
             self.worked = True
             if plan.sample_deferred and self._launched:  # else the tokens for its masks are there
-                self._unsampled = self._executor.launch_forward(plan)
+                self._unsampled = self.executor.launch_forward(plan)
                 self._launched.append(self._unsampled)
             else:
-                self._strategy.scheduler.fill_masks(plan)
-                self._launched.append(self._executor.launch(plan))
+                self.strategy.scheduler.fill_masks(plan)
+                self._launched.append(self.executor.launch(plan))
 
     def _left(self, plan: Plan | None) -> int:
         """Steps to keep in flight: depth - 1, unless others wait for their tokens or ends."""
-        if self._ended is not None or self._planned or self._unsampled is not None:
+        if self.ended is not None or self._planned or self._unsampled is not None:
             return 0
-        return max(0, len(self._launched) - 1) if plan is None else self._depth - 1
+        return max(0, len(self._launched) - 1) if plan is None else self.depth - 1
 
     def _collect(self, left: int) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        ended = self._ended
+        ended = self.ended
         while len(self._launched) > left:
             launched = self._launched[0]
             if launched is self._unsampled or (ended is not None and not ended(launched)):
@@ -139,10 +134,10 @@ class StepStream(Generic[L]):
             self._launched.popleft()
             self._num_joined -= launched.plan.joins
             self.worked = True
-            outputs += self._on_step(self._strategy.collect(launched.plan, self._executor.collect(launched)))
+            outputs += self.on_step(self.strategy.collect(launched.plan, self.executor.collect(launched)))
         if self._unsampled is not None and self._unsampled is self._launched[0]:
-            self._strategy.scheduler.fill_masks(self._unsampled.plan)
-            self._executor.launch_sampling(self._unsampled)
+            self.strategy.scheduler.fill_masks(self._unsampled.plan)
+            self.executor.launch_sampling(self._unsampled)
             self._unsampled = None
         return outputs
 
@@ -185,7 +180,6 @@ class Pipeline(Generic[L]):
         return self._strategy.since_s(now_s)
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
-        """See StepStream.advance."""
         outputs: list[TokenOutput] = []
         self.worked = False
         for number, stream in enumerate(self._streams):

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass
 
 from engine.core.scheduler import Scheduler
 from engine.loop.controls import Controls
@@ -50,26 +50,21 @@ log = logging.getLogger(__name__)
 CHECK_EVERY_S = 10.0
 
 
+@dataclass(eq=False, kw_only=True)
 class Reporter:
     """Raises ValueError at start for a counter or queue without a metric."""
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        role: EngineRole,
-        requests: OpenRequests,
-        controls: Controls,
-        intervals: IntervalLog,
-        services: LoopServices,
-    ) -> None:
-        self._scheduler = scheduler
-        self._role = role
-        self._requests = requests
+    scheduler: Scheduler
+    role: EngineRole
+    requests: OpenRequests
+    controls: InitVar[Controls]
+    intervals: IntervalLog
+    services: InitVar[LoopServices]
+
+    def __post_init__(self, controls: Controls, services: LoopServices) -> None:
         self._control = controls.engine
         self._adapters = controls.adapters
         self._grammars = services.grammars
-        self._intervals = intervals
         self._late_compiles = services.late_compiles
         self._memory = {f"memory_{name}_bytes": float(size) for name, size in services.memory.items()}
         self._gauges = services.gauges
@@ -78,26 +73,26 @@ class Reporter:
         check_exported(self._counters(), self._queues())
 
     def _queues(self) -> dict[str, int]:
-        return {"held": self._control.num_held, "grammar": len(self._grammars.rids()), **self._role.queues()}
+        return {"held": self._control.num_held, "grammar": len(self._grammars.rids()), **self.role.queues()}
 
     def _counters(self) -> dict[str, float]:
         return {
-            **{k: float(v) for k, v in asdict(self._scheduler.counters).items()},
-            **self._intervals.counters(),
+            **{k: float(v) for k, v in asdict(self.scheduler.counters).items()},
+            **self.intervals.counters(),
             "late_compiles": float(self._late_compiles()),
             **self._grammars.counters(),
-            **self._scheduler.memory.counters(),
-            **self._role.counters(),
+            **self.scheduler.memory.counters(),
+            **self.role.counters(),
         }
 
     def state(self, call_id: str, *, check: bool) -> StateReply:
         if check:
             self._problems = self._find_problems()
-        scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
-        unanswered_or_with_memory = self._requests.rids() | scheduler.stages.live.keys()
+        scheduler, allocator = self.scheduler, self.scheduler.memory.allocator
+        unanswered_or_with_memory = self.requests.rids() | scheduler.stages.live.keys()
         return StateReply(
             call_id=call_id,
-            role=self._role.name,
+            role=self.role.name,
             running=scheduler.num_running,
             queues=self._queues(),
             num_pages=allocator.num_pages,
@@ -114,12 +109,12 @@ class Reporter:
                 **self._adapters.gauges(),
                 **self._memory,
                 **self._gauges(),
-                **self._intervals.gauges(),
+                **self.intervals.gauges(),
                 **scheduler.memory.gauges(),
-                **self._role.gauges(),
+                **self.role.gauges(),
             },
             problems=self._problems,
-            **self._role.state(),
+            **self.role.state(),
         )
 
     def check_when_due(self, now_s: float) -> None:
@@ -130,8 +125,8 @@ class Reporter:
                 log.error("self-check: %s", problem)
 
     def _find_problems(self) -> list[str]:
-        role = {f"{self._role.name} role": self._role.check}
-        return problems_of({**self._scheduler.checks(), "adapters": self._adapters.check, **role})
+        role = {f"{self.role.name} role": self.role.check}
+        return problems_of({**self.scheduler.checks(), "adapters": self._adapters.check, **role})
 
 
 def problems_of(checks: Mapping[str, Callable[[], None]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,7 +60,6 @@ def row_tiles(runs: Iterable[tuple[int, slice]], *, tile_rows: int) -> RowTiles:
 
 
 def max_tiles(num_rows: int, *, places: int, tile_rows: int) -> int:
-    """Maximum for `num_rows` rows of up to `places` adapters."""
     return num_rows // tile_rows + min(places, num_rows)
 
 
@@ -130,7 +130,6 @@ class AdapterBank:
         return self._steps.records
 
     def begin_recording(self, rows: int) -> None:
-        """Compute as a recorded step of `rows` rows with adapters does, until `rest`."""
         self._steps.begin_recording(rows)
 
 
@@ -197,30 +196,20 @@ def make_bank(
     return AdapterBank(GroupedAdapters(sites, places=places, max_rank=max_rank, dtype=dtype, device=device))
 
 
+@dataclass(eq=False, kw_only=True)
 class LoraStore:
     """`in_order` runs work in stream order and waits. `elsewhere`: sites of other stages.
 
     engine/core/adapters.py tracks their requests.
     """
 
-    def __init__(
-        self,
-        *,
-        bank: AdapterBank,
-        sites: Sequence[SiteShape],
-        elsewhere: Sequence[SiteShape] = (),
-        dtype: torch.dtype,
-        device: torch.device,
-        max_rank: int | None,
-        in_order: Callable[[Callable[[], object]], object],
-    ) -> None:
-        self._bank = bank
-        self._sites = sites
-        self._elsewhere = elsewhere
-        self._dtype = dtype
-        self._device = device
-        self._max_rank = max_rank
-        self._in_order = in_order
+    bank: AdapterBank
+    sites: Sequence[SiteShape]
+    elsewhere: Sequence[SiteShape] = ()
+    dtype: torch.dtype
+    device: torch.device
+    max_rank: int | None
+    in_order: Callable[[Callable[[], object]], object]
 
     def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[AdapterWeights]:
         """The thread calls `when_done`. The future may raise ConfigError."""
@@ -231,21 +220,21 @@ class LoraStore:
         try:
             weights = read_adapter(
                 path,
-                self._sites,
-                dtype=self._dtype,
-                device=self._device,
-                max_rank=self._max_rank,
-                elsewhere=self._elsewhere,
+                self.sites,
+                dtype=self.dtype,
+                device=self.device,
+                max_rank=self.max_rank,
+                elsewhere=self.elsewhere,
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"{path}: no memory for another adapter ({error}); unload one") from error
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()  # this thread's stream copies them
         return weights
 
     def install(self, number: int, weights: AdapterWeights) -> None:
-        self._in_order(lambda: self._bank.add(number, weights))
+        self.in_order(lambda: self.bank.add(number, weights))
 
     def remove(self, number: int) -> None:
         """Memory is freed after earlier steps."""
-        self._in_order(lambda: self._bank.remove(number))
+        self.in_order(lambda: self.bank.remove(number))

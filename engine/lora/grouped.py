@@ -40,8 +40,6 @@ class _Step:
 
 
 class GroupedAdapters:
-    """Adapters through grouped Triton kernels. `places`: max adapters in one step."""
-
     records = True
 
     def __init__(

@@ -82,7 +82,7 @@ def read_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A [rank, in] and B [rows, rank]; `scale`: of B A."""
+    """A [rank, in], B [rows, rank]."""
 
     a: Tensor
     b: Tensor

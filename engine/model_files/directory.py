@@ -201,7 +201,6 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _ids_of(file: Path, text: str) -> dict[str, int]:
-    """Ids of tokenizer.json's added tokens and of `text`, empty for a broken file."""
     try:
         read = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
         found = {token.content: token.id for token in read.added_tokens}

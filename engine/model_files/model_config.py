@@ -124,7 +124,6 @@ class ModelConfig(AttentionConfig):
         return range(first, first + sum(map(self.has_kv, layers)))
 
     def state_layers(self, layers: range) -> range:
-        """The recurrent layers of `layers`, numbered among all recurrent layers."""
         places = () if self.recurrent is None else self.recurrent.layers
         first = sum(layer < layers.start for layer in places)
         return range(first, first + sum(layer in layers for layer in places))

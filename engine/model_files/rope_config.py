@@ -1,7 +1,6 @@
 """RoPE configuration, as in transformers' modeling_rope_utils.
 
-"dynamic" RoPE assumes the maximum length, as in SGLang and vLLM: KV of a prefix must not depend on
-what follows.
+"dynamic" RoPE assumes the maximum length, as in SGLang and vLLM: KV depends on no later token.
 """
 
 import math

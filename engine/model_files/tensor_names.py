@@ -35,7 +35,6 @@ def is_multimodal(name: str) -> bool:
 
 
 def names_in_files(stored: Collection[str]) -> dict[str, str]:
-    """Canonical tensor names -> names in the files."""
     if "embed_tokens.weight" in stored:  # an embedding model, saved without a head
         return {name if name.startswith("score.") else f"model.{name}": name for name in stored}
     for part in TEXT_PARTS:

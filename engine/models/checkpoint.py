@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +20,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from engine.gguf.file import open_gguf
 from engine.kernels.tape import Staging
 from engine.kv.kv_pool import DTYPES
-from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
 from engine.model_files.tensor_names import names_in_files
 from engine.models.dummy_weights import DummyTensors
-from engine.models.quantized_tensors import QuantizedTensors, packed_gguf
+from engine.models.quantized_tensors import QuantizedTensors, keeps_packed, packed_gguf
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Integers, stacked
 from service.flags import ConfigError
@@ -75,7 +73,7 @@ class Checkpoint:
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
         self.is_dummy = dummy
-        self._packs_gguf = not dummy and Path(model_path).is_file() and kernel_on(self.device, self.dtype) is not None
+        self._packs_gguf = not dummy and Path(model_path).is_file() and keeps_packed(self.device, self.dtype)
         self._tensors = (
             _open_dummies(model_path, changed) if dummy else _open_tensors(Path(model_path), stored, changed)
         )
@@ -87,9 +85,7 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.close()
         self._staging.close()
         self._tensors.close()

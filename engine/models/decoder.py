@@ -13,7 +13,7 @@ import torch
 
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.state_pool import StatePool, StateSpec
-from engine.layers.linear import Embedding, Linear, LinearSite, NoNorm, Normed, SiteShape
+from engine.layers.linear import Addend, Embedding, Linear, LinearSite, NoNorm, Normed, SiteShape, settled
 from engine.layers.recurrence import StepStates
 from engine.layers.rope import LayerRopes, Turn
 from engine.models.draft_model import DraftModel
@@ -107,6 +107,10 @@ class DenseDecoder:
     def state_specs(self) -> list[StateSpec]:
         return [layer.states.spec for layer in self._recurrent]
 
+    def product_bytes(self) -> int:
+        """Bytes of a row that recurrent layers keep in steps with drafts."""
+        return sum(layer.row_bytes for layer in self._recurrent)
+
     def use_states(self, states: StatePool) -> None:
         step = StepStates(states)
         self.states = (step,)
@@ -140,7 +144,7 @@ class DenseDecoder:
     def count_rows(self, rows: torch.Tensor | None) -> None:
         """Let loads count the first `rows` [1] i64 rows of steps; None: all."""
         for mixture in self.mixtures().values():
-            mixture.counted.rows = rows
+            mixture.count_rows(rows)
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: StepImages = NO_IMAGES
@@ -175,11 +179,6 @@ class DenseDecoder:
         """Inputs [T, hidden] of the watched layers in the last step."""
         return [watched.inputs for watched in self._watched]
 
-    def see_inside(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Take what a recorded step has computed."""
-        for watched, each in zip(self._watched, inputs, strict=True):
-            watched.inputs = each
-
     def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: Sequence[int]) -> None:
         """Rerun recurrences over accepted `rows` [n] i64 of the last draft step, from its start.
 
@@ -198,12 +197,12 @@ class DenseDecoder:
     def layers(self, begun: Begun, attend: Attend, images: StepImages = NO_IMAGES) -> torch.Tensor:
         """May modify `begun` and return a part of it."""
         x, *turns = begun
-        delta = None
+        delta: Addend | None = None
         for index, (layer, way) in enumerate(zip(self._calls, self._turns.way_of, strict=True)):
             delta = layer(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
             if index < self._deepstack_levels:
                 for rows in images:
-                    delta = rows.deepened(delta, index)
+                    delta = rows.deepened(settled(delta), index)
         return self._norm.of_sum(x, delta)
 
     def join(self) -> None:
@@ -252,13 +251,12 @@ def _of_layer(index: int, name: str) -> str:
 
 
 class _Watched:
-    """A layer whose inputs a drafter reads."""
-
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self.inputs = torch.empty(0)  # [T, hidden] of the last step
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Addend:
+        delta = settled(delta)
         self.inputs = x.clone() if delta is None else x + delta
         return self._layer(x, delta, turn, attend)
 
@@ -296,8 +294,6 @@ def _over_ranks(part: ModelPart, head: "Linear | NoHead") -> VocabHead:
 
 
 class DividedHead:
-    """A head whose columns lie on all ranks of the stage."""
-
     def __init__(self, part: ModelPart, own: "Linear | NoHead") -> None:
         self._own, self._collectives = own, part.collectives
         self._columns, self._total = part.share.vocab, part.config.vocab_size

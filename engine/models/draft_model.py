@@ -55,8 +55,6 @@ class DraftModel(Protocol):
 
 
 class StandaloneModel:
-    """A separate draft model, with KV of all its layers."""
-
     def __init__(self, model: "DenseDecoder") -> None:
         self._model = model
         self.num_heads = model.num_heads

@@ -1,9 +1,7 @@
 """Generated weights for `--load-format dummy`: any config.json runs.
 
-Elements depend on tensor name and index, so ranks and workers agree. Matrices are wide for their
-inputs, so that scores differ clearly. Additions to the residual stream are narrower, MLPs more than
-attention, and an MTP layer starts from the token's embedding only: the next token depends on last
-token and context, and drafts are sometimes accepted.
+Elements depend on tensor name and index. Widths make the next token depend on last token and
+context, and drafts sometimes right.
 """
 
 import hashlib
@@ -40,7 +38,6 @@ class DummyTensors:
         return self._folder
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[Tensor], object]:
-        """A function that fills in the `taken` part of tensor `name`."""
         if name.endswith(JOINS):
             return lambda out: out.copy_(torch.eye(*shape)[tuple(slice(part.start, part.stop) for part in taken)])
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) % NUMBERS

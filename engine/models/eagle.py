@@ -116,8 +116,6 @@ class EagleLayer(ReadingLayer):
 
 
 class _DraftHead:
-    """A head over the tokens `ids` only."""
-
     def __init__(self, part: ModelPart, drafter: DrafterConfig, model: DenseDecoder, prefix: str) -> None:
         count, place = drafter.head_rows, part.place
         self._columns = range(count * place.tp_rank // place.tp_size, count * (place.tp_rank + 1) // place.tp_size)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from engine.kernels.rows import takes_triton
 from engine.layers.experts import BiasedExperts, ExpertRouter, Experts, RoutedTokens
-from engine.layers.linear import LinearSite, Normed, kernel_on, silu_mul, summed, sums_matrix
+from engine.layers.linear import Addend, LinearSite, NoNorm, Normed, summed, sums_matrix
 from engine.model_files.experts_config import ClampedGate, ExpertNames, ExpertsConfig
 from engine.models.part import ModelPart, in_one
+from engine.models.quantized_tensors import keeps_packed
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut, Extent
 from engine.quant.integers import BLOCK, Weight, columns_of, mxfp4_codes, mxfp4_values
@@ -153,8 +154,9 @@ def _blocks(
     blocks = Cut(columns.total // BLOCK, range(first, -(-columns.taken.stop // BLOCK)))
     packed = checkpoint.take_bytes(f"{name}_blocks", [experts, rows, blocks, BLOCK // 2])
     scales = checkpoint.take_bytes(f"{name}_scales", [experts, rows, blocks])
-    if kernel_on(checkpoint.device, checkpoint.dtype) is not None and len(columns) // segments % BLOCK == 0:
-        return [mxfp4_codes(packed[place], scales[place], dtype=checkpoint.dtype) for place in order]
+    if keeps_packed(checkpoint.device, checkpoint.dtype) and len(columns) // segments % BLOCK == 0:
+        codes = (mxfp4_codes(packed[place], scales[place], dtype=checkpoint.dtype) for place in order)
+        return [matrix.to(checkpoint.device) for matrix in codes]
     begin = columns.taken.start - first * BLOCK
     values = mxfp4_values(packed, scales, dtype=checkpoint.dtype)[:, :, begin : begin + len(columns)]
     return [values[place].to(checkpoint.device) for place in order]
@@ -184,7 +186,11 @@ class ExpertMLP:
         self._no_rows = part.no_rows()
         self.sites: list[LinearSite] = []
 
-    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
+    def count_rows(self, rows: Tensor | None) -> None:
+        """Count none in recorded steps of DP attention: other ranks' padding is unknown."""
+        self.counted.rows = rows if rows is None or self._exchange is None else torch.zeros_like(rows)
+
+    def __call__(self, norm: Normed, x: Tensor, delta: Addend | None) -> Tensor:
         own = norm.of_sum(x, delta)
         if self._exchange is not None:
             return self._exchange.compute(own, self._partial)
@@ -279,6 +285,6 @@ class SharedExpert:
 
     def parts(self, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """Return sums [T, hidden] per segment, and [T, 1], whose sigmoid weighs them; all fp32."""
-        parts = torch.split(silu_mul(self._gate_up(x)), self._width, dim=1)
+        parts = torch.split(self._gate_up.gated_of_norm(NoNorm(), x, None), self._width, dim=1)
         sums = [down.partial(part.contiguous()) for part, down in zip(parts, self._downs, strict=True)]
         return sums, None if self._gate is None else self._gate.partial(x)

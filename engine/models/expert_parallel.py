@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.experts import RoutedTokens
-from engine.layers.linear import LinearSite, Normed
+from engine.layers.linear import Addend, LinearSite, Normed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.expert_mlp import AnyExperts, SharedExpert, load_experts, load_router, weighed
 from engine.models.part import ModelPart
@@ -16,6 +16,7 @@ from engine.parallel.collectives import tree_sum
 from engine.parallel.expert_placement import Placement
 from engine.parallel.expert_rows import expert_rows
 from engine.parallel.layout import Cut
+from service.flags import ConfigError
 
 
 class Placed:
@@ -76,6 +77,7 @@ class ExpertParallelMLP:
         for expert in range(experts.count):
             part.checkpoint.ignore(f"{prefix}{names.experts}.{expert}.")  # other ranks' experts
         self._no_rows = part.no_rows()
+        self._width = segments * part.config.hidden_size
         self.counted = RoutedTokens(experts.count, device=part.checkpoint.device)
         self.loads = self.counted.total
         self.sites: list[LinearSite] = []
@@ -83,8 +85,11 @@ class ExpertParallelMLP:
         if part.balance is not None and moves:
             part.balance.add(self)
 
-    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
+    def __call__(self, norm: Normed, x: Tensor, delta: Addend | None) -> Tensor:
         return self._of(norm.of_sum(x, delta))
+
+    def count_rows(self, rows: Tensor | None) -> None:
+        self.counted.rows = rows
 
     def join(self) -> None:
         self._of(self._no_rows)
@@ -93,10 +98,12 @@ class ExpertParallelMLP:
     def moved(self, placement: Placement) -> Placed:
         """Read the experts of `placement` in any thread.
 
-        Raises ConfigError if the checkpoint changed.
+        Raises ConfigError if the checkpoint changed, or `take` cannot hold them.
         """
         with self._part.checkpoint.again() as checkpoint:
             found = self._load(self._part.over(checkpoint), placement)
+        if not self.placed.own.takes(found.own):  # type: ignore[arg-type]
+            raise ConfigError("--enable-eplb: experts of a layer are quantized in several forms; leave it out")
         if self.loads.is_cuda:
             torch.cuda.current_stream().synchronize()  # this thread's stream, because another stream uses the result
         return found
@@ -113,14 +120,19 @@ class ExpertParallelMLP:
     def _of(self, own: Tensor) -> Tensor:
         placed = self.placed
         chosen, weights = self._router(own)
-        slots = placed.slots_of(chosen)
-        answers, rows = self._rows.answers(own, slots, self._compute, total=len(placed.placement))
-        self.counted.add(chosen, placed.loads(rows))
-        segments = [weighed(part, weights) for part in torch.split(answers, own.shape[1], dim=2)]
+        slots = self.counted.real(placed.slots_of(chosen))
+        # The layer of a drafter counts no rows, also in a graph.
+        recorded = self.counted.rows is not None or (own.is_cuda and torch.cuda.is_current_stream_capturing())
+        found = self._rows.answers(own, slots, self._compute, total=len(placed.placement), recorded=recorded)
+        self.counted.add_real(placed.loads(found.rows))
+        segments = [weighed(part, weights[found.mine]) for part in torch.split(found.answers, own.shape[1], dim=2)]
         if self._shared is not None:
-            segments = [routed + shared for routed, shared in zip(segments, self._shared(own), strict=True)]
-        return tree_sum(segments).to(own.dtype)
+            shared = self._shared(own[found.mine])
+            segments = [routed + beside for routed, beside in zip(segments, shared, strict=True)]
+        return self._rows.whole(tree_sum(segments).to(own.dtype), len(own))
 
     def _compute(self, x: Tensor, rows: Tensor) -> Tensor:
+        if not len(x):
+            return torch.empty((0, self._width), dtype=torch.float32, device=x.device)
         segments = self.placed.own(x, rows)
         return segments[0] if len(segments) == 1 else torch.cat(segments, dim=1)

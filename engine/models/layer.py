@@ -4,12 +4,25 @@ Attention is a QKV product, RoPE, a backend and the output product.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from engine.kernels.paged_attention import Softmax
-from engine.layers.linear import GATES, LinearSite, NoNorm, Normed, Scaled, WholeNorm, add, sigmoid_mul
+from engine.layers.linear import (
+    GATES,
+    Addend,
+    LinearSite,
+    NoNorm,
+    Normed,
+    Scaled,
+    WholeNorm,
+    add,
+    normed_later,
+    settled,
+    sigmoid_mul,
+)
 from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
@@ -48,10 +61,7 @@ class Attention:
             q, k = q[order], k[order]
         return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
 
-    def __call__(
-        self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
-    ) -> torch.Tensor:
-        """Compute attention of norm(x + delta); adds `delta` to x in place."""
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Addend:
         heads, kv_heads = self._heads, self._kv_heads
         qkv = self._qkv.of_norm(norm, x, delta)
         if self._clip:
@@ -62,7 +72,7 @@ class Attention:
             gates, qkv = torch.split(qkv, [heads * self._dim, (heads + 2 * kv_heads) * self._dim], dim=1)
         new = Unturned(qkv.view(-1, heads + 2 * kv_heads, self._dim), kv_heads, self._rope, turn, self._softmax)
         out = attend(self._layer, new)
-        return self._out(sigmoid_mul(gates, out) if self._is_gated else out)
+        return self._out.later(sigmoid_mul(gates, out) if self._is_gated else out)
 
 
 def _softmax(part: ModelPart, prefix: str) -> Softmax:
@@ -111,18 +121,14 @@ class Mixer(Protocol):
 
     sites: list[LinearSite]
 
-    def __call__(
-        self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
-    ) -> torch.Tensor:
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Addend:
         """[T, hidden] of norm(x + delta); adds `delta` to x in place."""
 
 
 class FeedForward(Protocol):
-    """An MLP or a mixture of experts."""
-
     sites: list[LinearSite]
 
-    def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: Addend | None) -> Addend:
         """[T, hidden] of norm(x + delta), equal on all ranks; adds `delta` to x in place."""
 
     def join(self) -> None:
@@ -133,7 +139,7 @@ class DenseMLP:
     """down(act(gate(x)) * up(x)) with one gate-up matrix, or down(act(up(x)))."""
 
     def __init__(self, part: ModelPart, prefix: str) -> None:
-        self._activation = part.config.arithmetic.activation
+        self._activation, self._is_gated = part.config.arithmetic.activation, part.config.arithmetic.is_gated
         self._gate_up, gate_up = part.gate_up(prefix, gates=self._activation == "silu")
         width, factor = part.mlp_cut(part.config.intermediate_size), part.config.arithmetic.down_factor
         name, bias = f"{prefix}{part.mlp_names.down}", part.mlp_names.bias
@@ -142,10 +148,10 @@ class DenseMLP:
         if factor != 1.0:
             self.sites = []  # LoRA would have to apply the factors
 
-    def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        if self._activation == "silu":
-            return self._down(self._gate_up.gated_of_norm(norm, x, delta))
-        return self._down(GATES[self._activation](self._gate_up.of_norm(norm, x, delta)))
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: Addend | None) -> Addend:
+        if self._is_gated:
+            return self._down.later(self._gate_up.gated_of_norm(norm, x, delta, gate=self._activation))
+        return self._down.later(GATES[self._activation](self._gate_up.of_norm(norm, x, delta)))
 
     def join(self) -> None:
         raise AssertionError("without DP attention no rank computes for others")
@@ -166,7 +172,7 @@ class Layer:
         self.attention, self.mlp = attention(), mlp()
         self.sites = [*self.attention.sites, *self.mlp.sites]
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Addend:
         """Add `delta`, the previous layer's output, to x; return this layer's.
 
         The addition is fused with a norm.
@@ -180,9 +186,9 @@ class Layer:
 class ParallelLayer(Layer):
     """Attention and MLP of the same normed input (Phi)."""
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> torch.Tensor:
         own = self._attention_norm.of_sum(x, delta)
-        answer = self.attention(self._mlp_norm, own, None, turn, attend)
+        answer = settled(self.attention(self._mlp_norm, own, None, turn, attend))
         return add(answer, self.mlp(self._mlp_norm, own, None))
 
 
@@ -195,10 +201,10 @@ class ShapedLayer(Layer):
         super().__init__(part, prefix, attention=attention, mlp=mlp)
         names, scale = NORMS[part.config.norms], Scaled(part.config.arithmetic.residual_scale)
         self._after_attention, self._after_mlp = (
-            part.norm(f"{prefix}{name}_layernorm") if name else scale
+            partial(normed_later, part.norm(f"{prefix}{name}_layernorm")) if name else scale.later
             for name in (names.after_attention, names.after_mlp)
         )
 
-    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Addend:
         delta = self._after_attention(self.attention(self._attention_norm, x, delta, turn, attend))
         return self._after_mlp(self.mlp(self._mlp_norm, x, delta))

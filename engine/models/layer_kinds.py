@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.layers.linear import GATES, LinearSite, Normed, sums_matrix
+from engine.layers.linear import GATES, Addend, LinearSite, Normed, sums_matrix
 from engine.model_files.head_config import family_of
 from engine.model_files.recurrent_config import MambaConfig
 from engine.models.expert_mlp import ExpertMLP
@@ -84,7 +84,7 @@ class SharedMLP:
         self._no_rows = part.no_rows()
         self.sites: list[LinearSite] = []
 
-    def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
         return self._exchange.compute(norm.of_sum(x, delta), self._partial)
 
     def join(self) -> None:

@@ -25,7 +25,7 @@ Load = Callable[..., DenseDecoder]  # (model_path, config, progress=..., changes
 
 @dataclass(frozen=True, slots=True)
 class ChangedFiles:
-    """New tensors in `files`, as of `Checkpoint`; `model` runs with all but those of the last file."""
+    """New tensors in `files`, as of `Checkpoint`; `model` runs without the last file's."""
 
     files: Sequence[str]
     model: DenseDecoder | None
@@ -80,7 +80,7 @@ def load_model(
             matrices=QuantizedMatrices(SCHEMES[quantization]) if quantization else STORED,
             experts=experts,
         )
-        nextn = NextnLayer(part) if drafter is not None and drafter.kind == NEXTN else None
+        nextn = NextnLayer(part.of_dp_rank()) if drafter is not None and drafter.kind == NEXTN else None
         model = DenseDecoder(part, None if changes is None else changes.kept)
         checkpoint.check_all_taken()
     if nextn is not None:
@@ -88,7 +88,7 @@ def load_model(
         model.draft_with(nextn)
     elif drafter is not None:
         own = {"dtype": dtype, "device": device, "progress": progress}
-        shared = {"place": place, "collectives": collectives, "reduce_units": reduce_units}
+        shared = {"place": place.in_dp_rank(), "collectives": collectives, "reduce_units": reduce_units}
         if drafter.kind == STANDALONE:
             layers = within(replace(drafter.layers, vision=None), config.max_position_embeddings)  # it drafts text only
             other = load_model(drafter.path, layers, dummies=dummies, **own, **shared)

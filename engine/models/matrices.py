@@ -35,7 +35,6 @@ class Matrices:
         return inputs
 
     def rounded(self, weight: Tensor, inputs: Extent) -> Weight:
-        """The own inputs of `weight`, a matrix of `read_inputs`."""
         return weight
 
     def rounded_head(self, table: Tensor) -> Weight:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.latents import HeadProducts, NewLatents, TokenChooser
-from engine.layers.linear import Linear, LinearSite, Normed, RMSNorm
+from engine.layers.linear import Addend, Linear, LinearSite, Normed, RMSNorm
 from engine.layers.rope import Turn, apply_rope, head_order
 from engine.model_files.latent_config import IndexConfig, LatentConfig
 from engine.models.layer import Attend
@@ -64,23 +64,17 @@ class LatentAttention:
         self._out, out = part.rows(f"{prefix}o_proj", heads.times(latent.value_dim))
         self.sites.append(LinearSite(self._out, out))
 
-    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+    def __call__(self, norm: Normed, x: Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Tensor:
         latent, down = self._latent, self._down.of_norm(norm, x, delta)
-        sizes = [self._begin_dim, latent.rank, latent.rope_dim, *self._index_dims]
-        q, kept, turned, *indexed = torch.split(down, sizes, dim=1)
+        q, latents, *indexed = torch.split(down, [self._begin_dim, latent.read_dim, *self._index_dims], dim=1)
         if self._up is not None and self._up_norm is not None:
-            q = self._up(self._up_norm(q.contiguous()))
+            q = self._up(self._up_norm.of_columns(q))
         own = self._heads * latent.query_dim
-        heads, index_q = q[:, :own].reshape(len(q), self._heads, latent.query_dim), q[:, own:]
-        plain, q_rotated = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
-        both = apply_rope(torch.cat((q_rotated, turned.unsqueeze(1)), 1), *turn)
-        absorbed = torch.cat((self._keys(plain), both[:, :-1]), 2)
-        latents = [self._latent_norm(kept.contiguous()), both[:, -1]]
-        chooser: TokenChooser | None = None
-        if self._index is not None:
-            key, chooser = self._index(index_q, *indexed, turn=turn)
-            latents.append(key)
-        new = NewLatents(absorbed, torch.cat(latents, 1), latent.scale, chooser)
+        heads, index_q = q[:, :own].unflatten(1, (self._heads, latent.query_dim)), q[:, own:]
+        plain, rotary = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
+        index = None if self._index is None else self._index(index_q, *indexed, turn=turn)
+        absorbed = self._keys(plain, room=latent.rope_dim)
+        new = NewLatents(absorbed, rotary, latents, self._latent_norm, turn, latent.scale, index)
         sums = attend(self._layer, new).view(-1, self._heads, latent.rank)
         return self._out(self._values(sums).flatten(1))
 

@@ -68,6 +68,12 @@ class ModelPart:
         other.checkpoint = checkpoint
         return other
 
+    def of_dp_rank(self) -> "ModelPart":
+        other = copy(self)
+        other.place, other.exchange = self.place.in_dp_rank(), None
+        other.mlp_segments = max(1, self.whole_segments // other.place.mlp_size)
+        return other
+
     def _make_balance(self) -> ExpertBalance:
         ranks = self.collectives if self.exchange is None else self.exchange.ranks
         return ExpertBalance(

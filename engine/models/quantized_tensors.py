@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.rows import takes_triton
+from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
 from engine.quant.ggml import BLOCK_TYPES, GROUP, integers_of
 from engine.quant.integers import Integers, Weight, columns_of
@@ -15,6 +16,11 @@ from service.flags import ConfigError
 
 if TYPE_CHECKING:
     from engine.gguf.tensors import GGUFTensors
+
+
+def keeps_packed(device: torch.device, dtype: torch.dtype) -> bool:
+    """True where a kernel multiplies packed integers."""
+    return kernel_on(device, dtype) is not None or takes_triton(device)
 
 
 class Files(Protocol):

@@ -1,6 +1,6 @@
-"""Recurrent layers in place of attention or beside it: Gated DeltaNet and Mamba2."""
+"""Recurrent layers with or without attention: Gated DeltaNet and Mamba2."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor
 from engine.kernels import tape
 from engine.kernels.recurrent import DeltaWeights, MambaWeights
 from engine.kv.cache_spec import StateShard
+from engine.kv.kv_pool import DTYPES
 from engine.kv.state_pool import StateSpec
-from engine.layers.linear import Linear, LinearSite, NoNorm, Normed, add
+from engine.layers.linear import Addend, Linear, LinearSite, NoNorm, Normed, RowLinear, add, settled
 from engine.layers.recurrence import GatedDelta, LayerStates, Mamba, ShortConv, StepStates
 from engine.layers.rope import Turn
 from engine.model_files.recurrent_config import DeltaConfig, MambaConfig
@@ -37,7 +38,7 @@ class Remembered:
         assert self._now is not None, "use() comes first"
         return self._now
 
-    def product(self, linear: Linear, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
+    def product(self, linear: Linear, norm: Normed, x: Tensor, delta: Addend | None) -> Tensor:
         """linear.of_norm(norm, x, delta); with drafts keep it for `product_again`."""
         step, _ = self.now()
         if not step.keeps:
@@ -57,16 +58,20 @@ class _Mixer:
 
     states: Remembered
     _in: Linear
-    _out: Callable[[Tensor], Tensor]
+    _widths: list[int]
+    _out: Linear | RowLinear
 
     def __init__(self) -> None:
         self.sites: list[LinearSite] = []
 
-    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
-        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
+    def __call__(self, norm: Normed, x: Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Addend:
+        return self._out.later(self._recurred(self.states.product(self._in, norm, x, delta)))
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self._widths) * DTYPES[self.states.spec.dtype].itemsize
 
     def pass_again(self, rows: Tensor) -> None:
-        """Rerun the recurrence over the kept `rows`, from the states before them."""
         self._recurred(self.states.product_again(rows))
 
     def _recurred(self, product: Tensor) -> Tensor:
@@ -218,10 +223,11 @@ class ParallelMixers:
     def __init__(self, attention: Attention, mamba: MambaMixer) -> None:
         self._attention, self._mamba = attention, mamba
         self.sites, self.states, self.pass_again = attention.sites, mamba.states, mamba.pass_again
+        self.row_bytes = mamba.row_bytes
 
-    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+    def __call__(self, norm: Normed, x: Tensor, delta: Addend | None, turn: Turn, attend: Attend) -> Tensor:
         own, plain = norm.of_sum(x, delta), NoNorm()
-        answer = self._mamba(plain, own, None, turn, attend)
+        answer = settled(self._mamba(plain, own, None, turn, attend))
         return add(answer, self._attention(plain, own, None, turn, attend))
 
 

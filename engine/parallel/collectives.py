@@ -78,7 +78,7 @@ def columns_of(rank: int, size: int, total: int) -> range:
 class SharedMemoryCollectives:
     """Collectives over shared memory for CPU ranks of a machine, one thread per rank.
 
-    allreduce.c and its torch replacement have equal bits, so ranks of both may mix.
+    allreduce.c and its torch replacement have equal bits.
     """
 
     def __init__(self, region: SharedRegion, *, rank: int, stage: int = 0) -> None:

@@ -10,7 +10,7 @@ With more TP ranks than KV heads, tp_size / kv_heads ranks share one; query head
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from engine.model_files.model_config import AttentionConfig, ModelConfig
@@ -51,6 +51,10 @@ class Place:
     @property
     def mlp_size(self) -> int:
         return self.dp_size * self.tp_size
+
+    def in_dp_rank(self) -> "Place":
+        """The place of what a DP rank has for itself, like drafters."""
+        return replace(self, dp_rank=0, dp_size=1, ep_size=self.tp_size if self.ep_size > 1 else 1)
 
     @property
     def is_first_stage(self) -> bool:
@@ -308,7 +312,6 @@ def shared_range(total: int, rank: int, size: int) -> range:
 
 
 def _balanced(config: ModelConfig, pp_size: int) -> list[int]:
-    """Add each layer to the smallest stage, which minimizes the largest."""
     hidden = config.hidden_size
     layer = config.attention_weights() + hidden * round(config.mlp_matrices * config.mlp_width(active=False))
     table = hidden * config.vocab_size

@@ -1,4 +1,4 @@
-"""Shared memory of one machine's ranks: a memfd, which cannot collide or be left over.
+"""Shared memory of one machine's ranks: a memfd, never left over.
 
 leader:    region = SharedRegion.create(plan); start followers with its descriptor
 follower:  region = SharedRegion.open(descriptor, plan)

@@ -55,7 +55,6 @@ class RegionPlan:
         return self.sum_lines(stage) + self.ranks * LINE_BYTES
 
     def link_lines(self, stage: int, rank: int) -> int:
-        """Two lines: slots sent to the next stage, and taken."""
         assert 0 <= stage < self.stages - 1 and 0 <= rank < self.ranks, (stage, rank)
         return self.sum_lines(self.stages) + 2 * (stage * self.ranks + rank) * LINE_BYTES
 
@@ -84,7 +83,6 @@ class RegionPlan:
         return self.link_slots(self.stages - 1, 0)
 
     def board_lines(self, dp_rank: int) -> int:
-        """Two lines: rows posted, and vote."""
         return self.gate + (1 + 2 * dp_rank) * LINE_BYTES
 
     @property
@@ -106,3 +104,8 @@ def new_memory(plan: RegionPlan) -> int:
     os.ftruncate(descriptor, plan.size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor
+
+
+def new_store() -> int:
+    """Descriptor of a rendezvous file, which ranks on GPUs inherit and keep open."""
+    return os.memfd_create("tandem-store")

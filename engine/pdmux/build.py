@@ -1,15 +1,14 @@
 """Prefill and decode streams of PD multiplexing: one executor each, over one model and KV pool.
 
-On a CPU they divide the threads (engine/pdmux/core_share.py). On a GPU they are CUDA streams,
-decode's with the higher priority.
+On a CPU they divide the threads (engine/pdmux/core_share.py), on a GPU the multiprocessors
+(engine/pdmux/cuda_lane.py), or have stream priorities where it cannot be divided.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -17,16 +16,18 @@ from engine.config import EngineConfig, ModelFlags
 from engine.core.plan import Phase
 from engine.device.device import Device, nothing_to_give
 from engine.device.step_memory import Recording
-from engine.executor.executor import Executor, Stream, StreamTask, ThreadStream
-from engine.executor.graphs import CudaCapture
+from engine.executor.executor import Executor, Stream, ThreadStream
+from engine.flags.pdmux import itl_objective_s
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
 from engine.pdmux.core_share import CoreShare, be_nice
-from service.waiter import run_into, start_in_thread
+from engine.pdmux.cuda_lane import CudaLane, Partition
+from engine.pdmux.green_contexts import NotDivisible, divided
+from engine.pdmux.phases import PARTS, SmShare, divisions, grain_of
 
 ORDER = {Phase.DECODE: -1, Phase.PREFILL: 0}  # of streams: lower numbers first
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Build(Protocol):
@@ -37,28 +38,74 @@ class Build(Protocol):
 
 def build_lanes(build: Build, config: EngineConfig, records: Recording, *, attention: Callable[[], None]) -> Device:
     """Decode's device, with the executor of both."""
-    assert config.num_threads is not None, "resolved"
-    parts = 1
-    give: Callable[[int], None] = nothing_to_give
-    if config.device == "cuda":
-        device = torch.device(config.device)
-        streams: dict[Phase, Stream] = {phase: CudaLane(device, priority=at) for phase, at in ORDER.items()}
-    else:
-        share = CoreShare(config.num_threads)
-        parts, give = share.num_threads, share.give
-        streams = {Phase.DECODE: _decodes(config, share), Phase.PREFILL: _prompts(config, share)}
-    decode, prefill = (build(records=_records_of(records, phase, config), stream=streams[phase]) for phase in ORDER)
+    lanes = _on_gpu(config) if config.device == "cuda" else _on_cpu(config)
+    decode, prefill = (
+        build(records=_records_of(records, phase, lanes.streams[phase]), stream=lanes.streams[phase]) for phase in ORDER
+    )
     both = Executor([*decode.executor.streams, *prefill.executor.streams], attention=attention)
-    return replace(decode, executor=both, parts=parts, give=give)
+    return replace(decode, executor=both, parts=lanes.parts, give=lanes.give)
 
 
-def _records_of(records: Recording, phase: Phase, config: EngineConfig) -> Recording:
-    """Its steps, on a GPU with its priority."""
+def _records_of(records: Recording, phase: Phase, stream: Stream) -> Recording:
     capture = records.capture
-    if capture is None and config.device == "cuda":
-        stream = torch.cuda.Stream(torch.device("cuda"), priority=ORDER[phase])  # type: ignore[no-untyped-call]
-        capture = partial(CudaCapture, stream)
+    if capture is None and isinstance(stream, CudaLane):
+        capture = stream.new_capture
     return replace(records, decodes=phase is Phase.DECODE, prefills=phase is Phase.PREFILL, capture=capture)
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    streams: Mapping[Phase, Stream]
+    parts: int = 1
+    give: Callable[[int], None] = nothing_to_give
+
+
+# ---- GPU
+
+
+def streams_per_phase(config: EngineConfig) -> int:
+    return 1 + len(_decode_sms(config)) if config.device == "cuda" else 1
+
+
+def _decode_sms(config: EngineConfig) -> list[int]:
+    """SMs of decodes in each division; without an objective a half."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    parts = 2 if itl_objective_s(config) is None else PARTS
+    return divisions(gpu.multi_processor_count, grain_of(gpu.major), parts=parts)
+
+
+def _on_gpu(config: EngineConfig) -> _Streams:
+    device = torch.device("cuda", torch.cuda.current_device())
+    whole = {phase: Partition(torch.cuda.Stream(device, priority=at)) for phase, at in ORDER.items()}  # type: ignore[no-untyped-call]
+    pairs = _divided(device, _decode_sms(config))
+    share = SmShare(len(pairs))
+    streams = {
+        phase: CudaLane([partition, *(pair[phase] for pair in pairs)], chosen=lambda: share.division)
+        for phase, partition in whole.items()
+    }
+    torch.cuda.synchronize(device)  # as in CudaStream
+    return _Streams(streams, parts=1 + len(pairs), give=share.give)
+
+
+def _divided(device: torch.device, decode_sms: Sequence[int]) -> list[dict[Phase, Partition]]:
+    try:
+        pairs = divided(device, decode_sms, order=ORDER)
+    except NotDivisible as error:
+        log.warning("PD multiplexing: decodes have priority over prompts, but no SMs of their own: %s", error)
+        return []
+    sms = " or ".join(f"{pair[Phase.DECODE].sms} + {pair[Phase.PREFILL].sms}" for pair in pairs)
+    log.info("PD multiplexing: SMs of decodes + prompts beside each other: %s", sms)
+    return pairs
+
+
+# ---- CPU
+
+
+def _on_cpu(config: EngineConfig) -> _Streams:
+    assert config.num_threads is not None, "resolved"
+    share = CoreShare(config.num_threads)
+    streams = {Phase.DECODE: _decodes(config, share), Phase.PREFILL: _prompts(config, share)}
+    return _Streams(streams, parts=share.num_threads, give=share.give)
 
 
 def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:
@@ -103,49 +150,3 @@ def _around(
             yield
 
     return with_threads
-
-
-# ---- A CUDA stream whose work is enqueued by a thread of its own.
-
-
-class _CudaLaneTask(Generic[T]):
-    def __init__(self, future: Future[T], enqueued: Future[torch.cuda.Event]) -> None:
-        self._future = future
-        self._enqueued = enqueued
-
-    def result(self) -> T:
-        self._enqueued.result().synchronize()
-        return self._future.result()
-
-    def done(self) -> bool:
-        return self._enqueued.done() and bool(self._enqueued.result().query())  # type: ignore[no-untyped-call]
-
-    def add_done_callback(self, call: Callable[[Any], object]) -> None:
-        start_in_thread(lambda: self._enqueued.result().synchronize(), name="step end", when_done=lambda: call(self))
-
-
-class CudaLane:
-    """Stream with a `priority`, CUDA's."""
-
-    def __init__(self, device: torch.device, *, priority: int) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)  # as in CudaStream
-        self._thread = ThreadStream(num_threads=1, around=lambda: torch.cuda.stream(self._stream))
-
-    def submit(self, work: Callable[[], T]) -> StreamTask[T]:
-        future = Future[T]()
-
-        def enqueue() -> torch.cuda.Event:
-            run_into(future, work)
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # as in CudaStream
-            event.record(self._stream)
-            return event
-
-        enqueued = Future[torch.cuda.Event]()
-        self._thread.submit(lambda: run_into(enqueued, enqueue))
-        return _CudaLaneTask(future, enqueued)
-
-    def close(self) -> None:
-        self._thread.close()
-        self._stream.synchronize()

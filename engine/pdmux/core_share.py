@@ -3,8 +3,8 @@
   prefill   |####|####|##        |####|    all threads, or those that a decode step leaves
   decode              |# # # # # |         its share, or all threads without prompts
 
-Each kernel requests threads and takes milliseconds, so decode soon gets its share. After Bullet
-(arXiv:2504.19516), which reassigns GPU multiprocessors between layers.
+A kernel takes milliseconds, so decode soon gets its share. After Bullet (arXiv:2504.19516), which
+reassigns GPU multiprocessors between layers.
 """
 
 import os

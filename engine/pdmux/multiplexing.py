@@ -17,19 +17,20 @@ POLL_S = 0.001  # the loop's rest ends at whole milliseconds: the next one, or i
 
 
 class Multiplexing(StepStrategy, LoopListener):
-    """Strategy of both lanes; `give` receives changes of the decode `share`, in device parts."""
+    """Strategy of both lanes; `give` receives changes of `share.parts_of`, in device parts."""
 
     def __init__(self, scheduler: Scheduler, *, share: LaneShare, give: Callable[[int], None]) -> None:
         super().__init__(scheduler)
         self._share = share
         self._give = give
+        self._given: int | None = None
         self._now_s = 0.0  # of the turn
         self._in_flight = dict.fromkeys(STREAMS, 0)  # launched steps
         self._moved_s = dict.fromkeys(STREAMS, 0.0)  # when a step of the phase was launched or collected last
         self._launched_s = float("-inf")  # the last decode step
         self._joined_s: float | None = None  # since then, the first request came from the prefill phase
         self._waits_until_s = float("inf")
-        give(share.decode_parts)
+        self._give_parts(concurrent=False)
 
     @property
     def beside_prompts(self) -> bool:
@@ -48,10 +49,17 @@ class Multiplexing(StepStrategy, LoopListener):
     def _plan(self, phase: Phase, full: Sequence[bool], *, paused: bool) -> Plan | None:
         if paused or full[STREAMS[phase]]:
             return None
+        concurrent = self.beside_prompts if phase is Phase.DECODE else bool(self.scheduler.stages.running)
         plan = self.scheduler.schedule(self._now_s, phase=phase)
         if plan is not None:
             self._moved_s[phase] = self._now_s
+            self._give_parts(concurrent=concurrent)
         return plan
+
+    def _give_parts(self, *, concurrent: bool) -> None:
+        if (parts := self._share.parts_of(concurrent=concurrent)) != self._given:
+            self._given = parts
+            self._give(parts)
 
     def may_launch(self, plan: Plan) -> bool:
         self._count(plan, 1)
@@ -71,7 +79,6 @@ class Multiplexing(StepStrategy, LoopListener):
         self._moved_s[plan.phase] = self._now_s
 
     def since_s(self, now_s: float) -> float:
-        """Return when a busy phase stopped, though the other goes on."""
         return min((self._moved_s[phase] for phase, num in self._in_flight.items() if num), default=now_s)
 
     def shorten(self, wait_s: float, now_s: float) -> float:
@@ -80,7 +87,5 @@ class Multiplexing(StepStrategy, LoopListener):
     def note(self, plan: Plan, taken_s: float) -> None:
         if not self.beside_prompts:
             return
-        before = self._share.decode_parts
         self._share.note(taken_s)
-        if self._share.decode_parts != before:
-            self._give(self._share.decode_parts)
+        self._give_parts(concurrent=True)

@@ -17,7 +17,8 @@ class Integers:
     """A matrix [out, in]: scales * values + offsets.
 
     `values` [out, in] int8, of 4 `bits` (-8 to 7) or 8, or e4m3. `scales`, `offsets`: fp32 [out,
-    ceil(in / group)]. `dtype`: of products. `e2m1`: value + 8 indexes E2M1.
+    ceil(in / group)]. `dtype`: of products. `e2m1`: value + 8 indexes E2M1, groups
+    of 32, scales are powers of two.
     """
 
     values: Tensor
@@ -75,7 +76,7 @@ class Integers:
     def dense(self) -> Tensor:
         """[out, in] in `dtype`, each value rounded once."""
         inputs = self.shape[1]
-        values = torch.tensor(E2M1)[self.values.int() + 8] if self.e2m1 else self.values
+        values = torch.tensor(E2M1, device=self.device)[self.values.int() + 8] if self.e2m1 else self.values
         values = values.float() if self.is_float else values
         each = self.scales.repeat_interleave(self.group, dim=1)[:, :inputs] * values
         if self.offsets is not None:

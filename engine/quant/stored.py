@@ -146,7 +146,6 @@ def _by_order(source: Source, name: str, values: Tensor, scales: Tensor, zeros: 
 
 
 def _with_scales(source: Source) -> Weight:
-    """A byte weight with scales per block, group, output, or one."""
     outputs, inputs = source.shape
     weight = source.want("weight", (outputs, inputs))[
         source.rows.start : source.rows.stop, source.columns.start : source.columns.stop
@@ -180,7 +179,6 @@ def _bytes(source: Source, weight: Tensor, scales: Tensor) -> Weight:
 
 
 def _spread(scales: Tensor, source: Source, each: int) -> Tensor:
-    """A scale for each row and `each` columns."""
     steps = ((source.rows, 1), (source.columns, each))
     rows, columns = (
         torch.arange(taken.start, taken.stop, step) // _block(size, count)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.core.plan import Plan
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from engine.parallel.stage_link import HiddenStates
 
 
+@dataclass(eq=False, kw_only=True)
 class RankRunner:
     """A follower's part of steps: copies, page rows, forward, then hidden states or logits.
 
@@ -31,24 +33,16 @@ class RankRunner:
     and computes its columns of the logits.
     """
 
-    def __init__(
-        self,
-        *,
-        model: "DenseDecoder",
-        copies: "Copies",
-        forward_pass: "ForwardPass",
-        future_map: "FutureMap",
-        after: "HiddenStates | None",
-        drafts: "TokenDrafter | None" = None,
-        states: "States | None" = None,
-    ) -> None:
-        self.running = RunningModel(model, forward_pass)
-        self._copies = copies
-        self._forward_pass = forward_pass
-        self._future_map = future_map
-        self._after = after
-        self._drafts = drafts
-        self._states = states
+    model: InitVar["DenseDecoder"]
+    copies: "Copies"
+    forward_pass: "ForwardPass"
+    future_map: "FutureMap"
+    after: "HiddenStates | None"
+    drafts: "TokenDrafter | None" = None
+    states: "States | None" = None
+
+    def __post_init__(self, model: "DenseDecoder") -> None:
+        self.running = RunningModel(model, self.forward_pass)
 
     def run(self, plan: Plan) -> None:
         """Return once no copy of the step touches this rank's pages.
@@ -56,38 +50,38 @@ class RankRunner:
         On a GPU the step is enqueued, and the leader's result reports its end.
         """
         if plan.rewinds:
-            assert self._states is not None, "the model has no states"
-            self._states.rewind(self.running.model, plan.rewinds)
-        arrivals = self._copies.begin(plan)
+            assert self.states is not None, "the model has no states"
+            self.states.rewind(self.running.model, plan.rewinds)
+        arrivals = self.copies.begin(plan)
         for opened in plan.opens:
-            self._forward_pass.open(opened)
-        self._forward_pass.prepare(self.running.model, plan)
+            self.forward_pass.open(opened)
+        self.forward_pass.prepare(self.running.model, plan)
         if not plan.items:
-            self._forward_pass.join(self.running.model, plan, arrivals)
-            self._copies.wait(plan.seq)
+            self.forward_pass.join(self.running.model, plan, arrivals)
+            self.copies.wait(plan.seq)
             return
         if plan.skips_model:
             self._draft(plan, arrivals)
             return
-        forward = self._forward_pass.run(self.running.model, plan, arrivals)
-        if self._after is not None:
-            self._after.send(forward.hidden)
+        forward = self.forward_pass.run(self.running.model, plan, arrivals)
+        if self.after is not None:
+            self.after.send(forward.hidden)
         elif not forward.gave_logits:
             for rows in logit_calls(plan.items):
                 self.running.model.logits(forward.hidden[rows])
-        if self._drafts is not None and any(item.draft for item in plan.items):
-            self._drafts.accept(plan.items, None)
-        self._copies.wait(plan.seq)
         if any(item.sample for item in plan.items):
-            self._future_map.on_sampled()
+            self.future_map.on_sampled()  # before `accept`, as on the leader: both may exchange
+        if self.drafts is not None and any(item.draft for item in plan.items):
+            self.drafts.accept(plan.items, None)
+        self.copies.wait(plan.seq)
 
     def _draft(self, plan: Plan, arrivals: "Sequence[Arrival]") -> None:
-        assert self._drafts is not None, "a plan asks a drafter, and there is none"
+        assert self.drafts is not None, "a plan asks a drafter, and there is none"
         for arrival in arrivals:
             arrival.hold_all()
-        self._forward_pass.place(plan)
-        self._drafts.draft(self.running.model, plan.items)
-        self._copies.wait(plan.seq)
+        self.forward_pass.place(plan)
+        self.drafts.draft(self.running.model, plan.items)
+        self.copies.wait(plan.seq)
 
 
 log = logging.getLogger(__name__)
@@ -101,35 +95,24 @@ class LostStep(RuntimeError):
     """Steps are missing: this rank's state is unknown."""
 
 
+@dataclass(eq=False)
 class Follower:
-    def __init__(
-        self,
-        channel: Channel[ToFollower],
-        runner: RankRunner,
-        *,
-        readers: dict[str, Reader],
-        actions: dict[str, Action],
-        turning: Callable[[bool], None],
-    ) -> None:
-        self._channel = channel
-        self._runner = runner
-        self._readers = readers
-        self._actions = actions
-        self._turning = turning
-        self._prepared: dict[int, Any] = {}
-        self._last_seq = 0
-
-    @property
-    def num_prepared(self) -> int:
-        return len(self._prepared)
+    channel: Channel[ToFollower]
+    runner: RankRunner
+    _: KW_ONLY
+    readers: dict[str, Reader]
+    actions: dict[str, Action]
+    turning: Callable[[bool], None]
+    _prepared: dict[int, Any] = field(default_factory=dict, init=False)
+    _last_seq: int = field(default=0, init=False)
 
     def run(self) -> None:
         try:
             while True:
-                message = self._channel.receive()
-                self._turning(True)
+                message = self.channel.receive()
+                self.turning(True)
                 self.handle(message)
-                self._turning(False)
+                self.turning(False)
         except ChannelClosed:
             log.debug("the leader has ended")
 
@@ -138,9 +121,9 @@ class Follower:
         match message:
             case Step():
                 self._count(message.seq)
-                self._runner.run(plan_of(message))
+                self.runner.run(plan_of(message))
                 if message.answer:
-                    self._channel.send(Done(message.answer))
+                    self.channel.send(Done(message.answer))
             case Prepare():
                 start_in_thread(lambda: self._prepare(message), name=message.name, when_done=lambda: None)
             case Apply():
@@ -157,25 +140,25 @@ class Follower:
 
     def _prepare(self, message: Prepare) -> None:
         try:
-            self._prepared[message.number] = self._readers[message.name](**message.args)
+            self._prepared[message.number] = self.readers[message.name](**message.args)
         except ConfigError as error:
-            self._channel.send(Done(message.number, error=str(error)))
+            self.channel.send(Done(message.number, error=str(error)))
         else:
-            self._channel.send(Done(message.number))
+            self.channel.send(Done(message.number))
 
     def _apply(self, message: Apply) -> None:
         args = dict(message.args)
         prepared = [self._prepared.pop(args.pop("prepared"), None)] if "prepared" in args else []
         try:
-            value = self._actions[message.name](*prepared, **args)
+            value = self.actions[message.name](*prepared, **args)
         except ConfigError as error:
-            self._channel.send(Done(message.number, error=str(error)))
+            self.channel.send(Done(message.number, error=str(error)))
             return
         if isinstance(value, Future):
             value.add_done_callback(lambda ended: self._answer_later(message.number, ended))
         else:
-            self._channel.send(Done(message.number, value=value))
+            self.channel.send(Done(message.number, value=value))
 
     def _answer_later(self, number: int, ended: "Future[Any]") -> None:
         with contextlib.suppress(ChannelClosed):
-            self._channel.send(Done(number, value=ended.result()))
+            self.channel.send(Done(number, value=ended.result()))

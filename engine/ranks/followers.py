@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from engine.core.plan import Plan, StepResult
 from engine.ranks.messages import (
@@ -178,7 +178,6 @@ class LivenessProbe:
         self._waiting = False
 
     def due(self, now_s: float) -> bool:
-        """Return True, and count one, if a probe is due."""
         if self.every_s is None or self._waiting or now_s - (self._asked_at_s or 0.0) < self.every_s:
             return False
         self._asked_at_s, self._waiting = now_s, True
@@ -194,15 +193,11 @@ class LivenessProbe:
         return now_s - self._asked_at_s
 
 
-class Process(Protocol):
+class Process(NamedTuple):
     """A follower's process, for error messages."""
 
-    @property
-    def name(self) -> str:
-        """A name such as "rank 2 of 4 (pid 4711)"."""
-
-    def ended(self) -> str:
-        """Its end, such as "ended: SIGKILL"."""
+    name: str  # such as "rank 2 of 4 (pid 4711)"
+    ended: Callable[[], str]  # its end, such as "ended: SIGKILL"
 
 
 Member = tuple[Channel[ToLeader], Process]
@@ -253,7 +248,7 @@ class Followers:
         self._await(Loaded, timeout_s=timeout_s, doing="has not loaded its weights")
 
     def await_ready(self, *, fingerprint: str, timeout_s: float) -> Ready:
-        """Wait for all weights; return the minima of the followers' sizes.
+        """Wait for all weights; return the minima of the followers' sizes, and all states' bytes.
 
         Raises ConfigError, also if a follower's weights differ from the leader's `fingerprint`.
         """
@@ -271,6 +266,7 @@ class Followers:
             min((answer.shadow_slots for answer in ready.values()), default=NO_LIMIT),
             min((answer.chunked_prefill_size for answer in ready.values()), default=NO_LIMIT),
             min((answer.max_prefill_tokens for answer in ready.values()), default=NO_LIMIT),
+            sum(answer.slot_bytes for answer in ready.values()),
         )
 
     def place(self, pool: PoolSize) -> None:
@@ -419,3 +415,14 @@ class Pending:
 
     def when_there(self, call: Callable[[], None]) -> None:
         self._followers._note(partial(self._followers.answers.when_all, self.number, call))
+
+
+Own = TypeVar("Own")
+
+
+class OnAllRanks(Generic[Own]):
+    """A leader's `own` part, and those of its followers."""
+
+    def __init__(self, own: Own, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.config import EngineConfig
-from engine.core.mem_cache.disk_tier import DiskRead, DiskWrite
+from engine.core.mem_cache.storage_tier import PageRead, PageWrite
 from engine.device.kv_memory import held_by
 from engine.flags.nodes import leader_of
 from engine.hicache.build import RankFiles
@@ -23,7 +23,7 @@ from engine.lora.bank import LoraStore
 from engine.messages import StartProfile
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
-from engine.ranks.followers import Followers, GroupEnded
+from engine.ranks.followers import Followers, GroupEnded, OnAllRanks
 from engine.ranks.links import Joint, RankLinks, place_of
 from service.flags import ConfigError
 from service.waiter import start_in_thread
@@ -91,11 +91,7 @@ class GroupWeights:
         applied.wait()
 
 
-class GroupKVMemory:
-    def __init__(self, own: KVMemory, followers: Followers) -> None:
-        self._own = own
-        self._followers = followers
-
+class GroupKVMemory(OnAllRanks[KVMemory]):
     def release(self) -> None:
         self._own.release()
         self._followers.apply("release_kv").wait()
@@ -108,11 +104,7 @@ class GroupKVMemory:
 _Adapter = tuple[Any, int]  # own weights, and the number of the followers'
 
 
-class GroupAdapters:
-    def __init__(self, own: LoraStore, followers: Followers) -> None:
-        self._own = own
-        self._followers = followers
-
+class GroupAdapters(OnAllRanks[LoraStore]):
     def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[_Adapter]:
         return start_in_thread(lambda: self.read(path), name="lora", when_done=when_done)
 
@@ -132,11 +124,7 @@ class GroupAdapters:
         applied.wait()
 
 
-class GroupProfiler:
-    def __init__(self, own: Profiler, followers: Followers) -> None:
-        self._own = own
-        self._followers = followers
-
+class GroupProfiler(OnAllRanks[Profiler]):
     def start(self, asked: StartProfile) -> str:
         """Raises ConfigError."""
         path = self._own.start(asked)
@@ -178,7 +166,9 @@ def _on_all_ranks(followers: Followers, name: str, read: Callable[[], Any], **ar
 # ---- Disk tier over ranks: followers read and write their parts of pages.
 
 
-def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSpec], followers: Followers) -> RankFiles:
+def rank_files(
+    config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSpec], followers: Followers, *, slot_bytes: int
+) -> RankFiles:
     own, drafters = [spec for spec in specs if not spec.drafter], [spec for spec in specs if spec.drafter]
     assert len({(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in own}) == 1, specs
     held = [held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)]
@@ -186,19 +176,19 @@ def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSp
     sizes = [
         page_bytes_of(of_rank, config.page_size, units=len(h.units)) for of_rank, h in zip(layers, held, strict=True)
     ]
-    return RankFiles(leader_of(config), sizes, GroupFiles(followers))
+    return RankFiles(leader_of(config), sizes, slot_bytes, GroupFiles(followers))
 
 
 class GroupFiles:
     def __init__(self, followers: Followers) -> None:
         self._followers = followers
 
-    def read(self, work: DiskRead) -> Callable[[], dict[int, str]]:
+    def read(self, work: PageRead) -> Callable[[], dict[int, str]]:
         return self._apply("read_page", work)
 
-    def write(self, work: DiskWrite) -> Callable[[], dict[int, str]]:
+    def write(self, work: PageWrite) -> Callable[[], dict[int, str]]:
         return self._apply("write_page", work)
 
-    def _apply(self, name: str, work: DiskRead | DiskWrite) -> Callable[[], dict[int, str]]:
+    def _apply(self, name: str, work: PageRead | PageWrite) -> Callable[[], dict[int, str]]:
         identity = msgspec.to_builtins(work.identity)
         return self._followers.apply(name, key=work.key, host_page=work.host_page, identity=identity).wait

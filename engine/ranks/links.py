@@ -26,7 +26,7 @@ from engine.parallel.network import NetworkCollectives, RankConnection
 from engine.parallel.process_groups import NcclCollectives, RankGroups
 from engine.parallel.region import SharedRegion, SharedTokens
 from engine.parallel.region_plan import RegionPlan
-from engine.parallel.row_exchange import RowExchange
+from engine.parallel.row_exchange import GroupRows, RowExchange, SharedMemoryRows
 from engine.parallel.stage_link import GroupLink, HiddenStates, NetworkStageLink, StageLink
 
 # ---- Input of a pipeline stage.
@@ -76,7 +76,6 @@ class RankLinks:
     after: HiddenStates | None
 
     def name_of(self, rank: int) -> str:
-        """ "rank 3 of 4", counted over DP ranks."""
         return f"rank {self.place.dp_rank * self.place.tp_size + rank} of {self.num_ranks}"
 
 
@@ -139,7 +138,7 @@ def links_of(
 
     exchange = None
     if joint is not None:
-        exchange = RowExchange(SharedMemoryCollectives(joint.region, rank=place.mlp_rank), place=place)
+        exchange = SharedMemoryRows(SharedMemoryCollectives(joint.region, rank=place.mlp_rank), place=place)
     return RankLinks(
         place=place,
         num_ranks=config.num_ranks * place.dp_size,
@@ -163,6 +162,9 @@ def stage_input(links: RankLinks, config: EngineConfig, model: ModelConfig) -> S
 
 def _links_by_groups(groups: RankGroups, plan: RegionPlan, place: Place, config: EngineConfig) -> RankLinks:
     stage = None if groups.stage is None else NcclCollectives(groups.stage, memory=groups.memory)
+    exchange = None
+    if groups.joint is not None:
+        exchange = GroupRows(groups.joint, stage=stage or SINGLE_RANK, place=place)
 
     def link(group: dist.ProcessGroup | None) -> HiddenStates | None:
         if group is None:
@@ -171,9 +173,9 @@ def _links_by_groups(groups: RankGroups, plan: RegionPlan, place: Place, config:
 
     return RankLinks(
         place=place,
-        num_ranks=config.num_ranks,
+        num_ranks=config.num_ranks * place.dp_size,
         collectives=stage or SINGLE_RANK,
-        exchange=None,
+        exchange=exchange,
         tokens=None,
         share=stage.share if stage is not None and place.pp_size == 1 else None,
         before=link(groups.before),

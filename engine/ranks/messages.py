@@ -48,7 +48,7 @@ class Loaded(_Frame, frozen=True):
 class Ready(_Frame, frozen=True):
     """The rank's memory holds these pages, slots and step sizes, besides its weights.
 
-    `fingerprint`: of the weights' files.
+    `fingerprint`: of the weights' files. `slot_bytes`: of a state.
     """
 
     num_pages: int
@@ -57,18 +57,20 @@ class Ready(_Frame, frozen=True):
     shadow_slots: int = NO_LIMIT
     chunked_prefill_size: int = NO_LIMIT
     max_prefill_tokens: int = NO_LIMIT
+    slot_bytes: int = 0
 
 
 class PoolSize(_Frame, frozen=True):
     """Sizes of all ranks: the minima.
 
-    `host_pages`: host tier. `state_slots`: recurrent states, 0 without; `shadow_slots`: more for
-    drafts. `apart`: of `num_pages`, window layers have an own pool (engine/device/pools.py).
+    `host_pages`, `host_states`: host tier. `state_slots`: recurrent ones, 0 without;
+    `shadow_slots`: more for drafts. `apart`: of `num_pages`, window layers have an own pool (engine/device/pools.py).
     `files`: the worker's directory, or "". `chunked_prefill_size`: resolved.
     """
 
     num_pages: int
     host_pages: int = 0
+    host_states: int = 0
     backup_room: CopySize = NOTHING
     files: str = ""
     state_slots: int = 0
@@ -109,6 +111,7 @@ class Step(_Frame, frozen=True):
     saves: list[PageSave] = []
     loads: list[PageLoad] = []
     drops: list[int] = []
+    states_to_host: list[PageCopy] = []
     to_host: list[PageCopy] = []
     from_host: list[PageCopy] = []
     windows: list[tuple[int, int, list[int]]] = []  # as `pages`, of the pool of windows
@@ -117,6 +120,7 @@ class Step(_Frame, frozen=True):
     ] = []  # (item, `behind`, `place`) where a draft is read: all ranks record such steps alike
     to_draft: list[int] = []  # of each item of a step that only drafts
     topk: int = 1  # of such a step
+    unverified: list[tuple[int, int]] = []  # (item, drafts) of such a step
     images: list[tuple[int, ItemImages]] = []  # (item, what it has of images)
     encodes: list[ImageInput] = []
     forgets: list[bytes] = []
@@ -196,6 +200,7 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
         drafts=[(i, item.behind, item.place) for i, item in enumerate(items) if item.draft],
         to_draft=[item.to_draft for item in items] if plan.skips_model else [],
         topk=items[0].topk if plan.skips_model else 1,
+        unverified=[(i, item.unverified) for i, item in enumerate(items) if item.unverified],
         images=[(i, item.images) for i, item in enumerate(items) if item.images is not None],
         answer=answer,
     )
@@ -216,7 +221,7 @@ def _items(step: Step) -> list[PlanItem]:
     wanted = {i: (first, more) for i, first, more in step.logprobs}
     decodes, unsampled = frozenset(step.decodes), frozenset(step.unsampled)
     drafts = {i: (behind, place) for i, behind, place in step.drafts}
-    images = dict(step.images)
+    images, unverified = dict(step.images), dict(step.unverified)
     items, at = [], 0
     for i, (slot, start) in enumerate(zip(step.slots, step.starts, strict=True)):
         length = step.lens[i] if step.extend else 1
@@ -244,6 +249,7 @@ def _items(step: Step) -> list[PlanItem]:
                 place=place,
                 to_draft=step.to_draft[i] if step.to_draft else 0,
                 topk=step.topk,
+                unverified=unverified.get(i, 0),
                 images=images.get(i),
             )
         )

@@ -7,10 +7,20 @@ from importlib.util import find_spec
 
 import torch
 
+from engine.kernels.checksum import checksum_kernel
 from engine.kv.cache_spec import CopiesDiffer, KVShard, total
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_checksum import WINDOWS, PageChecksum, PageSums, StateChecksum
-from engine.ranks.followers import Followers
+from engine.kv.page_checksum import (
+    WINDOWS,
+    Concurrent,
+    Later,
+    PageChecksum,
+    StateChecksum,
+    WordSums,
+    at_once,
+    word_sums,
+)
+from engine.ranks.followers import OnAllRanks
 from engine.ranks.rank_parts import RankPools
 
 Tail = Sequence[Sequence[int]]
@@ -22,25 +32,23 @@ Value = Callable[[], int | None]
 
 
 class RankChecksum:
-    """Checksum of a rank's parts of pages and states, used like PageChecksum."""
-
     def __init__(self, pools: RankPools, *, wakeup: Callable[[], None] = lambda: None) -> None:
         held, apart = pools.held, pools.windows is not None
+        sums, later = _sums_of(pools.kv.device, wakeup)
 
         def of_pages(pool: KVPool | None, *, begin: int = 0) -> PageChecksum | None:
             if pool is None or not pool.specs:  # all layers have windows
                 return None
             own = KVShard(held.units, held.num_units, range(pool.num_parts), pool.num_parts) if apart else held
-            return PageChecksum(pool, held=own, page_sums=_page_sums_for(pool.device), begin=begin, wakeup=wakeup)
+            return PageChecksum(pool, held=own, sums=sums, begin=begin, later=later)
 
         self._pages, self._windows = of_pages(pools.kv), of_pages(pools.windows, begin=WINDOWS)
         self._states = None
         if pools.states is not None:
-            self._states = StateChecksum(pools.states, layers=held.state_layers, wakeup=wakeup)
+            self._states = StateChecksum(pools.states, layers=held.state_layers, sums=sums, later=later)
         self._name = held.name
 
     def __call__(self, pages: Sequence[int], tail: Tail = (), num_tokens: int | None = None) -> Parts:
-        """`num_tokens`: see PageChecksum."""
         beside = iter(tail)
         of_state = None if self._states is None else self._states(next(beside)[0])
         sums = [] if self._pages is None else [("pages", self._pages(pages, num_tokens))]
@@ -75,15 +83,11 @@ def alone(own: OwnChecksum) -> Callable[[Sequence[int], Tail, int | None], Value
 log = logging.getLogger(__name__)
 
 
-class GroupChecksum:
+class GroupChecksum(OnAllRanks[OwnChecksum]):
     """Checksum over all ranks' parts, the leader's by `own`.
 
     Peers write every copy of a part, so each is checked; different copies give a random value.
     """
-
-    def __init__(self, own: OwnChecksum, followers: Followers) -> None:
-        self._own = own
-        self._followers = followers
 
     def __call__(self, pages: Sequence[int], tail: Tail = (), num_tokens: int | None = None) -> Value:
         beside = [list(items) for items in tail]
@@ -105,10 +109,13 @@ class GroupChecksum:
         return value
 
 
-def _page_sums_for(device: torch.device) -> PageSums | None:
-    """The device's kernel; None without a GPU: torch operators."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    from engine.kernels.triton.checksum import page_sums
+def _sums_of(device: torch.device, wakeup: Callable[[], None]) -> tuple[WordSums, Later]:
+    """The device's kernel, by default torch's operators, and where sums are computed."""
+    if device.type == "cpu":
+        kernel = checksum_kernel()
+        return (word_sums, at_once) if kernel is None else (kernel, Concurrent(wakeup))
+    if find_spec("triton") is None:
+        return word_sums, Concurrent(wakeup).on_gpu
+    from engine.kernels.triton.checksum import triton_sums
 
-    return page_sums
+    return triton_sums, Concurrent(wakeup).on_gpu

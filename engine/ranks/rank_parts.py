@@ -8,9 +8,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import Plan
-from engine.device.feature_parts import make_draft_pass
-from engine.device.forward_parts import ForwardParts, build_forward, context_pages
-from engine.device.graphs import make_graphs
+from engine.device.feature_parts import with_draft_futures
+from engine.device.forward_parts import ForwardParts, build_forward
+from engine.device.graphs import make_drafter, make_graphs, make_recorder
 from engine.device.host_copies import make_copies
 from engine.device.step_memory import Recording, StepMemory
 from engine.executor.graphs import FollowedEnd
@@ -40,14 +40,16 @@ def rank_parts(
     parts = build_forward(config, model, memory, records, exchange=links.exchange)
     device = memory.pool.device
     future_map = future_map_of(links, leads=False, device=device, num_slots=config.max_running_requests)
-    inputs = stage_input(links, config, model_config) or future_map
+    inputs = with_draft_futures(config, stage_input(links, config, model_config) or future_map, device)
     end = FollowedEnd(is_last=links.after is None)
-    graphs = make_graphs(config, model, parts, records, inputs=inputs, end=end)
-    drafts = make_draft_pass(config, model, parts.pools, sampler=None)
+    recorder = make_recorder(config, parts, records, inputs=inputs)
+    drafts = make_drafter(config, model, parts, records, recorder=recorder, sampler=None, inputs=inputs)
+    graphs = make_graphs(config, model, parts, records, recorder=recorder, end=end, drafter=drafts)
+    beside = [] if drafts is None else drafts.recorded
     runner = RankRunner(
         model=model,
         copies=make_copies(memory, parts.states),
-        forward_pass=parts.forward_pass(inputs, graphs, drafts),
+        forward_pass=parts.forward_pass(inputs, graphs, drafts, beside=beside),
         future_map=future_map,
         after=links.after,
         drafts=drafts,
@@ -58,13 +60,12 @@ def rank_parts(
 
 @contextmanager
 def steps_of_rank(
-    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, links: RankLinks, pool: KVPool
+    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, links: RankLinks, memory: StepMemory
 ) -> Iterator[Callable[[Plan], None]]:
     config = replace(config, enable_lora=False, max_mamba_cache_size=2)
-    memory = StepMemory(pool=pool, max_pages=context_pages(config))
     runner, _ = rank_parts(config, model_config, model, links, Recording(), memory)
     yield runner.run
-    if pool.device.type == "cuda":
+    if memory.pool.device.type == "cuda":
         torch.cuda.synchronize()
 
 

@@ -42,7 +42,6 @@ class Packed:
         self._most = most
 
     def rows(self, begin: int, end: int, *, top_num: int, requested_ids: tuple[int, ...]) -> Logprobs:
-        """Rows begin..end, cut to `top_num` and `requested_ids`."""
         ids, values = self._ids[begin:end], self._values[begin:end, 1 + self._most :]
         return Logprobs(
             token_ids=ids[:, 0],
@@ -57,7 +56,7 @@ class Packed:
 def log_norms(logits: Tensor) -> Tensor:
     """logsumexp [n] of logits [n, V], with equal bits in any batch.
 
-    torch splits a sum by the number of rows, so rows are processed one by one.
+    Row by row, as torch splits a sum by the number of rows.
     """
     if logits.device.type != "cpu" and find_spec("triton") is not None:
         from engine.kernels.triton.sample import log_norms as by_triton

@@ -1,7 +1,7 @@
 """Decode steps with drafts, which follow known tokens until their step verifies them.
 
 Where drafts pay, decodes do not overlap: two half batches would read the weights twice. The
-executor's drafter runs in a step before.
+executor's drafter runs in a step before, which overlaps them (docs/design/scheduling.md).
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,20 @@ from engine.core.request import Request
 from engine.core.results import Departures
 from engine.core.scheduler import MakeDecodeStrategy
 from engine.core.state import SchedulerState
+from engine.flags.resolve import drafts_overlap
 from engine.flags.speculation import drafts_by_model, drafts_by_ngrams, may_draft, passes_of, rows_of_request, topk_of
 from engine.speculative.drafting import Drafting, DraftRequest, fitting
-from engine.speculative.drafts import NO_DRAFT, Draft, Drafts, count, draft_of, rows_of
+from engine.speculative.drafts import (
+    MODELED,
+    NO_DRAFT,
+    Draft,
+    Drafts,
+    count,
+    draft_of,
+    number_of,
+    placeholder,
+    rows_of,
+)
 from engine.speculative.ngram import NgramDrafter
 
 
@@ -31,10 +42,18 @@ class SpeculativeDecode(DecodePlanner):
     verifies = True
 
     def __init__(
-        self, state: SchedulerState, departures: Departures, preemption: Preemption, *, drafting: Drafting
+        self,
+        state: SchedulerState,
+        departures: Departures,
+        preemption: Preemption,
+        *,
+        drafting: Drafting,
+        overlaps: bool = False,
     ) -> None:
+        """`overlaps`: steps may be planned without the tokens and drafts of those before them."""
         super().__init__(state, departures, preemption)
         self.drafting = drafting
+        self._overlaps = overlaps
         self._counters = state.counters
         self._step_ends = state.memory.of(StepEnds)
         self._awaits_tokens = False  # before drafting: drafts follow known tokens
@@ -50,12 +69,13 @@ class SpeculativeDecode(DecodePlanner):
         if not drafting.passes:
             return [], []
         ready = self._micro_batches.ready(self._stages.running)
-        if any(map(_in_flight, ready)):
+        behind = any(r.pending for r in ready)
+        ahead = behind and self._overlaps and all(map(_needs_no_host, ready))
+        if any(r.of(Drafts).is_asked or (_in_flight(r) and not ahead) for r in ready):
             return [], []
-        overlaps = any(r.pending for r in ready)
-        ask = drafting.ask(ready, rows=len(ready), overlaps=overlaps)
-        self._awaits_tokens = bool(ask.passes) and overlaps
-        if not ask.passes or overlaps:
+        ask = drafting.ask(ready, rows=len(ready), overlaps=behind and not ahead, ahead=ahead)
+        self._awaits_tokens = bool(ask.passes) and behind and not ahead
+        if not ask.passes or self._awaits_tokens:
             return [], []
         asked = [r for r in ready if r.rid in ask.passes][: self._step_ends.max_drafted]
         for request in asked:
@@ -65,7 +85,13 @@ class SpeculativeDecode(DecodePlanner):
         asked = self._with_slots([r for r in asked if passes[r.rid] > 0])
         opens = [open_slot(r, self._table) for r in asked if r.slot is None]
         self._counters.draft_steps += bool(asked)
-        return [request_drafts(r, passes[r.rid], topk=ask.topk) for r in asked], opens
+        return [self._request_drafts(r, passes[r.rid], topk=ask.topk) for r in asked], opens
+
+    def _request_drafts(self, request: Request, passes: int, *, topk: int) -> PlanItem:
+        item = request_drafts(request, passes, topk=topk)
+        if self._overlaps and topk == 1 and _needs_no_host(request):
+            request.of(Drafts).unseen = passes
+        return item
 
     def _passes_in_room(self, ask: DraftRequest, request: Request, *, left_free: int) -> int:
         passes = ask.passes[request.rid]
@@ -84,10 +110,12 @@ class SpeculativeDecode(DecodePlanner):
         if not self.drafting.for_all:
             self._learn_while_able(able)
         if able:
-            if self._awaits_tokens or any(map(_in_flight, able)):
+            if self._awaits_tokens or any(_in_flight(r) and not _awaits_drafts_alone(r) for r in able):
                 return [], []
             overlaps = any(r.pending for r in ready)
-            drafts = self.drafting.choose(able, rows=len(ready), overlaps=overlaps)
+            drafts = self._unseen(able)
+            rows = len(ready) + sum(map(len, drafts.values()))
+            drafts |= self.drafting.choose([r for r in able if r.rid not in drafts], rows=rows, overlaps=overlaps)
             if drafts and (overlaps or (self._step_ends.one_verify_step and self._is_verifying())):
                 return [], []
             drafts = dict(islice(drafts.items(), self._step_ends.max_drafted))
@@ -106,6 +134,17 @@ class SpeculativeDecode(DecodePlanner):
         if not drafts:
             return [decode_row(r) for r in ready], opens
         return self._rows(ready, drafts), opens
+
+    def _unseen(self, able: Sequence[Request]) -> dict[str, Draft]:
+        """Return placeholders of the drafts that a step in flight makes."""
+        found = dict[str, Draft]()
+        for request in able:
+            count, slot = min(request.of(Drafts).unseen, request.samples_left - 1), request.slot
+            if request.of(Drafts).is_asked and count > 0:
+                assert slot is not None, f"{request.rid}: its drafts are kept by slot"
+                tokens = [placeholder(slot, number) for number in range(1, count + 1)]
+                found[request.rid] = Draft(tokens, MODELED)
+        return found
 
     def _learn_while_able(self, able: Sequence[Request]) -> None:
         """Measure steps while a request has drafts: others pay nothing."""
@@ -127,6 +166,7 @@ class SpeculativeDecode(DecodePlanner):
 
     def on_row(self, request: Request, item: PlanItem, result: ItemResult) -> None:
         if item.to_draft:
+            self.drafting.note_tokens(request)
             take_drafts(request, item, result)
         elif item.draft:
             request.of(Drafts).rows -= 1
@@ -154,6 +194,16 @@ class SpeculativeDecode(DecodePlanner):
 def _in_flight(request: Request) -> bool:
     drafts = request.of(Drafts)
     return drafts.rows > 0 or drafts.is_asked
+
+
+def _awaits_drafts_alone(request: Request) -> bool:
+    """Check for drafts in flight that may be verified, and no samples."""
+    return request.pending == 0 and request.of(Drafts).unseen > 0
+
+
+def _needs_no_host(request: Request) -> bool:
+    """Check that drafts need no tokens before them on the host."""
+    return request.grammar is None and not request.images and not request.sampling.penalized
 
 
 def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
@@ -188,25 +238,33 @@ def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
 
 
 def request_drafts(request: Request, passes: int, *, topk: int) -> PlanItem:
-    assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
+    """Plan passes after the newest token, be it in flight."""
+    drafts, slot = request.of(Drafts), request.slot
+    assert slot is not None and request.launched_len == request.num_tokens - 1 + request.pending, request.rid
+    tokens = request.tokens(request.launched_len, request.num_tokens)
+    if drafts.rows:
+        tokens = [placeholder(slot, 0)]
+    elif request.pending:
+        tokens = [-(slot + 1)]
+    known = request.pending - drafts.rows  # at least, when the step runs
     item = PlanItem(
         rid=request.rid,
-        slot=request.slot,
-        tokens=request.tokens(request.launched_len, request.num_tokens),
-        start=request.launched_len,
+        slot=slot,
+        tokens=tokens,
+        start=request.launched_len - drafts.rows,
         page_start=request.num_synced_pages,
         new_pages=request.pages[request.num_synced_pages :],
         sample=False,
-        output_len=len(request.output_ids),
+        output_len=len(request.output_ids) + known,
         extend=False,
         window_start=request.windows.num_synced,
         to_draft=passes,
         topk=topk,
+        unverified=drafts.rows,
     )
     request.num_synced_pages = len(request.pages)
     request.inflight += 1
-    drafts = request.of(Drafts)
-    drafts.asked_at, drafts.is_asked = request.num_tokens, True
+    drafts.asked_at, drafts.is_asked, drafts.unseen = request.num_tokens + known, True, 0
     return with_images(item, request) if request.images else item
 
 
@@ -214,7 +272,7 @@ def take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
     """Take the drafter's draft; after a failed step decode without one."""
     drafts = request.of(Drafts)
     drafts.is_asked = False
-    if request.finish is not None or request.num_tokens != item.kv_len:
+    if request.finish is not None or not item.kv_len <= request.num_tokens <= item.kv_len + item.unverified:
         return
     draft, grammar = draft_of(result.drafted), request.grammar
     if not _may_branch(request):
@@ -235,12 +293,18 @@ def _may_branch(request: Request) -> bool:
 def _was_right(request: Request, item: PlanItem, number: int) -> bool:
     """Check that the draft path up to item `number` was sampled."""
     follows = request.finish is None and request.of(Drafts).last == number - item.behind
-    return follows and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
+    if not follows or request.num_tokens != item.kv_len:
+        return False
+    token = item.tokens[0]
+    if token < 0:  # the drafter's step has ended since
+        at, draft = number_of(token) - 1, request.of(Drafts).draft.tokens
+        return at < len(draft) and request.output_ids[-1] == draft[at]
+    return request.output_ids[-1] == token
 
 
-def decode_strategy(config: EngineConfig, *, decodes: bool) -> MakeDecodeStrategy:
+def decode_strategy(config: EngineConfig) -> MakeDecodeStrategy:
     """The strategy of decode steps: with drafts by flag, or for what grammars force."""
-    if not may_draft(config, decodes=decodes):
+    if not may_draft(config):
         return DecodePlanner
     most = rows_of_request(config) - 1
     drafting = Drafting(
@@ -250,4 +314,4 @@ def decode_strategy(config: EngineConfig, *, decodes: bool) -> MakeDecodeStrateg
         topk=topk_of(config),
         counts=config.device == "cpu",
     )
-    return partial(SpeculativeDecode, drafting=drafting)
+    return partial(SpeculativeDecode, drafting=drafting, overlaps=drafts_overlap(config))

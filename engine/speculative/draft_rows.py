@@ -4,7 +4,7 @@ The latter is found on the device, behind sampling and without a wait for the ho
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,9 +58,30 @@ def tree_rows(items: Sequence[PlanItem], like: Tensor) -> Tensor:
         [place, item.kv_len - len(path), *path]
         for place, item, path in zip(places_of(items), items, paths, strict=True)
     ]
-    filled = torch.tensor(_padded(rows), dtype=torch.int32)
-    found[: len(items), : filled.shape[1]] = filled
+    if rows:
+        filled = torch.tensor(_padded(rows), dtype=torch.int32)
+        found[: len(items), : filled.shape[1]] = filled
     return found
+
+
+def parent_rows(items: Sequence[PlanItem]) -> list[int]:
+    """Each row's predecessor in its request; -1: of an earlier step."""
+    starts = first_rows(items)
+    rows: list[int] = []
+    for i, item in enumerate(items):
+        rows.append(starts[i - item.behind + 1] - 1 if item.draft else -1)
+        rows += range(starts[i], starts[i + 1] - 1)
+    return rows
+
+
+def tail_rows(items: Sequence[PlanItem], page_size: int) -> list[int]:
+    """Rows of each page's last token; those of requests with drafts wait for `accept`."""
+    starts = first_rows(items)
+    rows: list[int] = []
+    for item, first in ((items[run[0]], starts[run[0]]) for run in runs_of(items) if len(run) == 1):
+        whole = range(item.start // page_size * page_size + page_size - 1, item.kv_len - 1, page_size)
+        rows += [first + at - item.start for at in (*whole, item.kv_len - 1)]
+    return rows
 
 
 def _paths(items: Sequence[PlanItem]) -> list[list[int]]:
@@ -78,57 +99,72 @@ def _padded(rows: list[list[int]]) -> list[list[int]]:
     return [row + [0] * (longest - len(row)) for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedRows:
-    """The n rows of all requests with drafts, rows of known tokens included.
+class VerifiedRows(NamedTuple):
+    """Rows that read drafts, and of known tokens before them, [n] int64 each.
 
-    `items`: of each. `rows`: [n] int64, its place in the step. `parents`: [n] int64, the number of
-    the one that samples its token, or its own for a known token. `right`: [n] bool, whether it
-    counts: its parent sampled its token, and counts.
+    `parents`: the row that samples its token, or its own for a known token. `guesses`: drafts, or
+    placeholders. `places`: as of PlanItem. `ends`: 1 for the last of a page.
     """
 
-    items: list[PlanItem]
-    rows: Tensor
     parents: Tensor
-    right: Tensor
+    guesses: Tensor
+    slots: Tensor
+    positions: Tensor
+    places: Tensor
+    ends: Tensor
 
-    def last(self) -> Tensor:
-        """[n] bool: those that count without any that counts behind them."""
-        followed = torch.zeros_like(self.parents)
-        is_draft = self.parents != torch.arange(len(self.parents), device=self.parents.device)
-        followed.index_add_(0, self.parents, (self.right & is_draft).long())
-        return self.right & (followed == 0)
+    def are_known(self) -> Tensor:
+        return self.parents == torch.arange(len(self.parents), device=self.parents.device)
 
 
-def judged_rows(
-    items: Sequence[PlanItem], tokens: Tensor | None, *, collectives: Collectives, device: torch.device
-) -> AcceptedRows:
-    """Judge the drafts of a step.
+def verified_rows(items: Sequence[PlanItem], page_size: int) -> list[tuple[int, ...]]:
+    """Fields of VerifiedRows for each of `items`, whole requests."""
+    return [
+        (
+            i - item.behind,
+            item.tokens[0] if item.draft else 0,
+            item.slot,
+            item.start,
+            item.place,
+            int(item.kv_len % page_size == 0),
+        )
+        for i, item in enumerate(items)
+    ]
 
-    `tokens`: sampled by the items that sample, in their order; None on a rank that samples nothing.
+
+class JudgedRows(NamedTuple):
+    """`tokens` [n] int64: sampled by each row, on all ranks.
+
+    `right` [n] bool: it counts: its parent sampled its token, and counts. `last` [n] bool: it counts
+    without any that counts behind it.
     """
-    starts = first_rows(items)
-    samples = {i: at for at, i in enumerate(i for i, item in enumerate(items) if item.sample)}
-    chosen = [i for run in runs_of(items) if len(run) > 1 for i in run]
-    number = {i: at for at, i in enumerate(chosen)}
-    parents = [number[i - items[i].behind] for i in chosen]
-    guessed = [items[i].tokens[0] if items[i].draft else -1 for i in chosen]
-    sampled = [samples[i - items[i].behind] for i in chosen]
-    rows, above, guesses, at = upload(
-        torch.tensor([[starts[i] for i in chosen], parents, guessed, sampled]), device
-    ).unbind()
-    own = torch.zeros(len(chosen), device=device)
-    if tokens is not None:
-        own = ((tokens.to(device)[at] == guesses) | (guesses < 0)).float()
-    right = collectives.sum(own[:, None], dtype=torch.float32)[:, 0] > 0
-    return AcceptedRows([items[i] for i in chosen], rows, above, _with_all_before(right, above, _deepest(parents)))
+
+    tokens: Tensor
+    right: Tensor
+    last: Tensor
 
 
-def _deepest(parents: Sequence[int]) -> int:
-    """The most drafts that a row reads, itself included."""
+def judged(rows: VerifiedRows, sampled: Tensor | None, *, deepest: int, collectives: Collectives) -> JudgedRows:
+    """Judge paths of up to `deepest` drafts, which are no placeholders.
+
+    `sampled` [n]: by each row; None on a rank that samples nothing.
+    """
+    are_known = rows.are_known()
+    if sampled is None:
+        own = torch.zeros(len(are_known), 2, device=are_known.device)
+    else:  # float32 holds every token
+        own = torch.stack(((sampled[rows.parents] == rows.guesses) | are_known, sampled), 1).float()
+    own_is_right, tokens = collectives.sum(own, dtype=torch.float32).unbind(1)
+    right = _with_all_before(own_is_right > 0, rows.parents, deepest)
+    followed = torch.zeros_like(rows.parents).index_add_(0, rows.parents, (right & ~are_known).long())
+    return JudgedRows(tokens.long(), right, right & (followed == 0))
+
+
+def deepest_of(items: Sequence[PlanItem]) -> int:
+    """The most drafts that one of `items`, whole requests, reads, its own included."""
     depths: list[int] = []
-    for i, parent in enumerate(parents):
-        depths.append(0 if parent == i else depths[parent] + 1)
+    for i, item in enumerate(items):
+        depths.append(depths[i - item.behind] + 1 if item.draft else 0)
     return max(depths)
 
 

@@ -1,6 +1,6 @@
 """Speculative decoding: choice of requests and draft lengths for the most tokens per second.
 
-A draft token is one more row of a decode step, which samples the next token. Verification accepts it
+A draft token is another row of a decode step, which samples the next token. Verification accepts it
 if the row before sampled exactly the draft. Samples depend on seed, position and logits only, so
 tokens equal plain decoding's at any temperature.
 
@@ -8,13 +8,12 @@ Rows are taken by acceptance probability, in the number that maximizes
 
   expected tokens of the step / seconds of a step with these rows
 
-Both are learned (Chances, RowCosts), so drafts are short and end in full batches. A model
-drafter's steps (engine/speculative/draft_pass.py) count, too.
+Both are learned (Chances, RowCosts). A model drafter's steps count, too.
 """
 
 from bisect import bisect, bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
 from typing import Protocol
@@ -240,6 +239,7 @@ class DraftRequest:
         return min(passes, places, 1 + places // self.topk) if places > 0 else 0
 
 
+@dataclass(eq=False)
 class Drafting:
     """Choice of drafts from `drafter`, grammars, and `passes` of the executor's drafter.
 
@@ -247,37 +247,33 @@ class Drafting:
     `counts`: penalties work for several rows of a request.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter | None,
-        *,
-        most: int,
-        passes: int = 0,
-        topk: int = 1,
-        counts: bool = True,
-        costs: Costs | None = None,
-        pass_costs: Costs | None = None,
-    ) -> None:
-        self.costs: Costs = costs or RowCosts()
-        self.pass_costs: Costs | None = pass_costs  # None before a measurement
-        self.passes = passes
+    drafter: Drafter | None
+    _: KW_ONLY
+    most: int
+    passes: int = 0
+    topk: int = 1
+    counts: bool = True
+    costs: Costs = field(default_factory=RowCosts)
+    pass_costs: Costs | None = None  # None before a measurement
+
+    def __post_init__(self) -> None:
         self._chances = Chances()
-        self._rows_a_pass = {width: Chance() for width in (1, topk)}
+        self._rows_a_pass = {width: Chance() for width in (1, self.topk)}
         self._steps_without = 0
-        self._drafter = drafter
-        self._most = most
-        self._counts = counts
 
     @property
     def for_all(self) -> bool:
-        return self._drafter is not None or self.passes > 0
+        return self.drafter is not None or self.passes > 0
 
     def able(self, requests: Sequence[Request]) -> Sequence[Request]:
         return requests if self.for_all else [r for r in requests if r.grammar is not None]
 
-    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftRequest:
-        """Drafter passes for requests without drafts, for the most tokens per second."""
-        bare = [r for r in requests if not self._draft(r).tokens and self._may_ask(r)] if self.passes else []
+    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool, ahead: bool = False) -> DraftRequest:
+        """Drafter passes for requests without drafts, for the most tokens per second.
+
+        `ahead`: behind samples in flight, which use up a request's drafts.
+        """
+        bare = [r for r in requests if self._is_bare(r, ahead=ahead)] if self.passes else []
         if not bare:
             return DraftRequest({})
         count, topk = self._best_passes(bare, rows, overlaps=overlaps)
@@ -287,10 +283,17 @@ class Drafting:
         ask = DraftRequest({}, topk)
         return DraftRequest({r.rid: ask.passes_within(r.samples_left - 1, count) for r in bare} if count else {}, topk)
 
-    def _may_ask(self, request: Request) -> bool:
-        return (
-            self._can_draft(request) and request.of(Drafts).asked_at < request.num_tokens and request.samples_left > 1
-        )
+    def note_tokens(self, request: Request) -> None:
+        """Learn from its newest tokens what became of the draft before them."""
+        self._draft(request)
+
+    def _is_bare(self, request: Request, *, ahead: bool) -> bool:
+        drafts, known = request.of(Drafts), request.num_tokens
+        if ahead and request.pending:
+            known += request.pending - drafts.rows  # at least, when the passes begin
+        elif self._draft(request).tokens:
+            return False
+        return self._can_draft(request) and drafts.asked_at < known and request.samples_left > 1
 
     def _best_passes(self, bare: Sequence[Request], rows: int, *, overlaps: bool) -> tuple[int, int]:
         best, best_rate = (0, 1), self._min_rate(rows, overlaps=overlaps)
@@ -302,7 +305,7 @@ class Drafting:
             )
             for count in range(1, self.passes + 1):
                 tokens = rows + sum(_expected(chance, count) for chance in chances)
-                drafts = min(self._most, round(count * verified)) * len(bare)
+                drafts = min(self.most, round(count * verified)) * len(bare)
                 rate = tokens / (self.costs.step(rows + drafts) + count * pass_s)
                 if rate > best_rate:
                     best, best_rate = (count, topk), rate
@@ -340,7 +343,7 @@ class Drafting:
         if draft.parents:
             order = sorted(range(len(chances)), key=lambda i: -chances[i])
             chances = [chances[i] for i in order]
-        most = min(request.samples_left - 1, self._most)
+        most = min(request.samples_left - 1, self.most)
         return _Ranked(request, draft, order, [-chance for chance in chances], list(accumulate(chances)), most)
 
     def note(self, plan: Plan, taken_s: float) -> None:
@@ -365,13 +368,13 @@ class Drafting:
         return drafts.draft
 
     def _can_draft(self, request: Request) -> bool:
-        return self._counts or not request.sampling.penalized
+        return self.counts or not request.sampling.penalized
 
     def _guess(self, request: Request) -> Draft:
         grammar = request.grammar
         if grammar is not None and (forced := grammar.forced()):
             return Draft(fitting(grammar, forced), FORCED)
-        draft = NO_DRAFT if self._drafter is None else self._drafter.draft(request)
+        draft = NO_DRAFT if self.drafter is None else self.drafter.draft(request)
         return draft if grammar is None else Draft(fitting(grammar, draft.tokens), draft.match)
 
     def _note_rows(self, draft: Draft, rows: int) -> None:

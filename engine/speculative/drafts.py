@@ -95,7 +95,8 @@ class Chance:
 class Drafts:
     """Drafts of one request; `draft` follows its first `known` tokens, `rows` are in flight.
 
-    - is_asked: a draft step is in flight; asked_at: known tokens at the last one
+    - is_asked: a draft step is in flight; asked_at: known tokens at the last one, at least
+    - unseen: drafts of this step that may be verified before its result
     - last: in a collected step, the item of the newest token
     - is_able: its steps may have drafts
     """
@@ -107,6 +108,7 @@ class Drafts:
     rows: int = 0
     is_asked: bool = False
     asked_at: int = 0
+    unseen: int = 0
     last: int = -1
     is_able: bool = False
     steps: int = 0
@@ -122,6 +124,21 @@ def count(request: Request, *, steps: int = 0, drafted: int = 0, accepted: int =
     drafts.accepted += accepted
     if drafts.steps:
         request.stats.drafts = DraftCounts(drafts.steps, drafts.drafted, drafts.accepted)
+
+
+# ---- Placeholders of tokens that the executor keeps by slot (futures.py).
+
+
+SLOTS = 1 << 20  # more than an engine has; placeholders of the future map are lower
+
+
+def placeholder(slot: int, number: int) -> int:
+    """Return that of draft `number` from 1 on, or of the newest token that counts (0)."""
+    return -(1 + (1 + number) * SLOTS + slot)
+
+
+def number_of(placeholder: int) -> int:
+    return (-placeholder - 1) // SLOTS - 1
 
 
 class DraftRow(NamedTuple):

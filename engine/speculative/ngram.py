@@ -3,8 +3,7 @@
   ... def area ( self ) : ...  def area ( se       the newest 4 tokens have occurred before:
           ^^^^^^^^^^^^^ lf      ^^^^^^^^^^^^^       the tokens after them are the draft
 
-Indexes are per request: a shared one would leak text by timing. Ideas: Saxena's
-prompt-lookup-decoding, vLLM's and SGLang's NGRAM.
+Indexes are per request: a shared one would leak text by timing. Idea: Saxena's prompt lookup.
 """
 
 from collections.abc import Sequence

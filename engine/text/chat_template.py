@@ -42,10 +42,6 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens or {}
 
-    @property
-    def knows_images(self) -> bool:
-        return "image" in self.source
-
     def render(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None
     ) -> str:
@@ -167,7 +163,6 @@ class CallArguments(_Written, dict[str, Any]):
 
 
 def joined(parts: Iterable[Any]) -> str:
-    """Texts of parts, one per line, as in vLLM."""
     return "\n".join(str(part) for part in parts if isinstance(part, TextPart))
 
 

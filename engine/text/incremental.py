@@ -1,7 +1,5 @@
 """Incremental detokenization. The scheduler decides where a request ends.
 
-`IncrementalText` turns ids into final characters, `StopScanner` tracks possible stop strings,
-`RequestText` holds those back and trims the stop; `SampleText` reads `TokenOutput`s.
 
 window:  [ context ... | new ids ...          ]      decoded together: correct spaces and characters
 text:    [ already given out | final | broken ]      broken: an incomplete character
@@ -38,8 +36,8 @@ FIELD = "stop_regex"
 class StopRegex:
     """`reach`: maximum match in characters; a stream holds back one less.
 
-    RE2 (https://github.com/google/re2) needs linear time and bounded memory, so no pattern can
-    stall a scheduler; it has no backreferences and lookaround. Python's parser computes `reach`.
+    RE2 (https://github.com/google/re2) needs linear time and bounded memory; it has no
+    backreferences and lookaround. Python's parser computes `reach`.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -451,5 +449,4 @@ def _no_texts(lp: TokenLogprob) -> tuple[str, list[str]]:
 
 
 def open_text(tokenizer: "Tokenizer | None") -> Callable[[GenerateRequest], SampleText | SampleIds]:
-    """Make readers of samples' outputs."""
     return (lambda request: SampleIds()) if tokenizer is None else partial(SampleText, tokenizer)

@@ -248,7 +248,7 @@ class PythonCall(CallScanner):
 
 
 def _arguments(source: str) -> dict[str, Any]:
-    """Parse `(key=value, ...)`. Raises SyntaxError, ValueError, and errors of deep nesting."""
+    """Raises SyntaxError, ValueError, and errors of deep nesting."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an unknown escape
         call = ast.parse(f"f{source}", mode="eval").body

@@ -243,7 +243,6 @@ class TaggedCall(CallScanner):
         self._key = None
 
     def _give_text(self) -> None:
-        """Give out text that surely belongs to the value."""
         text = self._rest[: len(self._rest) - self._held()]
         text = text[:-1] if self._tags.lines and text.endswith("\n") else text
         if text:

@@ -25,8 +25,8 @@ class CallFormat:
 
     `marker`: text before calls. `bare`: text that starts with it is calls. `bracket`: optional.
     `opener`: starts a call. `separator`: between calls, empty if the opener suffices. `fillers`:
-    allowed after a call. `closer`: after the last. `trigger`, `begin`, `after_number`, `end`: the
-    structural tag with NAME for the function's; empty if strict schemas are unsupported.
+    allowed after a call. `closer`: after the last. `begin`, `after_number`, `end`: the structural
+    tag with NAME for the function's; empty if strict schemas are unsupported.
 
     qwen25       text <tool_call>\n{...}\n</tool_call>\n<tool_call>...      (Qwen 2.5 and 3, Hermes)
     llama3       {...}; {...}      or  text <|python_tag|>{...}; {...}        (Llama 3.1, 3.2, 3.3)
@@ -46,7 +46,6 @@ class CallFormat:
     separator: str = ""
     fillers: tuple[str, ...] = ()
     closer: str = ""
-    trigger: str = ""
     begin: str = ""
     after_number: str = ""
     end: str = ""
@@ -72,7 +71,6 @@ _MISTRAL_HEADER = re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARG
 QWEN25 = CallFormat(
     marker="<tool_call>",
     closer="</tool_call>",
-    trigger="<tool_call>",
     begin='<tool_call>\n{"name": "NAME", "arguments": ',
     end="}\n</tool_call>",
 )
@@ -80,7 +78,6 @@ LLAMA3 = CallFormat(
     marker="<|python_tag|>",
     bare="{",
     separator=";",
-    trigger="<|python_tag|>",
     begin='<|python_tag|>{"name": "NAME", "parameters": ',
     end="}",
 )
@@ -91,7 +88,6 @@ MISTRAL = CallFormat(
     opener="",
     separator=",",
     closer="]",
-    trigger="[TOOL_CALLS]",
     begin='[TOOL_CALLS] [{"name": "NAME", "arguments": ',
     end="}]",
 )
@@ -114,7 +110,6 @@ DEEPSEEK_V3 = CallFormat(
     opener="<｜tool▁call▁begin｜>",
     fillers=("```", "<｜tool▁call▁end｜>"),
     closer="<｜tool▁calls▁end｜>",
-    trigger="<｜tool▁call▁begin｜>",
     begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
     end="\n```<｜tool▁call▁end｜>",
 )
@@ -124,7 +119,6 @@ DEEPSEEK_V31 = CallFormat(
     opener="<｜tool▁call▁begin｜>",
     fillers=("<｜tool▁call▁end｜>",),
     closer="<｜tool▁calls▁end｜>",
-    trigger="<｜tool▁call▁begin｜>",
     begin="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
     end="<｜tool▁call▁end｜>",
 )
@@ -136,7 +130,6 @@ KIMI_K2 = CallFormat(
     opener="<|tool_call_begin|>",
     fillers=("<|tool_call_end|>",),
     closer="<|tool_calls_section_end|>",
-    trigger="<|tool_call_begin|>",
     begin="<|tool_call_begin|>functions.NAME:",
     after_number="<|tool_call_argument_begin|>",
     end="<|tool_call_end|>",

@@ -1,1 +1,1 @@
-"""Weights that trainers send: tensors of a request or of a process group, over those of a checkpoint."""
+"""Weights that trainers send: tensors of a request or of a process group."""

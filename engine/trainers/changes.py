@@ -1,6 +1,6 @@
 """Tensors of an update: read, checked against the checkpoint, kept in memory over it.
 
-All are there before any is used, so an update changes all of them or none.
+An update changes all of them or none.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -51,7 +51,7 @@ def _parsed(data: bytes) -> dict[str, Tensor]:
 
 
 def _checked(found: Mapping[str, Tensor], stored: Safetensors | None, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield canonical names and tensors. Raises ConfigError."""
+    """Raises ConfigError."""
     by_file = {} if stored is None else {stored.name_in_file(name): name for name in stored.names()}
     for name, tensor in found.items():
         if _is_left_out(name, tied=tied):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
 
 from engine.messages import JoinTrainer, NewTensors
-from engine.ranks.followers import Followers
+from engine.ranks.followers import OnAllRanks
 from service.flags import ConfigError
 
 SOURCE = 0  # the trainer's rank
@@ -28,8 +28,6 @@ REMEDY = "POST /destroy_weights_update_group, and open another"
 
 
 class TrainerGroup(Protocol):
-    """A rank's end of a group."""
-
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return what the trainer broadcasts next, on the host. Raises RuntimeError."""
 
@@ -94,12 +92,8 @@ class TrainerGroups:
         return found
 
 
-class GroupTrainers:
+class GroupTrainers(OnAllRanks[TrainerGroups]):
     """`TrainerGroups` of a leader, `own`, with its followers."""
-
-    def __init__(self, own: TrainerGroups, followers: Followers) -> None:
-        self._own = own
-        self._followers = followers
 
     def join(self, asked: JoinTrainer) -> None:
         self._own.check_closed(asked.name)
@@ -120,7 +114,7 @@ class GroupTrainers:
         return found
 
     def _on_all(self, name: str, group: str, own: Callable[[], None], **args: object) -> None:
-        """Run reader `name` on all followers, and `own` here; the own error comes first, and ends the group."""
+        """Run reader `name` on followers, and `own`; its error comes first, and ends the group."""
         try:
             self._prepare(name, own, **args)
         except ConfigError:
@@ -190,7 +184,7 @@ class GlooGroup:
 class NcclGroup:
     """A group of GPUs. It was never run: NCCL needs two.
 
-    Torch would end the process after a timeout, so that its own is never reached.
+    Torch would end the process after a timeout.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:

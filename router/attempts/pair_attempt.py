@@ -82,6 +82,7 @@ class PairAttempt:
     started_s: float
     waits_for_prefill: bool
     prompt_leases: Sequence[Lease] = ()  # until the prompt is computed
+    by_kv: bool = False  # the answer of another worker goes on with its KV
 
     waiter: Waiter = field(default_factory=Waiter)
     refused: CallFailed | None = None
@@ -120,6 +121,7 @@ class PairAttempt:
         """Release the prefill worker: decode only answers computed prompts."""
         self.stay()
         self._end_prompt()
+        self.launcher.table.loads.on_answer(self.leases[-1])
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
         """Report later failures of prefill.
@@ -251,6 +253,7 @@ class AttemptLauncher:
             rooms=(),
             started_s=now_s,
             waits_for_prefill=False,
+            by_kv=True,
         )
         self._report_sent(request, attempt)
         return attempt
@@ -303,10 +306,7 @@ class AttemptLauncher:
     def _for_pair(
         self, request: RequestContext, headers: Mapping[str, str], prefill: Worker, decode: Worker, rooms: Sequence[int]
     ) -> tuple[Mapping[str, str], Mapping[str, str], bytes, bytes]:
-        """Headers for both workers, and bodies.
-
-        A worker with one rank gets no DP rank if its peer has several.
-        """
+        """A worker with one rank gets no DP rank if its peer has several."""
         host, port = prefill.bootstrap.host, prefill.bootstrap.port
         to_prefill, to_decode = write_bodies(request.parsed, host=host, port=port, rooms=rooms)
         of_prefill = of_decode = headers

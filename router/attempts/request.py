@@ -1,7 +1,6 @@
 """A client request's state, and interfaces of parts and of receivers of events.
 
-A part is what a feature does with a request. The base path calls parts in the order of their tuples
-and knows none of them; router/compose/ hands them over.
+The base path calls features' parts in the order of their tuples; router/compose/ hands them over.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from fastapi import Response
 from router.attempts.upstream_call import CallFailed, FailedWorkers
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import Placement, RoutingHints
+from router.choice.where import Decision
 from router.pool.worker import Lease, Role, Way, Worker
 from service.http.errors import ApiError
 from service.http.request import HttpRequest, StreamedResponse
@@ -47,8 +47,6 @@ class RequestRefused(ApiError):
 
 
 class ClientStream:
-    """Begins and ends a stream to the client."""
-
     async def open(self, http: HttpRequest, *, status: int, headers: Mapping[str, str]) -> StreamedResponse:
         return open_stream(http, status=status, headers=headers)
 
@@ -76,6 +74,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     model: str = ""  # required of its workers; empty for any
     headers: Mapping[str, str] = {}  # sent to workers
     events_first: bytes = b""  # sent to the client before a worker's events
+    decision: Decision | None = None  # the last
     parts: tuple[CallPart, ...] = ()  # of this request, besides the launcher's
     answer_parts: tuple[AnswerPart, ...] = ()
 

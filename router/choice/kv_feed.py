@@ -59,7 +59,7 @@ class KVEventFeed:
     _followers: dict[int, "_Follower"] = field(default_factory=dict)
 
     def on_info(self, worker: Worker, info: Info) -> None:
-        index = self.chooser.cache_of(worker.role) if self.enabled else None
+        index = self.chooser.index if self.enabled else None
         source = parse_event_source(info, url_host=worker.url_host) if index is not None else None
         follower = self._followers.get(worker.worker_id)
         if index is None or (follower is not None and follower.source == source):
@@ -85,7 +85,7 @@ class KVEventFeed:
         self.chooser.forget(worker)
 
     def num_prefixes(self, worker: Worker) -> int | None:
-        index = self.chooser.cache_of(worker.role)
+        index = self.chooser.index
         return None if index is None else index.num_blocks(worker.worker_id)
 
     def view_of(self, worker: Worker) -> WorkerCacheView | None:
@@ -117,7 +117,6 @@ class _Follower:
     task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
-        """Follow the worker until cancelled. Messages queue during a replay."""
         with self._socket(zmq.SUB, self.source.endpoint, zmq.Socket) as sub:  # futures cost more than most messages
             sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)
@@ -132,7 +131,6 @@ class _Follower:
                 reader.close()
 
     def _read(self, frames: list[bytes]) -> "Message | None":
-        """Apply a message, or return it after a gap."""
         try:
             seq, events = read_message(frames, self.decode)
         except BadEvent as error:
@@ -182,7 +180,6 @@ class _Reader:
         self._file = sock.getsockopt(zmq.FD)
 
     async def gap(self) -> Message:
-        """Read until a gap; return the first message after it."""
         self._reads = True
         self._loop.add_reader(self._file, self._turns.add, self)
         self._turns.add(self)  # the descriptor only signals later messages

@@ -57,7 +57,6 @@ class _Run:
         return self.keys[(end - self.step) // BLOCK_BYTES : end // BLOCK_BYTES]
 
     def followed_by(self, place: int, size: int, tokens: list[int]) -> "_Run":
-        """The run after the block at `place` (-1: at the start)."""
         if not self.links:
             return _Run(size)
         end = self.first + (place + 1) * self.step
@@ -213,15 +212,14 @@ class WorkerCacheView:
                     removed = True
                     self._blocks.remove(event)
                 case AllBlocksCleared():
-                    self._clear()
+                    self._index.clear(self._worker_id)
+                    self._blocks.clear()
                     self.whole = True
         if removed and self.whole:  # prompts sent there are only presumed cached: at most as many as fit
             self._index.shrink(self._worker_id, -(-self._blocks.num_tokens // BLOCK_TOKENS))
 
 
 class NamedBlocks:
-    """Blocks of a worker whose hashes are our keys (service/kv_events.py)."""
-
     def __init__(self, index: PrefixIndex, worker_id: int) -> None:
         self._index = index
         self._worker_id = worker_id

@@ -19,11 +19,13 @@ from typing import ClassVar
 
 import msgspec
 
-from router.body import ParsedBody
-from router.choice.prefix_index import PrefixIndex, PrefixMatch, prompt_keys
+from router.body import FIRST_RESPONSE_FIELD, ParsedBody
+from router.choice.prefix_index import Data, PrefixIndex, PrefixMatch, keyed_prompt
+from router.choice.where import PageSource
 from router.config import ChoiceFlags
 from router.pool.worker import MAX_WORKERS, Pool, Role, Worker, worker_id_of
 from service.http.errors import decode_or_none
+from service.http.guard import MAX_SESSION_CHARS, SESSION_HEADER
 from service.kv_events import BLOCK_BYTES, BLOCK_TOKENS
 from service.waiter import BODIES
 
@@ -36,25 +38,31 @@ LoadKey = tuple[float, int, int, int]
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """`keys` and `session` are empty if unused."""
+    """`keys`, of `data`, and `session` are empty if unused."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     keys: Sequence[Hashable] = ()
+    data: Data = b""
     session: str = ""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A worker, and the tokens of the prompt it probably has cached."""
+    """A worker, the tokens of the prompt it probably has cached, and where it fetches more."""
 
     worker: Worker
     cached_tokens: int = 0
+    source: PageSource | None = None
+
+    @property
+    def known_tokens(self) -> int:  # cached or fetched
+        return self.cached_tokens + (0 if self.source is None else self.source.missing)
 
 
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
     """A request's load: tokens to compute for prefill, else all its KV."""
     if choice.worker.role is Role.PREFILL:
-        return hints.prompt_tokens - choice.cached_tokens
+        return hints.prompt_tokens - choice.known_tokens
     return hints.prompt_tokens + hints.output_tokens
 
 
@@ -81,11 +89,16 @@ def few_of(pool: Pool, draw: Draw, count: int = DRAWN) -> Pool:
     return pool if size <= SCANNED else [pool[at] for at in sorted({draw(size) for _ in range(count)})]
 
 
+def worker_in(pool: Pool, worker_id: int) -> Worker | None:
+    at = bisect_left(pool, worker_id, key=worker_id_of)
+    return pool[at] if at < len(pool) and pool[at].worker_id == worker_id else None
+
+
 def owner(pool: Pool, name: str) -> Worker:
     """The owner of `name` (a session, an image), the same in every router.
 
     Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the highest hash of name and
-    worker. A worker that leaves moves only its names.
+    worker.
     """
     number = _hash64(name)
     scores = [number * _odd_hash(worker.url) & _MASK for worker in pool]
@@ -177,8 +190,7 @@ class CacheAware(Policy):
         cost(worker) = tokens queued there for prefill - weight * cached tokens of the prompt
         weight       = 1 + RECOMPUTE_WEIGHT * fewest requests at any worker (prefill and unified)
 
-    Recomputing on an idle worker delays no one, so the weight grows with queues (else the median
-    TTFT was eight times higher: docs/router.md). In decode a prefix only saves memory and a
+    The weight grows with queues (docs/router.md). In decode a prefix only saves memory and a
     transfer: weight 1. As in SGLang, matches below `cache_threshold` are ignored; beyond both
     balance thresholds only load decides.
     """
@@ -189,15 +201,17 @@ class CacheAware(Policy):
     flags: ChoiceFlags
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
+        if not hints.keys:
+            return Placement(least_loaded(few_of(pool, self.draw)))
         matched = self.index.match(hints.keys)
         workers = self._few(pool, matched, hints, DRAWN)
         worker = self._soonest(workers, matched, hints)
-        return Placement(worker, cached_of(matched, worker, hints))
+        return Placement(worker, cached_of(matched, worker.worker_id, hints))
 
     def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
         matched = self.index.match(hints.keys)
         workers = self._few(pool, matched, hints, SCANNED - DRAWN)
-        return [Placement(worker, cached_of(matched, worker, hints)) for worker in workers]
+        return [Placement(worker, cached_of(matched, worker.worker_id, hints)) for worker in workers]
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:
         if hints.keys:
@@ -211,14 +225,12 @@ class CacheAware(Policy):
         return sorted({*few, *islice(self._holders(pool, matched, hints), DRAWN)}, key=worker_id_of)
 
     def _holders(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints) -> Iterator[Worker]:
-        """Yield workers above `cache_threshold`, longest match first."""
         start = self.draw(matched.num_places)
         worthy = [bits for depth, bits in reversed(matched.groups) if self._is_worthy(depth, hints)]
         ids = (worker_id for bits in worthy for worker_id in matched.ids(bits, start))
         for worker_id in islice(ids, SCANNED):
-            at = bisect_left(pool, worker_id, key=worker_id_of)
-            if at < len(pool) and pool[at].worker_id == worker_id:
-                yield pool[at]
+            if (worker := worker_in(pool, worker_id)) is not None:
+                yield worker
 
     def _is_worthy(self, depth: int, hints: RoutingHints) -> bool:
         return depth * BLOCK_TOKENS >= self.flags.cache_threshold * hints.prompt_tokens
@@ -247,14 +259,16 @@ def unbalanced(shortest: int, longest: int, flags: ChoiceFlags) -> bool:
     return longest - shortest > flags.balance_abs_threshold and longest > flags.balance_rel_threshold * shortest
 
 
-def cached_of(matched: PrefixMatch, worker: Worker, hints: RoutingHints) -> int:
+def cached_of(matched: PrefixMatch, holder: int, hints: RoutingHints) -> int:
     """Cached tokens of the prompt; the last token is always computed."""
-    return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, hints.prompt_tokens - 1))
+    depth = matched.depth(holder)
+    tokens = depth * BLOCK_TOKENS + matched.index.behind(holder, hints.keys, depth, hints.data)
+    return max(0, min(tokens, hints.prompt_tokens - 1))
 
 
 # ---- One policy per role, and the hints it needs.
 
-_POLICIES: Mapping[str, type[Policy]] = {
+_POLICIES: Mapping[str, type[Policy]] = {  # without an index
     "least_load": LeastLoad,
     "power_of_two": PowerOfTwo,
     "round_robin": RoundRobin,
@@ -262,9 +276,8 @@ _POLICIES: Mapping[str, type[Policy]] = {
     "consistent_hashing": ConsistentHashing,
 }
 # In order of precedence, headers before fields.
-SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
-SESSION_FIELDS = ("session_params", "session_id", "routing_key", "prompt_cache_key", "user")
-MAX_SESSION_CHARS = 1024  # of a hashed session
+SESSION_HEADERS = (SESSION_HEADER, "X-SMG-Routing-Key")
+SESSION_FIELDS = ("session_params", "session_id", "routing_key", "prompt_cache_key", "user", FIRST_RESPONSE_FIELD)
 
 
 class _SessionParams(msgspec.Struct):
@@ -272,8 +285,10 @@ class _SessionParams(msgspec.Struct):
 
 
 class Chooser:
-    def __init__(self, policies: Mapping[Role, Policy]) -> None:
-        self.policies = policies
+    """`index`: of all workers, for `cache_aware` of any role."""
+
+    def __init__(self, policies: Mapping[Role, Policy], index: PrefixIndex | None = None) -> None:
+        self.policies, self.index = policies, index
         self.needs_keys = any(policy.needs_keys for policy in policies.values())
         self.needs_session = any(policy.needs_session for policy in policies.values())
 
@@ -284,36 +299,32 @@ class Chooser:
         return await BODIES.run(partial(self.hints_of, parsed, headers), size=size)
 
     def hints_of(self, parsed: ParsedBody, headers: Mapping[str, str]) -> RoutingHints:
+        keys, data = keyed_prompt(parsed) if self.needs_keys else ((), b"")
         return RoutingHints(
             prompt_tokens=parsed.prompt_tokens,
             output_tokens=parsed.output_tokens,
-            keys=prompt_keys(parsed) if self.needs_keys else (),
+            keys=keys,
+            data=data,
             session=session_of(parsed, headers) if self.needs_session else "",
         )
 
-    def cache_of(self, role: Role) -> PrefixIndex | None:
-        policy = self.policies.get(role)
-        return policy.index if isinstance(policy, CacheAware) else None
-
     def forget(self, worker: Worker) -> None:
-        index = self.cache_of(worker.role)
-        if index is not None:
-            index.forget(worker.worker_id)
+        if self.index is not None:
+            self.index.forget(worker.worker_id)
+            self.index.share(worker.worker_id, None)
 
 
 def make_chooser(flags: ChoiceFlags, *, draw: Draw) -> Chooser:
     names = {
-        Role.PREFILL: flags.prefill_policy or flags.policy,
-        Role.DECODE: flags.decode_policy or flags.policy,
-        Role.UNIFIED: flags.policy,
+        Role.PREFILL: flags.prefill_policy or flags.default_policy,
+        Role.DECODE: flags.decode_policy or flags.default_policy,
+        Role.UNIFIED: flags.default_policy,
     }
-    return Chooser({role: _make(name, flags, draw) for role, name in names.items()})
-
-
-def _make(name: str, flags: ChoiceFlags, draw: Draw) -> Policy:
-    if name == "cache_aware":
-        return CacheAware(draw, PrefixIndex(max_blocks=max(1, flags.max_tree_size // BLOCK_BYTES)), flags)
-    return _POLICIES[name](draw)
+    simple = {role: _POLICIES[name](draw) for role, name in names.items() if name in _POLICIES}
+    if len(simple) == len(names):
+        return Chooser(simple)
+    index = PrefixIndex(max_blocks=max(1, flags.max_tree_size // BLOCK_BYTES))
+    return Chooser({role: simple.get(role) or CacheAware(draw, index, flags) for role in names}, index)
 
 
 def session_of(parsed: ParsedBody, headers: Mapping[str, str]) -> str:

@@ -4,22 +4,40 @@ Keys cover everything before them, so a walk along a prompt matches all workers,
 
     sent       a request with this prefix went there; LRU, `max_blocks` per worker (`guessed`)
     reported   by a KV event, until another one removes it
+    answered   the tokens of an answer behind a prompt whose last keys and rest are known
 
-Entries of a gone worker are swept by later requests.
+Stores, of negative ids, hold what their workers have held. Entries of gone workers are swept by
+later requests.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import msgspec
 
 from router.body import CHATS, ParsedBody, prompt_of
+from router.pool.worker import SharedStore
 from service.http.errors import JSON_ERRORS, decode_or_none
-from service.kv_events import BLOCK_BYTES, name_of, named, namespace_of, next_link, open_chain, token_bytes, token_seed
+from service.kv_events import (
+    BLOCK_BYTES,
+    TOKEN_BYTES,
+    name_of,
+    named,
+    namespace_of,
+    next_link,
+    open_chain,
+    token_bytes,
+    token_seed,
+)
 
 Group = tuple[int, int]
+Data = bytes | memoryview  # of prompts
 
+MAX_ANSWERS = 1 << 14
+MAX_STORES = 64
+_CLOSING = b']" \n'  # ends a prompt's JSON, but no prompt that goes on
 SWEEP = 256  # entries of gone workers that each request drops
 
 
@@ -41,6 +59,7 @@ class PrefixMatch:
     groups: list[Group]
     _owner: Mapping[int, int]
     _parts: Mapping[int, _Part]
+    index: "PrefixIndex"
 
     def depth(self, worker_id: int) -> int:
         part = self._parts.get(worker_id)
@@ -73,6 +92,48 @@ class PrefixIndex:
         self._free: list[int] = []  # bit positions without entries
         self._num_bits = 0
         self._leaving: list[_Part] = []
+        self._answers: OrderedDict[tuple[int, Hashable], tuple[bytes, int]] = OrderedDict()  # (rest, tokens)
+        self._stores: OrderedDict[str, int] = OrderedDict()  # by place; least recently named first
+        self._store_ids = count(-1, -1)
+        self._store_of: dict[int, tuple[int, SharedStore]] = {}  # by worker
+
+    def share(self, worker_id: int, store: SharedStore | None) -> None:
+        if store is None:
+            self._store_of.pop(worker_id, None)
+            return
+        if store.place not in self._stores:
+            self._stores[store.place] = next(self._store_ids)
+        self._stores.move_to_end(store.place)
+        self._store_of[worker_id] = self._stores[store.place], store
+        if len(self._stores) > MAX_STORES:
+            self.forget(self._stores.popitem(last=False)[1])
+
+    def store_of(self, worker_id: int) -> tuple[int, SharedStore] | None:
+        return self._store_of.get(worker_id)
+
+    def clear(self, worker_id: int) -> None:
+        for holder in self._holders_of(worker_id):  # a flush empties its store, too
+            self.forget(holder)
+
+    def note_answer(self, worker_id: int, keys: Sequence[Hashable], data: Data, num_tokens: int) -> None:
+        """Record that the worker holds the prompt's rest behind its keys, and the answer."""
+        rest = data[len(keys) * BLOCK_BYTES :]
+        if not keys or len(rest) >= BLOCK_BYTES:
+            return
+        for holder in self._holders_of(worker_id):
+            self._answers[holder, keys[-1]] = bytes(rest).rstrip(_CLOSING), num_tokens
+            self._answers.move_to_end((holder, keys[-1]))
+        while len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def behind(self, worker_id: int, keys: Sequence[Hashable], depth: int, data: Data) -> int:
+        """The worker's tokens behind `depth` keys of a prompt that continues an answer."""
+        found = self._answers.get((worker_id, keys[depth - 1])) if depth else None
+        if found is None:
+            return 0
+        rest, num_tokens = found
+        begin = depth * BLOCK_BYTES
+        return len(rest) // TOKEN_BYTES + num_tokens if data[begin : begin + len(rest)] == rest else 0
 
     def match(self, keys: Sequence[Hashable]) -> PrefixMatch:
         groups: list[Group] = []
@@ -84,14 +145,19 @@ class PrefixIndex:
                     groups.append((depth, with_all & ~now))
                 with_all = now
                 if not now:
-                    return PrefixMatch(groups, self._owner, self._parts)
+                    return PrefixMatch(groups, self._owner, self._parts, self)
         if keys and with_all:
             groups.append((len(keys), with_all))
-        return PrefixMatch(groups, self._owner, self._parts)
+        return PrefixMatch(groups, self._owner, self._parts, self)
 
     def touch(self, worker_id: int, keys: Sequence[Hashable]) -> None:
         """Record a request with these prefixes. The longest expires first."""
-        part = self._part(worker_id)
+        for holder in self._holders_of(worker_id):
+            self._touch(holder, keys)
+        self._sweep()
+
+    def _touch(self, holder: int, keys: Sequence[Hashable]) -> None:
+        part = self._part(holder)
         guessed, reported, holders, bit = part.guessed, part.reported, self._holders, part.bit
         for key in reversed(keys):
             if key in guessed:
@@ -100,7 +166,6 @@ class PrefixIndex:
                 guessed[key] = None
                 holders[key] = holders.get(key, 0) | bit
         self._trim(part, self._max_blocks)
-        self._sweep()
 
     def store_all(self, worker_id: int, keys: Sequence[Hashable]) -> None:
         part, holders = self._part(worker_id), self._holders
@@ -109,6 +174,8 @@ class PrefixIndex:
             guessed.pop(key, None)
             reported.add(key)
             holders[key] = holders.get(key, 0) | bit
+        for store in self._holders_of(worker_id)[1:]:
+            self._touch(store, keys)
 
     def remove_all(self, worker_id: int, keys: Collection[Hashable]) -> None:
         """Remove reported prefixes; most may be unknown."""
@@ -133,6 +200,8 @@ class PrefixIndex:
             del self._owner[position]
             self._live &= ~part.bit
             self._leaving.append(part)
+            for answer in [answer for answer in self._answers if answer[0] == worker_id]:
+                del self._answers[answer]
 
     def num_blocks(self, worker_id: int) -> int:
         part = self._parts.get(worker_id)
@@ -142,6 +211,10 @@ class PrefixIndex:
         return len(self._holders)
 
     # ---- inside
+
+    def _holders_of(self, worker_id: int) -> tuple[int, ...]:
+        store = self._store_of.get(worker_id)
+        return (worker_id,) if store is None else (worker_id, store[0])
 
     def _part(self, worker_id: int) -> _Part:
         part = self._parts.get(worker_id)
@@ -210,31 +283,33 @@ def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
     return keys
 
 
-def prompt_keys(parsed: ParsedBody) -> list[int]:
-    """A prompt's keys: of a batch of ids its first prompt, of a batch of texts all.
+def keyed_prompt(parsed: ParsedBody) -> tuple[list[int], Data]:
+    """A prompt's keys and their data: of a batch of ids its first prompt, of a batch of texts all.
 
     They hash the prompt's JSON text or token ids; without a tokenizer, only ids match workers'
-    events. 16 kB cost 32 hashes (30 us). Prompts below a block (128 tokens) have no key:
-    recomputing them beats any detour.
+    events. Prompts below a block (128 tokens) have no key.
     """
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
     if parsed.api in CHATS:
+        if len(prompt) < BLOCK_BYTES:
+            return [], prompt
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
         seed += named(_namespace(fields))
-        return chain(parsed.api.encode() + b"\0" + seed, prompt)
+        return chain(parsed.api.encode() + b"\0" + seed, prompt), prompt
     return _plain_keys(fields, prompt)
 
 
-def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]:
+def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> tuple[list[int], Data]:
     """Keys of text (starts with a quote), ids (with a digit), or a batch in brackets."""
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
-    adapter, namespace = _text(fields, "lora_path"), _namespace(fields)
     if start[:1].isdigit():
-        return chain(token_seed(adapter, namespace), _first_ids(prompt))
+        data: Data = _first_ids(prompt)
+        return chain(token_seed(_text(fields, "lora_path"), _namespace(fields)), data), data
     if start[:1] != b'"':
-        return []
-    skipped = min(len(prompt), 64) - len(start)
-    return chain(b"text\0" + _text(fields, "model") + b"\0" + adapter + named(namespace), prompt[skipped:])
+        return [], b""
+    data = prompt[min(len(prompt), 64) - len(start) :]
+    seed = b"\0".join((b"text", _text(fields, "model"), _text(fields, "lora_path")))
+    return chain(seed + named(_namespace(fields)), data), data
 
 
 def _first_ids(prompt: memoryview) -> bytes:

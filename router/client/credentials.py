@@ -28,9 +28,7 @@ class Credentials:
         return bearer(self._admin.first or self._worker.first or self._api.first)
 
     def _own_for_client(self, authorization: str) -> dict[str, str]:
-        """The headers of a client's request. A key that workers share passes, as during a
-        rotation the client knows best which one all accept.
-        """
+        """The headers of a client's request. A key that workers share passes, for rotations."""
         self._refresh()
         known = self._worker.holder(authorization) is not None
         return authorization_header(authorization) if known else bearer(self._worker.first)

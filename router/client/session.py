@@ -72,7 +72,6 @@ async def call_worker(
     *,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> WorkerAnswer:
-    """Call the URL verbatim."""
     headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:

@@ -41,8 +41,6 @@ class Upstream(Protocol):
 
 
 class _Origin:
-    """A worker's address and its idle connections."""
-
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.host = parts.hostname or ""
@@ -244,8 +242,6 @@ def nothing() -> None:
 
 
 class _Connection(asyncio.Protocol):
-    """A socket, idle or with one request; the parser calls `on_*`."""
-
     def __init__(self, owner: HttpUpstream, origin: _Origin) -> None:
         self.origin = origin
         self.free_since_s = 0.0

@@ -16,10 +16,10 @@ from router.history.metrics import RouterMetrics, of_feed
 from router.history.recorder import Recorder
 from router.parts.admission import Admission
 from router.parts.encoders import Encoders
-from router.parts.prefix import PrefixHeaders, PrefixSources
-from router.pool.reports import Info
+from router.parts.prefix import PrefixHeaders
+from router.pool.reports import Info, parse_prefix_holder, parse_store
 from router.pool.shared_load import SharedLoad
-from router.pool.worker import Role, Worker
+from router.pool.worker import Worker
 from router.requests.dispatch import LiveRequests
 from router.requests.responses import of_store, store_of
 from service.security.keys import router_secret
@@ -28,7 +28,7 @@ from service.telemetry.exporters import open_exporter
 
 
 class RouterCore:
-    """Parts of a router process, `slot` of several. `prefixes` is empty without --prefix-fetch."""
+    """Parts of a router process, `slot` of several. `prefixes` is empty without secret or index."""
 
     def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
         """Raises ConfigError."""
@@ -47,12 +47,12 @@ class RouterCore:
         stack.callback(self.tracer.close)
         self.recorder = Recorder(time.monotonic, place=0 if slot is None else slot.row)
         self.chooser = make_chooser(config, draw=random.Random(secrets.randbits(64)).randrange)
-        self.prefixes = self._prefixes()
         self.feed = KVEventFeed(chooser=self.chooser, secret=cluster_secret, enabled=not config.disable_kv_events)
         stack.push_async_callback(self.feed.close)
         self.admission = Admission(config, peers=peer_load)
         self.table = named_workers(config, peer_load)
         self.table.on_gone = self._on_gone
+        self.prefixes = self._prefixes()
         self.encoders = Encoders(table=self.table, secret=self.secret)
         self.responses = store_of(config)
         self.metrics = RouterMetrics(self.table, ways=ways_of(config))
@@ -61,20 +61,20 @@ class RouterCore:
         self.metrics.parts += [*(prefixes.metrics for prefixes in self.prefixes), self.encoders.metrics]
 
     def _prefixes(self) -> tuple[PrefixHeaders, ...]:
-        index = self.chooser.cache_of(Role.PREFILL) if self.config.prefix_fetch else None
-        if index is None or self.secret is None:
+        if self.chooser.index is None or self.secret is None:
             return ()
-        return (PrefixHeaders(sources=PrefixSources(index), secret=self.secret),)
+        return (PrefixHeaders(worker_of=self.table.get, secret=self.secret),)
 
     def on_info(self, worker: Worker, info: Info) -> None:
+        if self.chooser.index is not None:  # before the first event
+            self.chooser.index.share(worker.worker_id, parse_store(info))
         self.feed.on_info(worker, info)
         self.encoders.on_info(worker, info)
-        for prefixes in self.prefixes:
-            prefixes.sources.on_info(worker, info)
+        self.table.on_whole(worker, info.get("serves_whole") is True)
+        worker.prefix = parse_prefix_holder(info) if self.prefixes else None
 
     def _on_gone(self, worker: Worker) -> None:
         self.feed.on_gone(worker)
         self.encoders.on_gone(worker)
-        for prefixes in self.prefixes:
-            prefixes.sources.on_gone(worker)
+        worker.prefix = None
         self.admission.forecast.forget(worker)

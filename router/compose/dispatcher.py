@@ -7,7 +7,7 @@ from functools import partial
 import aiohttp
 
 from router.attempts.pair_attempt import AttemptLauncher
-from router.attempts.request import ITL_HEADER, TTFT_HEADER, ServePart, Slo
+from router.attempts.request import ITL_HEADER, TTFT_HEADER, ServePart
 from router.body import ALONE, Api
 from router.choice.policies import Chooser
 from router.client.credentials import Credentials
@@ -24,12 +24,21 @@ from router.requests.dispatch import Dispatcher, LiveRequests, RequestParts
 from router.requests.picking import Picker
 from router.requests.responses import Responses, SharedBook
 from router.requests.route_choice import RouteChooser
-from service.http.guard import ENVOY_HEADER, RANK_HEADER, TIMEOUT_HEADER
+from service.http.guard import ENVOY_HEADER, RANK_HEADER, SESSION_HEADER, TIMEOUT_HEADER
 from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.resume import FRAMES_HEADER
 
 _DEADLINES = (TIMEOUT_HEADER, ENVOY_HEADER)
-_PASSED = ("traceparent", "tracestate", *_DEADLINES, PRIORITY_HEADER, TTFT_HEADER, ITL_HEADER, RANK_HEADER)
+_PASSED = (
+    "traceparent",
+    "tracestate",
+    *_DEADLINES,
+    PRIORITY_HEADER,
+    TTFT_HEADER,
+    ITL_HEADER,
+    RANK_HEADER,
+    SESSION_HEADER,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +88,21 @@ def _connection_parts(config: RouterConfig, owners: Owners, launcher: AttemptLau
 
 
 def make_dispatcher(config: RouterConfig, owners: Owners, launcher: AttemptLauncher, chooser: Chooser) -> Dispatcher:
-    admission, ways = owners.admission, None
-    if config.mixed:
-        wanted = Slo(config.mixed_ttft_s, config.mixed_itl_s)
-        ways = RouteChooser(policies=chooser.policies, forecast=admission.forecast, wanted=wanted)
-    picker = Picker(
-        table=launcher.table,
+    admission, table = owners.admission, launcher.table
+    routes = RouteChooser(
         policies=chooser.policies,
+        forecast=admission.forecast,
+        worker_of=table.get,
+        index=chooser.index,
+        fixed=config.route != "auto",
+    )
+    picker = Picker(
+        table=table,
         look_in_time=admission.look_in_time,
         wait_s=config.retry_wait_s,
         silence_s=config.dead_worker_timeout_s,
         clock=launcher.clock,
-        ways=ways,
+        routes=routes,
     )
     return Dispatcher(
         ways=ways_of(config),

@@ -1,6 +1,7 @@
 """The receivers of events."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from router.attempts.request import Events
@@ -14,6 +15,7 @@ from router.attempts.upstream_call import (
 from router.history.forecast import Forecast
 from router.history.metrics import RouterMetrics
 from router.history.recorder import Recorder, RequestTraces
+from router.parts.prefix import Conversations
 from router.pool.health import HealthMonitor
 
 log = logging.getLogger(__name__)
@@ -26,10 +28,11 @@ def make_events(
     metrics: RouterMetrics,
     forecast: Forecast,
     monitor: HealthMonitor,
+    conversations: Sequence[Conversations],
 ) -> Events:
     return Events(
         on_routed=(traces.on_routed,),
-        on_sent=(traces.on_sent, recorder.on_sent, forecast.on_sent),
+        on_sent=(traces.on_sent, recorder.on_sent, forecast.on_sent, *(one.on_sent for one in conversations)),
         on_first_byte=(recorder.on_first_byte, metrics.on_first_byte, forecast.on_first_byte, circuit_started),
         on_chunk=(recorder.on_chunk, forecast.on_chunk),
         on_attempt_failed=(traces.on_attempt_failed,),
@@ -42,7 +45,11 @@ def make_events(
         on_retry=(metrics.on_retry,),
         on_failover=(metrics.on_failover,),
         on_no_worker=(recorder.on_no_worker, metrics.on_no_worker),
-        on_attempt_ended=(forecast.on_attempt_ended, circuit_answered),
+        on_attempt_ended=(
+            *(one.on_attempt_ended for one in conversations),
+            forecast.on_attempt_ended,
+            circuit_answered,
+        ),
         on_prefill_ended=(circuit_prefilled,),
         on_ended=(traces.on_ended,),
         on_refused=(metrics.on_refused,),

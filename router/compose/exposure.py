@@ -4,7 +4,7 @@ import logging
 import time
 
 from router.client.credentials import Credentials
-from router.config import RouterConfig
+from router.config import ROUTES, RouterConfig
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import PAIR, UNIFIED, Role, Way
 from router.pool.workers import WorkerTable, WorkerTableError
@@ -63,7 +63,6 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
 def check_secret(config: RouterConfig, secret: bytes | None) -> None:
     """Raise ConfigError for flags that need a secret, by which workers know their router."""
     asked = {
-        "--prefix-fetch": config.prefix_fetch,
         "--encode": config.encode,
         "--resume-window": config.resume_window_s,
     }
@@ -85,6 +84,8 @@ def browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:
 
 def named_workers(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:
     table = WorkerTable(config, peers, breaker=config)
+    table.pairs = config.route in ("auto", "pair")
+    table.whole_at = frozenset(map(Role, ROUTES[config.route]))
     named = [(url, Role.PREFILL, port) for url, port in config.prefill]
     named += [(url, Role.DECODE, None) for url in config.decode]
     named += [(url, Role.UNIFIED, None) for url in config.worker_urls]
@@ -98,6 +99,6 @@ def named_workers(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable
 
 
 def ways_of(config: RouterConfig) -> tuple[Way, ...]:
-    if config.mixed:
-        return PAIR, UNIFIED
-    return (PAIR,) if config.pd_disaggregation else (UNIFIED,)
+    if config.pd_disaggregation:
+        return (PAIR, UNIFIED) if config.mixed else (PAIR,)
+    return (UNIFIED,)

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 from router.attempts.pair_attempt import AttemptLauncher
 from router.client.session import open_session
@@ -16,7 +15,7 @@ from router.fleet import ProcessSlot
 from router.history.recorder import RequestTraces
 from router.http.worker_calls import WorkerCalls
 from router.parts.failover import MoveOrders
-from router.parts.prefix import PrefixCopies, Replication
+from router.parts.prefix import Conversations
 from router.pool.active_calls import LetGo, give_up_all
 from router.pool.discovery import open_discovery
 from router.pool.health import HealthMonitor
@@ -92,12 +91,14 @@ class Router(RouterCore):
         return moves.let_go
 
     def _dispatcher(self) -> Dispatcher:
+        index = self.chooser.index
         events = make_events(
             traces=RequestTraces(self.tracer, self.recorder, log_requests=self.config.log_requests),
             recorder=self.recorder,
             metrics=self.metrics,
             forecast=self.admission.forecast,
             monitor=self.monitor,
+            conversations=[] if index is None else [Conversations(index, self.admission.forecast)],
         )
         launcher = AttemptLauncher(
             table=self.table,
@@ -108,7 +109,6 @@ class Router(RouterCore):
             clock=time.monotonic,
             parts=tuple([prefixes.prepare for prefixes in self.prefixes]),
         )
-        self._copy_hot_prefixes(launcher)
         owners = Owners(
             admission=self.admission,
             encoders=self.encoders,
@@ -118,11 +118,3 @@ class Router(RouterCore):
             session=self.session,
         )
         return make_dispatcher(self.config, owners, launcher, self.chooser)
-
-    def _copy_hot_prefixes(self, launcher: AttemptLauncher) -> None:
-        bytes_a_s = self.config.prefix_copy_bytes_per_second
-        for prefixes in self.prefixes if bytes_a_s else ():
-            copies = PrefixCopies(launcher=launcher, prefixes=prefixes, replication=Replication(bytes_a_s=bytes_a_s))
-            launcher.events = replace(launcher.events, on_sent=(*launcher.events.on_sent, copies.on_sent))
-            self.metrics.parts.append(copies.metrics)
-            self._stack.callback(copies.close)

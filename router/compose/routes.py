@@ -55,8 +55,6 @@ def need_of(method: str, path: str) -> Access:
 
 
 class RouterApis(NamedTuple):
-    """What is documented, and all routes."""
-
     documented: Sequence[ApiRouter]
     routes: Routes
 

@@ -1,48 +1,65 @@
 """Predicts TTFT and ITL of a worker from measurements of this router process. Pure.
 
-    TTFT of a prefill (or unified) worker    a + b * (tokens queued there + the request's own)
-    ITL of a decode (or unified) worker      a + b * requests there
+    TTFT of a computing worker      a + b * (tokens queued there + the request's own)
+    ITL of an answering worker      a + b * answers there
 
 Fitted by recursive least squares with exponential forgetting (West 1979, "Updating mean and
 variance estimates").
 """
 
+import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
-from router.pool.worker import Pool, Role, Worker
+from router.choice.where import Figures, FittedLine
+from router.pool.worker import LoadReport, Role, Worker
 
 MIN_EVENTS = 4  # shorter streams teach no ITL
 KEEP = 0.98  # weight of a point relative to the next one: about 50 of them count
 ANSWER_SHARE = 0.02  # weight of a new answer in the mean length
 MIN_POINTS = 8  # fewer give no prediction
 STALE_S = 30.0  # a worker without a measurement for so long is tried once despite its forecast
+DEFAULT_TTFT, DEFAULT_STEP = FittedLine(0.0, 1e-4), FittedLine(0.02, 0.0005)  # before measurements
+NO_LINE = FittedLine(0.0, 0.0)
+DEFAULT_ANSWER = 128.0  # tokens
+ZERO_WEIGHT = 0.02
+KEEP_ALIKE = 0.995  # as KEEP, of lines of a role
+MAX_SCALE = 8.0  # times slower or faster than its role
+_WITH_MEMORY = ("prealloc", "transfer", "retracted")  # further stages whose KV is in reports
 
 
 @dataclass(slots=True)
 class LineFit:
-    """`news_s`: time of the last measurement, or attempt at one."""
+    """`news_s`: time of the last measurement, or attempt at one. `zero_weight`: of a point at the
+    origin, which decides if all x are equal.
+    """
 
+    zero_weight: float = 0.0
+    keep: float = KEEP
     news_s: float = 0.0
+    num_tries: int = 0
     num_points: int = 0
     _weight: float = 0.0
-    _x: float = 0.0
-    _y: float = 0.0
+    mean_x: float = 0.0
+    mean_y: float = 0.0
     _xx: float = 0.0
     _xy: float = 0.0
+    _yy: float = 0.0
 
     def add(self, x: float, y: float, now_s: float) -> None:
         self.news_s = now_s
         self.num_points += 1
-        self._weight = self._weight * KEEP + 1.0
-        dx, dy, share = x - self._x, y - self._y, 1.0 / self._weight
-        self._x += share * dx
-        self._y += share * dy
-        self._xx = KEEP * self._xx + dx * (x - self._x)
-        self._xy = KEEP * self._xy + dx * (y - self._y)
+        self._weight = self._weight * self.keep + 1.0
+        dx, dy, share = x - self.mean_x, y - self.mean_y, 1.0 / self._weight
+        self.mean_x += share * dx
+        self.mean_y += share * dy
+        self._xx = self.keep * self._xx + dx * (x - self.mean_x)
+        self._xy = self.keep * self._xy + dx * (y - self.mean_y)
+        self._yy = self.keep * self._yy + dy * (y - self.mean_y)
 
     @property
     def slope(self) -> float:
@@ -50,7 +67,20 @@ class LineFit:
 
     @property
     def intercept(self) -> float:
-        return max(0.0, self._y - self.slope * self._x)
+        return max(0.0, self.mean_y - self.slope * self.mean_x)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of measurements around the line."""
+        return math.sqrt(max(0.0, self._yy - self.slope * self._xy) / self._weight) if self._weight else 0.0
+
+    @property
+    def line(self) -> FittedLine:
+        """For prices, with the point at the origin."""
+        of_zero = self.zero_weight * self.mean_x
+        xx = self._xx + of_zero * self.mean_x
+        slope = max(0.0, (self._xy + of_zero * self.mean_y) / xx) if xx > 1e-9 else 0.0
+        return FittedLine(max(0.0, self.mean_y - slope * self.mean_x), slope, self.spread)
 
     @property
     def is_known(self) -> bool:
@@ -62,9 +92,14 @@ class LineFit:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Measurements of one incarnation. `pending_tokens`: of prompts not yet computed."""
+    """Measurements of one incarnation. `ttft`: of pairs for prefill workers, which have `whole` for
+    whole requests. `pending_tokens`: of prompts not yet computed. `alike`: of its role and model;
+    None for these, and for a former incarnation.
+    """
 
-    ttft: LineFit = field(default_factory=LineFit)
+    alike: "_Known | None" = None
+    ttft: LineFit = field(default_factory=partial(LineFit, ZERO_WEIGHT))
+    whole: LineFit = field(default_factory=partial(LineFit, ZERO_WEIGHT))
     itl: LineFit = field(default_factory=LineFit)
     pending_tokens: int = 0
 
@@ -73,6 +108,7 @@ class SentPrompt(msgspec.Struct):
     """A request at one worker. `ahead_tokens` are computed before its first token."""
 
     known: _Known  # the incarnation that it was sent to
+    line: str  # of it, which the request teaches; empty: none
     tokens: int
     ahead_tokens: int
     sent_s: float
@@ -91,20 +127,25 @@ class ObservedStream(msgspec.Struct):
 
 
 class Forecast:
-    """Fitted lines by worker. `answer_events`: mean per stream."""
+    """Fitted lines by worker, and by role and model. `answer_events`: mean per stream."""
 
     def __init__(self) -> None:
         self.answer_events = 0.0
         self._known: dict[int, _Known] = {}  # by worker id
+        self._alike: dict[tuple[Role, tuple[str, ...]], _Known] = {}
         self._streams: dict[PairAttempt, ObservedStream] = {}
 
     def forget(self, worker: Worker) -> None:
-        self._known.pop(worker.worker_id, None)
+        known = self._known.pop(worker.worker_id, None)
+        if known is not None:
+            known.alike = None
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         first = attempt.placements[0]
-        tokens = request.hints.prompt_tokens - first.cached_tokens
-        prompt = self.expect(first.worker, tokens, now_s=now_s)
+        tokens = 0 if attempt.by_kv else request.hints.prompt_tokens - first.known_tokens
+        fetch_s = 0.0 if first.source is None else first.source.seconds  # no part of the line
+        prompt = self.expect(first.worker, tokens, now_s=now_s + fetch_s, whole=attempt.prefill is None)
+        prompt.line = "" if attempt.by_kv else prompt.line
         self._streams[attempt] = ObservedStream(prompt, self._of(attempt.answering.worker))
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
@@ -112,7 +153,7 @@ class Forecast:
             stream = self._streams[attempt]
             self.learn_ttft(stream.prompt, now_s=now_s)
             stream.first_s = stream.last_s = now_s
-            stream.requests = attempt.answering.worker.requests_everywhere
+            stream.requests = attempt.answering.worker.num_answers
 
     def on_chunk(self, request: RequestContext, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
         stream = self._streams[attempt]
@@ -123,20 +164,31 @@ class Forecast:
         stream = self._streams.pop(attempt)
         self.computed(stream.prompt)
         if attempt.completed and stream.num_events:
-            requests = (stream.requests + attempt.answering.worker.requests_everywhere) / 2
+            requests = (stream.requests + attempt.answering.worker.num_answers) / 2
             lasted_s = stream.last_s - stream.first_s
             self._learn_answer(stream.answering, stream.num_events, lasted_s, requests, now_s)
 
-    def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
-        """After the request's charge; `tokens` are uncached."""
+    def num_events(self, attempt: PairAttempt) -> int:
+        """Events of its stream so far."""
+        return self._streams[attempt].num_events
+
+    def answer_tokens(self, most: int) -> float:
+        """The expected length of an answer of at most `most` tokens."""
+        return min(self.answer_events or DEFAULT_ANSWER, most)
+
+    def expect(self, worker: Worker, tokens: int, *, now_s: float, whole: bool = False) -> SentPrompt:
+        """After the request's charge; `tokens` are uncached. `whole`: it answers there, too."""
         known = self._of(worker)
+        line = "whole" if whole and worker.role is Role.PREFILL else "ttft"
         own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load includes them already
-        prompt = SentPrompt(known, tokens, self.waiting_tokens(worker) + own, now_s)
+        prompt = SentPrompt(known, line, tokens, self.waiting_tokens(worker) + own, now_s)
         known.pending_tokens += tokens
         return prompt
 
     def learn_ttft(self, prompt: SentPrompt, *, now_s: float) -> None:
-        prompt.known.ttft.add(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
+        for known in (prompt.known, prompt.known.alike) if prompt.line else ():
+            if known is not None:
+                getattr(known, prompt.line).add(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
         self.computed(prompt)
 
     def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
@@ -147,7 +199,9 @@ class Forecast:
         share = ANSWER_SHARE if self.answer_events else 1.0
         self.answer_events += share * (num_events - self.answer_events)
         if num_events >= MIN_EVENTS:
-            known.itl.add(requests, lasted_s / num_events, now_s)
+            for one in (known, known.alike):
+                if one is not None:
+                    one.itl.add(requests, lasted_s / num_events, now_s)
 
     def computed(self, prompt: SentPrompt) -> None:
         """Idempotent."""
@@ -155,32 +209,80 @@ class Forecast:
             prompt.waiting = False
             prompt.known.pending_tokens -= prompt.tokens
 
-    def ttft_s(self, worker: Worker, tokens: int) -> float | None:
-        return self._of(worker).ttft.at(self.waiting_tokens(worker) + tokens)
-
-    def itl_s(self, worker: Worker) -> float | None:
-        return self._of(worker).itl.at(worker.requests_everywhere + 1)
-
     def fits(self, worker: Worker) -> tuple[LineFit, LineFit]:
         known = self._of(worker)
         return known.ttft, known.itl
+
+    def line(self, worker: Worker, *, whole: bool) -> LineFit:
+        """TTFT of whole requests there, or of pairs."""
+        known = self._of(worker)
+        return known.whole if whole and worker.role is Role.PREFILL else known.ttft
 
     def waiting_tokens(self, worker: Worker) -> int:
         """Queued tokens; for unified workers, whose load is KV, only of this process."""
         return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
-    def first_known(self, pool: Pool, which: int) -> LineFit | None:
-        for worker in pool:
-            known = self._known.get(worker.worker_id)
-            if known is not None and (line := (known.ttft, known.itl)[which]).is_known:
-                return line
-        return None
+    def figures(self, worker: Worker) -> Figures:
+        """By its role's lines, scaled; what is unknown is as of any."""
+        known, report = self._of(worker), worker.report
+        alike = known.alike or known
+        whole, handover = self._ttft_lines(worker, known, alike)
+        step = _line(known.itl, alike.itl) or self._any("itl")
+        answers = worker.num_answers
+        return Figures(
+            ttft=whole,
+            step=step or DEFAULT_STEP,
+            waiting_tokens=self.waiting_tokens(worker),
+            answers=answers,
+            held_tokens=0.0 if report is None else answers * _tokens_each(report),
+            capacity_tokens=worker.capacity_tokens,
+            max_answers=0 if report is None else report.max_running_reqs,
+            handover=handover,
+            is_guessed=step is None or whole is DEFAULT_TTFT,
+        )
+
+    def _ttft_lines(self, worker: Worker, known: _Known, alike: _Known) -> tuple[FittedLine, FittedLine]:
+        """TTFT of whole requests, and what a pair's takes longer."""
+        if worker.role is not Role.PREFILL:
+            return _line(known.ttft, alike.ttft) or self._any("whole") or self._any("ttft") or DEFAULT_TTFT, NO_LINE
+        whole, pair = _line(known.whole, alike.whole), _line(known.ttft, alike.ttft)
+        handover_s = 0.0 if worker.report is None else worker.report.transfer_ms / 1000
+        if pair is None:
+            return whole or self._any("ttft") or DEFAULT_TTFT, FittedLine(handover_s, 0.0)
+        if whole is None:
+            return pair._replace(base_s=max(0.0, pair.base_s - handover_s)), FittedLine(handover_s, 0.0)
+        return whole, FittedLine(max(0.0, pair.base_s - whole.base_s), max(0.0, pair.slope_s - whole.slope_s))
 
     def note_try(self, fit: LineFit, now_s: float) -> None:
         fit.news_s = max(fit.news_s, now_s)
+        fit.num_tries += 1
+
+    def _any(self, which: str) -> FittedLine | None:
+        fits = (getattr(other, which) for other in self._alike.values())
+        return next((fit.line for fit in fits if fit.is_known), None)
 
     def _of(self, worker: Worker) -> _Known:
         known = self._known.get(worker.worker_id)
         if known is None:
-            known = self._known[worker.worker_id] = _Known()
+            alike = self._alike.get(key := (worker.role, worker.models[:1]))
+            if alike is None:
+                ttft, whole = LineFit(ZERO_WEIGHT, KEEP_ALIKE), LineFit(ZERO_WEIGHT, KEEP_ALIKE)
+                alike = self._alike[key] = _Known(ttft=ttft, whole=whole, itl=LineFit(keep=KEEP_ALIKE))
+            known = self._known[worker.worker_id] = _Known(alike)
         return known
+
+
+def _line(own: LineFit, alike: LineFit) -> FittedLine | None:
+    """Few points of a loaded worker teach a wrong slope, so they only scale its role's line."""
+    if alike.num_points < MIN_POINTS:
+        return own.line if own.is_known else None
+    line = alike.line
+    if own is alike or own.num_points < MIN_POINTS or (usual_s := line.at(own.mean_x)) <= 0.0:
+        return line
+    scale = min(MAX_SCALE, max(1 / MAX_SCALE, own.mean_y / usual_s))
+    return line.scaled(scale)
+
+
+def _tokens_each(report: LoadReport) -> float:
+    requests = report.running_reqs + sum(report.stages.get(stage, 0) for stage in _WITH_MEMORY)
+    return (report.used_tokens + report.pending_tokens) / requests if requests else 0.0

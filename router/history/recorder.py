@@ -16,6 +16,7 @@ import msgspec
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall
+from router.choice.where import Decision
 from router.pool.worker import LoadReport, Role, Worker
 from service.http.errors import decode_or_none
 from service.http.guard import CLIENT_GONE
@@ -164,10 +165,6 @@ def bucket_of(seconds: float) -> int:
     return min(MAX_BUCKET, int(_log(seconds / MIN_S) * _PER_LOG)) if seconds > MIN_S else 0
 
 
-def middle_of(bucket: int) -> float:
-    return float(MIN_S * GROWTH ** (bucket + 0.5))
-
-
 def add(into: dict[Counted, int], counts: Mapping[Counted, int]) -> None:
     for what, count in counts.items():
         into[what] = into.get(what, 0) + count
@@ -181,7 +178,7 @@ def quantile(counts: Mapping[int, int], share: float) -> float | None:
     for bucket in sorted(counts):
         seen += counts[bucket]
         if seen >= wanted:
-            return middle_of(bucket)
+            return float(MIN_S * GROWTH ** (bucket + 0.5))
     raise AssertionError("the counts add up to the total")
 
 
@@ -246,8 +243,6 @@ class RequestTraces:
 
 
 class _PastCall(msgspec.Struct, frozen=True):
-    """`error` is empty on success."""
-
     worker: Worker
     sent_s: float
     over_s: float
@@ -277,6 +272,7 @@ class RequestTrace:
         self._request: RequestContext | None = request
         self._request_id = request.request_id
         self._num_samples = parsed.num_samples
+        self._decision: Decision | None = None
 
     def add(self, attempt: PairAttempt) -> None:
         prefill = None if attempt.prefill is None else attempt.prefill.worker.url
@@ -293,6 +289,7 @@ class RequestTrace:
             if attempt.prefill is not None:
                 shown.prefill_ended_s = past[0].over_s
             self.past += past
+        self._decision = None if request is None else request.decision
         self.attempts, self._request = {}, None
         outcome.ended_s, outcome.status = now_s, status
         if request is not None and request.first_byte_s is not None:
@@ -351,6 +348,8 @@ class RequestTrace:
             found["tandem.bootstrap_room"] = ",".join(map(str, self.rooms))
         if self._ttfb_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = self._ttfb_s
+        if self._decision is not None:
+            found |= _reasons(self._decision)
         return found
 
     def log(self) -> None:
@@ -367,6 +366,19 @@ class RequestTrace:
             workers=workers,
         )
         log.info("%s %d %.3fs %s to %s", path, status, taken_s, self._request_id, workers or "none", extra=fields)
+
+
+def _reasons(decision: Decision) -> dict[str, str | int | float]:
+    """The chosen route, the parts of its price in seconds, and the cheapest of another route."""
+    chosen, runner_up = decision.chosen, decision.runner_up
+    found: dict[str, str | int | float] = {"tandem.route": chosen.route, "tandem.route.cached_tokens": chosen.cached}
+    found |= {f"tandem.route.price.{part}": round(s, 6) for part, s in decision.price._asdict().items()}
+    if chosen.source is not None:
+        found["tandem.route.fetched_tokens"] = chosen.source.missing
+        found["tandem.route.fetched_from"] = "store" if chosen.source.from_store else "worker"
+    if runner_up is not None:
+        found |= {"tandem.route.runner_up": runner_up.route, "tandem.route.runner_up_s": round(decision.runner_up_s, 6)}
+    return found
 
 
 def _past(call: UpstreamCall, sent_s: float, now_s: float) -> _PastCall:

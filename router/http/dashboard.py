@@ -122,7 +122,6 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
 
 
 def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
-    """Curves up to the last second that all workers have reported."""
     by_at = {second.at: second for second in seconds}
     none, end = Second(0), int(now_s) - 1
     shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]
@@ -141,7 +140,6 @@ def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | N
 
 
 def _hit_rate(seconds: Sequence[Second]) -> float | None:
-    """The share of prompt tokens that the prefix caches had."""
     prompt_tokens = sum(s.prompt_tokens for s in seconds)
     return min(1.0, sum(s.cached_tokens for s in seconds) / prompt_tokens) if prompt_tokens else None
 
@@ -214,7 +212,7 @@ class Dashboard:
         return {
             "pd": self.config.pd_disaggregation,
             "mixed": self.config.mixed,
-            "policy": self.config.policy,
+            "policy": self.config.default_policy,
             "processes": self.config.workers,
             "running": self.num_running(),
             "draining": self.live.draining,

@@ -75,6 +75,7 @@ class FanOutApi:
                 PassedRoute("GET", "/flush_cache", self.pass_to_all),
                 *(passed(path, self.pass_adapter) for path in (LOAD_ADAPTER, UNLOAD_ADAPTER)),
                 passed("/abort_request", self.abort_request),
+                *(passed(path, self.pass_to_computing) for path in ("/close_session", "/expect_return")),
                 get("/health_generate", self.health_generate),
             ],
         )
@@ -158,6 +159,12 @@ class FanOutApi:
         else:
             headers = {**self.calls.credentials.for_client(authorization), **caller_header(request)}
         return await self.calls.call_all(OperatorCall("POST", "/abort_request", headers, body))
+
+    async def pass_to_computing(self, request: HttpRequest) -> Response:
+        """Pass a client's note to all workers but encoders."""
+        body, shown = await request.read(), self.calls.credentials.for_client(authorization_of(request.headers))
+        headers = {**shown, **caller_header(request)}
+        return await self.calls.call_all(OperatorCall("POST", request.path, headers, body, encoders=False))
 
     async def health_generate(self, request: HttpRequest) -> Response:
         """Let all workers compute a token."""

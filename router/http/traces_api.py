@@ -85,7 +85,6 @@ def may_see(part: Record, record: DashboardRequest, caller: Caller) -> bool:
 
 
 def last_of(records: Collection[DashboardRequest], request_id: str, caller: Caller) -> DashboardRequest | None:
-    """The last of `records` with that id for `caller`."""
     may_see_all = caller.access >= Access.ADMIN
     kept_id = request_id[:MAX_ID_CHARS]
     found = [r for r in records if r.request_id == kept_id and (may_see_all or r.caller == caller.name)]

@@ -55,6 +55,7 @@ def describe(worker: Worker, misfits: Mapping[int, str]) -> dict[str, Any]:
         "busy_s": worker.process.busy_s,
         "paused": worker.process.paused or None,
         "incompatible": misfits.get(worker.worker_id),
+        "serves_whole": worker.serves_whole,
         "leaving": worker.leaving,
         "switching_to": None if worker.switching_to is None else worker.switching_to.value,
         "circuit": worker.circuit.state.value,
@@ -214,7 +215,7 @@ class WorkersApi:
                 "router_manager": True,
                 "pd_disaggregation": self.config.pd_disaggregation,
                 "mixed": self.config.mixed,
-                "policy": self.config.policy,
+                "policy": self.config.default_policy,
                 "service_discovery": None if self.discovery is None else self.discovery.status(),
                 "workers": await describe_all(self.calls.table),
             }

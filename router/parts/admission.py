@@ -6,8 +6,8 @@ A queue limits running requests in all and per client. Pure:
            \-> waits by priority, then arrival --> runs
                    \-> refused: queue full, or waited too long
 
-A full queue drops the latest request of lowest priority from the client with most of them: a
-flooding client displaces itself. Limits count all router processes, queues are per process.
+A full queue drops the latest request of lowest priority from the client with most of them. Limits
+count all router processes, queues are per process.
 
 A request with an SLO goes to the policy's choice among workers predicted to meet it: first from the
 whole pool, else among those of `Policy.some`, else a worker with a stale measurement, else it is
@@ -91,7 +91,6 @@ class AdmissionQueue:
         return self._of_client[client] + others >= limit
 
     def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
-        """Return the new ticket, and others that changed."""
         self._num_arrived += 1
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
         if not self._waiting and not self.full and not self.client_full(client):  # shortcut with the same result
@@ -230,22 +229,27 @@ _NAMES = {"ttft": "the first token", "itl": "the time between tokens"}
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """`what`: "ttft" or "itl". `size`: the request's tokens, or 1."""
+    """`what`: "ttft" or "itl". `size`: the request's tokens, or 1. `whole`: one worker does all."""
 
     what: str
     wanted_s: float
     size: float
     forecast: Forecast
+    whole: bool = False
 
     def fit(self, worker: Worker) -> LineFit:
-        return self.forecast.fits(worker)[self.what == "itl"]
+        ttft, itl = self.forecast.fits(worker)
+        if self.what == "itl":
+            return itl
+        whole = self.forecast.line(worker, whole=self.whole)
+        return whole if whole.is_known else ttft
 
     def predicted_s(self, choice: Placement) -> float | None:
         worker, size = choice.worker, self.size
         if self.what == "ttft":
             size += self.forecast.waiting_tokens(worker) - choice.cached_tokens
         else:
-            size += worker.requests_everywhere
+            size += worker.num_answers
         return self.fit(worker).at(size)
 
     def keeps(self, choice: Placement) -> bool:
@@ -265,11 +269,13 @@ class Objective:
         return RequestRefused(message, why=f"slo_{what}", retry_after_s=retry_after_s)
 
 
-def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast) -> list[Objective]:
+def objectives_of(
+    slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast, *, whole: bool = False
+) -> list[Objective]:
     found = []
-    if role is not Role.DECODE and slo.ttft_s < math.inf:
-        found.append(Objective("ttft", slo.ttft_s, hints.prompt_tokens, forecast))
-    if role is not Role.PREFILL and slo.itl_s < math.inf:
+    if (whole or role is not Role.DECODE) and slo.ttft_s < math.inf:
+        found.append(Objective("ttft", slo.ttft_s, hints.prompt_tokens, forecast, whole))
+    if (whole or role is not Role.PREFILL) and slo.itl_s < math.inf:
         found.append(Objective("itl", slo.itl_s, 1, forecast))
     return found
 
@@ -365,8 +371,10 @@ class Admission:
         ttft_s, itl_s = milliseconds(headers, TTFT_HEADER), milliseconds(headers, ITL_HEADER)
         return Slo(self._slo.ttft_s if ttft_s is None else ttft_s, self._slo.itl_s if itl_s is None else itl_s)
 
-    def look_in_time(self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, now_s: float) -> Placement:
-        objectives = objectives_of(slo, pool[0].role, hints, self.forecast)
+    def look_in_time(
+        self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, now_s: float, whole: bool
+    ) -> Placement:
+        objectives = objectives_of(slo, pool[0].role, hints, self.forecast, whole=whole)
         return look_in_time(policy, pool, hints, objectives, now_s=now_s) if objectives else policy.look(pool, hints)
 
     def metrics(self, workers: Sequence[Worker]) -> Iterator[Metric]:

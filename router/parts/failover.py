@@ -104,7 +104,6 @@ class ResumableAnswer(ClientAnswer):
             answering.names_owner = owner_said(self.request.headers)
 
     def _rooms_to_leave(self) -> Mapping[str, int]:
-        """Mint a room per sample; return those of live samples by rid."""
         left, count = self.record.samples_left(), self.request.parsed.num_samples
         rooms = self.launcher.rooms
         if not left or max(left) >= count or not rooms.has_room_for(count):
@@ -156,7 +155,6 @@ class ResumableAnswer(ClientAnswer):
         return found
 
     async def _by_kv(self) -> PairAttempt | None:
-        """Continue at a decode worker that fetches the waiting KV."""
         rooms, self._rooms = self._rooms, ()
         if not self.record.has_sources() or self.prefill is None or not rooms:
             return None

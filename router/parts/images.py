@@ -1,4 +1,4 @@
-"""Images in bodies, fetched once, so that all workers of a request get the same bytes.
+"""Images in bodies, fetched once for all workers of a request.
 
 Without images a chat costs a substring search. Routing reads a digest per image. Videos come as
 frames.

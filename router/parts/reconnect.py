@@ -1,6 +1,6 @@
 """Reconnection of clients: a repeated request gets the events after its last one.
 
-All workers are queried, so any router will do (service/http/reconnect.py).
+All workers are queried (service/http/reconnect.py).
 """
 
 import asyncio
@@ -67,7 +67,11 @@ class Reconnect:
         question = _encode(
             RetainedQuestion(request_id=request.request_id, owner=_owner(request), body=body, after=after)
         )
-        workers = [w for way in request.ways for w in self.table.workers(way[-1]) if w.health is not Health.DOWN]
+        roles = {way[-1] for way in request.ways}
+        workers = [
+            w for w in self.table.workers() if w.role in roles or (w.serves_whole and w.role in self.table.whole_at)
+        ]
+        workers = [w for w in workers if w.health is not Health.DOWN]
         asked = [asyncio.ensure_future(self._ask(worker, request, question)) for worker in workers]
         all_know = True
         try:

@@ -61,7 +61,6 @@ class Discovery:
         return {"roles": roles, **self._workers.counts(), "problems": dict(self._workers.problems)}
 
     def _on_change(self) -> None:
-        """Read the pods now, or soon with further changes."""
         if self._later is None:
             wait_s = self._looked_s + GATHER_S - loop_time_s()
             if wait_s > 0:
@@ -166,7 +165,7 @@ class PodWorkers:
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
         """Send no new requests. A pod being deleted (`ending`) still serves for seconds, as a last
-        resort while its successor is unchecked.
+        resort.
         """
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:

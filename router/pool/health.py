@@ -188,9 +188,6 @@ class HealthMonitor:
         )
 
     async def _wait(self, watch: "_Watch", due_s: float) -> None:
-        """Wait for the next check, the worker's end, or its silence with requests or late
-        heartbeats.
-        """
         while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
             beat_s = self._beat_s(watch)
             if beat_s and now_s - max(watch.checked_s, last_sign_s(watch.worker)) >= beat_s:
@@ -214,8 +211,8 @@ class HealthMonitor:
             log.debug("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
-        """Run one round: health, then whatever is due, so that a worker comes up with a bootstrap
-        address. With good heartbeats health comes with `/server_info`, and load only with requests.
+        """Run one round: health, then whatever is due. With good heartbeats health comes with
+        `/server_info`, and load only with requests.
         """
         worker, heartbeats, asked_s = watch.worker, watch.heartbeats, loop_time_s()
         known, result, error = worker.process.incarnation, Check.OK, ""
@@ -312,7 +309,6 @@ class HealthMonitor:
         return Check.FAILED, ": ".join(filter(None, (f"/health answers {status}", parse_error(body))))
 
     async def _read_info(self, watch: "_Watch") -> str:
-        """Read role, models and bootstrap; return an error, which changes nothing."""
         worker = watch.worker
         answer, error = await self._prober.first_json(worker, _INFO_PATHS)
         info: Info = answer if isinstance(answer, dict) else {}
@@ -332,11 +328,7 @@ class HealthMonitor:
         return ""
 
     async def _read_bootstrap(self, watch: "_Watch", info: Info) -> str:
-        """Read the bootstrap address; return an error.
-
-        A given port (perhaps mapped) wins if a server answers there. Checked once per process, as a
-        hanging server would delay the worker's checks.
-        """
+        """A given port (also mapped) wins if a server answers there. Checked once per process."""
         worker = watch.worker
         host, port = parse_bootstrap(info, url_host=worker.url_host)
         given = worker.bootstrap.given_port
@@ -359,8 +351,8 @@ class HealthMonitor:
         )
 
     def _read_role(self, worker: Worker, info: Info) -> str:
-        """Read the role, which may switch; return an error. A server without a role in a pair would
-        ignore its peer, and compute whole requests.
+        """The role may switch. A server without a role in a pair would ignore its peer, and compute
+        whole requests.
         """
         mode = parse_mode(info)
         if worker.role in PAIR and worker.runtime_type == VLLM:
@@ -379,7 +371,7 @@ class HealthMonitor:
         return ""
 
     async def _read_models(self, worker: Worker, info: object) -> str:
-        """Read the models; return an error. A server without report is no worker."""
+        """A server without report is no worker."""
         listed = None
         if not isinstance(info, dict) or has_adapters(info) or runtime_of(info, None) == VLLM:
             listed, error = await self._prober.first_json(worker, _MODEL_PATHS)

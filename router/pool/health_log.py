@@ -36,7 +36,6 @@ class HealthLog:
             log.warning("%s worker %s cannot be reached: %s", worker.role, worker.url, worker.checks.error)
 
     def _is_awaited(self, worker: Worker) -> bool:
-        """Return whether it had time to start."""
         return worker.health is Health.STARTING and worker.checks.streak >= self.table.health.health_failure_threshold
 
     def on_pause(self, worker: Worker) -> None:

@@ -37,9 +37,9 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 class Prober:
     """HTTP probes of one worker, and detection of its silence.
 
-    `on_silence(worker, silent)` is called repeatedly. A frozen process refuses no connection.
-    Silence before a failed check only makes requests prefer other workers. Streaming workers are
-    never silent. Without heartbeats busy, silent workers are probed every quarter of the limit.
+    `on_silence(worker, silent)` is called repeatedly. Silence before a failed check only makes
+    requests prefer other workers. Streaming workers are never silent. Without heartbeats busy,
+    silent workers are probed every quarter of the limit.
 
         last byte ---- probe ---- probe ---- probe ---- limit: its requests move
     """

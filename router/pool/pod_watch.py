@@ -1,7 +1,7 @@
 """Watch of one label selector's pods at a Kubernetes API server: list, then watch, repeatedly.
 
-Protocol: kubernetes.io/docs/reference/using-api/api-concepts. `kubernetes.aio` connects; objects
-are decoded here, as its models refuse incomplete pods.
+Protocol: kubernetes.io/docs/reference/using-api/api-concepts. `kubernetes.aio` only connects: its
+models refuse incomplete pods.
 """
 
 import asyncio
@@ -169,8 +169,6 @@ class _WatchStatus(msgspec.Struct):
 
 
 class KubeApi:
-    """Pods of one or all namespaces."""
-
     def __init__(self, library: Any, configuration: Any, *, namespace: str | None) -> None:
         self._client = library.ApiClient(configuration)
         self._core = library.CoreV1Api(self._client)
@@ -244,7 +242,6 @@ class PodWatch:
                 num_failed += 1
 
     async def _once(self) -> str:
-        """Return an error."""
         try:
             if not self._version:
                 await self._list()

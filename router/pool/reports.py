@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from router.pool.worker import LoadReport, RankSizes
+from router.pool.worker import LoadReport, PrefixHolder, RankSizes, SharedStore
 from service.http.errors import DRAINING, REQUEST_ERRORS, decode_or_none, object_of
 from service.http.image_encoders import ImageEncoder
 from service.kv_events import VERSION
@@ -15,6 +16,7 @@ MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
 MAX_PIDS = 64
 MAX_TEXTS = 1024
+MAX_URL_CHARS = 1024
 Info = Mapping[str, Any]  # a `/server_info`, whose values are not checked; empty if it is no object
 _USED = ("num_used_tokens", "num_tokens")
 # Stages in order, and their names in SGLang's /v1/loads, on top or inside `disaggregation`.
@@ -53,6 +55,7 @@ def parse_load(answer: object) -> LoadReport | None:
         pending_tokens=sum(_pending(row) for row in rows),
         busy_ms_total=_total(_parts(rows, "totals"), "busy_ms") // max(1, len(rows)),  # mean over ranks
         accept_length=_mean(_parts(rows, "speculative"), "accept_length"),
+        store_gb_s=_mean(_parts(rows, "memory"), "storage_read_gb_s"),
         avoided_encoders=_texts(_parts(rows, "disaggregation"), "avoided_encoders"),
     )
 
@@ -209,17 +212,7 @@ def parse_event_source(info: Info, *, url_host: str) -> EventSource | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHolder:
-    """A worker's prefix source, with KV bytes per token."""
-
-    control: str
-    incarnation: str
-    token_bytes: int
-
-
 def parse_prefix_holder(info: Info) -> PrefixHolder | None:
-    """Read `prefix_source` in `/server_info`."""
     text = info.get("prefix_source")
     named = object_of(text.encode(errors="replace")) if isinstance(text, str) else {}
     control, incarnation = named.get("control"), named.get("incarnation")
@@ -230,8 +223,23 @@ def parse_prefix_holder(info: Info) -> PrefixHolder | None:
     return PrefixHolder(control, incarnation, count_of(named.get("token_bytes")))
 
 
+def parse_store(info: Info) -> SharedStore | None:
+    """Read mooncake://HOST:PORT/PATH?token_bytes=N&wait_s=S; adapters' KV is not shared."""
+    text = info.get("hicache_storage")
+    if not isinstance(text, str) or len(text) > MAX_URL_CHARS or info.get("enable_lora"):
+        return None
+    try:
+        url = urlsplit(text)
+        asked = parse_qs(url.query)
+        token_bytes, wait_s = int(asked["token_bytes"][0]), float(asked["wait_s"][0])
+    except (ValueError, KeyError):
+        return None
+    if url.scheme != "mooncake" or token_bytes < 1 or not 0 < wait_s < MAX_BUSY_S:
+        return None
+    return SharedStore(url.netloc + url.path, token_bytes, wait_s)
+
+
 def parse_encoder(info: Info) -> ImageEncoder | None:
-    """Read `image_encoder` in `/server_info`."""
     text = info.get("image_encoder")
     named: ImageEncoder | None = None
     if isinstance(text, str):

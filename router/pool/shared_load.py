@@ -1,7 +1,7 @@
 """Load and open circuits of all processes of a router, in shared memory.
 
-Each process writes its row and reads the others. Numbers are aligned words, without locks; only
-taking a worker's slot, found by a hash of its URL, needs a lock.
+Each process writes its row and reads the others. Numbers are aligned words; only taking a worker's
+slot, by a hash of its URL, needs a lock.
 """
 
 import fcntl

@@ -40,9 +40,9 @@ UNIFIED: Way = (Role.UNIFIED,)
 class LoadReport:
     """A worker's report, summed over ranks. `*_total` count since its start.
 
-    `stages`: requests by stage (reports.py). `transfer_*`: recent means. `pending_tokens`: demand
-    of decode's prealloc queue. `cached_tokens_total`: of the prompt tokens. `accept_length`: tokens
-    per request and step, 0 if unknown.
+    `stages`: requests by stage (reports.py). `transfer_*`, `store_*`: recent means.
+    `pending_tokens`: demand of decode's prealloc queue. `cached_tokens_total`: of the prompt
+    tokens. `accept_length`: tokens per request and step, 0 if unknown.
     """
 
     running_reqs: int = 0
@@ -61,6 +61,7 @@ class LoadReport:
     pending_tokens: int = 0
     busy_ms_total: int = 0
     accept_length: float = 0.0
+    store_gb_s: float = 0.0
     avoided_encoders: tuple[str, ...] = ()
 
 
@@ -80,6 +81,22 @@ class RankSizes:
 
 
 ONE_RANK = RankSizes()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker's prefix source, with KV bytes per token."""
+
+    control: str
+    incarnation: str
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    place: str
+    token_bytes: int
+    wait_s: float  # most that a request waits for its pages
 
 
 @dataclass(slots=True)
@@ -105,8 +122,6 @@ class CheckResults:
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """The process at a worker's address, by its /health."""
-
     incarnation: str = ""  # empty if unknown
     seen_s: float = 0.0
     former_s: float = -math.inf  # when the previous one was last seen: older calls wait in vain
@@ -130,6 +145,7 @@ class Worker:
     inflight_requests: int = 0
     inflight_tokens: int = 0
     assigned_total: int = 0
+    answers_here: int = 0  # whole requests at a prefill worker, past their prompts
     report: LoadReport | None = None
     foreign_tokens: int = 0
     peers: SharedLoad | None = None  # with several router processes
@@ -140,6 +156,8 @@ class Worker:
     beats: bool = False  # sends heartbeats, so needs no probes
     ranks: RankSizes = ONE_RANK
     switching_to: Role | None = None  # role requested by this router
+    serves_whole: bool = False  # whole requests, without a peer, as it says
+    prefix: PrefixHolder | None = None  # None: it gives and fetches no prefixes
     discovered: bool = False  # found by service discovery in each process
     models: tuple[str, ...] = ()  # served names, base first; empty if unknown
     runtime_type: str | None = None  # VLLM (reports.py) or None
@@ -169,6 +187,10 @@ class Worker:
         return self.inflight_tokens + (0 if self.peers is None else self.peers.others_tokens(self.slot))
 
     @property
+    def num_answers(self) -> int:
+        return self.requests_everywhere if self.role.holds_kv else self.answers_here
+
+    @property
     def capacity_tokens(self) -> int:
         return self.report.capacity_tokens if self.report is not None else 0
 
@@ -177,10 +199,13 @@ worker_id_of = attrgetter("worker_id")
 Pool = Sequence[Worker]  # workers of one role, in the order of ids
 
 
-class Lease(msgspec.Struct, frozen=True, eq=False):
+class Lease(msgspec.Struct, eq=False):
+    """`answering`: the prompt of a whole request at a prefill worker is computed."""
+
     worker: Worker
     tokens: int
     trial: bool = False
+    answering: bool = False
 
 
 @dataclass(slots=True)
@@ -205,9 +230,19 @@ class Loads:
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
+            lease.worker.answers_here -= lease.answering
             if lease.trial:
                 lease.worker.circuit.end_trial()
             self._on_load(lease.worker)
+
+    def on_answer(self, lease: Lease) -> None:
+        """At a prefill worker only prompts are load. Idempotent."""
+        worker = lease.worker
+        if worker.role is Role.PREFILL and id(lease) in self._leases and not lease.answering:
+            worker.inflight_tokens -= lease.tokens
+            worker.answers_here += 1
+            lease.tokens, lease.answering = 0, True
+            self._on_load(worker)
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Count this router's load once."""
@@ -230,3 +265,5 @@ class Loads:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+            answering = sum(lease.answering for lease in self._leases.values() if lease.worker is worker)
+            assert worker.answers_here == answering, (worker.url, worker.answers_here, answering)

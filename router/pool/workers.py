@@ -85,7 +85,7 @@ class Catalogue:
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
         """The base model whose workers load or unload an adapter, empty for all.
 
-        All of them, as one may not have reported the adapter. Raises UnknownModel, ValueError.
+        Raises UnknownModel, ValueError.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -164,6 +164,8 @@ class WorkerTable:
     on_change: Callable[[], None] = lambda: None
     breaker: BreakerFlags = field(default_factory=BreakerFlags)
     loads: Loads = field(default_factory=Loads)
+    pairs: bool = True
+    whole_at: frozenset[Role] = frozenset()  # halves of pairs that may serve whole requests (--route)
     _workers: dict[int, Worker] = field(default_factory=dict)  # by id
     _by_name: dict[str, Worker] = field(default_factory=dict)  # by `same_url`
     _by_slot: dict[int, Worker] = field(default_factory=dict)  # by slot in `peers`
@@ -235,6 +237,9 @@ class WorkerTable:
     def workers(self, role: Role | None = None) -> list[Worker]:
         return [w for w in self._workers.values() if role is None or w.role is role]
 
+    def get(self, worker_id: int) -> Worker | None:
+        return self._workers.get(worker_id)
+
     def __contains__(self, worker: Worker) -> bool:
         return self._workers.get(worker.worker_id) is worker
 
@@ -262,7 +267,9 @@ class WorkerTable:
         return [w for w in self.alive(role) if not model or serves(w.models, model)]
 
     def routes(self, way: Way, model: str) -> Sequence[Group]:
-        """Groups that serve `model` (empty: any). Cached."""
+        """Groups that serve `model` (empty: any); for pairs also workers that serve whole requests,
+        as groups of one pool. Cached.
+        """
         found = self._routes.get((way, model))
         if found is None:
             if len(self._routes) >= MAX_POOLS:
@@ -283,8 +290,16 @@ class WorkerTable:
 
     def _groups(self, way: Way, model: str) -> tuple[Group, ...]:
         names = self.models.bases if not model and self.models.several else (model,)
-        groups = [group for name in names for group in groups_of([self._serving(role, name) for role in way])]
-        return tuple([tuple([_heard(pool) for pool in group]) for group in groups])
+        groups = [group for name in names for group in self._groups_of([self._serving(role, name) for role in way])]
+        heard = [tuple([_heard(pool) for pool in group]) for group in groups]
+        same = {pool: pool for group in reversed(heard) for pool in group}  # one object, of which a choice is made once
+        return tuple([tuple([same[pool] for pool in group]) for group in heard])
+
+    def _groups_of(self, pools: Sequence[Pool]) -> Sequence[Group]:
+        if len(pools) < 2:
+            return groups_of(pools)
+        alone = [tuple([w for w in pool if w.serves_whole and w.role in self.whole_at]) for pool in pools]
+        return [*(groups_of(pools) if self.pairs else ()), *((pool,) for pool in reversed(alone) if pool)]
 
     def ready(self, pool: Pool, *, now_s: float) -> Pool:
         """Workers with closed circuits, else all."""
@@ -296,7 +311,6 @@ class WorkerTable:
         return [w for w in pool if w.worker_id not in faulty] or pool if faulty else pool
 
     def trusts(self, worker: Worker, *, now_s: float) -> bool:
-        """The circuit admits requests in all processes."""
         others = () if self.peers is None else self.peers.others_open(now_s)
         return worker.circuit.takes(now_s) and worker.slot not in others
 
@@ -372,6 +386,11 @@ class WorkerTable:
             worker.models, self._models = names, None
             self._on_change()
 
+    def on_whole(self, worker: Worker, serves_whole: bool) -> None:
+        if serves_whole is not worker.serves_whole:
+            worker.serves_whole = serves_whole
+            self._on_change()
+
     def on_bootstrap(self, worker: Worker, host: str, port: int | None) -> None:
         if (host, port) != (worker.bootstrap.host, worker.bootstrap.port):
             worker.bootstrap.host, worker.bootstrap.port = host, port
@@ -433,7 +452,7 @@ def is_up(worker: Worker) -> bool:
     return not worker.leaving or worker.last_resort
 
 
-def _heard(pool: Pool) -> Pool:
+def _heard(pool: Pool) -> tuple[Worker, ...]:
     return tuple([w for w in pool if not w.silent] or pool)
 
 

@@ -14,6 +14,7 @@ from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, broken_stream, circuit_blamed
 from router.body import write_body
 from router.client.upstream import nothing
+from router.pool.breaker import Health
 from router.pool.reports import lack_of, lacks_route, parse_error
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, serves
@@ -125,11 +126,9 @@ class ClientAnswer:
         self.attempt.watch_prefill(self.launcher.on_call_failed)
 
     def _incomplete(self) -> CallFailed | None:
-        """Return why an orderly end is incomplete."""
         return None
 
     async def _goes_on(self, failure: CallFailed) -> bool:
-        """Report the failure; return whether a new attempt continues the answer."""
         if not self.attempt.refused:  # reported before
             self.launcher.on_call_failed(failure)
         return False
@@ -235,7 +234,7 @@ def no_worker(
 ) -> ApiError:
     misfits = table.misfits
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
-    why = "; ".join(f"{w.url}: {misfits.get(w.worker_id) or _state(w)}" for w in known[:4]) or "none was given"
+    why = "; ".join(f"{w.url}: {misfits.get(w.worker_id) or _state(w, table)}" for w in known[:4]) or "none was given"
     what = f"worker for model {model!r}" if model and table.models.several else "worker"
     state = "answers" if known and all(w.silent for w in known) else "is alive"
     state = "has a peer that fits" if any(w.worker_id in misfits for w in known) else state
@@ -243,7 +242,9 @@ def no_worker(
     return ApiError(503, message, code="no_worker", retry_after_s=retry_after_s)
 
 
-def _state(worker: Worker) -> str:
+def _state(worker: Worker, table: WorkerTable) -> str:
+    if not (table.pairs or worker.serves_whole) and worker.health is Health.UP:
+        return "it serves no whole requests, give --route pair or auto"
     return "it does not answer its checks" if worker.silent else worker.checks.error or worker.health.value
 
 

@@ -1,8 +1,8 @@
 """The dispatcher: reads a generation request, admits it, tries attempts, relays the answer.
 
-Workers change only before anything is sent to the client. Every exit ends the attempts. A drain
-refuses new requests; live ones finish or are handed back. A block holds new ones while live ones
-finish, to change all workers in between, as SGLang's input blocker.
+Workers change only before anything is sent to the client. A drain refuses new requests; live ones
+finish or are handed back. A block holds new ones while live ones finish, to change all workers in
+between, as SGLang's input blocker.
 """
 
 import asyncio

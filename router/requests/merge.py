@@ -17,8 +17,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Merger:
-    """Merges into the answers to one request."""
-
     def __init__(self, api: Api, prefill_body: bytes) -> None:
         self._api = api
         prefill = decode_or_none(prefill_body)
@@ -76,12 +74,10 @@ class Merger:
             _shift_offsets(_dict(item, "logprobs"), shift)
 
     def _num_outputs(self) -> int:
-        """Tokens that prefill generated per choice, 0 or 1."""
         total = self._usage.get("completion_tokens")
         return total // max(1, len(self._prefill)) if isinstance(total, int) else 1
 
     def _merge_usage(self, answer: object) -> None:
-        """Add cached tokens to OpenAI's usage, unless present."""
         cached = _dict(self._usage, "prompt_tokens_details").get("cached_tokens")
         usage = _dict(answer, "usage")
         if not cached or not usage:
@@ -107,8 +103,7 @@ def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -
 def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_outputs: int) -> int:
     """Put the prompt's columns before decode's (echo); return the shift of offsets.
 
-    Columns that begin with a null logprob have the prompt already, as only its first token has
-    none.
+    Columns that begin with a null logprob have the prompt already.
     """
     known = _dict(prefill, "logprobs")
     columns = _dict(choice, "logprobs")

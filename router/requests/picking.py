@@ -1,12 +1,12 @@
 """Picks the workers of an attempt: alive, of the model, not failed before, within the SLO.
 
-Policies choose among workers, ways.py among routes (--mixed). A request without worker waits if
-that may soon change.
+Policies choose among workers of a role, prices among routes (route_choice.py). A request without
+worker waits if that may soon change.
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from router.attempts.request import RequestContext, RequestRefused, Slo
@@ -16,12 +16,12 @@ from router.pool.heartbeats import ROUNDING_S
 from router.pool.pairs import fits
 from router.pool.worker import Pool, Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
-from router.requests.route_choice import Placements, Pools, RouteChooser
+from router.requests.route_choice import Choice, Placements, Pools, RouteChooser
 from service.http.guard import time_given
 from service.waiter import Waiter
 
-# The policy's choice of a pool within the SLO at a time. Raises RequestRefused.
-LookInTime = Callable[[Policy, Pool, RoutingHints, Slo, float], Placement]
+# The policy's choice of a pool within the SLO at a time, perhaps for whole requests. Raises RequestRefused.
+LookInTime = Callable[[Policy, Pool, RoutingHints, Slo, float, bool], Placement]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,12 +29,11 @@ class Picker:
     """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout, 0 for no limit."""
 
     table: WorkerTable
-    policies: Mapping[Role, Policy]
     look_in_time: LookInTime
     wait_s: float
     silence_s: float
     clock: Callable[[], float]
-    ways: RouteChooser | None = None
+    routes: RouteChooser
     _waiters: list[Waiter] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -81,17 +80,20 @@ class Picker:
         others = [worker for worker in alike if worker is not but and fits(worker, but)]
         if not others or others[0].silent:
             return None
-        best = least_loaded(few_of(others, self.policies[but.role].draw))
-        return self.choose(request, [[[best]]])[0]
+        best = least_loaded(few_of(others, self.routes.policies[but.role].draw))
+        return self.routes.take(
+            [[[best]]], [(Placement(best),)], request.hints, self.clock(), None, strict=True
+        ).placements[0]
 
     def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
+        now_s = self.clock()
         if len(ways) > 1:
-            now_s = self.clock()
             ways = self._sound(request, ways, now_s)
-            if self.ways is not None:
-                return self.ways.choose(ways, request.hints, now_s, request.slo)
-        policies, hints = self.policies, request.hints
-        return tuple([policies[pool[0].role].choose(pool, hints) for pool in _least_loaded(ways)])
+        return self._take(request, self.routes.choose(ways, request.hints, now_s, request.slo))
+
+    def _take(self, request: RequestContext, choice: Choice) -> Placements:
+        request.decision = choice.decision
+        return choice.placements
 
     def pools(self, request: RequestContext) -> list[list[Pool]]:
         """Workers of a pool are silent only if all are.
@@ -116,26 +118,23 @@ class Picker:
         refused: RequestRefused | None = None
         look, hints, now_s = self.look_in_time, request.hints, self.clock()
         for pools in ways:
+            whole = len(pools) == 1
             try:
-                found.append((pools, tuple([look(self.policies[p[0].role], p, hints, slo, now_s) for p in pools])))
+                way = [look(self.routes.policies[pool[0].role], pool, hints, slo, now_s, whole) for pool in pools]
             except RequestRefused as error:
                 refused = refused or error
+            else:
+                found.append((pools, tuple(way)))
         if refused is not None and not found:
             raise refused
         sound = self._sound(request, [pools for pools, _ in found], now_s)
-        if self.ways is not None and len(found) > 1:
-            placements = [way for pools, way in found if any(pools is one for one in sound)]
-            return self.ways.take(sound, placements, hints, now_s, slo)
-        best = _least_loaded(sound)
-        chosen = next(way for pools, way in found if pools is best)
-        for choice in chosen:
-            self.policies[choice.worker.role].note(choice, hints)
-        return chosen
+        placements = [way for pools, way in found if any([pools is one for one in sound])]
+        return self._take(request, self.routes.take(sound, placements, hints, now_s, slo, strict=True))
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
         """Routes without failed workers or open circuits, else all.
 
-        The first of a pool represents it, as others are preferred.
+        The first of a pool represents it.
         """
 
         def is_sound(worker: Worker) -> bool:
@@ -145,7 +144,6 @@ class Picker:
         return [pools for pools in ways if all(is_sound(pool[0]) for pool in pools)] or ways
 
     def _patience_s(self, request: RequestContext) -> float:
-        """Return how long the request may wait in all."""
         table, ways, model = self.table, request.ways, request.model
         if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0
@@ -173,12 +171,3 @@ class Picker:
     def _on_change(self) -> None:
         for waiter in self._waiters:
             waiter.wake()
-
-
-def _least_loaded(ways: Sequence[Pools]) -> Pools:
-    return ways[0] if len(ways) == 1 else min(ways, key=_load_of)
-
-
-def _load_of(pools: Pools) -> tuple[int, int]:
-    best = [least_loaded(pool) for pool in pools]
-    return sum(w.load_tokens for w in best), sum(w.assigned_total for w in best)

@@ -14,7 +14,7 @@ from fastapi import Response
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from router.attempts.request import RequestContext
-from router.body import HISTORY_FIELD, ParsedBody, with_fields, write_body
+from router.body import FIRST_RESPONSE_FIELD, HISTORY_FIELD, ParsedBody, with_fields, write_body
 from router.body import Api as Generation
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
@@ -110,6 +110,7 @@ class Responses:
         owner = caller_of(request.http)
         conversation = await open_conversation(fields, partial(self.book.find, owner=owner))
         changes = {HISTORY_FIELD: conversation.history, **({"input": conversation.input} if has_reference else {})}
+        changes |= {FIRST_RESPONSE_FIELD: msgspec.json.encode(conversation.first)} if conversation.first else {}
         await _change(request, changes)
         if is_kept:
             keeper = ResponseKeeper(self.book, conversation, owner=owner, request=request)
@@ -196,7 +197,6 @@ def store_of(config: RouterConfig) -> ResponseStore | None:
 
 
 def of_store(store: ResponseStore, workers: Sequence[Worker]) -> Iterator[Metric]:
-    """Yield the store's metrics."""
     yield GaugeMetricFamily("tandem_router_stored_responses", "Stored answers of /v1/responses", value=len(store))
     text = "Bytes of stored answers of /v1/responses, with their inputs"
     yield GaugeMetricFamily("tandem_router_stored_response_bytes", text, value=store.num_bytes)

@@ -1,7 +1,4 @@
-"""Auto roles: reads the pools at intervals, and carries out the controller's switches.
-
-Only the process in row 0 runs it.
-"""
+"""Auto roles: reads the pools at intervals, and carries out the controller's switches."""
 
 import asyncio
 import logging

@@ -123,7 +123,6 @@ class Controller:
         return move
 
     def _note_usual(self, standing: Standing, pools: dict[Role, list[Seen]], now_s: float) -> None:
-        """Update usual demand, also during switches."""
         dt_s, standing.seen_s = now_s - standing.seen_s, now_s
         for role, pool in pools.items():
             mean = standing.usual.setdefault(role, Smooth(max(self._flags.auto_roles_cooldown_s, LEAST_S)))
@@ -215,9 +214,7 @@ class _Trend:
 
 @dataclass(slots=True)
 class Gauge:
-    """Demands at regular calls of `read`.
-
-    Counted in workers, by their reports.
+    """Demands in workers, by their reports, at regular calls of `read`.
 
       prefill   seconds of prompts arriving per second + seconds of queue / --auto-roles-ttft
       decode    max of: KV held and requested / capacity, requests / --max-running-requests,

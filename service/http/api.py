@@ -1,8 +1,7 @@
 """An API as a FastAPI router, and the application of a server.
 
-FastAPI documents the routes, mounts them into other applications, and takes middleware. Requests
-find their handler in a table of paths (routes.py), as a scan of a hundred patterns would cost more
-than the rest of the router.
+FastAPI documents the routes, mounts them into other applications, and takes middleware. A table of
+paths (routes.py) finds a handler faster than a scan of patterns.
 """
 
 import importlib
@@ -77,7 +76,6 @@ def texts_of(route: HttpRoute) -> tuple[str, str]:
 
 
 def _endpoint(handler: Handler) -> Callable[[FastApiRequest], Awaitable[Response]]:
-    """An endpoint whose parameters FastAPI reads."""
 
     async def endpoint(request: FastApiRequest) -> Response:
         assert isinstance(request, HttpRequest)
@@ -114,7 +112,6 @@ class Application(FastAPI):
 
 
 def document(apis: Sequence[ApiRouter], *, title: str) -> dict[str, Any]:
-    """The OpenAPI document, with the schemas of all bodies."""
     tags = [tag._asdict() for tag in dict.fromkeys(api.tag for api in apis)]
     routes = [route for api in apis for route in api.routes]
     made = get_openapi(title=title, version=installed_version(), openapi_version="3.1.0", routes=routes, tags=tags)
@@ -128,7 +125,7 @@ def add_middleware(app: FastAPI, paths: Iterable[str], *, flag: str = "--middlew
     """Add ASGI middleware by import path, the last outermost, as in vLLM.
 
     Each is a class, or a coroutine function (request, call_next). The working directory is searched
-    last, so that its modules hide none of ours. Raises ConfigError.
+    last. Raises ConfigError.
     """
     for path in paths:
         found: Any = _imported(path, flag)

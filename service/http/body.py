@@ -64,7 +64,6 @@ class ClosedBody(Body):
 
 
 def field_types(body: type[Body]) -> dict[str, Any]:
-    """Types of the fields by their names in JSON."""
     return {field.alias or name: field.annotation for name, field in body.model_fields.items()}
 
 

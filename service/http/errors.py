@@ -28,7 +28,6 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 def decode_or_none(text: bytes, type_: Any = Any) -> Any:
-    """The value, None for other text or types."""
     try:
         return msgspec.json.decode(text, type=type_)
     except JSON_ERRORS:
@@ -40,7 +39,6 @@ def object_of(text: bytes) -> dict[str, Any]:
 
 
 def deeper_than(text: bytes, limit: int = MAX_DEPTH) -> bool:
-    """Return whether JSON nests deeper than `limit`."""
     if text.count(b"[") + text.count(b"{") <= limit:
         return False
     brackets = _brackets(text)

@@ -175,6 +175,7 @@ def less_time(headers: Mapping[str, str], elapsed_s: float) -> Mapping[str, str]
 # ---- the DP rank in a client's header, as in vLLM and SGLang
 
 RANK_HEADER = "x-data-parallel-rank"
+SESSION_HEADER, MAX_SESSION_CHARS = "X-Session-Id", 1024  # names a conversation
 MAX_DIGITS = 9
 
 

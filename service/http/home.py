@@ -31,7 +31,6 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 
 
 def files_of(package: str, path: str) -> dict[str, Path]:
-    """Path -> file, with `index.html` at `path`."""
     folder = Path(str(resources.files(package)))
     files = sorted(file for file in folder.iterdir() if file.suffix in _TYPES)
     return {path if file.name == "index.html" else f"{path}/{file.name}": file for file in files}
@@ -47,7 +46,6 @@ CHAT = files_of("service.chat", "/chat")  # on servers that answer chats
 
 
 def page_routes(files: Mapping[str, Path]) -> list[HttpRoute]:
-    """Routes of files, which are read now."""
     read = {path: (file.read_bytes(), _TYPES[file.suffix]) for path, file in files.items()}
 
     async def page(request: HttpRequest) -> Response:

@@ -14,8 +14,8 @@ NO_BEATS_HEADER = "x-tandem-no-keep-alive"
 class KeepAlive:
     """Context that writes into a stream after `interval_s` of silence (0: never).
 
-    `stream` is None before the first write, so that errors have a status. One timer compares the
-    bytes sent; writers report nothing.
+    `stream` is None before the first write. One timer compares the bytes sent; writers report
+    nothing.
     """
 
     def __init__(self, request: HttpRequest, *, interval_s: float) -> None:

@@ -1,7 +1,6 @@
-"""The signed header of a router with a prefill worker that has a prompt's prefix.
+"""The signed header of a router with a worker that has a prompt's prefix.
 
-X-Tandem-Prefix-Source: SIGNATURE {"control": "host:port", "incarnation": ..., "num_tokens": ...,
-                                   "copy": false}
+X-Tandem-Prefix-Source: SIGNATURE {"control": "host:port", "incarnation": ..., "num_tokens": ...}
 """
 
 from typing import Annotated
@@ -16,15 +15,11 @@ PURPOSE = "prefix source"
 
 
 class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker with the prefix, and the estimate `num_tokens` of its length.
-
-    `copy`: only fetch the prefix, without decode worker.
-    """
+    """A worker with the prefix, and the estimate `num_tokens` of its length."""
 
     control: Annotated[str, msgspec.Meta(max_length=300)]
     incarnation: Annotated[str, msgspec.Meta(max_length=300)]
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
-    copy: bool = False
 
 
 def write_header(source: PrefixSourceHeader, secret: bytes) -> str:

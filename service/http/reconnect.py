@@ -6,8 +6,8 @@
     router -> worker   RETAINED_PATH: `RetainedQuestion` with that event; the answer is the rest of
                        its unit and a `Resume`
 
-So any router can continue, as after the loss of a worker (resume.py); meanwhile nothing is
-computed. `TAG` is of one worker's part, as others may divide units differently.
+So any router can continue (resume.py). `TAG` is of one worker's part, as others may divide units
+differently.
 """
 
 import re
@@ -93,7 +93,6 @@ class StreamLog:
         self.num_bytes = OVERHEAD_BYTES
 
     def rest_after(self, unit: int, event: int | None) -> RetainedRest | None:
-        """The rest after an event, if known."""
         if not self.is_whole or not 1 <= unit <= len(self._ends):
             return None
         record = FrameRecord()

@@ -28,8 +28,7 @@ _IN_SEGMENTS = "!$&'()*+,;=:@~"  # allowed in a path by RFC 3986, beyond those t
 def plain_path(raw: str) -> str:
     """Decode escapes once; drop dot and empty segments and a trailing slash.
 
-    Encoded slashes and backslashes count as slashes, so a rule holds for each spelling, also at a
-    server that gets the path passed on. Bytes that are not UTF-8 stay.
+    Encoded slashes and backslashes count as slashes. Bytes that are not UTF-8 stay.
     """
     if not raw.startswith("/") or not _ODD.search(raw):
         return raw
@@ -264,8 +263,7 @@ class StreamedResponse(Response):
 class DirectWrites:
     """Writes the bytes of `take` at each `on_change`, while the task is in `wait`.
 
-    The task resumes at the end, on errors, and if a write has to wait for the client, which a
-    callback cannot.
+    The task resumes at the end, on errors, and if a write has to wait for the client.
     """
 
     def __init__(self, out: StreamedResponse, *, take: Callable[[], bytes], is_over: Callable[[], bool]) -> None:

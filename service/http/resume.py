@@ -19,7 +19,7 @@ Server-sent events have them as comments, long whole answers in units before the
 The router removes and records them.
 
 After a loss the router sends the request elsewhere with a field "resume", ignored unless signed in
-RESUME_HEADER. The answer continues after the known tokens, equal anywhere.
+RESUME_HEADER.
 """
 
 import base64
@@ -118,7 +118,6 @@ def failed_frame(status: int, retry_after_s: int | None = None) -> bytes:
 
 
 def known_frames(resume: "Resume") -> bytes:
-    """A client's frames."""
     frames = begin_frame(Begun(**{name: getattr(resume, name) for name in Begun.__struct_fields__}))
     for index, ids in enumerate(resume.output_ids):
         frames += ids_frame(index, ids) if ids else b""
@@ -241,7 +240,6 @@ class FrameRecord:
         return b"".join(kept)
 
     def _take_frame(self, line: bytes) -> bool:
-        """Record a frame; False if none."""
         if line.startswith(_IDS):
             self._keep(self._ids, line)
         elif line.startswith((_LOGPROBS, _PROMPT)):
@@ -263,7 +261,6 @@ class FrameRecord:
         return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
 
     def num_tokens(self) -> int:
-        """Count the recorded tokens."""
         return sum(line.count(b",") + 1 for line in self._ids)
 
     def samples_left(self) -> dict[int, str]:

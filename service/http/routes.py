@@ -159,7 +159,6 @@ _BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/
 
 
 def shape_of(path: str) -> ApiShape:
-    """The shape of a path, known or not."""
     return next((shape for prefix, shape in _BY_PREFIX if path.startswith(prefix)), OPENAI)
 
 

@@ -1,8 +1,7 @@
 """The HTTP server of all processes: uvicorn's, with deadlines and an orderly end.
 
-uvicorn waits for heads forever, so slow clients (slow loris) could hold every socket. A head has
-`header_timeout_s` from connection or first byte; a body `body_timeout_s`, then 408. A client's
-disconnect cancels its request.
+Against slow clients (slow loris) a head has `header_timeout_s` from connection or first byte; a
+body `body_timeout_s`, then 408. A client's disconnect cancels its request.
 """
 
 import asyncio
@@ -36,7 +35,6 @@ LINGER_S = 2.0  # discards the rest of a body, so that its sender reads the erro
 async def serving(
     place: ListeningPort | Path, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
-    """Serve at a port or a unix socket."""
     server = HttpServer(app, limits, shutdown_timeout_s=shutdown_timeout_s)
     try:
         await (server.serve_unix(place) if isinstance(place, Path) else server.serve(place))
@@ -65,7 +63,7 @@ class _State(ServerState):
 
 
 class HttpServer:
-    """Serves ports until `close`: no new connections, then `shutdown_timeout_s` for live requests."""
+    """Serves ports until `close`, which leaves live requests `shutdown_timeout_s`."""
 
     def __init__(self, app: ASGIApp, limits: RequestLimits, *, shutdown_timeout_s: float) -> None:
         self._config = Config(
@@ -94,7 +92,7 @@ class HttpServer:
         return bool(self._listeners)
 
     async def serve(self, port: ListeningPort) -> None:
-        """Accept connections of `port`, which outlives the server: afterwards they queue in the kernel."""
+        """Accept connections; later ones queue in the kernel, as `port` outlives the server."""
         loop = asyncio.get_running_loop()
         for sock in port.sockets:
             listener = await loop.create_server(self.connect, sock=sock.dup(), backlog=BACKLOG)
@@ -202,7 +200,7 @@ class HttpConnection(HttpToolsProtocol):
         self._task.add_done_callback(self.tasks.discard)
 
     def linger(self) -> bool:
-        """Discard what the client still sends, for `LINGER_S`: a reset could overtake the answer."""
+        """Discard the client's data for `LINGER_S`: a reset could overtake the answer."""
         if not self._lingers and self.cycle is not None and self.cycle.more_body and not self.broken:
             self._lingers = True
             self._end()

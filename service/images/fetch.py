@@ -3,7 +3,7 @@
     name allowed? -> resolve once -> check each address at its socket -> connect there
                                                        redirect: from the start
 
-So no second DNS answer, spelling or redirect leads inside. No cookies, credentials, proxies.
+No cookies, credentials, proxies.
 """
 
 import asyncio

@@ -89,7 +89,6 @@ class AllowedHosts:
         return f"{host[:100]!r} is not among the hosts of {DOMAINS}"
 
     def refusal_of_address(self, host: str, address: str, port: int) -> str | None:
-        """Return why its address is refused, if so."""
         if self._networks.admits(address, port):
             return None
         if not is_public(ipaddress.ip_address(address)):

@@ -46,7 +46,7 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A child to fork: `main(argv)` of `module` returns its exit status.
 
     `group`: to join, 0 for a new one. `descriptors`: numbers for the sent ones. `client`: its pid.
-    `exits_hard`: without waiting for threads, as some never end.
+    `exits_hard`: without waiting for threads.
     """
 
     module: str
@@ -79,7 +79,7 @@ def new_socket() -> socket.socket:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Return whether the peer is this user's, as abstract addresses have no owner."""
+    """Return whether the peer is this user's: abstract addresses have no owner."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 

@@ -1,13 +1,11 @@
-"""Fork server: imports modules once, and forks children on request.
+"""Fork server: imports modules once (torch: two seconds), and forks children on request.
 
-Imports (torch: two seconds) are paid once and share memory. No thread, GPU or OpenMP region may
-precede a fork.
+No thread, GPU or OpenMP region may precede a fork.
 
-    client                                     server
-      | --- request, descriptors ----------------> |   fork: child gets environment, cwd, ...
-      | <-- pid, pidfd --------------------------- |
-      | <-- status ------------------------------- |   the child has ended
-      | --- end of file -------------------------> |   the client has ended: SIGKILL to the child
+    client -> server   request, descriptors   fork: child gets environment, cwd, ...
+    server -> client   pid, pidfd
+    server -> client   status                 the child has ended
+    client -> server   end of file            the client has ended: SIGKILL to the child
 
 A child ends with client and server, the server with its parent. Requests wait for imports. The
 abstract socket serves this user and given modules only.
@@ -150,7 +148,6 @@ class ForkServer:
 
 
 def _is_gone(client: socket.socket) -> bool:
-    """Return whether the client ended during the imports."""
     try:
         return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

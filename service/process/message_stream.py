@@ -1,7 +1,6 @@
 """Length-prefixed messages over a socket pair or TCP.
 
-End of file: the peer has ended. Up to `MAX_UNSENT_BYTES` wait for a temporary sender. On Linux: 35
-us per message and answer, 0.5 ms from SIGKILL to end of file.
+End of file: the peer has ended. Up to `MAX_UNSENT_BYTES` wait for a temporary sender.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ class ChannelFull(Exception):
 class MessageStream:
     """One end, which owns the socket. `put` is thread-safe, `get` and `arrived` are not.
 
-    Nothing is read ahead: no message waits behind an unreadable socket.
+    Nothing is read ahead.
     """
 
     def __init__(self, connection: socket.socket, *, max_unsent_bytes: int | None = None) -> None:

@@ -4,8 +4,8 @@
        |                    |
        +------ SIGINT ------+-- any second signal: at once
 
-Shells and service managers signal whole groups, so our processes use DRAIN and END among
-themselves, with one meaning in any number and order.
+Shells signal whole groups, so our processes use DRAIN and END among themselves, in any number and
+order.
 """
 
 import asyncio

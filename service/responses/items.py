@@ -148,9 +148,10 @@ class StoreFields(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """JSON list of earlier items, and the input with references resolved."""
+    """JSON list of earlier items, and the input with references resolved. `first`: oldest id."""
 
     previous: str
+    first: str
     history: bytes
     input: bytes
 
@@ -165,15 +166,16 @@ class _StoredAnswer(msgspec.Struct):
 
 async def open_conversation(fields: StoreFields, find: Find) -> Conversation:
     """Find the conversation. Raises ApiError(400)."""
-    previous, given, history = fields.previous_response_id, bytes(fields.input), b"[]"
+    previous, given, history, first = fields.previous_response_id, bytes(fields.input), b"[]", ""
     if previous is not None:
         if not isinstance(previous, str):
             raise bad_field("previous_response_id", "must be a string")
-        history = history_of(whole(previous, await find(previous)))
+        found = whole(previous, await find(previous))
+        history, first = history_of(found), found[-1].id
     if REFERENCE in given:
         named = dict.fromkeys(response_of(id) for id in references(given))
-        given = resolved(given, {id: found[0] for id in named if (found := await find(id))})
-    return Conversation(previous=previous or "", history=history, input=given)
+        given = resolved(given, {id: held[0] for id in named if (held := await find(id))})
+    return Conversation(previous=previous or "", first=first, history=history, input=given)
 
 
 def whole(id: str, found: list[StoredResponse]) -> list[StoredResponse]:

@@ -3,7 +3,7 @@
     resp_1 <- resp_2 <- resp_3       previous_response_id; resp_3 needs all three
                      <- resp_4
 
-Reading touches ancestors last, so none is evicted before its descendants.
+Reading touches ancestors last: descendants are evicted first.
 """
 
 import asyncio
@@ -61,7 +61,6 @@ class ResponseStore:
         return stored
 
     def conversation(self, id: str, *, owner: str) -> list[StoredResponse]:
-        """A response and its ancestors, newest first."""
         found: list[StoredResponse] = []
         stored = self.get(id, owner=owner)
         while stored is not None and len(found) < len(self._responses):

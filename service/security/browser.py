@@ -1,6 +1,6 @@
 """Rules for requests of web pages, in every HTTP server. Pure.
 
-A browser sends a page's requests to any address, loopback included. Against other sites:
+A page can send requests to any address, loopback included. Against other sites:
 
 - Bodies must be JSON: without preflight, answered for allowed origins only, pages send text and
   forms.
@@ -35,10 +35,6 @@ def is_loopback(host: str) -> bool:
     return address is not None and address.is_loopback
 
 
-def is_network_address(host: str) -> bool:
-    return _address(host) is not None
-
-
 def require_secret(
     host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
 ) -> str | None:
@@ -69,8 +65,6 @@ class _Rule:
 
 
 class AllowedAddresses:
-    """Allowed HOST:PORT pairs."""
-
     def __init__(self, rules: Sequence[str], *, loopback: bool, flag: str) -> None:
         """Parse rules: HOST, HOST:PORT, [IPV6]:PORT, or a network such as 10.0.0.0/8."""
         self._rules = tuple(_rule(text, flag) for text in rules)
@@ -150,7 +144,7 @@ class BrowserRule:
         allowed_origins: Sequence[str] = (),
         key_flag: str = "--api-key-file",
     ) -> None:
-        """Set up the rules. `allowed_origins`: SCHEME://HOST[:PORT], "*" for any."""
+        """`allowed_origins`: SCHEME://HOST[:PORT], "*" for any."""
         self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
         self._origins = frozenset(_checked(origin) for origin in allowed_origins)
         self._checks_host = is_loopback(host) and not has_keys and ANY not in self._names
@@ -189,7 +183,7 @@ class BrowserRule:
         )
 
     def _is_own(self, host: str) -> bool:
-        """Return whether `Host` is ours or missing; browsers always send it."""
+        """Browsers always send it."""
         name = _name_of(host)
         return not name or name in self._names
 
@@ -249,7 +243,7 @@ def _checked(origin: str) -> str:
 
 
 def _is_at(origin: str, host: str) -> bool:
-    """Return whether `origin` (scheme://host:port or "null") is at `host`."""
+    """`origin`: scheme://host:port or "null"."""
     scheme, _, place = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme, "")
     return bool(place) and place.removesuffix(port) == host.lower().removesuffix(port)
@@ -260,7 +254,7 @@ def _name_of(host: str) -> str:
     """A Host header's name, empty for an address or localhost."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
-    if name == "localhost" or name.endswith(".localhost") or is_network_address(name):
+    if name == "localhost" or name.endswith(".localhost") or _address(name) is not None:
         return ""
     return name
 

@@ -59,7 +59,6 @@ def router_secret(cluster: bytes | None) -> bytes | None:
 
 
 def sign(text: bytes, secret: bytes, *, purpose: str) -> str:
-    """Sign `text` as a member."""
     return hmac.new(derive(secret, purpose), text, hashlib.sha256).hexdigest()
 
 
@@ -77,7 +76,6 @@ def warn_if_others_read(path: str) -> None:
 
 
 def vouch(secret: bytes, *, host: str, port: int, rooms: Sequence[int]) -> str:
-    """A voucher for a request's rooms."""
     return sign(_vouched_text(host, port, rooms), secret, purpose=VOUCHERS)
 
 

@@ -216,7 +216,6 @@ class _Drawing:
 
 
 def clock_shift_s(record: Record, call: Span | None) -> float:
-    """A worker's shift into the router's call."""
     if call is None or call.start_s <= record.start_s <= call.end_s:
         return 0.0
     return call.start_s - record.start_s

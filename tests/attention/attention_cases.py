@@ -8,10 +8,12 @@ import torch
 from torch.nn.functional import pad
 
 from engine.attention.backend import AttentionBackend
-from engine.kernels.paged_attention import PagedExtend, Softmax, plain_softmax
+from engine.kernels.paged_attention import PagedExtend, Softmax
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths
+from engine.layers.latents import NewLatents, TokenChooser
+from engine.layers.linear import RMSNorm
 from engine.layers.rope import NormedRope, Unturned
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -137,7 +139,7 @@ def attend(
 ) -> torch.Tensor:
     """As `attend_rotated`, of any backend."""
     if isinstance(backend, PagedExtend):
-        return backend.attend_rotated(layer, q, k, v, softmax or plain_softmax(q.shape[2]))
+        return backend.attend_rotated(layer, q, k, v, softmax or Softmax(q.shape[2] ** -0.5))
     return backend.attend(layer, by_no_angle(q, k, v, softmax))
 
 
@@ -149,8 +151,31 @@ def by_no_angle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Soft
         k.shape[1],
         NormedRope(None, like=q, eps=0.0),
         (one, torch.zeros_like(one)),
-        softmax or plain_softmax(q.shape[2]),
+        softmax or Softmax(q.shape[2] ** -0.5),
     )
+
+
+def latents_by_no_angle(
+    q: torch.Tensor, latents: torch.Tensor, *, rank: int, scale: float, chooser: TokenChooser | None = None
+) -> NewLatents:
+    """As `by_no_angle`. Triton's kernel norms latents, so they must have a mean square of 1; others leave them."""
+    absorbed, dim = q.clone(), q.shape[2]
+    absorbed[:, :, rank:] = torch.nan
+    one = torch.ones(len(q), 1, dim - rank, dtype=q.dtype, device=q.device)
+    return NewLatents(
+        absorbed,
+        q[:, :, rank:],
+        latents[:, :dim],
+        _NoNorm(torch.ones(rank, dtype=q.dtype, device=q.device), eps=0.0),
+        (one, torch.zeros_like(one)),
+        scale,
+        None if chooser is None else (latents[:, dim:], chooser),
+    )
+
+
+class _NoNorm(RMSNorm):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def fill(pool: KVPool, sequences: list[Sequence], ends: list[int], *, layer: int = 1) -> None:
@@ -178,7 +203,7 @@ def filled_pool(
 
 def reference(s: Sequence, start: int, end: int, *, window: int = 0, softmax: Softmax | None = None) -> np.ndarray:
     """Float64 causal attention of rows start..end-1: [end - start, heads * dim]. `window`: 0 is all tokens."""
-    softmax = softmax or plain_softmax(s.q.shape[2])
+    softmax = softmax or Softmax(s.q.shape[2] ** -0.5)
     q, k, v = (x.double().numpy() for x in (s.q[start:end], s.k[:end], s.v[:end]))
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)

@@ -12,7 +12,7 @@ import torch
 from engine.attention.torch_backend import CpuBackend, TorchBackend
 from engine.kernels import build
 from engine.kernels.build import Kind
-from engine.kernels.paged_attention import EXTEND, PagedExtend, make_paged_decode, plain_softmax
+from engine.kernels.paged_attention import EXTEND, PagedExtend, Softmax, make_paged_decode
 from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
     TOLERANCE,
@@ -188,7 +188,7 @@ def test_heads_of_a_merged_qkv_are_read_in_place(way: Way) -> None:
     spans = list(zip(sequences, starts, ends, strict=True))
     merged = torch.cat([torch.cat([getattr(s, n)[a:b] for s, a, b in spans]).flatten(1) for n in "qkv"], dim=1)
     q, k, v = (x.unflatten(1, (-1, 32)) for x in merged.split([128, 64, 64], dim=1))
-    outs = kernel.attend_rotated(1, q, k, v, plain_softmax(32)).split([b - a for _, a, b in spans])
+    outs = kernel.attend_rotated(1, q, k, v, Softmax(32**-0.5)).split([b - a for _, a, b in spans])
     assert worst_error(list(outs), sequences, starts, ends) < TOLERANCE[way.dtype]
 
 
@@ -248,7 +248,7 @@ def test_a_request_that_is_skipped_is_written_and_does_not_disturb(way: Way) -> 
     kernel = kernel_of(way.kind, pool)
     kernel.begin(make_step(sequences, starts, ends, page_size=16, extend=True), skip=frozenset({1}))
     rows = [torch.cat([getattr(s, n)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for n in "qkv"]
-    outs = kernel.attend_rotated(1, *rows, plain_softmax(rows[0].shape[2])).split([50, 1, 70])
+    outs = kernel.attend_rotated(1, *rows, Softmax(rows[0].shape[2] ** -0.5)).split([50, 1, 70])
     both = [sequences[0], sequences[2]]
     assert worst_error([outs[0], outs[2]], both, [0, 0], [50, 70]) < TOLERANCE[BF16]
     page, offset = sequences[1].pages[40 // 16], 40 % 16

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention.flashinfer_prompts import FlashInferPrompts, check_specs, import_wrapper, paged_layout
+from engine.attention.flashinfer_prompts import (
+    FlashInferPrompts,
+    check_reach,
+    check_specs,
+    import_wrapper,
+    paged_layout,
+)
 from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from service.flags import ConfigError
 from tests.attention.attention_cases import (
     TOLERANCE,
@@ -90,6 +97,18 @@ def test_a_cache_that_it_does_not_take_is_named(specs: list[tuple[int, int, str]
     with pytest.raises(ConfigError, match=r"^--attention-backend flashinfer: needs heads of 64, 128 or 256"):
         check_specs(tuple(CacheSpec(*spec) for spec in specs))
     check_specs((CacheSpec(8, 128, "bfloat16"),) * 2)
+
+
+def test_a_pool_beyond_its_addresses_is_refused_with_what_fits() -> None:
+    """Of Qwen3-8B: 2.25 MiB a page of 16 tokens. 64 GiB are 29,127 pages, one of them for padding."""
+    specs = [CacheSpec(8, 128, "bfloat16")] * 36
+
+    def pool_of(num_pages: int) -> KVPool:
+        return KVPool(specs, num_pages=num_pages, page_size=16, device="meta")
+
+    with pytest.raises(ConfigError, match=r"reaches 64 GiB of KV cache, not 64\.0; give --max-total-tokens 466016 at "):
+        check_reach(pool_of(466_016 // 16 + 1))
+    check_reach(pool_of(466_016 // 16))
 
 
 def test_the_stand_in_has_the_signatures_of_the_package() -> None:

@@ -11,9 +11,16 @@ from engine.attention.latent import CpuLatents, SparseLatents, TorchLatents
 from engine.attention.triton_backend import TritonLatents
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
-from engine.layers.latents import NewLatents
 from service.flags import ConfigError
-from tests.attention.attention_cases import TOLERANCE, Heads, Sequence, make_sequences, make_step, pages_needed
+from tests.attention.attention_cases import (
+    TOLERANCE,
+    Heads,
+    Sequence,
+    latents_by_no_angle,
+    make_sequences,
+    make_step,
+    pages_needed,
+)
 
 PAGE = 16
 
@@ -92,7 +99,12 @@ def latent_pool(shape: Shape, dtype: str, *, num_pages: int) -> KVPool:
 
 
 def latent_sequences(shape: Shape, lengths: list[int], dtype: str) -> list[Sequence]:
-    return make_sequences(Heads(q=shape.heads, kv=1, dim=shape.width), lengths, page_size=PAGE, dtype=dtype)
+    """Latents have a mean square of 1."""
+    sequences = make_sequences(Heads(q=shape.heads, kv=1, dim=shape.width), lengths, page_size=PAGE, dtype=dtype)
+    for s in sequences:
+        kept = s.k[:, :, : shape.rank]
+        kept /= kept.square().mean(-1, keepdim=True).sqrt()
+    return sequences
 
 
 def _run(
@@ -112,7 +124,7 @@ def _run(
         torch.cat([rows[a:b] for rows, a, b in zip(kept, starts, ends, strict=True)])
         for kept in ([s.q for s in sequences], [s.k[:, 0] for s in sequences])
     )
-    out = backend.attend(1, NewLatents(q, latents, SCALE))
+    out = backend.attend(1, latents_by_no_angle(q, latents, rank=shape.rank, scale=SCALE))
     return list(out.split([b - a for a, b in zip(starts, ends, strict=True)]))
 
 

@@ -6,8 +6,8 @@ import torch
 from engine.attention.backend import make_attention_backend
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
-from engine.layers.latents import NewLatents, TokenChooser
-from tests.attention.attention_cases import TOLERANCE, Heads, Sequence, make_sequences, make_step
+from engine.layers.latents import TokenChooser
+from tests.attention.attention_cases import TOLERANCE, Heads, Sequence, latents_by_no_angle, make_sequences, make_step
 
 PAGE, HEADS, RANK, DIM, INDEX_HEADS, INDEX, CHOSEN, SCALE = 16, 6, 32, 48, 8, 32, 40, 0.11
 STARTS, ENDS = [0, 76, 0, 199, 130], [150, 77, 9, 300, 131]
@@ -81,7 +81,7 @@ def _run(name: str, sequences: list[Sequence], chooser: TokenChooser, *, dtype: 
         torch.cat([kept[a:b] for kept, a, b in zip(of, STARTS, ENDS, strict=True)])
         for of in ([s.q[:, :, :DIM] for s in sequences], [s.k[:, 0] for s in sequences])
     )
-    return backend.attend(0, NewLatents(q, latents, SCALE, chooser))
+    return backend.attend(0, latents_by_no_angle(q, latents, rank=RANK, scale=SCALE, chooser=chooser))
 
 
 def _reference(s: Sequence, position: int, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

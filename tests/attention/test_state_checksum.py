@@ -5,9 +5,11 @@ import random
 import pytest
 import torch
 
+from engine.kernels.checksum import checksum_kernel
+from engine.kv import page_checksum
 from engine.kv.cache_spec import CacheSpec, CopiesDiffer, KVShard, StateShard, combine, total
 from engine.kv.kv_pool import KVPool
-from engine.kv.page_checksum import StateChecksum
+from engine.kv.page_checksum import StateChecksum, word_sums
 from engine.kv.state_pool import StatePool, StateSpec
 from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_parts import RankPools
@@ -54,10 +56,13 @@ def test_ranks_that_share_channels_have_the_checksum_of_one() -> None:
         total([parts[0], {**parts[1], name: parts[1][name] + 1}])
 
 
-def test_any_flipped_bit_of_a_state_is_seen_and_no_other_byte() -> None:
-    pool = model_of(2)
-    checksum = StateChecksum(pool, layers=range(2))
-    checksum._at_once, right = 7, StateChecksum(pool, layers=range(2))(1)()
+@pytest.mark.parametrize("by", ["C", "torch"])
+def test_any_flipped_bit_of_a_state_is_seen_and_no_other_byte(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, kernel = model_of(2), checksum_kernel()
+    assert kernel is not None
+    right = StateChecksum(pool, layers=range(2))(1)()
+    monkeypatch.setattr(page_checksum, "SCRATCH_WORDS", 7)
+    checksum = StateChecksum(pool, layers=range(2), sums=kernel if by == "C" else word_sums)
     assert right is not None and checksum(1)() == right
     of_state = {at + i for _, at, size in pool.runs(range(2)) for i in range(size)}
     for byte in range(pool.slot_bytes):

@@ -15,9 +15,8 @@ from engine.kernels.paged_attention import Softmax, make_paged_decode
 from engine.kernels.tape import Tape, Workspace
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch, WindowRows
-from engine.layers.latents import NewLatents
 from engine.layers.rope import Unturned
-from tests.attention.attention_cases import Heads, by_no_angle, make_pool
+from tests.attention.attention_cases import Heads, by_no_angle, latents_by_no_angle, make_pool
 from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool
 from tests.attention.tree_cases import (
     behind_a_prompt,
@@ -189,5 +188,5 @@ def test_rows_of_latents_have_the_bits_of_their_paths_alone(
         fill(pool)
         backend = make(pool)
         backend.begin(step)
-        outs.append(backend.attend(0, NewLatents(q, latents[:, 0], SCALE)))
+        outs.append(backend.attend(0, latents_by_no_angle(q, latents[:, 0], rank=shape.rank, scale=SCALE)))
     assert not outs[1].isnan().any() and torch.equal(*outs)

@@ -42,6 +42,13 @@ class Announced:
             before += tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
             self._prefixes[name] = (branch, before)
 
+    def num_pages(self, tokens: Sequence[int], *, page_size: int, branch: Branch = TRUNK) -> int:
+        """Announced pages with which `tokens` begin."""
+        known, pages = set(self._prefixes.values()), 0
+        while (branch, tuple(tokens[: (pages + 1) * page_size])) in known and (pages + 1) * page_size <= len(tokens):
+            pages += 1
+        return pages
+
     def check(self, memory: Memory) -> None:
         """Exactly what lies before the end of a prefix that a request could begin from."""
         announced = set(self._prefixes.values())

@@ -4,6 +4,7 @@ import random
 from collections import deque
 from typing import Any
 
+from engine.core.mem_cache.conversations import ConversationPages
 from engine.core.outputs import StepEffects
 from engine.core.plan import ItemResult, Phase, Plan, PlanItem, StepResult
 from engine.core.request import Request
@@ -134,6 +135,8 @@ class EngineInATest:
             self.turn()
 
     def next_plan(self) -> Plan | None:
+        for conversations in self.scheduler.memory.having(ConversationPages):
+            conversations.now_s = self.now_s
         return self.scheduler.schedule(self.now_s, phase=self.phase)
 
     def launch(self, plan: Plan) -> None:

@@ -108,7 +108,9 @@ class EngineSetup:
             ratio=RatioRule(conservativeness=self.conservativeness, clip_tokens=self.clip),
             backup_room=CopySize(self.backup_pages, self.backup_pages, self.backup_pages),
             step_budget=self.step_budget,
-            decode=strategy(self.drafts, most=self.most_drafts, model=model) if self.drafts else DecodePlanner,
+            decode=strategy(self.drafts, most=self.most_drafts, model=model, overlaps=self.depth > 1)
+            if self.drafts
+            else DecodePlanner,
             uniform=random.Random(5).random,
         )
         images = ImageCache(max_bytes=self.image_room, token_bytes=1) if self.image_room else None

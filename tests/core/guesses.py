@@ -55,9 +55,10 @@ def drafting_of(scheduler: Scheduler) -> Drafting:
     return scheduler.decode.drafting
 
 
-def strategy(kind: str, *, most: int, model: HashModel) -> MakeDecodeStrategy:
-    """Decode steps with `drafting` of these."""
-    return partial(SpeculativeDecode, drafting=drafting(kind, most=most, model=model))
+def strategy(kind: str, *, most: int, model: HashModel, overlaps: bool = False) -> MakeDecodeStrategy:
+    """Decode steps with `drafting` of these; `overlaps`: planned before the host has seen drafts of the executor."""
+    by_model = kind.startswith((MODELED, TREES))
+    return partial(SpeculativeDecode, drafting=drafting(kind, most=most, model=model), overlaps=overlaps and by_model)
 
 
 def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:

@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from engine.core.plan import FeatureLand, ItemResult, Phase, Plan, PlanItem, StateCopy, StepResult
 from engine.images import ImageInput, key_ids
 from engine.messages import TokenLogprob
+from engine.speculative.drafts import SLOTS, number_of, placeholder
 
 if TYPE_CHECKING:
     from tests.core.drafter_model import DrafterModel
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 VOCAB = 50
 MASK_BYTES = 8
 NO_MEMORY = "no memory"
+NO_DRAFT = -1
+MOST_UNSEEN = 1000  # drafts of a request that a step reads before the host sees them
 BAD_SHARE = 61  # one prefix in so many gives NaN, where the model may
 
 
@@ -115,6 +120,7 @@ class HashModel:
         self.last: dict[int, int] = {}
         self.copies: dict[int, Copy] = {}  # in host memory
         self.host: dict[int, list[Slot]] = {}  # host page -> its slots
+        self.host_states: dict[int, State] = {}  # by slot in the host
         self.window = 0  # tokens that a query of some layers sees; 0: all layers see all
         self.window_kv: KV = {}
         self.window_rows: dict[int, list[int]] = {}
@@ -126,6 +132,10 @@ class HashModel:
         ] = {}  # row -> the states by length that its run passed, in the last step with drafts
         self.last_seq = -1  # of the steps that were run
         self.drafter: DrafterModel | None = None  # in the executor
+        self.unseen: dict[
+            int, list[int]
+        ] = {}  # slot -> its newest token that counts, then drafts: for plans without them
+        self.counting: dict[int, int] = {}  # slot -> drafts that count, of its last verify step
         self.features: dict[bytes, list[int]] = {}  # of images, by key
         self.encoded_by: dict[bytes, int] = {}  # the weights that they are of
         self.image_room = 0  # tokens whose features there is room for
@@ -153,6 +163,7 @@ class HashModel:
         if self.fails(plan) and plan.skips_model:
             for item in plan.items:
                 self.rows[item.slot] += item.new_pages
+                self._keep_unseen(item.slot, None, [])
             return StepResult(plan.seq, [ItemResult(None) for _ in plan.items], failure=NO_MEMORY)
         if self.fails(plan) or self._lacks_features(plan):
             self.lost |= {item.slot for item in plan.items}
@@ -160,13 +171,31 @@ class HashModel:
         for land in plan.lands:
             self._land(land)
         self._encode(plan)
-        paths = _paths(plan.items)
-        results = [self._forward(item, plan.masks.get(i), paths[i]) for i, item in enumerate(plan.items)]
+        items = [self._filled_in(item) for item in plan.items]
+        paths = _paths(items)
+        results = [self._forward(item, plan.masks.get(i), paths[i]) for i, item in enumerate(items)]
         self._copy_states(plan.snapshots)
         if self.drafter is not None and not plan.skips_model:
-            self.drafter.follow(self._runs(plan.items, results))
-        self._move_accepted(plan.items, results)
+            self.drafter.follow(self._runs(items, results))
+        self._move_accepted(items, results)
         return StepResult(plan.seq, results)
+
+    def _filled_in(self, item: PlanItem) -> PlanItem:
+        """What the plan does not know: drafts, and where a drafter begins behind drafts that are judged by now."""
+        more = min(item.unverified, self.counting.get(item.slot, 0)) if item.unverified else 0
+        if item.tokens[0] >= -SLOTS and not item.to_draft:
+            return item
+        tokens = [self._read(item.slot, token) for token in item.tokens]
+        return replace(item, tokens=tokens, start=item.start + more, output_len=item.output_len + more)
+
+    def _read(self, slot: int, token: int) -> int:
+        if token >= 0:
+            return token
+        if token >= -SLOTS:
+            return self.last[-token - 1]
+        number = number_of(token)
+        assert placeholder(slot, number) == token, "the place of another request"
+        return self.unseen[slot][number]
 
     def _move_accepted(self, items: list[PlanItem], results: list[ItemResult]) -> None:
         """Rows of a tree that count lie at their own places from now on."""
@@ -175,6 +204,10 @@ class HashModel:
             for number, item in enumerate(run):
                 above = number - item.behind
                 accepted.append(not item.draft or (accepted[above] and found[above].token == item.tokens[0]))
+            if len(run) > 1:
+                self.counting[run[0].slot] = sum(accepted) - 1
+                newest = max(number for number, right in enumerate(accepted) if right)
+                self._keep_unseen(run[0].slot, found[newest].token, [])
             moves = [(i.place, i.start) for i, right in zip(run, accepted, strict=True) if right and i.place >= 0]
             if not moves:
                 continue
@@ -184,6 +217,10 @@ class HashModel:
                     kv.update({self._at(pages, at): slot for slot, (_, at) in zip(slots, moves, strict=True)})
             if self.drafter is not None:
                 self.drafter.move(row, moves)
+
+    def _keep_unseen(self, slot: int, newest: int | None, drafts: list[int]) -> None:
+        none = [NO_DRAFT] * (MOST_UNSEEN - len(drafts))
+        self.unseen[slot] = [NO_DRAFT if newest is None else newest, *drafts, *none]
 
     def _runs(
         self, items: list[PlanItem], results: list[ItemResult]
@@ -237,7 +274,8 @@ class HashModel:
 
     def _copy_states(self, copies: list[StateCopy]) -> None:
         for copy in copies:
-            self.states[copy.dst] = State(0, None) if copy.src is None else self.states[copy.src]
+            found = self.host_states if copy.from_host else self.states
+            self.states[copy.dst] = State(0, None) if copy.src is None else found[copy.src]
 
     def _rubbish(self, item: PlanItem) -> ItemResult:
         row = self.rows[item.slot]
@@ -261,7 +299,9 @@ class HashModel:
             assert self.drafter is not None, "a plan asks a drafter, and there is none"
             self.read(row, item.start, adapter=self.adapters[item.slot])
             seed = self.weights + self.adapters[item.slot]
-            return ItemResult(None, drafted=self.drafter.draft(item, row, seed))
+            drafted = self.drafter.draft(item, row, seed)
+            self._keep_unseen(item.slot, None, [guess.token for guess in drafted])
+            return ItemResult(None, drafted=drafted)
         given = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
         tokens = self.seen(item, given)
         values = [self.read(row, item.start, adapter=self.adapters[item.slot], path=path)]
@@ -307,6 +347,8 @@ class HashModel:
     def _copy_pages(self, plan: Plan) -> None:
         if self.drafter is not None:
             self.drafter.copy_pages(plan)
+        for out in plan.states_to_host:
+            self.host_states[out.host_page] = self.states[out.page]
         for out in plan.to_host:
             self.host[out.host_page] = [self.kv[out.page, o] for o in range(self.page_size)]
         for back in plan.from_host:

@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from engine.core.plan import PlanItem
 from engine.messages import DraftCounts
 from tests.core.engine_in_a_test import EngineInATest
 
@@ -15,21 +16,29 @@ def counts_of(engine: EngineInATest, rid: str) -> DraftCounts:
     return found
 
 
-def verdicts(engine: EngineInATest, rid: str) -> list[str]:
+def as_run(engine: EngineInATest) -> list[PlanItem]:
+    """Items of the steps to come, with what the model fills in."""
+    found, fill_in = list[PlanItem](), engine.model._filled_in
+
+    def noted(item: PlanItem) -> PlanItem:
+        found.append(fill_in(item))
+        return found[-1]
+
+    engine.model._filled_in = noted  # type: ignore[method-assign]
+    return found
+
+
+def verdicts(engine: EngineInATest, items: list[PlanItem], rid: str) -> list[str]:
     """Of each draft of a request: right, wrong behind right ones, or behind a wrong one or the end."""
-    prompt = next(
-        plan.items[i].tokens for plan in engine.plans for i in range(len(plan.items)) if plan.items[i].rid == rid
-    )
-    known, found = [*prompt, *engine.tokens[rid]], []
-    for plan in engine.plans:
-        still = True
-        for item in (item for item in plan.items if item.rid == rid):
-            if not item.draft:
-                still = True
-                continue
-            right = item.start < len(known) and known[item.start] == item.tokens[0]
-            found.append("not judged" if not still or item.start >= len(known) else "right" if right else "wrong")
-            still = still and right
+    own = [item for item in items if item.rid == rid]
+    known, found, still = [*own[0].tokens, *engine.tokens[rid]], list[str](), True
+    for item in own:
+        if not item.draft:
+            still = True
+            continue
+        right = item.start < len(known) and known[item.start] == item.tokens[0]
+        found.append("not judged" if not still or item.start >= len(known) else "right" if right else "wrong")
+        still = still and right
     return found
 
 
@@ -40,6 +49,7 @@ def test_each_token_is_a_steps_or_an_accepted_drafts(drafts: str, depth: int) ->
     engine = EngineInATest(
         drafts=drafts, most_drafts=3, depth=depth, lag=depth == 2, num_pages=12, clip=0, conservativeness=0.0
     )
+    items = as_run(engine)
     for n in range(4):
         engine.add(f"r{n}", [n, 2, 3], max_new_tokens=14 + n)
     engine.run()
@@ -52,7 +62,7 @@ def test_each_token_is_a_steps_or_an_accepted_drafts(drafts: str, depth: int) ->
         drafted, accepted = drafted + counts.drafted, accepted + counts.accepted
     assert (counters.drafts, counters.accepted_drafts) == (drafted, accepted)
     assert (accepted > 0) == (drafts != "wrong") and (accepted < drafted) == (drafts != "right")
-    judged = sum(verdicts(engine, rid).count(verdict) for rid in engine.tokens for verdict in ("right", "wrong"))
+    judged = sum(verdicts(engine, items, rid).count(verdict) for rid in engine.tokens for verdict in ("right", "wrong"))
     assert counters.wrong_drafts == judged - accepted
     runs = [sum(i.draft for i in plan.items if i.rid == rid) for plan in engine.plans for rid in engine.tokens]
     assert counters.verified_runs == sum(map(bool, runs)) and sum(runs) == drafted

@@ -21,9 +21,9 @@ def engine_of(drafts: str, **setup: Any) -> EngineInATest:
 def with_all_drafts(engine: EngineInATest) -> EngineInATest:
     """Each draft is as long as it can be, however the ones before it fared."""
     drafting = drafting_of(engine.scheduler)
-    assert isinstance(drafting._drafter, Guesses)
+    assert isinstance(drafting.drafter, Guesses)
     drafting._chances.of_match = lambda drafts, match: 0.9  # type: ignore[method-assign]
-    drafting._drafter._random.randint = lambda low, high: high  # type: ignore[method-assign]
+    drafting.drafter._random.randint = lambda low, high: high  # type: ignore[method-assign]
     return engine
 
 

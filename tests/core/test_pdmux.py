@@ -1,9 +1,11 @@
 """PD multiplexing in the core: prompts and decodes in two lanes, whose steps are planned, run and collected in any order."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.core.plan import Phase, Plan, StepResult
-from engine.pdmux.phases import ENOUGH, MIN_FOR_PROMPTS, PACE, LaneShare
+from engine.pdmux.phases import ENOUGH, MIN_FOR_PROMPTS, PACE, ROOMY, LaneShare
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -156,6 +158,58 @@ def test_steps_that_leave_prompts_no_part_leave_them_time(itl_s: float | None, l
 
 def test_prompts_that_need_not_wait_get_no_time_beyond_the_objective_s() -> None:
     assert share(parts=1, itl_s=0.01, waits=False, taken_s=0.3).due_s(0.0) == PACE * 0.01
+
+
+# ---- A GPU gives a step its share when it begins, so prompts always keep a part.
+
+
+def test_prompts_keep_a_part_where_a_step_keeps_its_share() -> None:
+    found = share(parts=4, waits=False)
+    for parts in (3, 3):
+        note(found, 0.1)
+        assert found.decode_parts == parts
+
+
+def test_decodes_with_parts_of_their_own_follow_at_once() -> None:
+    assert share(parts=4, waits=False, taken_s=0.01).due_s(5.0) == 5.0
+
+
+def test_a_phase_alone_is_given_the_whole_device_where_a_step_keeps_its_share() -> None:
+    for waits, alone in ((False, 0), (True, 2)):
+        found = share(waits=waits)
+        assert [found.parts_of(concurrent=concurrent) for concurrent in (True, False)] == [2, alone]
+
+
+@given(
+    parts=st.integers(1, 8),
+    waits=st.booleans(),
+    itl_s=st.floats(0.005, 0.2),
+    taken_s=st.lists(st.floats(0.0005, 1.0), max_size=60),
+)
+def test_the_share_stays_in_its_bounds_whatever_steps_take(
+    parts: int, waits: bool, itl_s: float, taken_s: list[float]
+) -> None:
+    found = share(parts, itl_s, waits=waits)
+    for one in taken_s:
+        before = found.decode_parts
+        found.note(one)
+        assert abs(found.decode_parts - before) <= 1
+        assert 1 <= found.decode_parts <= (parts if waits or parts == 1 else parts - 1)
+
+
+@given(work_s=st.floats(0.0005, 0.2), itl_s=st.floats(0.005, 0.2))
+def test_the_share_settles_on_the_first_that_keeps_the_objective_and_is_not_too_roomy(
+    work_s: float, itl_s: float
+) -> None:
+    """Steps take `work_s` on all four parts, and as much longer as they have fewer."""
+    found = share(4, itl_s, waits=False)
+    for _ in range(20):
+        note(found, 4 * work_s / found.decode_parts)
+    settled = found.decode_parts
+    note(found, 4 * work_s / settled)
+    assert found.decode_parts == settled
+    assert 4 * work_s / settled <= PACE * itl_s or settled == 3
+    assert settled == 1 or 4 * work_s / (settled - 1) >= ROOMY * itl_s
 
 
 def test_the_share_is_a_gauge() -> None:

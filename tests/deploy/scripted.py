@@ -1,7 +1,7 @@
 """A stand-in for a worker or router: run as a script, it behaves as its arguments say.
 
 usage: scripted.py PORT [--die-at-start LINE] [--ignore-drain] [--note-drain FILE] [--grandchild PIDFILE] [--never-healthy]
-       [--starts-once FILE]
+       [--starts-once FILE] [--drains]
 
 SIGUSR1 is what `tandem up` sends to drain it (service/process/stop_signals.py).
 """
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--grandchild")
     parser.add_argument("--never-healthy", action="store_true")
     parser.add_argument("--starts-once")
+    parser.add_argument("--drains", action="store_true")
     args = parser.parse_args()
     if args.starts_once and Path(args.starts_once).exists():
         sys.exit("OSError: it starts once only")
@@ -49,6 +50,8 @@ def main() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if args.note_drain:
         signal.signal(signal.SIGUSR1, lambda signum, frame: Path(args.note_drain).touch())
+    if args.drains:
+        signal.signal(signal.SIGUSR1, lambda signum, frame: os._exit(0))
     if args.grandchild:
         sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
         Path(args.grandchild).write_text(str(sleeper.pid))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from deploy.launcher.probe import free_ports
 from deploy.launcher.supervisor import RestartPolicy, Restarts
+from tests.deploy.test_mps import stand_in
 from tests.e2e.cluster import wait_until
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
@@ -33,10 +34,11 @@ class Launch:
         timeout_s: float = 60,
         drain_s: float = 0.0,
         restart: str = "always",
+        sharing: Sequence[str] = (),
     ) -> None:
         self.ports = [port for _, port, _ in specs]
         self.ready_file = tmp_path / "ready.json"
-        last = [str(timeout_s), str(drain_s), restart]
+        last = [str(timeout_s), str(drain_s), restart, *([json.dumps(sharing)] if sharing else [])]
         argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), *last]
         self._err = tmp_path / "stderr"
         with self._err.open("wb") as err:
@@ -182,6 +184,63 @@ def test_restart_never_leaves_a_dead_worker_dead_and_ends_with_the_router(start:
     os.kill(pids["router"], signal.SIGKILL)
     said = launch.said()
     assert launch.process.returncode == 1 and "starts again" not in said
+
+
+# ---- Engines that share a GPU by MPS.
+
+
+def test_one_death_ends_those_that_share_its_gpu_once_and_a_new_daemon_serves_them(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch)
+    names = ["prefill-0", "decode-0", "decode-1", "router"]
+    launch = start([], [], [], [], names=names, sharing=names[:2])
+    before = launch.pids()
+    daemons = tmp_path / "mps-0" / "starts"
+    os.kill(before["decode-0"], signal.SIGKILL)
+    for name in ("decode-0", "prefill-0"):
+        wait_until(lambda name=name: f"{name} is healthy again" in launch.stderr(), within_s=30, what=f"{name} is back")  # type: ignore[misc]
+    after = launch.pids()
+    assert {name for name in names if after[name] != before[name]} == {"prefill-0", "decode-0"}
+    assert all(
+        alive(after[name]) and launch.pid_at(port) == after[name]
+        for name, port in zip(names, launch.ports, strict=True)
+    )
+    first, second = daemons.read_text().split()
+    assert not alive(int(first)) and alive(int(second))
+    os.kill(after["prefill-0"], signal.SIGKILL)  # the other way, and again
+    wait_until(lambda: launch.stderr().count("decode-0 is healthy again") == 2, within_s=30, what="decode-0 is back")
+    launch.process.send_signal(signal.SIGINT)
+    said = launch.said()
+    assert len(daemons.read_text().split()) == 3 and not any(alive(int(pid)) for pid in daemons.read_text().split())
+    for victim, dead in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
+        assert said.count(f"tandem up: {victim} ends, too: it shares GPU GPU-a with {dead}\n") == 1
+    assert said.count("tandem up: MPS starts anew\n") == 2
+
+
+def test_deaths_of_both_at_once_are_one(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch)
+    names = ["prefill-0", "decode-0", "router"]
+    launch = start([], [], [], names=names, sharing=names[:2])
+    before = launch.pids()
+    for name in names[:2]:
+        os.kill(before[name], signal.SIGKILL)
+    for name in names[:2]:
+        wait_until(lambda name=name: f"{name} is healthy again" in launch.stderr(), within_s=30, what=f"{name} is back")  # type: ignore[misc]
+    after = launch.pids()
+    launch.process.send_signal(signal.SIGINT)
+    said = launch.said()
+    assert said.count("is healthy again") == 2 and said.count("tandem up: MPS starts anew") == 1
+    assert all(f"pid {after[name]}" in said for name in names[:2])
+
+
+def test_a_process_that_drained_ends_no_other(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch)
+    launch = start([], ["--drains"], [], names=["prefill-0", "decode-0", "router"], sharing=["prefill-0", "decode-0"])
+    pids = launch.pids()
+    os.kill(pids["decode-0"], signal.SIGUSR1)
+    wait_until(lambda: "the others go on" in launch.stderr(), within_s=20, what="the launcher says so")
+    assert launch.pid_at(launch.ports[0]) == pids["prefill-0"] and "ends, too" not in launch.stderr()
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_stable_time() -> None:

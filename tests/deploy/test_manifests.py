@@ -13,6 +13,7 @@ from deploy.commands import serve as serve_command
 from deploy.flags import config_from
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.hicache import mooncake_store
 from engine.frontend.routes import ROUTES
 from engine.frontend.routes import need_of as worker_need_of
 from engine.metric_names import QUEUES
@@ -25,8 +26,10 @@ from service.security.keys import Access
 from tests.deploy.schemas import VERSIONS, faults
 from tools.kubernetes.cluster_objects import (
     EXAMPLE_IP,
+    STORE,
     Object,
     Pods,
+    all_pods,
     command_line,
     environment,
     load,
@@ -68,7 +71,7 @@ def test_the_operator_has_the_alerts_that_prometheus_has() -> None:
 
 
 def test_every_overlay_of_the_plan_is_there() -> None:
-    assert {"cpu-demo", "monitoring", "tracing", "ranks", *GPU} == set(OVERLAYS)
+    assert {"cpu-demo", "monitoring", "shared-store", "tracing", "ranks", *GPU} == set(OVERLAYS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -218,12 +221,30 @@ def test_every_reference_resolves(overlay: str) -> None:
         for probe in ("startupProbe", "readinessProbe", "livenessProbe") if found.serves else ():
             assert found.container[probe]["httpGet"]["port"] in found.ports()
     for service in of_kind(overlay, "Service"):
-        (chosen,) = [p for p in pods(overlay) if selects(service["spec"]["selector"], p.labels)]
+        (chosen,) = [p for p in all_pods(overlay) if selects(service["spec"]["selector"], p.labels)]
         for port in service["spec"]["ports"]:
             assert port["targetPort"] in chosen.ports(), service["metadata"]["name"]
             assert service["spec"].get("clusterIP") != "None" or port["port"] == chosen.ports()[port["targetPort"]]
     for deployment in of_kind(overlay, "Deployment"):
         assert selects(deployment["spec"]["selector"], deployment["spec"]["template"]["metadata"]["labels"])
+
+
+def test_workers_share_the_store_whose_master_is_there() -> None:
+    overlay = "shared-store"
+    (master,) = [found for found in all_pods(overlay) if found.component == STORE]
+    assert master.container["command"] == ["mooncake_master"]
+    assert f"--rpc_port={master.ports()['store']}" in master.container["args"]
+    assert master.container["image"] == one(overlay, "prefill").container["image"]
+    for role in ("prefill", "decode"):
+        worker = one(overlay, role)
+        engine, _, _ = worker_configs(overlay, worker)
+        assert engine.enable_hierarchical_cache and engine.hicache_storage_backend == "mooncake"
+        where = mooncake_store(engine, environment(overlay, worker)).master_server_address
+        service, _, port = where.partition(":")
+        ports = [one["port"] for one in named(overlay, "Service", service)["spec"]["ports"]]
+        assert [int(port)] == ports == [master.ports()["store"]]
+        assert reaches(overlay, worker, master, "store") and reaches(overlay, worker, one(overlay, "decode"), "http")
+    assert not reaches(overlay, one(overlay, "router"), master, "store")
 
 
 def check_volume(overlay: str, volume: Object) -> None:

@@ -69,23 +69,22 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
 
 
 def test_encoder_workers_beside_them() -> None:
-    config = ClusterConfig(mixed=1, encode=2, transfer_backend="mooncake")
+    config = ClusterConfig(encode=2, transfer_backend="mooncake")
     flags = {"encode": RoleFlags(args=["--page-size=1"])}
-    specs = by_name(plan_cluster(config, front=8000, free=(*FREE, 4), cores=10, flags=flags))
-    assert num_ports(config) == len(FREE) + 1
-    assert list(specs) == ["prefill-0", "decode-0", "unified-0", "encode-0", "encode-1", "router"]
+    specs = by_name(plan_cluster(config, front=8000, free=FREE, cores=10, flags=flags))
+    assert num_ports(config) == len(FREE)
+    assert list(specs) == ["prefill-0", "decode-0", "encode-0", "encode-1", "router"]
     worker = specs["encode-1"].argv
     assert worker[worker.index("serve") :] == (
         "serve",
         "--disaggregation-mode=encode",
         "--host=127.0.0.1",
-        "--port=4",
+        "--port=13",
         "--disaggregation-transfer-backend=mooncake",
         "--page-size=1",
     )
     assert specs["encode-1"].env["OMP_THREAD_LIMIT"] == "2"
-    assert "--disaggregation-transfer-backend=mooncake" in specs["unified-0"].argv, "features come there"
-    ends = "--mixed --worker-urls http://127.0.0.1:3 --encode http://127.0.0.1:13 --encode http://127.0.0.1:4"
+    ends = "--encode http://127.0.0.1:3 --encode http://127.0.0.1:13"
     assert " ".join(specs["router"].argv).endswith(ends)
 
 

@@ -35,8 +35,6 @@ def test_one_size_is_for_both_roles_and_needs_no_units() -> None:
     }
     assert roles("--unified", "--tp", "2", "--dp", "2", *WIDE)["unified"].ranks == 4
     assert [flags.ranks for flags in roles("--page-size", "4").values()] == [1, 1]
-    beside = roles("--mixed", "1", "--decode-tp-size", "2", "--tp-size", "4", *WIDE)
-    assert {role: flags.ranks for role, flags in beside.items()} == {"prefill": 4, "decode": 2, "unified": 4}
 
 
 def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() -> None:
@@ -50,7 +48,7 @@ def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() ->
 
 
 def test_encoder_workers_have_one_rank_and_the_others_ask_them() -> None:
-    config = ClusterConfig(encode=2, mixed=1, decode_tp_size=4)
+    config = ClusterConfig(encode=2, decode_tp_size=4)
     given = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "kv_units": 4, "speculative_algorithm": "NGRAM"}
     given |= {"dtype": "float32", "vlm_cache_size_mb": 7, "log_level": "debug", "disaggregation_kv_checksum": True}
     found = values_by_role(config, given)
@@ -58,7 +56,6 @@ def test_encoder_workers_have_one_rank_and_the_others_ask_them() -> None:
     assert found == {
         "prefill": asking,
         "decode": {**asking, "tp_size": 4},  # it may become a prefill worker
-        "unified": asking,
         "encode": {
             name: given[name] for name in ("dtype", "vlm_cache_size_mb", "log_level", "disaggregation_kv_checksum")
         },
@@ -115,7 +112,7 @@ def test_stages_of_one_role_alone_may_be_chosen_by_hand() -> None:
             ("--tp-size", "2", "--decode-tp-size", "4", "--kv-units", "2"),
             "--kv-units 2: is not a multiple of --decode-tp-size 4; choose 4",
         ),
-        (("--unified", "--mixed", "1"), "--mixed 1: --unified starts one worker alone; leave one of them out"),
+        (("--unified", "--encode", "1"), "--encode 1: --unified starts one worker alone; leave one of them out"),
         (("--unified", "--tp-size", "3", *WIDE), "--tp-size 3: does not divide the model's 8 attention heads"),
         (("--unified", "--prefill-tp-size", "2"), "--prefill-tp-size 2: --unified has no such worker; give --tp-size"),
         (
@@ -156,3 +153,11 @@ def fits(model: ModelConfig, tp: int, units: int | None) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def test_two_streams_are_for_workers_that_decode() -> None:
+    given = ("--enable-pdmux", "--pdmux-itl", "0.03")
+    found = roles(*given)
+    assert not any("pdmux" in arg for arg in found["prefill"].args)
+    for role in (found["decode"], roles(*given, "--unified")["unified"]):
+        assert {arg.split("=")[0] for arg in role.args} >= {"--enable-pdmux", "--pdmux-itl"}

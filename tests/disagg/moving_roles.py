@@ -17,7 +17,7 @@ PATIENCE = 60  # steps in which nothing happens
 
 @dataclass
 class Ask:
-    """A client's request, and what it has of the answer. `at`: the engine that decodes; `ran`: has it given a token since?"""
+    """A client's request, and what it has of the answer. `at`: the engine that decodes; `whole`: it computes the prompt, too."""
 
     rid: str
     prompt: list[int]
@@ -28,6 +28,7 @@ class Ask:
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     at: str = "a"
+    whole: bool = False
     hop: int = 0
     by_kv: bool = False
     read: int = 0  # outputs of this hop
@@ -38,7 +39,9 @@ class Ask:
 
 
 class Trio(Engines):
-    """`both`: what all three engines are given; `rows`: metadata rows of each."""
+    """`both`: what all three engines are given; `rows`: metadata rows of each. `targets`: to which wires lead."""
+
+    targets: Sequence[str] = ("a", "b")
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Trio(Engines):
                 prefill=self.by_name[one].model, decode=self.by_name[two].model, rows=(metadata[one], metadata[two])
             )
             for one in NAMES
-            for two in ("a", "b")
+            for two in self.targets
             if one != two
         }
         self._add_prefill_role(metadata["p"])
@@ -83,13 +86,15 @@ class Trio(Engines):
         engine, role = self.by_name[me], assembly_of(self.by_name[me], rows)
         moves = role.moves(Ends(lambda room: self.wire_of[me, other]), KVSource(me, me))
         gets = Ends(None, lambda control: self.wire_of[control or "p", me])
-        engine.role = role.decode(gets, (moves,), prealloc_timeout_s=NEVER_S)
+        engine.role = role.decode(gets, moves, prealloc_timeout_s=NEVER_S)
 
     # ---- what clients and the router do
 
-    def submit(self, rid: str, prompt: list[int], *, new: int, at: str = "a", **wishes: object) -> Ask:
+    def submit(
+        self, rid: str, prompt: list[int], *, new: int, at: str = "a", whole: bool = False, **wishes: object
+    ) -> Ask:
         grammar = wishes.pop("grammar", None)
-        ask = self.asks[rid] = Ask(rid, prompt, new, wishes, grammar=grammar, at=at)  # type: ignore[arg-type]
+        ask = self.asks[rid] = Ask(rid, prompt, new, wishes, grammar=grammar, at=at, whole=whole)  # type: ignore[arg-type]
         self._place(ask, at)
         return ask
 
@@ -107,18 +112,20 @@ class Trio(Engines):
             engine.abort(ask.name)
 
     def _place(self, ask: Ask, at: str, *, source: KVSource | None = None, room: int | None = None) -> None:
-        """By a pair, or by the KV at `source`."""
-        if room is None:
+        """By a pair, by `at` alone, or by the KV at `source`."""
+        alone = ask.whole and source is None
+        if room is None and not alone:
             self._rooms += 1
             room = self._rooms
         ask.at, ask.by_kv, ask.read = at, source is not None, 0
         ask.wishes.pop("room", None)  # of an order that came too late
-        self._at[room] = at
-        if source is None:
+        if room is not None:
+            self._at[room] = at
+        if source is None and not alone:
             self._add("p", ask, room, None)
         self._add(at, ask, room, source)
 
-    def _add(self, name: str, ask: Ask, room: int, source: KVSource | None) -> None:
+    def _add(self, name: str, ask: Ask, room: int | None, source: KVSource | None) -> None:
         engine, wishes = self.by_name[name], {k: v for k, v in ask.wishes.items() if k != "room"}
         grammar = None if ask.grammar is None else cycle(*ask.grammar)
         for token in ask.tokens if grammar is not None else ():

@@ -81,7 +81,10 @@ class _Play(Play):
                     sent.sender.abort("a fault of the test")
 
     def _submit(self, rid: str, ask: Ask, **wishes: Any) -> None:
-        self.trio.submit(rid, ask.prompt, new=0, at="ab"[len(self.right) % 2], grammar=ask.grammar, **wishes)
+        whole = len(self.right) % 3 == self.story.seed % 3
+        self.trio.submit(
+            rid, ask.prompt, new=0, at="ab"[len(self.right) % 2], whole=whole, grammar=ask.grammar, **wishes
+        )
 
     def judge(self) -> None:
         self.trio.assert_all_back()
@@ -108,6 +111,7 @@ def play(story: TwoRoleStory) -> Counter[str]:
         requests=len(it.right),
         steps=sum(e.scheduler.counters.steps for e in engines),
         moved=it.trio.moved,
+        whole_moved=sum(ask.whole and ask.by_kv for ask in it.trio.asks.values()),
         fell_back=it.trio.fell_back,
         moved_in=sum(int(e.role.counters().get("moved_in", 0)) for e in decodes),
         retractions=sum(e.scheduler.counters.retractions for e in decodes),

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from disagg.features.prefix_fetching import PrefixFetches
 from disagg.metadata import MetadataBuffers
 from disagg.prefill_role import PrefillRole
+from disagg.role import ManagerOfParts
 from engine.messages import KVSource, PrefixSource
 from tests.core.engine_in_a_test import request_of
 from tests.disagg.two_roles import BOUNDS, Cluster, RoleEngine, assembly_of, part_of
@@ -44,11 +45,14 @@ class PrefixCluster(Cluster):
     def _role(self, engine: RoleEngine, sends: Ends, *, gets: Ends, rows: MetadataBuffers) -> PrefillRole:
         role = assembly_of(engine, rows, page_bytes=engine.scheduler.limits.page_size)  # a byte a token
         source = KVSource("127.0.0.1:1", "source")
-        return role.prefill(sends, sends, role.prefixes(sends, gets, source, token_bytes=1), bounds=BOUNDS)
+        parts = ManagerOfParts(gets), *role.prefixes(sends, gets, source, token_bytes=1)
+        return role.prefill(sends, sends, parts, bounds=BOUNDS)
 
     def warm(self, prompt: list[int], **wishes: object) -> None:
         """Have the source compute `prompt`."""
-        request = request_of(prompt, rid=f"warm{len(self.source.finish)}", max_new_tokens=1, alone=True, **wishes)
+        request = request_of(
+            prompt, rid=f"warm{self.source.scheduler.counters.requests}", max_new_tokens=1, alone=True, **wishes
+        )
         self.source.say(self.source.role.add(request, 0.0))
         self.source.run()
 

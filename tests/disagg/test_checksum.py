@@ -96,6 +96,36 @@ def test_bits_behind_the_last_token_of_a_page_do_not_count() -> None:
     assert cluster.decode.role.counters()["kv_checksum_verified"] == 1
 
 
+def test_pages_leave_while_their_checksum_is_computed() -> None:
+    """The row alone waits for it. The rate counts from the pages' departure."""
+    cluster, copied = checked_cluster(), list[int]()
+    whole, compute, ready = cluster.wire.copy_pages, cluster.wire.rows[0].checksum, list[bool]()
+    assert compute is not None
+
+    def copy(src: Sequence[int], dst: Sequence[int]) -> None:
+        whole(src, dst)
+        copied.extend(dst)
+
+    def until_copied(pages: Sequence[int], tail: Tail, num_tokens: int | None) -> Callable[[], int | None]:
+        assert compute is not None
+        inner = compute(pages, tail, num_tokens)
+
+        def value() -> int | None:
+            ready.append(len(copied) == len(pages))
+            return inner() if ready[-1] else None
+
+        return value
+
+    cluster.wire.copy_pages = copy  # type: ignore[method-assign]
+    cluster.wire.rows[0].checksum = until_copied
+    for room in (1, 2):
+        cluster.submit(f"r{room}", [room, *range(12)], room, new=4)
+        cluster.run(random.Random(1))
+        assert cluster.decode.tokens[f"r{room}"] == expected_tokens([room, *range(12)], 4)
+        copied.clear()
+    assert ready[0] is False and cluster.decode.role.counters()["kv_checksum_verified"] == 2
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_kv_that_prefill_recomputes_is_compared_too(damaged: bool) -> None:
     """Damaged, decode computes it itself: nobody hears of it."""

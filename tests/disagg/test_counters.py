@@ -1,6 +1,7 @@
 """Every counter and queue of every role has a metric, from the start: none appears with its first event."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,11 @@ def test_a_role_counts_only_what_is_exported(name: str) -> None:
     check_exported(role.counters(), role.queues())
 
 
+def _of_role(engine: RoleEngine) -> tuple[dict[str, int], RoleEngine]:
+    role: Any = engine.role
+    return role._manager.counters, engine
+
+
 def _with_moves() -> tuple[dict[str, int], RoleEngine]:
     engine = Trio(pages=(9, 9, 9)).by_name["a"]
     counters: dict[str, int] = part_of(engine.role, Moves)._manager.counters  # type: ignore[assignment]
@@ -35,6 +41,8 @@ def _with_moves() -> tuple[dict[str, int], RoleEngine]:
 
 
 MANAGERS: dict[str, Callable[[], tuple[dict[str, int], RoleEngine]]] = {
+    "prefill": lambda: _of_role(Cluster(pages=(9, 9)).prefill),
+    "decode": lambda: _of_role(Cluster(pages=(9, 9)).decode),
     "moving": _with_moves,
     "prefix": lambda: ((cluster := PrefixCluster()).gets.counters, cluster.prefill),
     "fetching": lambda: ((cluster := EncodeCluster()).gets.counters, cluster.engine),
@@ -42,7 +50,7 @@ MANAGERS: dict[str, Callable[[], tuple[dict[str, int], RoleEngine]]] = {
 
 
 @pytest.mark.parametrize("name", MANAGERS)
-def test_what_the_manager_of_a_part_counts_is_exported(name: str) -> None:
+def test_what_a_manager_counts_is_exported(name: str) -> None:
     counted, engine = MANAGERS[name]()
     counted["junk_frames"] = 7
     assert engine.role.counters().get("junk_frames") == 7

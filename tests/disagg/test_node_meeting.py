@@ -197,6 +197,7 @@ def test_an_address_of_another_machine_is_named() -> None:
     disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_control_host="192.0.2.1")
     met_there = Met({}, REGION, {}, "10.0.0.2")
     plan = SessionPlan(
+        given=config(1, "10.0.0.1:5000"),
         engine=config(1, "10.0.0.1:5000"),
         server=ServerConfig(),
         disagg=disagg,

@@ -18,8 +18,10 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstraps import BootstrapAllowlist
 from service.process.stop_signals import DRAIN, END, TO_GROUPS
 
+ENGINE = EngineConfig(nnodes=2, node_rank=1, tp_size=2, dist_init_addr="10.0.0.1:5000")
 PLAN = SessionPlan(
-    engine=EngineConfig(nnodes=2, node_rank=1, tp_size=2, dist_init_addr="10.0.0.1:5000"),
+    given=ENGINE,
+    engine=ENGINE,
     server=ServerConfig(),
     disagg=DisaggConfig(),
     control_host="",

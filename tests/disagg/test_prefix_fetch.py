@@ -17,17 +17,13 @@ from disagg.features.prefix_fetching import (
     FetchPolicy,
 )
 from disagg.features.prefix_serving import MAX_SERVED
-from disagg.features.recompute import OFF
-from engine.core.mem_cache.host_cache import HostCache
-from engine.core.request import Request
-from engine.messages import Bootstrap, PrefixSource
-from engine.sampling_params import SamplingParams
-from tests.core.engine_in_a_test import new_request, request_of
+from engine.core.mem_cache.host_cache import HostCache, TierRoom
+from tests.core.engine_in_a_test import request_of
 from tests.core.hash_model import expected_tokens
 from tests.core.mem_cache.tiers_in_a_test import identity
 from tests.disagg.prefix_roles import PrefixCluster
 from tests.disagg.two_roles import Cluster
-from transfer_backends.contract import RecomputeRequest, Work
+from transfer_backends.contract import NO_PREFIXES, RecomputeRequest, Work
 from transfer_backends.sides import KVPoll
 
 PROMPT = [i * 7 % 50 for i in range(70)]
@@ -244,6 +240,22 @@ def test_what_leaves_is_locked_until_nothing_reads_it() -> None:
     assert cluster.counter("prefix_fetched_tokens") == PREFIX
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_source_still_computes_is_not_sent(seed: int) -> None:
+    """Of a prompt in chunks it sends those that are done."""
+    cluster, rng = PrefixCluster(of_source={"depth": 2, "lag": True}), random.Random(seed)
+    cluster.source.say(cluster.source.role.add(request_of(PROMPT, rid="w", max_new_tokens=1, alone=True), 0.0))
+    cluster.source.turns(3 + seed % 3)
+    cluster.ask("a", PROMPT, 1, known=8)
+    for _ in range(9):  # it answers at once, and no step ends
+        cluster.prefill.turn()
+        cluster.source.role.poll(0.0)
+        cluster.prefix_wire.step(rng)
+    cluster.run(rng)
+    assert_right(cluster, {"a": PROMPT})
+    assert 0 < cluster.counter("prefix_fetched_tokens") < PREFIX
+
+
 def test_namespaces_do_not_mix() -> None:
     cluster = PrefixCluster()
     cluster.warm(PROMPT, namespace=("theirs",))
@@ -278,7 +290,7 @@ def test_both_sides_bound_their_number() -> None:
 
 def test_pages_that_still_come_from_the_host_are_not_sent() -> None:
     """The tree has them from the plan of their copy on."""
-    tier = HostCache(num_pages=60, identity=identity())
+    tier = HostCache(room=TierRoom(60), identity=identity())
     cluster = PrefixCluster(pages=(30, 200, 200), of_source={"host": tier, "lag": True, "depth": 2})
     cluster.warm(PROMPT)
     for first in range(3):
@@ -306,7 +318,7 @@ def test_a_host_tier_and_prefixes_of_others_go_together(seed: int, policy: str) 
     """Pages whose copy to the host has not run are not written by others, and pages whose copy from there has not are not sent."""
 
     def tier() -> HostCache:
-        return HostCache(num_pages=60, identity=identity(), write_policy=policy)
+        return HostCache(room=TierRoom(60), identity=identity(), write_policy=policy)
 
     both = {"lag": True, "depth": 2}
     cluster = PrefixCluster(pages=(26, 30, 200), prefill={"host": tier(), **both}, of_source={"host": tier(), **both})
@@ -323,68 +335,12 @@ def test_a_host_tier_and_prefixes_of_others_go_together(seed: int, policy: str) 
     assert cluster.counter("prefix_fetched") > 0
 
 
-def copy_request(prompt: list[int], room: int, *, known: int, rid: str = "copy") -> Request:
-    return new_request(
-        rid=rid,
-        input_ids=prompt,
-        sampling=SamplingParams(max_new_tokens=4),
-        eos_ids=frozenset(),
-        arrived_s=0.0,
-        bootstrap=Bootstrap("127.0.0.1", 1, room),
-        prefill_only=True,
-        prefix_source=PrefixSource("127.0.0.1:1", "source", known, copy=True),
-    )
-
-
-def test_a_copy_ends_when_the_prefix_is_here_and_nothing_is_computed() -> None:
-    cluster = PrefixCluster()
-    cluster.warm(PROMPT)
-    role = cluster.prefill.role
-    assert role.add(copy_request(PROMPT, 1, known=40), 0.0) == []
-    (again,) = role.add(copy_request(PROMPT, 2, known=40), 0.0)
-    assert again.finish is not None and "is running" in again.finish.message
-    cluster.run(random.Random(14))
-    (answer,) = cluster.prefill.outputs["copy"]
-    assert answer.finish is not None and answer.finish.kind == "length" and answer.cached_tokens == 40
-    assert cluster.prefill.scheduler.memory.cache.num_cached(PROMPT) == 10, "no more than the router has paid for"
-    assert computed(cluster) == 0
-    cluster.assert_all_back()
-    (refused,) = role.add(copy_request(PROMPT, 3, known=40), 0.0)
-    assert refused.finish is not None and refused.finish.status == 409, "it is here"
-
-
-def test_a_copy_that_cannot_be_had_is_refused() -> None:
-    cluster = PrefixCluster()
-    assert cluster.prefill.role.add(copy_request(PROMPT, 1, known=40), 0.0) == []
-    cluster.run(random.Random(15))
-    (answer,) = cluster.prefill.outputs["copy"]
-    assert answer.finish is not None and answer.finish.status == 409 and "did not come" in answer.finish.message
-    assert cluster.counter("prefix_fetches_refused") == 1
-    cluster.assert_all_back()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_copy_may_be_aborted(seed: int) -> None:
-    cluster = PrefixCluster()
-    cluster.warm(PROMPT)
-    cluster.prefill.say(cluster.prefill.role.add(copy_request(PROMPT, 1, known=40), 0.0))
-    rng = random.Random(seed)
-    for _ in range(3 * seed):
-        cluster.step(rng)
-    cluster.prefill.abort("copy")
-    cluster.run(rng)
-    cluster.assert_all_back()
-    assert cluster.prefill.finish["copy"].kind in ("abort", "length")
-
-
-def test_a_worker_without_the_flag_refuses_copies_and_sends_nothing() -> None:
+def test_a_worker_without_the_flag_sends_nothing() -> None:
     cluster = Cluster(pages=(99, 99))
-    (refused,) = cluster.prefill.role.add(copy_request(PROMPT, 1, known=40), 0.0)
-    assert refused.finish is not None and refused.finish.status == 409 and OFF in refused.finish.message
     cluster.wire.recompute_requests.append(RecomputeRequest(7, 1, Work(tokens=PROMPT, cached=True)))
     room = cluster.wire.room(7, 1)
     cluster.prefill.turn()
-    assert room.prefill is not None and room.prefill.reason == OFF
+    assert room.prefill is not None and room.prefill.reason == NO_PREFIXES
     assert cluster.prefill.role.counters()["recompute_refused"] == 1
 
 

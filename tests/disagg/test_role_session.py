@@ -10,6 +10,7 @@ from disagg.config import DisaggConfig
 from disagg.processes.rank_start import gpus_of_ranks
 from disagg.processes.session_plan import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.resolve import STEP_WITH_ANSWERS_S
 from engine.flags.tokenizer import grammar_backend
 from engine.frontend.role_switch import RoleSwitchState
 from engine.frontend.server import Patience
@@ -73,7 +74,7 @@ def test_flags_stay_and_the_role_changes() -> None:
     after = next_session(before, UNCHANGED)
     assert after.role == "decode" and not after.has_bootstrap_server and before.has_bootstrap_server
     assert replace(after.disagg, disaggregation_mode="prefill") == before.disagg
-    assert replace(after.engine, served_model_name=None) == before.engine
+    assert replace(after.given, served_model_name=None) == before.given
     assert next_session(after, replace(UNCHANGED, role="prefill")).has_bootstrap_server
 
 
@@ -156,6 +157,31 @@ def test_rules_of_the_new_role_hold() -> None:
     decode = plan_session(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH), server=server, disagg=disagg)
     with pytest.raises(ConfigError, match="--cluster-secret-file"):
         next_session(decode, replace(UNCHANGED, role="prefill"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "mixed", "step_s"),
+    [
+        ({}, "null", None, None),
+        ({}, "prefill", True, None),
+        ({"device": "cpu"}, "decode", True, STEP_WITH_ANSWERS_S["cpu"]),
+        ({"device": "cuda"}, "decode", True, STEP_WITH_ANSWERS_S["cuda"]),
+        ({"enable_mixed_chunk": False, "max_step_time_s": 0.0}, "decode", False, 0.0),
+        ({"chunked_prefill_size": -1}, "decode", True, None),
+        ({"enable_pdmux": True}, "decode", None, None),
+    ],
+)
+def test_a_decode_workers_answers_go_on_beside_prompts_in_short_steps(
+    flags: dict[str, Any], mode: str, mixed: bool | None, step_s: float | None
+) -> None:
+    """Unless flags say otherwise; the next role has its own defaults."""
+    given = EngineConfig(model_path=DEFAULT_MODEL_PATH, **flags)
+    disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_bootstrap_port=7)
+    found = plan_session(engine=given, server=ServerConfig(), disagg=disagg)
+    assert (found.engine.enable_mixed_chunk, found.engine.max_step_time_s) == (mixed, step_s)
+    if mode == "decode" and "device" in flags:
+        following = next_session(found, replace(UNCHANGED, role="prefill"))
+        assert (following.engine.enable_mixed_chunk, following.engine.max_step_time_s) == (True, None)
 
 
 def test_a_drain_for_a_switch_has_its_own_time_until_the_worker_is_to_end() -> None:

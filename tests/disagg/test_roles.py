@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache, TierRoom
 from tests.core.hash_model import Slot, expected_tokens
 from tests.core.mem_cache.tiers_in_a_test import identity
 from tests.core.proof.shares import Share, shares
-from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
+from tests.disagg.two_role_stories import TwoRoleStory, play, stories_of_lanes, two_role_stories
 from tests.disagg.two_roles import Cluster, crowded, run_retracted_first
 from transfer_backends.contract import Gate, SourcePages
 
@@ -27,6 +27,7 @@ LEAST |= {
     "skipped": 20,
 }
 LEAST |= {"resumed_elsewhere": 5, "resume_failures": 3, "failed_steps": 50}
+LEAST |= {"whole_at_prefill": 100, "whole_at_decode": 100, "whole_retracted": 5}
 
 
 Sent = tuple[int, int, Gate | None, bool]  # start, pages, gate, last
@@ -67,7 +68,7 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_pages_from_the_host_leave_by_layers(depth: int) -> None:
     """They come back behind the compute: when their step begins they are not there yet. What was on the device is."""
-    host = HostCache(num_pages=100, identity=identity())
+    host = HostCache(room=TierRoom(100), identity=identity())
     handover, prefill = {"layerwise": True}, {"host": host}
     cluster = Cluster(pages=(16, 60), depth=depth, handover=handover, both={"chunk": 16}, prefill=prefill)
     prompt, rng = list(range(40)), random.Random(depth)
@@ -243,6 +244,13 @@ def seen_in(drawn: SearchStrategy[TwoRoleStory], *, examples: int) -> Counter[st
 def test_steps_of_anything_leave_nothing_behind(share: Share) -> None:
     """Fixed examples (derandomized); `make soak-core` draws others."""
     share.must_show(seen_in(two_role_stories(), examples=share.of(150)), LEAST)
+
+
+@shares
+def test_decode_multiplexes_prompts_and_answers(share: Share) -> None:
+    """In two lanes of one memory, into which peers write besides."""
+    seen = seen_in(stories_of_lanes(), examples=share.of(90))
+    share.must_show(seen, {"steps": 5000, "whole_at_decode": 100, "retractions": 20, "quarantined": 50})
 
 
 def test_decode_skips_requests_whose_adapter_has_no_place() -> None:

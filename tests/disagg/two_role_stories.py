@@ -32,7 +32,8 @@ class Event:
 class TwoRoleStory:
     """`rows`: metadata rows of each side. `faults`: share of moves in which handshakes, or recomputes under way, fail. `failing`: of
     steps, those that find no memory. `stages`: of each side's pipeline, which is so much deeper. `places`: adapters in a step.
-    `moves`: with two decode workers, the share of the steps after which a request moves between them.
+    `moves`: with two decode workers, the share of the steps after which a request moves between them. `whole`: share of requests that one
+    worker serves whole, drawn which. `lanes`: decode multiplexes prompts and decodes.
     """
 
     page_size: int
@@ -50,6 +51,8 @@ class TwoRoleStory:
     clip: int
     layerwise: bool = False
     moves: float = 0.0
+    whole: float = 0.0
+    lanes: bool = False
     faults: float
     failing: float
     stages: tuple[int, int]
@@ -80,6 +83,12 @@ def stories(*kinds: str, **own: st.SearchStrategy[Any]) -> st.SearchStrategy[Two
     )
 
 
+def stories_of_lanes() -> st.SearchStrategy[TwoRoleStory]:
+    """Of a decode worker with --enable-pdmux, without what that refuses."""
+    own = {"lanes": True, "whole": 0.6, "backup_pages": 0, "stages": (1, 1)}
+    return two_role_stories(windows=True).map(lambda story: replace(story, **own))
+
+
 def two_role_stories(
     *, states: bool = False, windows: bool = False, adapters: bool = False
 ) -> st.SearchStrategy[TwoRoleStory]:
@@ -105,6 +114,7 @@ def two_role_stories(
         mixed=st.booleans(),
         priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES]),
         layerwise=st.booleans(),
+        whole=st.sampled_from([0.0, 0.3, 0.6]),
         faults=st.sampled_from([0.0, 0.0, 0.2, 1.0]),
         failing=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]),
         stages=st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 2)]),
@@ -185,6 +195,7 @@ class _Play(Play):
             },
             prefill={"pp_size": story.stages[0], "state_slots": story.state_slots[0]},
             pp_size=story.stages[1],
+            **({"multiplexed": True, "mixed_chunk": False} if story.lanes else {}),
             state_slots=story.state_slots[1],
             peers_write=True,
             backup_pages=0 if story.resume_elsewhere else story.backup_pages,
@@ -195,6 +206,7 @@ class _Play(Play):
             engine.depth += stages - 1
         super().__init__(story, self.engines)
         self.quarantined = 0
+        self.alone: dict[str, RoleEngine] = {}  # those served whole, and where
 
     @property
     def engines(self) -> tuple[RoleEngine, RoleEngine]:
@@ -217,10 +229,14 @@ class _Play(Play):
 
     def _submit(self, rid: str, ask: Ask, **wishes: Any) -> None:
         room, beside = len(self.right), {"priority": ask.priority, "adapter": ask.adapter}
-        for engine in self.engines:
+        engines: Sequence[RoleEngine] = self.engines
+        if whole := self.rng.random() < self.story.whole:
+            engines = [self.rng.choice(engines)]
+            (self.alone[rid],) = engines
+        for engine in engines:
             grammar = None if ask.grammar is None else cycle(*ask.grammar)
-            is_first = engine is self.cluster.prefill
-            engine.submit(rid, ask.prompt, room, new=0, prefill_only=is_first, grammar=grammar, **wishes, **beside)
+            half = {"room": None if whole else room, "prefill_only": engine is self.cluster.prefill and not whole}
+            engine.submit(rid, ask.prompt, new=0, grammar=grammar, **half, **wishes, **beside)
 
     def judge(self) -> None:
         self.cluster.assert_all_back()
@@ -228,10 +244,11 @@ class _Play(Play):
         prefill, decode = self.engines
         assert not any(rid.startswith("recompute-") for rid in prefill.outputs), "no client requested that"
         for rid in self.right:
-            assert rid in prefill.finish and rid in decode.finish
-            logprobs = [entry.logprob for output in decode.outputs[rid] for entry in output.logprobs]
-            self.assert_right(rid, decode.tokens[rid], decode.finish[rid], logprobs)  # type: ignore[arg-type]
-            told = [output.completion_tokens for output in decode.outputs[rid] if output.new_ids]
+            engine = self.alone.get(rid, decode)
+            assert rid in engine.finish and (rid in self.alone or rid in prefill.finish)
+            logprobs = [entry.logprob for output in engine.outputs[rid] for entry in output.logprobs]
+            self.assert_right(rid, engine.tokens[rid], engine.finish[rid], logprobs)  # type: ignore[arg-type]
+            told = [output.completion_tokens for output in engine.outputs[rid] if output.new_ids]
             assert told == list(range(1, len(told) + 1))
 
     def tally(self) -> Counter[str]:
@@ -243,6 +260,12 @@ class _Play(Play):
             steps=prefill.scheduler.counters.steps + decode.scheduler.counters.steps,
             failed_steps=prefill.scheduler.counters.failed_steps + decode.scheduler.counters.failed_steps,
             retractions=decode.scheduler.counters.retractions,
+            retractions_at_prefill=prefill.scheduler.counters.retractions,
+            whole_at_prefill=sum(engine is prefill and not is_cut(engine, rid) for rid, engine in self.alone.items()),
+            whole_at_decode=sum(engine is decode and not is_cut(engine, rid) for rid, engine in self.alone.items()),
+            whole_retracted=sum(
+                max(output.retractions for output in engine.outputs[rid]) > 0 for rid, engine in self.alone.items()
+            ),
             preemptions=decode.scheduler.counters.preemptions,
             resume_failures=int(decode.role.counters().get("recompute_failed", 0)),
             resumed_elsewhere=int(decode.role.counters().get("resumed_through_prefill", 0)),
@@ -258,6 +281,10 @@ class _Play(Play):
             sent_window_pages=self.cluster.wire.num_windows,
             adapters=sum(bool(ask.adapter) for ask in self.story.events if isinstance(ask, Ask)),
         )
+
+
+def is_cut(engine: RoleEngine, rid: str) -> bool:
+    return engine.finish[rid].kind == "abort"
 
 
 def play(story: TwoRoleStory) -> Counter[str]:

@@ -29,14 +29,16 @@ class RoleEngine(EngineInATest):
 
     role: PrefillRole | DecodeRole | EncodeRole | PartedRole
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object) -> None:
-        """`wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
+    def submit(
+        self, rid: str, prompt: list[int], room: int | None, *, new: int, prefill_only: bool, **wishes: object
+    ) -> None:
+        """`room`: None: served whole. `wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
         values: dict[str, Any] = {"sampling": SamplingParams(max_new_tokens=new), "eos_ids": frozenset(), **wishes}
         request = new_request(
             rid=rid,
             input_ids=prompt,
             arrived_s=self.now_s,
-            bootstrap=Bootstrap("127.0.0.1", 1, room),
+            bootstrap=None if room is None else Bootstrap("127.0.0.1", 1, room),
             prefill_only=prefill_only,
             stops=stops_of(values["sampling"]),
             **values,
@@ -153,6 +155,10 @@ class Cluster(Engines):
         """To both, as the router does. `wishes`: other fields of the request."""
         self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, **wishes)
         self.decode.submit(rid, prompt, room, new=new, prefill_only=False, **wishes)
+
+    def submit_whole(self, rid: str, prompt: list[int], *, to: str, new: int, **wishes: object) -> None:
+        """To one worker alone, `to` "prefill" or "decode"."""
+        getattr(self, to).submit(rid, prompt, None, new=new, prefill_only=False, **wishes)
 
     def turn(self, rng: random.Random) -> None:
         """An event of the wire, then a turn of each engine."""

@@ -49,12 +49,17 @@ class Cluster:
         return [worker for worker in self.workers if worker.role == role]
 
 
+def _by_pairs(args: Sequence[str]) -> Sequence[str]:
+    """Tests are about pairs unless they name another route."""
+    return () if {"--route", "--unified", "--worker-urls"} & set(args) else ("--route", "pair")
+
+
 @contextlib.contextmanager
 def cluster(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[Cluster]:
     """Start, wait until healthy, and end every process however the test went."""
     folder.mkdir(parents=True, exist_ok=True)
     ready, log = folder / "ready.json", folder / "up.log"
-    command = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready), *args]
+    command = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready), *args, *_by_pairs(args)]
     launcher = start_process(command, log, env)
     try:
         info = wait_ready(ready, launcher, log)
@@ -89,7 +94,15 @@ def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
     folder.mkdir(parents=True, exist_ok=True)
     ready, log = folder / "ready.json", folder / "log"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "deploy", *args, "--ready-file", str(ready)]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy",
+        *args,
+        *(_by_pairs(args) if "--pd-disaggregation" in args else ()),
+        "--ready-file",
+        str(ready),
+    ]
     process = start_process(command, log, {ROUTER_SECRET: SECRET, **(env or {})})
     try:
         info = wait_ready(ready, process, log)

@@ -3,6 +3,7 @@
 A pair is a prefill and a decode worker whose KV crosses by the real transfer engine; `turn`s take the loop's place.
 """
 
+import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,10 +17,11 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.registry import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
+from disagg.features.prefix_fetching import PrefixFetches
 from disagg.transfer_engine import engine_of, engine_use, memory_of
 from engine.config import EngineConfig
 from engine.loop.role import EngineRole
-from engine.messages import Bootstrap, TokenOutput
+from engine.messages import Bootstrap, PrefixSource, TokenOutput
 from engine.ranks.rank_parts import RankPools
 from engine.sampling_params import SamplingParams
 from service.kv_layout import layout_conflict, read_layout
@@ -163,7 +165,7 @@ def _serve(disagg: DisaggConfig, path: str, pools: RankPools, sock: socket.socke
     spec = SchedulerSpec(
         engine=EngineConfig(model_path=path), disagg=disagg, ipc_dir="", control_host=HOST, bootstrap=None
     )
-    receives = disagg.disaggregation_mode == "decode"
+    receives = disagg.disaggregation_mode == "decode" or disagg.prefix_fetch
     serve_engine(engine_of(spec, pools.kv), memory_of(pools), sock, receives=receives, host=HOST)
 
 
@@ -190,6 +192,21 @@ def run(
             system.submit(rid, prompt, new=new)
     assert not any(worker.aborted for worker in system.workers)
     return system.workers[-1].tokens
+
+
+def next_turn(pair: System, chat: list[int], *, known: int, new: int = 16) -> list[int]:
+    """The tokens of "next", of which decode has `known` tokens, as prefill knows; it waits for them."""
+    prefill, decode = pair.workers
+    (fetches,) = (part for part in prefill.role.parts if isinstance(part, PrefixFetches))  # type: ignore[attr-defined]
+    fetches._policy.wait_s = lambda num_tokens, now_s: REST_S  # type: ignore[method-assign]
+    at = json.loads(decode.role.info()["prefix_source"])
+    meeting = Bootstrap(HOST, pair._port, 77)
+    source = PrefixSource(at["control"], at["incarnation"], known)
+    prefill.submit("next", chat, new=new, meeting=meeting, wanted={"prefix_source": source})
+    decode.submit("next", chat, new=new, meeting=meeting)
+    for _ in turning(pair.workers):
+        pass
+    return decode.tokens["next"]
 
 
 def turning(

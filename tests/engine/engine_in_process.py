@@ -17,7 +17,7 @@ from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Grammar
 from engine.device.step_memory import THIS_MACHINE, EngineUse, LocalMachine
-from engine.hicache.page_files import Disk
+from engine.hicache.storage import PageStorage
 from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
@@ -48,7 +48,7 @@ class PartsInProcess(ABC):
 
     parts: Any  # EngineParts or EncoderParts
     paused = False
-    disk: Disk | None = None
+    storage: PageStorage | None = None
 
     def begin(self, role: EngineRole, pipeline: Pipeline[Any]) -> None:
         self.role, self.pipeline, self.seen = role, pipeline, Seen()
@@ -61,8 +61,8 @@ class PartsInProcess(ABC):
 
     def turn(self) -> bool:
         """Whether it did something."""
-        if self.disk is not None:
-            self.disk.on_turn(0.0)
+        if self.storage is not None:
+            self.storage.on_turn(0.0)
         self.poll()
         now_s, in_flight = time.monotonic(), self.pipeline.num_launched
         plan = self.pipeline.next_plan(now_s, paused=self.paused)
@@ -95,8 +95,8 @@ class PartsInProcess(ABC):
 
     def close(self) -> None:
         self.role.close()
-        if self.disk is not None:
-            self.disk.close()
+        if self.storage is not None:
+            self.storage.close()
         self.parts.executor.close()
 
 
@@ -125,7 +125,7 @@ class EngineInProcess(PartsInProcess):
             group=group,
             wakeup=self._on_wakeup,
         )
-        self.disk = self.parts.disk
+        self.storage = self.parts.storage
         self._steps = loop_steps(self.parts, depth=depth)
         self.begin(self.make_role(), self._pipeline(depth or self.parts.depth))
         self.tokens: dict[str, list[int]] = {}
@@ -141,7 +141,7 @@ class EngineInProcess(PartsInProcess):
     def recorded(self, kind: type[T]) -> T | None:
         """Return its recorded steps of a kind."""
         runner = self.parts.device.executor.streams[0].runner
-        return next((one for one in runner._forward_pass._recorded if isinstance(one, kind)), None)
+        return next((one for one in runner.forward_pass.recorded if isinstance(one, kind)), None)
 
     def _pipeline(self, depth: int) -> Pipeline[Any]:
         if self.parts.config.enable_pdmux:

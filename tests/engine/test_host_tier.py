@@ -12,7 +12,8 @@ import torch
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem
-from engine.flags.resolve import ahead_pages, backup_pages, host_pages, resolve
+from engine.flags.hicache import ahead_pages, host_pages
+from engine.flags.resolve import backup_pages, resolve
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool, fingerprint, weights_number
@@ -70,7 +71,8 @@ def settle(engine: EngineInProcess) -> None:
     host = engine.parts.scheduler.memory.part(HostCache)
     assert host is not None
     deadline_s = time.monotonic() + DEADLINE_S
-    while engine.turn() or any(map(host.pages.is_pinned, range(host.pages.num_pages))):
+    tiers = [tier for tier in (host.pages, host.states) if tier is not None]
+    while engine.turn() or any(tier.is_pinned(tier.first + i) for tier in tiers for i in range(tier.num_pages)):
         assert time.monotonic() < deadline_s, "the disk does not come to rest"
         os.sched_yield()
 
@@ -163,7 +165,7 @@ def test_a_step_loads_whole_pages_ahead_where_copies_run_beside_it(device: str, 
 
 
 def pages_of(**flags: float) -> int:
-    return host_pages(EngineConfig(**flags), num_pages=100, page_bytes=1000, free_bytes=500_000)  # type: ignore[arg-type]
+    return host_pages(EngineConfig(**flags), num_pages=100, page_bytes=1000, free_bytes=500_000)[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

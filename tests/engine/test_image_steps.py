@@ -105,7 +105,6 @@ def test_each_rank_that_divides_images_encodes_one_in_a_warm_up() -> None:
         positions=100,
         page_size=16,
         vocab_size=100,
-        decodes=True,
         mixed=True,
         image=image,
         encoders=3,
@@ -118,9 +117,7 @@ def test_each_rank_that_divides_images_encodes_one_in_a_warm_up() -> None:
 
 def test_a_warm_up_encodes_the_largest_image_and_forgets_it() -> None:
     image = blank_image(SEES, 100)
-    steps = WarmUp(
-        prompt_tokens=64, rows=4, positions=100, page_size=16, vocab_size=100, decodes=True, mixed=True, image=image
-    )
+    steps = WarmUp(prompt_tokens=64, rows=4, positions=100, page_size=16, vocab_size=100, mixed=True, image=image)
     for plans in (steps.plans(), steps.largest()):
         (number,) = [i for i, plan in enumerate(plans) if plan.encodes]
         assert plans[number].encodes == [image] and plans[number + 1].forgets == [image.key]

@@ -1,6 +1,5 @@
 """KV of 8 bits in an engine: half the bytes, and not a bit less the same whatever the way to a token; and what is refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +106,8 @@ def test_bf16_beside_a_model_of_fp32(tmp_path: Any) -> None:
     [
         ({"page_size": 6}, r"--kv-cache-dtype fp8_e4m3: needs a --page-size that is a multiple of 4, got 6"),
         (
-            {"attention_backend": "triton"},
-            r"--kv-cache-dtype fp8_e4m3: --attention-backend triton on cpu .* cpu, or leave",
+            {"attention_backend": "flashinfer"},
+            r"--kv-cache-dtype fp8_e4m3: --attention-backend flashinfer on cpu .* cpu, or leave",
         ),
     ],
 )
@@ -117,15 +116,35 @@ def test_what_does_not_go_is_refused_by_name(flags: dict[str, Any], said: str, p
         resolve(EngineConfig(model_path=path, **{**FP8, **flags}), load_model_config(path), cuda=False)
 
 
-def test_a_gpu_and_latents_are_refused(path: str, tmp_path: Any) -> None:
-    config, model = EngineConfig(model_path=path, **FP8), load_model_config(path)
-    with pytest.raises(
-        ConfigError, match=r"--attention-backend auto on cuda does not read it; give .* torch, which is slow"
-    ):
-        kv_dtype(config, model, device="cuda", dtype="bfloat16")
-    assert kv_dtype(replace(config, attention_backend="torch"), model, device="cuda", dtype="bfloat16") == "fp8_e4m3"
-    latents = load_model_config(make_tiny_checkpoint(tmp_path / "latents", "deepseek_v3"))
-    with pytest.raises(
-        ConfigError, match=r"--kv-cache-dtype fp8_e4m3: latent attention keeps .* float32 here; leave it out"
-    ):
-        kv_dtype(config, latents, device="cpu", dtype="float32")
+@pytest.mark.parametrize(
+    ("family", "device", "backend", "said"),
+    [
+        ("qwen3", "cuda", "auto", ""),
+        ("qwen3", "cuda", "torch", ""),
+        ("qwen3", "cuda", "flashinfer", "flashinfer on cuda does not read it; give --attention-backend triton, or"),
+        ("deepseek_v3", "cuda", "auto", ""),
+        (
+            "deepseek_v3",
+            "cpu",
+            "auto",
+            "cpu on cpu does not read it; give --attention-backend torch, which is slow, or",
+        ),
+        ("deepseek_v3", "cpu", "torch", ""),
+        ("deepseek_v32", "cuda", "torch", "attention by an index of latents does not read it; leave it out"),
+    ],
+)
+def test_which_attention_reads_it(family: str, device: str, backend: str, said: str, tmp_path: Any) -> None:
+    model = load_model_config(make_tiny_checkpoint(tmp_path / family, family))
+    config = EngineConfig(model_path=str(tmp_path / family), **FP8, attention_backend=backend)
+    if said:
+        with pytest.raises(ConfigError, match=rf"--kv-cache-dtype fp8_e4m3: .*{said}"):
+            kv_dtype(config, model, device=device, dtype="bfloat16")
+    else:
+        assert kv_dtype(config, model, device=device, dtype="bfloat16") == "fp8_e4m3"
+
+
+def test_latents_are_kept_in_8_bits_or_in_the_models_type(tmp_path: Any) -> None:
+    model = load_model_config(make_tiny_checkpoint(tmp_path / "latents", "deepseek_v3"))
+    config = EngineConfig(model_path=str(tmp_path / "latents"), **{**FLAGS, "kv_cache_dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16: latent attention keeps .* float32 here; leave"):
+        kv_dtype(config, model, device="cpu", dtype="float32")

@@ -43,7 +43,7 @@ def engine(checkpoint: str) -> Iterator[EngineInProcess]:
 
 
 def forward_pass(engine: EngineInProcess) -> Any:
-    return engine.parts.device.executor.runner._forward_pass
+    return engine.parts.device.executor.runner.forward_pass
 
 
 def push_out(engine: EngineInProcess) -> None:
@@ -56,7 +56,7 @@ def log(engine: EngineInProcess, monkeypatch: pytest.MonkeyPatch) -> Log:
     happened: Log = []
     monkeypatch.setattr(page_copies, "MIN_GROUP_BYTES", 1)
     copy_late(engine, on_load=lambda layer: happened.append(("copied", layer)))
-    backend = forward_pass(engine)._backend
+    backend = forward_pass(engine).backend
     attend = backend.attend
 
     def logged(layer: int, new: Unturned) -> Tensor:
@@ -147,7 +147,7 @@ def test_a_step_that_reads_nothing_of_a_load_does_not_wait_for_it(
     engine.answer("first", PROMPT, max_new_tokens=1)
     push_out(engine)
     from_host = list[Any]()
-    begin = engine.parts.device.executor.runner._copies._host_pool.begin  # type: ignore[union-attr]
+    begin = engine.parts.device.executor.runner.copies._host_pool.begin  # type: ignore[union-attr]
 
     def unread(plan: Plan) -> Arrival:
         from_host.extend(plan.from_host)
@@ -162,7 +162,7 @@ def test_a_step_that_reads_nothing_of_a_load_does_not_wait_for_it(
 
     log.clear()
     engine.add("again", PROMPT, max_new_tokens=1)
-    monkeypatch.setattr(engine.parts.device.executor.runner._copies._host_pool, "begin", unread)
+    monkeypatch.setattr(engine.parts.device.executor.runner.copies._host_pool, "begin", unread)
     engine.run()
     assert from_host and engine.tokens["again"] == engine.tokens["first"]
 

@@ -4,11 +4,18 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.flags.local_defaults import BYTES_A_THREAD, default_threads, with_random_seed, with_threads
+from engine.config import EngineConfig, ServerConfig
+from engine.flags.local_defaults import (
+    BYTES_A_THREAD,
+    default_threads,
+    with_frontends,
+    with_random_seed,
+    with_threads,
+)
 from service.waiter import usable_cores
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -66,3 +73,25 @@ def test_the_seed_comes_from_outside_once() -> None:
 
 def test_an_explicit_seed_stays() -> None:
     assert [with_random_seed(EngineConfig(random_seed=seed)).random_seed for seed in (0, 7)] == [0, 7]
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "engine", "server", "frontends"),
+    [
+        (True, {}, {}, 2),
+        (True, {"max_running_requests": 128}, {}, 2),
+        (True, {"max_running_requests": 127}, {}, 1),
+        (True, {"max_running_requests": 64, "dp_size": 2}, {}, 2),
+        (False, {"max_running_requests": 500}, {}, 1),
+        (True, {"random_seed": 0}, {}, 1),  # several frontends do not repeat a run
+        (True, {}, {"tokenizer_worker_num": 1}, 1),
+        (False, {}, {"tokenizer_worker_num": 5}, 5),
+    ],
+)
+def test_many_streams_of_a_gpu_have_two_frontends(
+    on_gpu: bool, engine: dict[str, Any], server: dict[str, Any], frontends: int
+) -> None:
+    given = ServerConfig(**server), EngineConfig(**engine)
+    assert with_frontends(*given, needs_one=False, on_gpu=on_gpu).num_frontends == frontends
+    if not server:
+        assert with_frontends(*given, needs_one=True, on_gpu=on_gpu).num_frontends == 1

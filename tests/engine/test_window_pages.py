@@ -41,9 +41,8 @@ class WithWindows(EngineInProcess):
 
     @property
     def pool(self) -> KVPool:
-        backend: Any = self.parts.device.executor.runner._forward_pass._backend
-        pool = backend._windows._prompts._pool
-        assert isinstance(pool, KVPool) and all(spec.window == WINDOW for spec in pool.specs)
+        pool = self.parts.device.windows
+        assert isinstance(pool, KVPool) and all(spec.window == self.windows.window for spec in pool.specs)
         return pool
 
     def poison(self) -> None:

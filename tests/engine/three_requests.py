@@ -1,6 +1,6 @@
 """A batch of three requests that shrinks to one, and two small random models, for engines that take decode steps another way."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -29,12 +29,16 @@ def two_models(folder: Path, *, layers: int, hidden: int, intermediate: int) -> 
 
 
 def run(
-    engine: EngineInProcess, lengths: dict[str, int], *, grammars: Mapping[str, Grammar] = MappingProxyType({})
+    engine: EngineInProcess,
+    lengths: dict[str, int],
+    *,
+    grammars: Mapping[str, Grammar] = MappingProxyType({}),
+    turn: Callable[[], object] | None = None,
 ) -> tuple[dict[str, list[int]], list[float]]:
-    """Tokens, and the logprobs of all of them. `grammars` of some requests."""
+    """Tokens, and the logprobs of all of them. `grammars` of some requests. `turn`: what runs the engine, if others turn with it."""
     engine.tokens, engine.logprobs = {}, {}
     for rid, prompt in PROMPTS.items():
         grammar, wanted = grammars.get(rid), LogprobOptions(-1, 0)
         engine.add(rid, prompt, logprobs=wanted, grammar=grammar, max_new_tokens=lengths[rid], seed=3, **SAMPLING[rid])
-    engine.run()
+    (turn or engine.run)()
     return engine.tokens, [entry.logprob for rid in PROMPTS for entry in engine.logprobs[rid]]

@@ -19,6 +19,7 @@ from engine.messages import (
     ContinueGeneration,
     ControlReply,
     Drain,
+    ExpectReturn,
     FinishReason,
     FlushCache,
     GenerateBatch,
@@ -60,6 +61,7 @@ class StandIn:
         self.batches: list[list[str]] = []  # rids that came in one message
         self.aborted: list[str] = []
         self.moved: dict[str, int] = {}  # wire rids, with their rooms
+        self.expected: list[ExpectReturn] = []
         self.keeps_kv: KVSource | None = KVSource("10.0.0.1:5000", "d0")  # of what moves
         self.problems: list[str] = []
         self.may_break = threading.Event()  # cleared: BREAK waits after its second token until this is set
@@ -132,6 +134,8 @@ class StandIn:
             for rid in [r for r in self._running if message.all or r == message.rid]:
                 self._running.pop(rid)
                 self._say([TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="abort"))])
+        elif isinstance(message, ExpectReturn):
+            self.expected.append(message)
         elif isinstance(message, MoveOut):
             self.moved[message.rid] = message.room
             self._say([self._leave(self._running.pop(message.rid))])

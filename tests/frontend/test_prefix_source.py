@@ -27,11 +27,8 @@ def seen(worker: Worker, header: str | None, path: str = "/v1/completions", **bo
     return [request.prefix_source for request in worker.sent(path, {**META, **body}, headers=headers)]
 
 
-@pytest.mark.parametrize("copy", [False, True])
-def test_the_scheduler_gets_the_source(prefill: Worker, copy: bool) -> None:
-    source = PrefixSourceHeader(control=SOURCE.control, incarnation="p1", num_tokens=4096, copy=copy)
-    told = PrefixSource(SOURCE.control, "p1", 4096, copy)
-    header = write_header(source, SECRET)
+def test_the_scheduler_gets_the_source(prefill: Worker) -> None:
+    told, header = PrefixSource(SOURCE.control, "p1", 4096), write_header(SOURCE, SECRET)
     assert seen(prefill, header, prompt="abc") == [told]
     messages = [{"role": "user", "content": "abc"}]
     assert seen(prefill, header, "/v1/chat/completions", messages=messages, max_tokens=1) == [told]

@@ -1,4 +1,4 @@
-"""Page files: what is written comes back; anything else under that name is a BadFile, and never bytes of another page."""
+"""Page files: what is written comes back; anything else under that name is a BadPage, and never bytes of another page."""
 
 import os
 from collections.abc import Callable
@@ -8,8 +8,9 @@ import pytest
 
 from engine.core.mem_cache.page_allocator import KVIdentity
 from engine.hicache.build import open_index
-from engine.hicache.page_files import HEADER_BYTES, BadFile, PageDirectory, file_bytes
+from engine.hicache.page_files import HEADER_BYTES, PageDirectory, file_bytes
 from engine.hicache.rank_files import RankDirectories
+from engine.hicache.storage import BadPage
 from service.flags import ConfigError
 
 PAGE_BYTES = 256
@@ -25,7 +26,7 @@ def identity(**changes: object) -> KVIdentity:
 @pytest.fixture
 def folder(tmp_path: Path) -> PageDirectory:
     folder = PageDirectory.open(str(tmp_path))
-    folder.write(KEY, memoryview(PAGE), identity())
+    folder.write(KEY, memoryview(bytearray(PAGE)), identity())
     return folder
 
 
@@ -67,7 +68,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_file_is_refused(folder: PageDirectory, damage: Callable[[bytes], bytes]) -> None:
     file_of(folder).write_bytes(damage(file_of(folder).read_bytes()))
-    with pytest.raises(BadFile):
+    with pytest.raises(BadPage):
         read(folder)
 
 
@@ -76,14 +77,14 @@ def test_a_damaged_file_is_refused(folder: PageDirectory, damage: Callable[[byte
     [{"layout": "v2"}, {"dtype": "bfloat16"}, {"page_size": 8}, {"model": "N/L2"}, {"weights": "default/abd"}],
 )
 def test_a_file_of_another_engine_is_refused(folder: PageDirectory, changes: dict[str, object]) -> None:
-    with pytest.raises(BadFile, match="identity"):
+    with pytest.raises(BadPage, match="identity"):
         read(folder, identity(**changes))
 
 
 def test_a_page_under_another_key_is_refused(folder: PageDirectory) -> None:
     other = bytes(32)
     file_of(folder).rename(folder.path / f"{other.hex()}.kv")
-    with pytest.raises(BadFile, match="key"):
+    with pytest.raises(BadPage, match="key"):
         read(folder, key=other)
 
 
@@ -94,14 +95,14 @@ def test_pipes_links_and_folders_neither_block_nor_count(folder: PageDirectory) 
     link.symlink_to(file_of(folder))
     directory.mkdir()
     for name in names:
-        with pytest.raises((BadFile, OSError)):
+        with pytest.raises((BadPage, OSError)):
             read(folder, key=name)
     assert [key for key, _ in folder.scan()] == [KEY]
 
 
 def test_scan_orders_by_use_clears_half_written_ones_and_leaves_the_rest_alone(folder: PageDirectory) -> None:
     young, half, foreign = bytes(32), folder.path / f"{KEY.hex()}.tmp", folder.path / "notes.kv"
-    folder.write(young, memoryview(PAGE), identity())
+    folder.write(young, memoryview(bytearray(PAGE)), identity())
     os.utime(file_of(folder), ns=(1, 1))
     half.write_bytes(b"half")
     foreign.write_bytes(b"mine")
@@ -115,7 +116,7 @@ def test_a_write_that_fails_leaves_nothing(folder: PageDirectory) -> None:
     blocked = bytes([7]) * 32
     (folder.path / f"{blocked.hex()}.kv").mkdir()
     with pytest.raises(OSError):
-        folder.write(blocked, memoryview(PAGE), identity())
+        folder.write(blocked, memoryview(bytearray(PAGE)), identity())
     assert not list(folder.path.glob("*.tmp"))
 
 
@@ -143,7 +144,7 @@ def test_a_folder_over_the_limit_is_cut_at_the_start_oldest_first(tmp_path: Path
     folder = PageDirectory.open(str(tmp_path))
     keys = [bytes([i]) * 32 for i in range(6)]
     for i, key in enumerate(keys):
-        folder.write(key, memoryview(PAGE), identity())
+        folder.write(key, memoryview(bytearray(PAGE)), identity())
         os.utime(folder.path / f"{key.hex()}.kv", ns=(i, i))
     index = open_index(RankDirectories(folder, num_ranks=1), file_bytes=file_bytes(identity()), max_gb=2.5 * PAGE_GB)
     assert index.num_files == 2 and index.num_bytes == 2 * file_bytes(identity())

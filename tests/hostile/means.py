@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from bootstrap_server.protocol import Registration, RouteReply
+from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from service.kv_layout import Layout
 from tests.e2e.cluster import Cluster
 from transfer_backends.contract import RankMemory, Region
@@ -83,7 +84,8 @@ def dealer(address: str, kind: int = zmq.DEALER) -> Iterator["zmq.Socket[bytes]"
 
 def register(worker: Registration, **changes: object) -> bytes:
     """A decode worker's first message, true but for `changes` (of its layout, or of itself)."""
-    layout = Layout(worker.protocol_version, "nixl", worker.signature, worker.page_size, worker.dtype)
+    given = (worker.protocol_version, "nixl", worker.signature, worker.page_size, worker.dtype)
+    layout = Layout(*given, kv_checksum=CHECKSUM_NAME)
     theirs = {k: v for k, v in changes.items() if k in Layout.__struct_fields__}
     region = Region(4096, 16, 16384, None)
     rank = RankMemory(region, 0, 1, 0, 1, b"?")

@@ -323,6 +323,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "float64"}, "float64"),
     "backend": ({"backend": "mooncake"}, "mooncake"),
     "incarnation": ({"dst": "an earlier life"}, "restarted"),
+    "checksum": (
+        {"kv_checksum": "off"},
+        "'off'; start both workers with --no-disaggregation-kv-checksum, or both without",
+    ),
     "bytes": ({"layer_bytes": (1, 1)}, "bytes of layer 0 in a unit of a page differs: prefill has"),
     "layers": ({"layer_bytes": (1,) * 4096}, "num_layers differs: prefill has 2, decode has 4096"),
     "units": ({"kv_units": 3}, "kv_units differs: prefill has 1, decode has 3; give both workers one --kv-units"),

@@ -52,6 +52,10 @@ CHAT_FIELDS: list[tuple[str, list[Any]]] = [
     ("length_penalty", [0, 1.5]),
     ("use_beam_search", [True]),
     ("session_params", [{"id": "s"}]),
+    ("session_id", ["s" * 1025, {}, ["s"], 0.5, True]),
+    ("prompt_cache_key", [5, "k" * 1025]),
+    ("expected_return_s", [-1, "soon", 86_401, 1e300]),
+    ("returns_within_s", [-0.5, {}, 1e9]),
     ("cache_salt", [5, "s" * 1025, ["a", "b"], {}]),
     ("extra_key", [5, "k" * 10_000_000, [], [None, None]]),
 ]

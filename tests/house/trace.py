@@ -83,7 +83,7 @@ def pair(folder: Path, model: str, env: Mapping[str, str]) -> Iterator[str]:
     }
     with several(folder, commands, env) as workers:
         urls = (word for role, worker in workers.items() for word in (f"--{role}", worker.url))
-        flags = ("router", "--port", "0", "--pd-disaggregation", *urls, *SELDOM)
+        flags = ("router", "--port", "0", "--pd-disaggregation", "--route", "pair", *urls, *SELDOM)
         with tandem(folder / "router", *flags, env=env) as router:
             yield router.url
 

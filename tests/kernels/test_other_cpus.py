@@ -14,11 +14,12 @@ import torch
 
 from engine.kernels import build, paged_attention, tape
 from engine.kernels.build import CSource, Kind, flags_of
+from engine.kernels.checksum import CHECKSUM, WordSums
 from engine.kernels.latent_attention import SOURCE as LATENTS
 from engine.kernels.latent_attention import LatentKernel
 from engine.kernels.linear import SOURCE as LINEAR
 from engine.kernels.linear import LinearKernel, PackedMatrices
-from engine.kernels.paged_attention import plain_softmax
+from engine.kernels.paged_attention import Softmax
 from engine.kernels.recurrent import (
     CONV,
     DELTA,
@@ -34,6 +35,7 @@ from engine.kernels.recurrent import (
     mamba_kernel,
 )
 from engine.kernels.rows import ELEMENTWISE, SAMPLE, Elementwise, SampleKernel, elementwise, sample_kernel
+from engine.kv.page_checksum import ODD, word_sums
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -162,7 +164,7 @@ def test_attention_of_decode_steps(library: Open, dtype: str) -> None:
     kernel = paged_attention.PagedDecode(library(paged_attention.DECODE), pool)
     kernel.begin(make_step(sequences, starts, ends, page_size=16, extend=False))
     turned = [torch.stack([getattr(s, name)[-1] for s in sequences]) for name in "qkv"]
-    outs = kernel.attend_rotated(1, *turned, plain_softmax(heads.dim)).split(1)
+    outs = kernel.attend_rotated(1, *turned, Softmax(heads.dim**-0.5)).split(1)
     assert worst_error(list(outs), sequences, starts, ends) < TOLERANCE[dtype]
 
 
@@ -244,3 +246,12 @@ def test_noise_of_samples_has_the_same_bits(library: Open) -> None:
     assert here is not None
     bits = torch.randint(0, 2**32, (160,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(there.noise(bits), here.noise(bits))
+
+
+@pytest.mark.parametrize(("word", "masked"), [("int64", False), ("int64", True), ("int32", False), ("int16", False)])
+def test_checksums_have_the_same_bits(library: Open, word: str, masked: bool) -> None:
+    """Rows overlap; their last words fill no vector."""
+    words = torch.randint(-(2**15), 2**15, (100,), generator=torch.Generator().manual_seed(2)).to(getattr(torch, word))
+    starts, keys, bits = torch.tensor([3, 60, 7]), torch.tensor([5, -(2**62), 0]), torch.tensor([-1, 0, 255])
+    asked = (words, starts, keys, 37, ODD, bits if masked else None)
+    assert torch.equal(WordSums(library(CHECKSUM))(*asked), word_sums(*asked))

@@ -21,9 +21,11 @@ DUE_S = PACE * ITL_S
 
 
 class Rig(PipelineInATest):
-    def __init__(self, *, depth: int = 1, itl_s: float | None = ITL_S, parts: int = 2, **limits: object) -> None:
+    def __init__(
+        self, *, depth: int = 1, itl_s: float | None = ITL_S, parts: int = 2, waits: bool = True, **limits: object
+    ) -> None:
         self.given: list[int] = []
-        self.share = LaneShare(parts=parts, itl_s=itl_s, waits=True)
+        self.share = LaneShare(parts=parts, itl_s=itl_s, waits=waits)
         super().__init__(depth, watched=True, strategy=self._strategy, streams=2, multiplexed=True, **limits)
         self.beside_prompts: list[bool] = []  # for each step that was collected
 
@@ -110,6 +112,31 @@ def test_the_executor_gets_the_share_at_first_and_when_it_changes() -> None:
     for _ in range(3):
         rig.strategy.note(plan, 2 * ITL_S)
     assert rig.given == [2, 3], "a step alone says nothing"
+
+
+def test_on_a_gpu_steps_beside_the_other_lane_get_a_division_and_others_the_whole() -> None:
+    rig = Rig(depth=2, parts=4, waits=False, prefill_max_requests=1)
+    given = []
+
+    def moves(count: int) -> list[Phase | None]:
+        found = []
+        for _ in range(count):
+            plan = rig.move()
+            assert plan is not None
+            found.append(plan.phase)
+            given.append((plan.seq, rig.given[-1]))
+        return found
+
+    rig.add("a", [1, 2, 3])
+    rig.add("b", list(range(40)))
+    assert moves(2) == [Phase.PREFILL, Phase.PREFILL]
+    rig.end(1)
+    assert moves(1) == [Phase.DECODE]
+    rig.end(2)
+    rig.end(3)
+    assert moves(1) == [Phase.DECODE]
+    # a alone; b, while a will decode; a decodes beside b; both decode alone
+    assert given == [(1, 0), (2, 2), (3, 2), (4, 0)]
 
 
 def test_a_decode_step_that_ends_as_a_prompt_is_launched_was_not_beside_it() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
-from engine.device.step_memory import EngineUse, LocalMachine
+from engine.device.step_memory import LocalMachine
 from engine.executor.graphs import Work
 from engine.kernels.triton import lora, sample
 from engine.layers.linear import SiteShape
@@ -146,8 +146,7 @@ def check_engine(folder: Path) -> None:
         depth=2,
         stream="threaded",
         attention_backend="triton",
-        machine=LocalMachine(capture=lambda: capture),
-        use=EngineUse(prefills=False),
+        machine=LocalMachine(capture=lambda: capture, prefills=False),
     ) as engine:
         assert run(engine, adapters) == expected
         assert alone != [expected["a"], expected["b"]], "the adapters change nothing"

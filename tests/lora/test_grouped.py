@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.config import EngineConfig
 from engine.core.plan import PlanItem, SlotOpen
-from engine.device.graphs import logits_bytes, num_graphs
+from engine.device.graphs import GRAPH_BYTES, LOGIT_BYTES, graph_bytes
 from engine.kernels.triton.lora import (
     DECODE_TILES,
     EXTEND_TILES,
@@ -27,7 +27,7 @@ from engine.lora.grouped import GroupedAdapters
 from engine.lora.weights import AdapterWeights
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import SamplingParams
-from tests.attention.triton.interpreted import run_interpreted
+from tests.attention.triton.interpreted import TIMEOUT_S, run_interpreted
 from tests.attention.triton.test_specialization import recorder
 from tests.attention.triton.test_triton import Made, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 from tests.cells import in_turn
@@ -37,6 +37,7 @@ SHAPES = {"decode": DECODE_TILES, "extend": EXTEND_TILES}
 MAX_REGISTERS = {"decode": 96, "extend": 168}
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 def test_adapters_by_the_interpreter() -> None:
     run_interpreted("tests.lora.grouped_by_the_interpreter")
 
@@ -85,9 +86,8 @@ def test_what_a_day_launches_was_compiled_before_it(monkeypatch: pytest.MonkeyPa
 def test_the_reserve_for_graphs_knows_those_with_adapters(lora: bool) -> None:
     config = EngineConfig(enable_lora=lora, max_running_requests=8)
     model = load_model_config(DEFAULT_MODEL_PATH)
-    assert num_graphs(config, model, decodes=True, prefills=False) == 4 * (1 + lora)  # batches of 1, 2, 4, 8
-    assert logits_bytes(config, vocab_size=1000, decodes=True) == 4 * 8 * 1000  # the largest batch, shared
-    assert logits_bytes(config, vocab_size=1000, decodes=False) == 0
+    steps = graph_bytes(config, model, prefills=False, row_bytes=0) - LOGIT_BYTES * 8 * model.vocab_size
+    assert steps == 4 * (1 + lora) * GRAPH_BYTES  # batches of 1, 2, 4, 8
 
 
 def shrink(site: dict[str, int], width: int, tiles: LoraTiles) -> Made:

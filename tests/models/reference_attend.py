@@ -5,7 +5,7 @@ import torch
 from engine.kernels.paged_attention import Softmax
 from engine.kv.state_pool import StatePool
 from engine.kv.step_batch import StepBatch
-from engine.layers.latents import NewLatents, TokenChooser
+from engine.layers.latents import NewLatents, RotatedLatents, TokenChooser
 from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
 from engine.models.vision.tower import NO_IMAGES, StepImages
@@ -64,16 +64,17 @@ class Sequence:
             tokens.append(int(self.extend(tokens[-1:])[-1].argmax()))
         return tokens
 
-    def _attend(self, layer: int, new: Unturned | NewLatents) -> torch.Tensor:
-        if isinstance(new, NewLatents):
+    def _attend(self, layer: int, given: Unturned | NewLatents) -> torch.Tensor:
+        if isinstance(given, NewLatents):
+            new = given.rotated()
             if new.chooser is not None:
                 return self._attend_chosen(layer, new, new.chooser)
             k = new.latents.unsqueeze(1)
             rank = self._model.cache_specs()[layer].latent
             return self._attend_heads(layer, new.q, k, k[:, :, :rank], Softmax(new.scale))
-        return self._attend_heads(layer, *new.turned(), new.softmax)
+        return self._attend_heads(layer, *given.turned(), given.softmax)
 
-    def _attend_chosen(self, layer: int, new: NewLatents, chooser: TokenChooser) -> torch.Tensor:
+    def _attend_chosen(self, layer: int, new: RotatedLatents, chooser: TokenChooser) -> torch.Tensor:
         """Row by row, by the definition: the best of the tokens before."""
         rank, dim = self._model.cache_specs()[layer].latent, new.q.shape[2]
         before = self.kv[layer][0] if layer in self.kv else new.latents[:0]

@@ -14,23 +14,37 @@ from engine.parallel.layout import Place
 from engine.parallel.process_groups import joined
 from engine.parallel.stage_link import GroupLink
 from service.process.start import die_with_parent
-from tests.parallel.test_process_groups import JOIN_S, STAGES, numbers_of
+
+JOIN_S = 60.0
+STAGES = 3
+
+
+def numbers_of(rank: int) -> torch.Tensor:
+    return torch.randn((3, 40), generator=torch.Generator().manual_seed(rank))
 
 
 def main() -> None:
+    sys.exit(any(forked(STAGES, run)))
+
+
+def forked(count: int, run: Callable[[int, int, Path], None]) -> list[int | None]:
+    """Exit codes of `run(store, rank, file)`, by rank, of the store and folder of the command line."""
     store, folder, prepare = int(sys.argv[1]), Path(sys.argv[2]), die_with_parent()
-    forks = multiprocessing.get_context("fork")
-    stages = [forks.Process(target=run, args=(store, rank, folder / str(rank), prepare)) for rank in range(STAGES)]
-    for stage in stages:
-        stage.start()
-    for stage in stages:
-        stage.join()
-    sys.exit(any(stage.exitcode for stage in stages))
+
+    def guarded(rank: int) -> None:
+        prepare()
+        run(store, rank, folder / str(rank))
+
+    ranks = [multiprocessing.get_context("fork").Process(target=guarded, args=(rank,)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return [rank.exitcode for rank in ranks]
 
 
-def run(store: int, rank: int, file: Path, prepare: Callable[[], None]) -> None:
+def run(store: int, rank: int, file: Path) -> None:
     """One stage."""
-    prepare()
     device = torch.device("cpu")
     groups = joined(store, Place(pp_rank=rank, pp_size=STAGES), device, timeout_s=JOIN_S, backend="gloo")
     assert groups.stage is None and groups.memory is None

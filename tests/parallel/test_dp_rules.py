@@ -1,14 +1,16 @@
 """What DP attention refuses at start, by the flag and its remedy."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
-from engine.flags.rank_rules import check_device, check_ranks
+from engine.flags.rank_rules import check_ranks
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 TWO: dict[str, Any] = {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}
 
@@ -39,8 +41,9 @@ def test_what_does_not_go_with_it_is_refused_by_name(flags: dict[str, Any], said
     assert said in str(refused.value)
 
 
-def test_it_is_for_cpus_yet() -> None:
-    model = load_model_config(WIDE_MODEL_PATH)
-    config = resolve(EngineConfig(model_path=WIDE_MODEL_PATH, **TWO), model, cuda=True)
-    with pytest.raises(ConfigError, match="--enable-dp-attention: is for CPUs yet; give --device cpu"):
-        check_device(config)
+def test_gpus_take_it_with_whole_experts_too(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    model = load_model_config(path)
+    config = resolve(EngineConfig(model_path=path, **TWO, ep_size=2), model, cuda=True)
+    assert config.device == "cuda"
+    check_ranks(config, model)

@@ -38,6 +38,7 @@ def cluster(name: str, *, max_running: int = 64, link: float = LINK, **given: An
     costs = {name: given.pop(name) for name in list(given) if name not in own}
     spec = {"num_pages": 4096, "step_time": STEP_TIME, **given}
     layout: ClusterLayout = parse_layout(name)
+    costs.setdefault("route", "auto" if layout.prefill and layout.unified else "pair")
     engine = EngineConfig(
         device="cuda",
         stream="cuda",
@@ -71,6 +72,17 @@ def cluster(name: str, *, max_running: int = 64, link: float = LINK, **given: An
 def request_at(at: float, input_len: int, output_len: int, *, block: int = 0) -> PlannedRequest:
     """`block`: requests of one block share their prefix."""
     return PlannedRequest(at=at, blocks=((block + 2, input_len),), output_len=output_len)
+
+
+def prefill_s(tokens: int, *, after: int = 0) -> float:
+    """Of a chunk behind `after` tokens."""
+    t = STEP_TIME
+    return t.prefill_step_s + tokens * t.prefill_token_s + tokens * (after + (tokens + 1) / 2) * t.prefill_pair_s
+
+
+def decode_s(*contexts: int) -> float:
+    t = STEP_TIME
+    return t.decode_step_s + len(contexts) * t.decode_request_s + sum(contexts) * t.decode_context_s
 
 
 def assert_at_rest(planned: PlannedCluster) -> None:

@@ -10,24 +10,14 @@ from tests.planner.planned import (
     LINK,
     OUTSIDE_S,
     PAGE_BYTES,
-    STEP_TIME,
     assert_at_rest,
     cluster,
+    decode_s,
+    prefill_s,
     request_at,
 )
 
 FOREVER = float("inf")
-
-
-def prefill_s(tokens: int, *, after: int = 0) -> float:
-    """Of a chunk behind `after` tokens."""
-    t = STEP_TIME
-    return t.prefill_step_s + tokens * t.prefill_token_s + tokens * (after + (tokens + 1) / 2) * t.prefill_pair_s
-
-
-def decode_s(*contexts: int) -> float:
-    t = STEP_TIME
-    return t.decode_step_s + len(contexts) * t.decode_request_s + sum(contexts) * t.decode_context_s
 
 
 def test_one_request_on_a_unified_worker() -> None:

@@ -136,7 +136,7 @@ def test_distributions() -> None:
 def test_layouts() -> None:
     assert parse_layout("2p3D") == ClusterLayout(prefill=2, decode=3) and parse_layout("4U-mixed").mixed
     pool = parse_layout("2P1D3U-mixed-tp2")
-    assert pool == ClusterLayout(prefill=2, decode=1, unified=3, mixed=True, tp=2) and pool.is_mixed_pool
+    assert pool == ClusterLayout(prefill=2, decode=1, unified=3, mixed=True, tp=2)
     assert pool.name == "2P1D3U-mixed-tp2" and pool.num_gpus == 12 and len(pool.roles) == 6
     for layout in candidates(4):
         assert parse_layout(layout.name) == layout and layout.num_workers == 4 == len(layout.roles)

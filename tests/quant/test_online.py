@@ -1,5 +1,6 @@
 """`--quantization` of a bf16 checkpoint: near it; what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.device.machine import check_arithmetic
 from engine.flags.resolve import resolve
 from engine.kernels.linear import linear_kernel
 from engine.model_files.model_config import load_model_config
@@ -65,10 +67,13 @@ def test_a_group_that_ranks_would_cut_is_refused(tmp_path: Path) -> None:
         EngineInProcess(path, quantization="int4wo-128", reduce_units=2)
 
 
-def test_where_nothing_multiplies_integers_the_flag_is_refused(tmp_path: Path) -> None:
+def test_where_nothing_multiplies_integers_the_flag_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_tiny_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
-    model = load_model_config(path)
-    with pytest.raises(ConfigError, match=r"--quantization int8wo: .*on cuda in bfloat16"):
-        resolve(EngineConfig(model_path=path, quantization="int8wo", device="cuda"), model, cuda=True)
-    with pytest.raises(ConfigError, match="on cpu in float32"):
-        resolve(EngineConfig(model_path=path, quantization="int8wo", dtype="float32"), model, cuda=False)
+    config, model = EngineConfig(model_path=path, quantization="int8wo"), load_model_config(path)
+    with pytest.raises(ConfigError, match=r"--quantization int8wo: .*not with float32"):
+        resolve(replace(config, dtype="float32"), model, cuda=False)
+    on_gpu = resolve(replace(config, device="cuda"), model, cuda=True)
+    check_arithmetic(on_gpu)
+    monkeypatch.setattr("engine.device.machine.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"--quantization int8wo: needs Triton.* install triton"):
+        check_arithmetic(on_gpu)

@@ -74,7 +74,7 @@ FP8 = [("phi3", "fp8-blocks"), ("glm4_moe", "fp8-blocks"), ("qwen3", "float8"), 
 def test_fp8_that_a_gpu_keeps_stands_for_the_same_floats(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here layers make floats of it, as a GPU's experts do; triton_packed.py multiplies it."""
+    """Here layers make floats of it; triton_packed.py and triton_packed_experts.py multiply it."""
     stored, _ = make_both(tmp_path, name, family, **SIZES)
     expected = logits(stored)
     monkeypatch.setattr("engine.models.quantized_tensors.takes_triton", lambda device: device.type == "cpu")

@@ -41,16 +41,8 @@ from tests.loop.loop_in_a_test import FakeProfiler
 SOON_S = 10.0
 
 
-@dataclass
-class Named:
-    rank: int
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} of 3 (pid 47{self.rank})"
-
-    def ended(self) -> str:
-        return "ended: SIGKILL"
+def named(rank: int) -> Process:
+    return Process(f"rank {rank} of 3 (pid 47{rank})", lambda: "ended: SIGKILL")
 
 
 @dataclass
@@ -79,7 +71,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     there = {}
     for rank in (1, 2):
         own, theirs = socket_pair()
-        members[rank] = (leader_end(own), Named(rank))
+        members[rank] = (leader_end(own), named(rank))
         there[rank] = follower_end(theirs.detach())
     made: list[Group] = []
     limit_s = getattr(request, "param", 0.0)
@@ -142,7 +134,7 @@ def test_on_gpus_copies_beside_a_forward_are_answered_too() -> None:
     ]
     assert [is_proven(plan) for plan in plans] == [True, False, True, True]
     own, theirs = socket_pair()
-    members: dict[int, tuple[Channel[ToLeader], Process]] = {1: (leader_end(own), Named(1))}
+    members: dict[int, tuple[Channel[ToLeader], Process]] = {1: (leader_end(own), named(1))}
     with theirs, closing(Followers(members, on_end=lambda text, refused: None, copies_beside=True)) as followers:
         assert [followers.step(plan) is None for plan in plans] == [True, False, True, False]
 
@@ -323,7 +315,7 @@ def test_pixels_go_to_the_first_stage_alone() -> None:
     image, ends, there = ImageInput(0, 1, b"k" * 32, (1, 2, 2), 2, (1, 2, 2), bytes(1000)), {}, []
     for rank in (1, 2):
         own, theirs = socket_pair()
-        ends[rank] = (leader_end(own, sees=True), Named(rank))
+        ends[rank] = (leader_end(own, sees=True), named(rank))
         there.append(follower_end(theirs.detach()))
     (item,) = plan_of(Step(1, True, [0], [1], [7], [0], [], [], [], [])).items
     plan = Plan(seq=1, extend=True, items=[item], encodes=[image], forgets=[b"f" * 32])

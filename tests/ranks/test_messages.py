@@ -62,7 +62,7 @@ def mixed_plan() -> Plan:
                 sample=False,
                 images=ItemImages(ROWS, ROPE),
             ),
-            item(2, [-3], 40, extend=False, images=ItemImages(rope_delta=-4)),
+            item(2, [-3], 40, extend=False, images=ItemImages(rope_delta=-4), unverified=2),
             item(7, [1, 2], 0, new_pages=[8], logprobs=LogprobOptions(start_len=1), logprob_from=1, logprob_next=99),
         ],
         opens=[SlotOpen(4, SamplingParams(temperature=0.0), [1, 2], [3], (0,), adapter=5, state=6)],

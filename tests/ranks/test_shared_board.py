@@ -1,11 +1,19 @@
 """The board of DP ranks in shared memory: what one writes the others read, whole, and none of it wakes its writer."""
 
+from contextlib import closing
+from functools import partial
+
 import pytest
 
+from disagg.processes.joint_memory import joint_plan
+from disagg.processes.rank_group import _late_hosts
+from engine.config import EngineConfig
 from engine.core.dp_agreement import PromptGate
 from engine.core.dp_step import Row
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import BOARD_ROWS, RegionPlan
+from engine.ranks.followers import Followers
+from engine.ranks.links import Joint
 from engine.ranks.shared_board import SharedBoard
 
 
@@ -63,3 +71,15 @@ def test_the_gate_and_the_votes_are_one_number_each(boards: list[SharedBoard], w
     assert not woken
     boards[1].vote(1, 6)
     assert boards[0].voted(1) == 6 and boards[0].voted(2) == 0 and woken == [0, 2]
+
+
+def test_a_hanging_dp_rank_is_named_by_the_row_that_it_did_not_post() -> None:
+    config = EngineConfig(model_path="", tp_size=4, dp_size=2, enable_dp_attention=True)
+    with closing(SharedRegion.create(joint_plan(config))) as region:
+        boards = [SharedBoard(region, rank=rank, wakes={}) for rank in range(2)]
+        followers = Followers({}, on_end=lambda text, refused: None)
+        late = partial(_late_hosts, followers, config, Joint(region, 0))
+        boards[0].post(0, Row(step=0, idle=False))
+        assert late() == [2], "the first rank of the second DP rank"
+        boards[1].post(1, Row(step=0, idle=True))
+        assert late() == [0, 1, 2, 3], "sums that wait look alike"

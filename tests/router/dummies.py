@@ -312,7 +312,7 @@ async def cluster(
     prefill: Workers = 1,
     decode: Workers = 1,
     unified: Workers = 0,
-    mixed: int = 0,
+    unified_beside: int = 0,
     encode: int = 0,
     info: dict[str, Any] | None = None,
     beats_s: float = 0.0,
@@ -322,7 +322,7 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """Dummies and a router in front of them; when the test has passed, everything must come to rest.
 
-    `prefill`, `decode`, `unified`: see `Workers`. `unified` makes it a plain router; `mixed`: unified workers besides pairs.
+    `prefill`, `decode`, `unified`: see `Workers`. `unified` makes it a plain router; `unified_beside`: unified workers beside pairs.
     `beats_s`: of all. `secret`: of the router, as `tandem up` gives it; "": none.
     """
     settings: dict[str, Any] = {"port": 0, "health_check_interval_s": 0.05, "load_poll_interval_s": 0.05}
@@ -340,9 +340,9 @@ async def cluster(
                 "decode": tuple(w.url for w in decodes),
             }
         alone: list[DummyWorker] = []
-        if mixed:
-            alone = await stack.enter_async_context(workers(mixed, mode="null"))
-            settings |= {"mixed": True, "worker_urls": tuple(w.url for w in alone)}
+        if unified_beside:
+            alone = await stack.enter_async_context(workers(unified_beside, mode="null"))
+            settings["worker_urls"] = tuple(w.url for w in alone)
         encoders = await stack.enter_async_context(workers(encode, mode="encode"))
         settings["encode"] = tuple(w.url for w in encoders)
         for worker in encoders:

@@ -12,7 +12,7 @@ from aiohttp import web
 from router.attempts.request import Events, RequestRefused, Slo
 from router.choice.policies import LeastLoad, Placement, RoutingHints
 from router.config import AdmissionFlags, RouterConfig
-from router.history.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
+from router.history.forecast import DEFAULT_TTFT, MIN_POINTS, STALE_S, Forecast, LineFit
 from router.history.metrics import RouterMetrics
 from router.parts.admission import Admission, AdmissionQueue, TicketStatus, look_in_time, objectives_of
 from router.pool.breaker import Event
@@ -110,6 +110,7 @@ def test_the_fit_finds_a_line_and_follows_when_it_moves() -> None:
         x = draw.uniform(0, 5000)
         fit.add(x, 0.02 + 3e-4 * x + draw.gauss(0, 0.005), 0.0)
     assert fit.slope == pytest.approx(3e-4, rel=0.05) and fit.intercept == pytest.approx(0.02, abs=0.01)
+    assert fit.line.spread_s == pytest.approx(0.005, rel=0.3)
     for _ in range(300):
         x = draw.uniform(0, 5000)
         fit.add(x, 0.01 + 1e-4 * x, 0.0)
@@ -127,6 +128,7 @@ def test_the_fit_says_nothing_early_and_nothing_absurd() -> None:
     for _ in range(50):
         same.add(7, 2.0, 0.0)
     assert same.at(7000) == pytest.approx(2.0), "without spread there is no slope"
+    assert same.spread == 0.0
 
 
 def pool(count: int, role: Role) -> tuple[WorkerTable, list[Worker]]:
@@ -256,7 +258,9 @@ def test_requests_of_a_former_incarnation_teach_nothing() -> None:
     forecast.forget(worker)
     for prompt in prompts:
         forecast.learn_ttft(prompt, now_s=70.0)
-    assert forecast.ttft_s(worker, 1000) is None
+    assert not forecast.fits(worker)[0].is_known
+    figures = forecast.figures(worker)
+    assert figures.ttft == DEFAULT_TTFT and figures.is_guessed, "nor do others of its role learn from it"
 
 
 def test_time_between_tokens_is_forecast_by_the_requests_at_the_worker() -> None:

@@ -170,7 +170,6 @@ def test_where_the_bootstrap_server_is(info: dict[str, Any], expected: tuple[str
 
 
 PAIRS: dict[str, Any] = {"pd_disaggregation": True, "prefill": (("http://p", None),), "decode": ("http://d",)}
-FETCH: dict[str, Any] = {"prefix_fetch": True, "policy": "cache_aware"}
 FOUND: dict[str, Any] = {"pd_disaggregation": True, "service_discovery": True, "prefill_selector": ("a=b",)}
 
 
@@ -178,10 +177,6 @@ FOUND: dict[str, Any] = {"pd_disaggregation": True, "service_discovery": True, "
     ("flags", "named"),
     [
         ({"decode": ("http://h:1",)}, "--prefill/--decode: "),
-        (
-            {"pd_disaggregation": True, "worker_urls": ("http://h:1",)},
-            "--worker-urls: is for unified workers; leave out --pd-disaggregation, or give --mixed",
-        ),
         ({"pd_disaggregation": True, "decode": ("h:1",)}, "--decode: "),
         ({"pd_disaggregation": True, "decode": ("http://h:99999",)}, "--decode: "),
         ({"pd_disaggregation": True, "prefill": (("ftp://h:1", None),)}, "--prefill: "),
@@ -201,12 +196,8 @@ FOUND: dict[str, Any] = {"pd_disaggregation": True, "service_discovery": True, "
         ({"service_discovery": True, "selector": ("a",)}, "--selector: 'a' is not KEY=VALUE"),
         ({"service_discovery": True, "selector": ("a=b",), "decode_selector": ("a=c",)}, "--decode-selector: is for"),
         (FOUND, "--decode-selector: --service-discovery needs it"),
-        ({**FOUND, "mixed": True}, "--decode-selector: --service-discovery needs it"),
-        ({"mixed": True, "worker_urls": ("http://a:1",)}, "--mixed: needs --pd-disaggregation"),
-        (FETCH, "--prefix-fetch: needs --pd-disaggregation"),
-        ({"prefix_fetch": True, **PAIRS}, "--prefix-fetch: needs --prefill-policy cache_aware"),
-        ({**FETCH, **PAIRS, "prefill_policy": "random"}, "--prefix-fetch: needs"),
-        ({"prefix_copy_bytes_per_second": 1, **PAIRS}, "--prefix-copy-bytes-per-second: needs --prefix-fetch"),
+        ({**FOUND, "selector": ("a=b",)}, "--decode-selector: --service-discovery needs it"),
+        ({"route": "pair", "worker_urls": ("http://a:1",)}, "--route: needs --pd-disaggregation"),
         *(({"encode": ("e:1",), **more}, "--encode: 'e:1' is not a worker's address") for more in ({}, PAIRS)),
         *(
             ({"encode_selector": ("a=b",), **more}, "--encode-selector: needs --service-discovery")

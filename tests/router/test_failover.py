@@ -396,7 +396,7 @@ async def test_a_router_without_a_secret_asks_for_nothing_that_workers_refuse() 
         (seen,) = [seen for worker in c.decodes for seen in worker.seen]
         assert tokens_of(text) == [1] and b"error" in text
         assert not {name.lower() for name in (FRAMES_HEADER, RESUME_HEADER, KEEP_HEADER)} & seen.headers.keys()
-    for flags in ({"resume_window_s": 7.0}, {"encode": 1}, {"prefix_fetch": True, "prefill_policy": "cache_aware"}):
+    for flags in ({"resume_window_s": 7.0}, {"encode": 1}):
         with pytest.raises(ConfigError, match="needs --cluster-secret-file"):
             async with cluster(secret="", **flags):
                 pass

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from router.body import TOKENS_PER_IMAGE, Api, parse_body
-from router.choice.prefix_index import prompt_keys
+from router.choice.prefix_index import keyed_prompt
 from router.parts.encoders import Encoders
 from router.parts.images import BodyImages
 from router.pool.workers import WorkerTable
@@ -169,7 +169,7 @@ async def test_routing_sees_digests() -> None:
 
     async def keys(url: str) -> list[bytes]:
         messages = [{"role": "user", "content": [part(url), {"type": "text", "text": "x" * 2000}]}]
-        return prompt_keys((await taker().take(parsed(Api.CHAT, {"messages": messages}))).shown)
+        return keyed_prompt((await taker().take(parsed(Api.CHAT, {"messages": messages}))).shown)[0]
 
     one, again, other = await keys(BIG), await keys(BIG), await keys(BIG + "A")
     assert one == again and not set(one) & set(other) and 3 <= len(one) <= 6

@@ -13,7 +13,7 @@ from tests.router.dummies import CHAT, CHAT_PATH, STREAM, cluster
 
 ROUTER = str(ROOT / "router")
 OTHERS = ("on_info", "on_gone", "__init__")  # what a worker's reports call, whatever is asked
-FEATURES = ("parts/encoders.py", "parts/images.py", "parts/prefix.py", "parts/reconnect.py", "requests/merge.py", "requests/responses.py", "requests/route_choice.py")  # fmt: skip
+FEATURES = ("parts/encoders.py", "parts/images.py", "parts/prefix.py", "parts/reconnect.py", "requests/merge.py", "requests/responses.py")  # fmt: skip
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def entered() -> Iterator[set[str]]:
 
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
 async def test_a_plain_chat_enters_no_feature_that_it_does_not_use(body: dict[str, Any]) -> None:
-    async with cluster() as c:
+    async with cluster(policy="least_load") as c:
         assert (await c.post(CHAT_PATH, body))[0] == 200
         with entered() as files:
             assert (await c.post(CHAT_PATH, body))[0] == 200

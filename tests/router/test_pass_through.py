@@ -25,6 +25,7 @@ from tests.router.dummies import CHAT, STREAM, DummyWorker, always, cluster, eve
 async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> None:
     async with cluster(info={"disaggregation_bootstrap_port": 8998}) as c:
         headers = {"X-Request-Id": "req-7", "traceparent": "00-1-2-01", "authorization": "Bearer k", "cookie": "no"}
+        headers |= {"X-Session-Id": "agent-7"}
         body = {**CHAT, "unknown_field": {"deep": [1, None]}, "bootstrap_room": 3}
         status, got, answer = await c.post("/v1/chat/completions", body, headers=headers)
         assert (status, json.loads(answer)["from"], got["X-Request-ID"]) == (200, "decode-0", "req-7")
@@ -36,6 +37,7 @@ async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> No
         assert decode.body == {**body, "bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}
         for leg in (prefill, decode):
             assert leg.headers["x-request-id"] == "req-7" and leg.headers["traceparent"] == "00-1-2-01"
+            assert leg.headers["x-session-id"] == "agent-7"
             assert leg.headers["authorization"] == "Bearer k" and "cookie" not in leg.headers
 
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from router.body import Api, parse_body
-from router.choice.prefix_index import prompt_keys
+from router.choice.prefix_index import keyed_prompt
 from router.requests.answer import StreamSplitter
 from router.requests.responses import response_in
 from tests.router.dummies import Cluster, DummyWorker, begin_stream, cluster, key_file, until
@@ -96,6 +96,7 @@ async def test_both_workers_receive_the_conversation(mode: dict[str, int], strea
             bodies = [seen.body for seen in worker.seen]
             assert [body["input"] for body in bodies] == ["one", [{"role": "user", "content": "two"}], "three"]
             assert bodies[0]["history"] == [] and bodies[0]["instructions"] == "I"
+            assert [body.get("first_response_id") for body in bodies] == [None, first["id"], first["id"]]
             roles = [(item["role"], item["content"]) for item in bodies[2]["history"]]
             assert [role for role, _ in roles] == ["user", "assistant", "user", "assistant"]
             assert roles[0][1] == "one" and roles[2][1] == "two" and bodies[2]["history"][1] == first["output"][0]
@@ -249,7 +250,7 @@ async def cancelled(f: Fleet, id: str) -> Any:
 
 
 def keys_of(body: dict[str, Any]) -> list[int]:
-    return prompt_keys(parse_body(Api.RESPONSES, json.dumps(body).encode()))
+    return keyed_prompt(parse_body(Api.RESPONSES, json.dumps(body).encode()))[0]
 
 
 def test_a_turn_of_a_conversation_has_the_keys_of_the_one_before() -> None:
@@ -258,9 +259,8 @@ def test_a_turn_of_a_conversation_has_the_keys_of_the_one_before() -> None:
     first = keys_of({"instructions": "I", "history": [], "input": one})
     as_item = json.dumps(item, separators=(",", ":"))
     history = msgspec.Raw(f'[{as_item},{{"role":"assistant","content":"{"c" * 600}"}}]'.encode())
-    second = prompt_keys(
-        parse_body(Api.RESPONSES, msgspec.json.encode({"instructions": "I", "history": history, "input": two}))
-    )
+    body = msgspec.json.encode({"instructions": "I", "history": history, "input": two})
+    second, _ = keyed_prompt(parse_body(Api.RESPONSES, body))
     assert len(first) == 5 and second[:5] == first and len(second) > 10
     assert keys_of({"instructions": "J", "history": [], "input": one})[:1] != first[:1]
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.kernels.triton import sample
 from engine.kernels.triton.sample import PARTS, ROW_TILE, ROW_WARPS, TILE, WARPS, part_of
-from tests.attention.triton.interpreted import run_interpreted
+from tests.attention.triton.interpreted import TIMEOUT_S, run_interpreted
 from tests.attention.triton.test_triton import REGISTERS, check_compiled, own_directory  # noqa: F401 (a fixture of every test here)
 
 VOCAB = 151936
@@ -21,6 +21,7 @@ BY_PART = {"VOCAB": VOCAB, "PART": part_of(VOCAB), "PARTS": PARTS, "TILE": TILE}
 BY_ROW = {"VOCAB": VOCAB, "PARTS": PARTS, "TILE": ROW_TILE}
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 def test_tokens_by_the_interpreter() -> None:
     run_interpreted("tests.sampler.triton_cases")
 

@@ -63,6 +63,8 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
         "/v1/chat/completions/render",
         "/abort_request",
         "/invocations",
+        "/expect_return",
+        "/close_session",
         "/v1/messages/count_tokens",
         *GENERATION,
         *UNSERVED,

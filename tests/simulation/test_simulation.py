@@ -22,8 +22,8 @@ from tools.simulation.run import Outcome, run
 # 109: prefill asks several decode workers at once to poll. 119: a router ends with several prefill calls under way.
 HASHED_SEEDS = (109, 119)
 TRIED_SEEDS = (
-    *(2, 4, 5, 7, 11, 13, 15, 17, 18, 27, 30, 35, *HASHED_SEEDS, 125, 241),
-    *(1002, 1058, 3015, 5001, 6018, 6040),
+    *(2, 4, 5, 7, 11, 13, 14, 15, 17, 18, 27, 30, 35, *HASHED_SEEDS, 125, 241),
+    *(1002, 1058, 3015, 5001, 6011, 6018, 6040, 7006, 9013),
 )
 PLANTED = ("report Success before the last write is done",)  # the others: make sim-mutants
 
@@ -48,7 +48,7 @@ LEAST_INJECTED: dict[int, str] = {
 LEAST_SEEN: dict[int, str] = {
     1: "encoders with other weights; feature fetches late; feature fetches refused; features evicted; resumed through prefill; moves landed; answers to a second return",
     2: "damaged pages found; early rejections",
-    5: "features fetched; features found again; images that encoders compute; weights taken; workers that lost a rank; prefixes fetched",
+    5: "features fetched; features found again; images that encoders compute; weights taken; whole requests answered; workers that lost a rank; prefixes fetched",
     10: "images encoded; clients that came again; pages from the host tier; copies restored, tokens; retractions; workers with quarantined pages",
     20: "late writes; prefixes refused",
     50: "late messages; notices in time; writes of followers",

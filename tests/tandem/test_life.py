@@ -27,8 +27,9 @@ from tests.tandem.test_llm import LONG, PROMPT, running
 from tools.family import children, lives
 
 STARTED = "tandem up: router, prefill-0, decode-0 (logs: /tmp/x)"
-# As a beginner writes it: no guard, no `close`.
+# As a beginner writes it: no guard, no `close`. It ends with its input, so that the test may look at the engine before.
 PROGRAM = """
+import sys
 from tandem import LLM
 llm = LLM(max_total_tokens=16384)
 print("ready", flush=True)
@@ -36,6 +37,7 @@ try:
     llm.generate(["k17 v42 k17"] * 2, max_tokens=4000, ignore_eos=True)
 except KeyboardInterrupt:
     print(llm.generate("k17 v42 k17", max_tokens=1, temperature=0)[0].text, flush=True)
+sys.stdin.read()
 """
 GONE_S = 10.0
 
@@ -155,8 +157,9 @@ def test_a_program_without_guard_or_close_leaves_no_process(tmp_path: Path) -> N
     env = {**os.environ, SERVER_VARIABLE: "", HTTP_SERVER_VARIABLE: "", "TMPDIR": str(tmp_path)}
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    process = subprocess.Popen([sys.executable, str(program)], env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    command, pipe = [sys.executable, str(program)], subprocess.PIPE
+    process = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True)
+    assert process.stdin is not None and process.stdout is not None
     with process:
         assert process.stdout.readline() == "ready\n"
         left = Leftovers(process.pid, tmp_path)
@@ -165,6 +168,7 @@ def test_a_program_without_guard_or_close_leaves_no_process(tmp_path: Path) -> N
         wait_until(lambda: scheduler.cpu_times().user > begun_s + 0.2, within_s=60, what="it computes")
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == " v42\n" and lives(scheduler)
+        process.stdin.close()
         assert process.wait(timeout=30) == 0
     left.assert_gone(within_s=GONE_S)
 

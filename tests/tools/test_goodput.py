@@ -20,7 +20,7 @@ from benchmarks.goodput.loads import (
 from benchmarks.goodput.results import NEAR, STRIDE, Cell, Results
 from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import TraceEntry
-from planner.goodput import Point, SloTargets, max_misses
+from planner.goodput import Point, SloTargets
 from planner.workload import PlannedRequest
 
 SLO = SloTargets(ttft_s=1.0, tpot_s=0.05, itl_s=0.05, share=SHARE)
@@ -90,7 +90,7 @@ def test_one_long_gap_in_twenty_is_forgiven_and_two_are_not() -> None:
 def test_a_run_is_lost_with_the_first_miss_too_many_and_the_first_requests_do_not_count() -> None:
     """Of 100 requests 90 are judged, of which 4 may be late."""
     watch, late = Watch(count=100, slo=SLO), 2.0
-    assert max_misses(100, SHARE) == 4
+    assert Watch(count=100, slo=SLO).max_misses == 4
     assert not any(watch.is_lost(answered(idx, ttft_s=late)) for idx in range(10))
     verdicts = [watch.is_lost(answered(idx, ttft_s=late if idx % 10 == 0 else 0.1)) for idx in range(10, 100)]
     assert verdicts.index(True) == 40
@@ -161,7 +161,7 @@ def test_flags_tell_each_cluster_its_threads_and_the_load_s_limits() -> None:
     def flags(layout: Layout) -> str:
         return " ".join(flags_of(layout, SLO, threads=3, chunk=48))
 
-    assert "--mixed-ttft 1 --mixed-itl 0.05" in flags(POOL) and "--mixed-itl" not in flags(PAIR)
+    assert "--route auto" in flags(POOL) and "--route pair" in flags(PAIR)
     assert [one.name for one in LAYOUTS if "--enable-pdmux --num-threads 3 --pdmux-itl 0.05" in flags(one)] == [
         "unified, multiplexed"
     ]

@@ -69,7 +69,7 @@ def test_every_rank_joins_and_takes_its_part(checkpoints: tuple[str, str], tp: i
             take(engine, source, part)
         engine.parts.trainers.leave(GROUP)
         assert answer(engine, "after") == wanted
-        assert all(follower.num_prepared == 0 for follower in group.followers.values())
+        assert all(follower._prepared == {} for follower in group.followers.values())
 
 
 @pytest.mark.parametrize(("end", "tp_size"), in_turn(["kill", "freeze"], [2, 1]))

@@ -184,7 +184,7 @@ def test_tensors_outlast_released_memory_and_go_with_a_checkpoint(tmp_path: Path
         weights.release()
         update(engine, NewTensors())
         assert answer(engine, "resumed") == wanted
-        weights._undoes = True  # as of several DP ranks
+        weights.undoes = True  # as of several DP ranks
         update(engine, {UP: tensors[UP].flip(0)})
         assert answer(engine, "changed") != wanted
         update(engine, NewTensors(undo=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import Caps, Gate, KVArgs, Region, Route, TargetPages, TransferConfig
+from transfer_backends.contract import Caps, Gate, KVArgs, PeerWork, Region, Route, TargetPages, TransferConfig
 from transfer_backends.decode.manager import DecodeCore
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.core import PrefillCore
@@ -74,9 +74,11 @@ def connected_decode_core() -> DecodeCore:
     return core
 
 
-def prefill_core(args: KVArgs = ARGS, *, caps: Caps = CAPS, computes: bool = True, **config: Any) -> PrefillCore:
+def prefill_core(
+    args: KVArgs = ARGS, *, caps: Caps = CAPS, takes: PeerWork = PeerWork.ANY, **config: Any
+) -> PrefillCore:
     settings = TransferConfig(**{**TIMES, **config})
-    return PrefillCore(incarnation="p", marks=(MARK,), kv_args=args, caps=caps, config=settings, computes=computes)
+    return PrefillCore(incarnation="p", marks=(MARK,), kv_args=args, caps=caps, config=settings, takes=takes)
 
 
 def registration(name: str) -> Register:

@@ -1,10 +1,13 @@
 """What a decode worker's second half needs of transfers: a route that a request names, a sender that computes nothing, one engine."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from tests.transfer.cores import ARGS, CAPS, MARK, decode_core, prefill_core, registration
 from tests.transfer.engines.hand_engine import HandEngine
-from transfer_backends.contract import Route
+from transfer_backends.contract import PeerWork, Route
 from transfer_backends.decode.lookup import Connect, LookUp
 from transfer_backends.engines.registry import SharedEngine
 from transfer_backends.liveness import Liveness
@@ -51,16 +54,28 @@ def test_a_named_worker_that_is_dead_is_not_connected() -> None:
     assert again.state is KVPoll.Failed and not core.effects.queue
 
 
-def test_a_decode_worker_computes_no_prompts_of_others() -> None:
-    core = prefill_core(computes=False)
+@pytest.mark.parametrize(
+    ("takes", "cached", "reason"),
+    [
+        (PeerWork.NONE, False, "computes no prompts"),
+        (PeerWork.PREFIXES, False, "computes no prompts"),
+        (PeerWork.NONE, True, "sends no prefixes"),
+        (PeerWork.PREFIXES, True, ""),
+    ],
+)
+def test_a_decode_worker_computes_no_prompts_of_others_and_sends_prefixes_if_it_has_the_flag(
+    takes: PeerWork, cached: bool, reason: str
+) -> None:
+    core = prefill_core(takes=takes)
     core.on_message(b"d", registration("d"), 0.0)
     core.admission.on_connected("d", 0.0)
     core.effects.queue.clear()
-    wanted = Recompute("d", "p", 7, 1, b"", 0, tokens=pack_ids(np.array([5])), skip_pages=0, priority=0, share=True)
-    core.on_message(b"d", wanted, 0.1)
-    assert not core.inbox.num_recompute_requests
+    work: dict[str, Any] = {"skip_pages": 0, "priority": 0, "share": True, "cached": cached}
+    core.on_message(b"d", Recompute("d", "p", 7, 1, b"", 0, tokens=pack_ids(np.array([5])), **work), 0.1)
+    assert core.inbox.num_recompute_requests == (not reason)
     failed = [message for _, message in core.effects.queue if isinstance(message, Status)]
-    assert [status.state for status in failed] == [KVPoll.Failed] and "computes no prompts" in failed[0].reason
+    assert [status.state for status in failed] == [KVPoll.Failed] * bool(reason)
+    assert all(reason in status.reason for status in failed)
     core.check()
 
 

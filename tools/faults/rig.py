@@ -129,7 +129,7 @@ class Rig:
             prefill = [("--prefill", self._url_for_router(one), str(port["lookup"])) for one in self.of_role("prefill")]
             decode = [("--decode", self._url_for_router(one)) for one in self.of_role("decode")]
             ends = [word for words in (*prefill, *decode) for word in words]
-            return ["router", *ends, *common, "--log-level", "warning"]
+            return ["router", *ends, *common, "--route", "pair", "--log-level", "warning"]
         role = role_of(name)
         own = ["--disaggregation-bootstrap-server", self._registration()] if role == "prefill" else []
         mode = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", self.backend]

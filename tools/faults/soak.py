@@ -132,7 +132,16 @@ class Fleet:
 
     def _begin_router(self, name: str) -> Part:
         url = self.routers[name]
-        args = ["router", "--pd-disaggregation", "--port", url.rpartition(":")[2], "--log-level", "warning"]
+        args = [
+            "router",
+            "--pd-disaggregation",
+            "--route",
+            "pair",
+            "--port",
+            url.rpartition(":")[2],
+            "--log-level",
+            "warning",
+        ]
         return self.household.begin(name, args, url=url)
 
     def _begin(self, name: str, role: str, port: int) -> Part:

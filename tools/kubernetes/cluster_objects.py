@@ -11,6 +11,7 @@ from tools.kubernetes.render import RENDERED
 
 Object = dict[str, Any]
 EXAMPLE_IP = "10.1.2.3"
+STORE = "store"  # the component of Mooncake's master
 FOLLOWER = "-rank"  # how the component of pods ends that have ranks and serve no HTTP
 
 
@@ -74,6 +75,11 @@ def named(overlay: str, kind: str, name: str) -> Object:
 
 
 def pods(overlay: str) -> list[Pods]:
+    """Tandem's own."""
+    return [found for found in all_pods(overlay) if found.component != STORE]
+
+
+def all_pods(overlay: str) -> list[Pods]:
     return [Pods(found, template) for found in load(overlay) for template in _templates(found)]
 
 

@@ -1,7 +1,6 @@
 """`make mutants`, `make sim-mutants`: plants each bug in a process of its own and demands that it is found.
 
-usage: python -m tools.mutants core|cluster|encoders|drafters|experts|states|rewinds|ways|prefixes [--only TEXT] [--jobs 2]
-       [--report FILE]
+usage: python -m tools.mutants TABLE [--only TEXT] [--jobs 2] [--report FILE]
 
 The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds and scenarios of
 tools/simulation, others for the tests that their table names. A bug that survives means that the proof does not look there:

@@ -30,7 +30,22 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES = {
     "core": ("core", "drafts", "images"),
     "cluster": ("cluster", "ranks", "image_sharing"),
-    **{name: (name,) for name in ("encoders", "drafters", "experts", "states", "rewinds", "ways", "prefixes")},
+    **{
+        name: (name,)
+        for name in (
+            "encoders",
+            "drafters",
+            "experts",
+            "states",
+            "rewinds",
+            "ways",
+            "prefixes",
+            "checksums",
+            "stores",
+            "whole",
+            "conversations",
+        )
+    },
 }
 _BLAMED = re.compile(
     r"(?<!'NoneType' object )(?:has no attribute|local variable) '(\w+)'|(\w+)\(\) (?:takes|missing|got an unexpected)"

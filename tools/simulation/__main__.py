@@ -15,14 +15,20 @@ from tools.simulation.options import SCENARIOS, Options, Scenario, load_scenario
 from tools.simulation.promises import OF_ENCODERS, PROMISES, play
 from tools.simulation.run import Outcome, run
 
-ENCODER_SEEDS = (6018, 6040)  # of encoder workers
+ENCODER_SEEDS = (6011, 6018, 6040)  # of encoder workers
 PLANTED_SEEDS = (47, 49, 74, 102, 103, 125, 241, 271, 383, 709)  # they show planted bugs that the others miss
 # models remember more than pages of all tokens
 GROUP_SEEDS = (1002, 1006, 1009, 1017, 1024, 1050, 1058, 1131, 1141, 1190)
 PREFIX_SEEDS = (2012, 2015, 2022, 2044)  # prefill workers get prefixes from each other
 RETURN_SEEDS = (3005, 3014, 3015)  # clients come again
 IMAGE_SEEDS = (5001, 5037)  # workers send heartbeats, and see images
-FIXED_SEEDS = (*range(1, 41), *PLANTED_SEEDS, *GROUP_SEEDS, *PREFIX_SEEDS, *RETURN_SEEDS, *IMAGE_SEEDS, *ENCODER_SEEDS)
+WHOLE_SEEDS = (7004, 7006, 7007)  # clients send some requests to one worker alone
+TURN_SEEDS = (8000, 8014, 8044)  # decode workers send and get prefixes, too
+STATE_SEEDS = (9013, 9014)  # recurrent states among them
+FIXED_SEEDS = (
+    *(*range(1, 41), *PLANTED_SEEDS, *GROUP_SEEDS, *PREFIX_SEEDS, *RETURN_SEEDS, *IMAGE_SEEDS, *ENCODER_SEEDS),
+    *(*WHOLE_SEEDS, *TURN_SEEDS, *STATE_SEEDS),
+)
 
 
 def replay_line(options: Options) -> str:

@@ -50,6 +50,7 @@ class Asked:
     timeout_s: float | None = None  # told to the workers
     priority: int = 0
     extra_key: str = ""
+    whole_at: str = ""  # the worker's address that it goes to; "": a router's
     embed: bool = False
     images: PlacedImages = ()
     retry_after: str = ""
@@ -85,19 +86,22 @@ class Clients:
         network: Network,
         process: Process,
         routers: Sequence[str],
+        workers: Sequence[str],
         options: Options,
         why_gone: Callable[[str, str, float], str],
     ) -> None:
-        """`routers`: addresses. `why_gone`: as of `Returns`."""
+        """`routers`, `workers`: addresses. `why_gone`: as of `Returns`."""
         self._network = network
         self._process = process
         self._routers = routers
+        self._workers = workers
         self._options = options
         self._returns = Returns(options, network.world.rng("clients/returns"), why_gone)
         self._draw: random.Random = network.world.rng("clients")
         self._kinds: random.Random = network.world.rng("clients/kinds")
         self._images: random.Random = network.world.rng("clients/images")
         self._tenants: random.Random = network.world.rng("clients/tenants")
+        self._whole: random.Random = network.world.rng("clients/whole")
         self._num = 0
         self.live: dict[int, Asked] = {}
         self.outcomes: Counter[str] = Counter()
@@ -131,7 +135,9 @@ class Clients:
         self._draw_kind(asked)
         if self._options.image_room:
             self._show_images(asked)
-        if must_succeed and asked.stream:
+        if self._options.whole and self._whole.random() < self._options.whole:
+            asked.whole_at = self._whole.choice(self._workers)
+        if must_succeed and asked.stream and not asked.whole_at:
             asked.breaks_after = self._returns.breaks_after()
         self.live[asked.number] = asked
         self._send(asked)
@@ -185,7 +191,7 @@ class Clients:
             on_end=lambda: self._on_end(asked),
             on_lost=lambda reason: self._on_lost(asked),
         )
-        asked.address, asked.sent_s = self._a_router(), self._network.world.now_s
+        asked.address, asked.sent_s = asked.whole_at or self._a_router(), self._network.world.now_s
         call(self._network, self._process, asked.address, request, asked.call)
 
     def _a_router(self) -> str:
@@ -193,7 +199,7 @@ class Clients:
 
     def _request(self, asked: Asked, *, again: bool) -> Request:
         request = _request(asked, files=self._options.num_encode > 0)
-        if self._options.resume_window_s and asked.stream:
+        if self._options.resume_window_s and asked.stream and not asked.whole_at:
             request.headers.update(headers_of(f"c{asked.number}-{asked.tries}", bytes(asked.body), again=again))
         return request
 
@@ -235,6 +241,8 @@ class Clients:
     def _comes_again(self, asked: Asked, *, after_s: float | None = None) -> bool:
         """Have a client whose stream broke come again, if it does that."""
         now_s = self._network.world.now_s
+        if asked.whole_at:
+            return False
         if asked.got_more:
             asked.broken_s = now_s
         if not self._returns.may(bytes(asked.body), count=asked.num_returns, waited_s=now_s - asked.broken_s):
@@ -372,6 +380,7 @@ class Clients:
         if answers != [want] * asked.num_samples:
             raise Violation(f"client {asked.number}: answers {answers}, must be {want} x {asked.num_samples}")
         self.recent.append(([*asked.prompt, *want], asked.images))
+        self._network.world.seen["whole requests answered"] += bool(asked.whole_at)
         self._close(asked, "ok")
 
     def _judge_vectors(self, asked: Asked, vectors: list[list[float]]) -> None:

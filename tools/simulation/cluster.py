@@ -83,6 +83,7 @@ class Cluster:
             network=self.network,
             process=clients,
             routers=[f"{node.name}:80" for node in self.nodes.values() if node.kind == "router"],
+            workers=[f"{node.name}:80" for node in self.nodes.values() if node.kind in ("prefill", "decode")],
             options=options,
             why_gone=self.why_gone,
         )

@@ -20,6 +20,9 @@ FIRST_WITH_RETURNS = 3000
 FIRST_WITH_HEARTBEATS = 4000
 FIRST_WITH_IMAGES = 5000
 FIRST_WITH_ENCODERS = 6000
+FIRST_WITH_WHOLE = 7000
+FIRST_WITH_TURNS = 8000
+FIRST_WITH_FETCHED_STATES = 9000
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 EARLIER_FAULTS, LATER_FAULTS, PART_FAULTS, ENCODER_FAULTS = map(tuple, _DATA["faults"].values())
 FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, *PART_FAULTS, *ENCODER_FAULTS)
@@ -98,12 +101,14 @@ class Options:
     window: int = 0  # tokens that queries of some layers see; 0: all layers see all
     more_window_pages: int = 0  # than the least
     step_fail_rate: float = 0.0  # of steps that find no memory on their device
+    whole: float = 0.0  # share of requests that their clients send to one worker alone, past the routers
     num_routers: int = 1
     resume_window_s: float = 0.0  # of streams whose clients come again; 0: none do
     most_kept_bytes: int = MAX_KEPT_BYTES  # of these, at a worker
     silence_s: float = 0.4  # more than the slowest links take for a connection, a question and its answer
     heartbeats: bool = False  # workers send the router some over an open stream
     prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
+    prefixes_of_decode: bool = False  # these may be decode workers, which then are told, too
     image_room: int = 0  # tokens of images whose features a worker keeps; 0: the model sees none
     num_encode: int = 0  # encoder workers, which compute these features for prefill workers
     feature_page: int = 1  # tokens whose features are one page of a transfer
@@ -199,13 +204,16 @@ def _faults_of_parts(seed: int, *, followers: bool, returns: bool) -> tuple[str,
 
 
 def _with_options_of_own_streams(seed: int, options: Options) -> Options:
-    may_fetch = seed >= FIRST_WITH_PREFIXES and options.num_prefill > 1
+    of_decode = seed >= FIRST_WITH_TURNS and random.Random(f"{seed}/turns").random() < 0.7
+    may_fetch = of_decode or (seed >= FIRST_WITH_PREFIXES and options.num_prefill > 1)
     return replace(
         options,
         num_tenants=random.Random(f"{seed}/tenants").choice([0, 0, 1, 2]),
         host_memory=random.Random(f"{seed}/rows").random() < 0.6,
         heartbeats=seed >= FIRST_WITH_HEARTBEATS and random.Random(f"{seed}/heartbeats").random() < 0.7,
+        whole=random.Random(f"{seed}/whole").choice([0.0, 0.2, 0.5]) if seed >= FIRST_WITH_WHOLE else 0.0,
         prefix_fetch=may_fetch and random.Random(f"{seed}/prefixes").random() < 0.7,
+        prefixes_of_decode=of_decode,
     )
 
 
@@ -232,7 +240,7 @@ def _with_groups(seed: int, options: Options) -> Options:
         kv_units=1,
         stages=(1, 1),
         host_pages=0,
-        prefix_fetch=False,
+        prefix_fetch=options.prefix_fetch and seed >= FIRST_WITH_FETCHED_STATES,
         chunk=-(-options.chunk // GRID) * GRID if states else options.chunk,
         state_slots=(draw.choice([4, 8, 16]), draw.choice([2, 4, 10])) if states else (0, 0),
         window=draw.choice([1, 3, 6, 11]) if windows else 0,

@@ -11,7 +11,7 @@ from disagg.metadata import ROW
 from engine.assembly.core import CoreConfig, MemoryParts, build_core
 from engine.core.estimates import RatioRule
 from engine.core.mem_cache.backups import CopySize
-from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache, TierRoom
 from engine.core.mem_cache.image_cache import ImageCache
 from engine.core.mem_cache.page_allocator import KVIdentity, PageAllocator
 from engine.core.mem_cache.state_slots import StateSlots
@@ -55,7 +55,7 @@ class Surroundings:
     find: Callable[[str], Process | None]
     bootstrap_of: Callable[[str], SimBootstrap | None]
     shared_bootstrap: str | None
-    prefix_sources: dict[str, KVSource] = field(default_factory=dict)  # of the last life of each prefill node
+    prefix_sources: dict[str, KVSource] = field(default_factory=dict)  # of the last life of each node
 
     def reach(self, node: str, address: str) -> bool:
         return self.network.reachable(node, address.partition(":")[0])
@@ -125,7 +125,10 @@ def _pool_of(kind: str, base: int, items: PageAllocator, item_bytes: int) -> tup
 
 def make_states(options: Options, *, decodes: bool) -> StateSlots | None:
     slots = options.state_slots[decodes]
-    return StateSlots(num_slots=slots, grid=GRID, keeps_snapshots=not decodes) if slots else None
+    if not slots:
+        return None
+    lends = options.prefix_fetch
+    return StateSlots(num_slots=slots, grid=GRID, keeps_snapshots=lends or not decodes, peers_write=lends)
 
 
 def make_windows(options: Options, *, decodes: bool) -> WindowPages | None:
@@ -153,7 +156,7 @@ def make_scheduler(
     states: StateSlots | None,
     windows: WindowPages | None,
 ) -> Scheduler:
-    host = None if decodes or not options.host_pages else _host_tier(options)
+    host = _host_tier(options) if options.host_pages else None
     images = ImageCache(max_bytes=options.image_room, token_bytes=1) if options.image_room else None
     room = options.backup_pages if decodes and options.resume == "host" else 0
     core = CoreConfig(
@@ -183,7 +186,8 @@ def _host_tier(options: Options) -> HostCache:
     identity = KVIdentity(
         layout="simulated", dtype="hash", page_size=size, page_bytes=size * SLOT_BYTES, model="hash", weights="w0"
     )
-    return HostCache(num_pages=options.host_pages, identity=identity, ahead_pages=options.host_pages // 4)
+    room = TierRoom(options.host_pages, ahead=options.host_pages // 4)
+    return HostCache(room=room, identity=identity)
 
 
 class SimPool:

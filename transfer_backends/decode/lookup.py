@@ -227,7 +227,7 @@ class PrefillFinder:
             self.seek(room, now_s)
 
     def _on_shared(self, bootstrap: str, number: int, now_s: float) -> None:
-        """Mark the server as shared: waiting rooms need their own look-ups."""
+        """Waiting rooms need their own look-ups."""
         waiting = [] if bootstrap in self._shared else self._seekers(bootstrap, None)
         _remember(self._shared, bootstrap, None)
         for room in waiting:

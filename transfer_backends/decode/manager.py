@@ -111,7 +111,6 @@ class DecodeCore:
 
     @property
     def rests(self) -> bool:
-        """Only heartbeats are due."""
         return not len(self.rooms) and self.peers.rests
 
     def open(

@@ -7,7 +7,7 @@ Decode does not return to a dead incarnation until `DEAD_S` later: a firewall ma
 port.
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from transfer_backends.decode.lookup import Connections
 from transfer_backends.decode.rooms import PrefillPeer
@@ -27,25 +27,19 @@ class Prove:
     control: str
 
 
+@dataclass(eq=False)
 class Proofs:
-    """`ended`: dead incarnations, and until when they are remembered."""
+    """`is_apart`: this worker's ranks have several addresses."""
 
-    def __init__(
-        self,
-        peers: PeerTable[PrefillPeer],
-        connections: Connections,
-        *,
-        settle_s: float,
-        resend_s: float,
-        is_apart: bool = False,
-    ) -> None:
-        """`is_apart`: this worker's ranks have several addresses."""
-        self._peers = peers
-        self._effects = peers.effects
-        self._connections = connections
-        self._settle_s = settle_s
-        self._resend_s = resend_s
-        self._is_apart = is_apart
+    peers: PeerTable[PrefillPeer]
+    connections: Connections
+    _: KW_ONLY
+    settle_s: float
+    resend_s: float
+    is_apart: bool = False
+
+    def __post_init__(self) -> None:
+        self._effects = self.peers.effects
         self._ran = RunningTime()
         self.ended: dict[str, float] = {}
 
@@ -62,14 +56,14 @@ class Proofs:
         """Drop a peer that never registered us; start a proof for others."""
         self._effects.counters["sessions_lost"] += 1
         if not peer.marks:
-            self._connections.drop(peer)
+            self.connections.drop(peer)
             self._effects.queue.append(Prove(peer.incarnation, (UNMARKED,), peer.route.control))
             return
-        self._connections.disconnect(peer)
+        self.connections.disconnect(peer)
         peer.proof.plan(now_s)
 
     def on_proof(self, incarnation: str, proof: Liveness, now_s: float) -> None:
-        peer = self._peers.get(incarnation)
+        peer = self.peers.get(incarnation)
         if proof is Liveness.DEAD and (peer is None or not peer.live):  # otherwise the proof came late
             self.bury(incarnation, now_s)
         if peer is None or not peer.lost or peer.settled_at_s is not None:
@@ -77,11 +71,11 @@ class Proofs:
         if proof is Liveness.DEAD:
             # Its kernel may resend its last bytes after an outage as long as the time so far.
             # Nothing is known of paths between machines other than the leaders'.
-            is_apart = self._is_apart or are_apart(peer.marks, peer.route.control)
-            outage_s = self._resend_s if is_apart else min(now_s - peer.heartbeat.message_at_s, self._resend_s)
-            peer.settled_at_s = self._ran.at(now_s) + max(self._settle_s, outage_s)
+            is_apart = self.is_apart or are_apart(peer.marks, peer.route.control)
+            outage_s = self.resend_s if is_apart else min(now_s - peer.heartbeat.message_at_s, self.resend_s)
+            peer.settled_at_s = self._ran.at(now_s) + max(self.settle_s, outage_s)
         elif proof is Liveness.ALIVE:
-            self._connections.connect(peer, now_s)
+            self.connections.connect(peer, now_s)
         else:
             peer.proof.plan(now_s)
 
@@ -96,9 +90,9 @@ class Proofs:
     def tick(self, now_s: float) -> list[PrefillPeer]:
         """Request due proofs; drop and return dead peers whose bytes have settled."""
         self._ran.tick(now_s)
-        dead = [peer for peer in self._peers if peer.lost and self._is_settled(peer, now_s)]
+        dead = [peer for peer in self.peers if peer.lost and self._is_settled(peer, now_s)]
         for peer in dead:
-            self._connections.drop(peer)
+            self.connections.drop(peer)
         return dead
 
     def _is_settled(self, peer: PrefillPeer, now_s: float) -> bool:

@@ -9,7 +9,7 @@ past `drain_timeout_s` counts as stuck.
 
 from collections import Counter
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -152,25 +152,19 @@ class LookUpLine:
 MAX_PENDING_ABORTS = 4096  # rooms aborted before prefill was found; the oldest beyond it are forgotten
 
 
+@dataclass(eq=False)
 class DecodeRooms(RoomTable[DecodeRoom]):
-    def __init__(
-        self,
-        peers: PeerTable[PrefillPeer],
-        line: LookUpLine,
-        *,
-        args: KVArgs,
-        land_row: Callable[[int, bytes], None],
-        handshake_timeout_s: float,
-        drain_timeout_s: float,
-    ) -> None:
+    peers: PeerTable[PrefillPeer]
+    line: LookUpLine
+    _: KW_ONLY
+    args: KVArgs
+    land_row: Callable[[int, bytes], None]
+    handshake_timeout_s: float
+    drain_timeout_s: float
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._land_row = land_row
         self.num_exposed = 0
-        self._peers = peers
-        self._line = line
-        self._args = args
-        self._handshake_timeout_s = handshake_timeout_s
-        self._drain_timeout_s = drain_timeout_s
         self._pending_aborts: dict[RoomKey, None] = {}  # closed rooms still in search of their prefill worker
 
     def of(self, peer: PrefillPeer) -> list[DecodeRoom]:
@@ -185,7 +179,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     def open(
         self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
     ) -> DecodeRoom:
-        deadline_s = now_s + self._handshake_timeout_s
+        deadline_s = now_s + self.handshake_timeout_s
         opened = DecodeRoom((room, room_attempt), bootstrap, deadline_s, recomputes=room_attempt > 0, route=route)
         self.add(opened)
         return opened
@@ -200,30 +194,30 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         if state is not KVPoll.WaitingForInput or room.num_pages is not None:
             raise IllegalTransition(f"room {key}: provide in {state.name}, or twice")
         pages = np.asarray(given.pages, dtype=np.int64)
-        if len(pages) and not (pages.min() >= 0 and pages.max() < self._args.num_pages):
-            raise ValueError(f"room {key}: a page is outside the pool of {self._args.num_pages}")
-        if not 0 <= metadata_row < self._args.aux.num_items:
-            raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self._args.aux.num_items - 1}")
+        if len(pages) and not (pages.min() >= 0 and pages.max() < self.args.num_pages):
+            raise ValueError(f"room {key}: a page is outside the pool of {self.args.num_pages}")
+        if not 0 <= metadata_row < self.args.aux.num_items:
+            raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self.args.aux.num_items - 1}")
         items = [np.asarray(ids, dtype=np.int64) for ids in given.tail]
-        if len(items) != len(self._args.pools):
-            raise ValueError(f"room {key}: items of {len(items)} pools, there are {len(self._args.pools)}")
-        for number, (pool, ids) in enumerate(zip(self._args.pools, items, strict=True)):
-            if len(ids) and not (ids.min() >= 0 and ids.max() < self._args.num_items(number)):
-                raise ValueError(f"room {key}: an item of {pool.kind} is outside its {self._args.num_items(number)}")
+        if len(items) != len(self.args.pools):
+            raise ValueError(f"room {key}: items of {len(items)} pools, there are {len(self.args.pools)}")
+        for number, (pool, ids) in enumerate(zip(self.args.pools, items, strict=True)):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self.args.num_items(number)):
+                raise ValueError(f"room {key}: an item of {pool.kind} is outside its {self.args.num_items(number)}")
         packed = tuple(pack_ids(ids) for ids in items)
         assert room.peer is not None
         room.num_pages, room.metadata_row = len(pages), metadata_row
         room.partial = work is not None and work.cached
         room.progress_at_s = now_s
         self.expose(room, True)
-        where = (*self._peers.address(room.peer), *key, pack_ids(pages), metadata_row)
+        where = (*self.peers.address(room.peer), *key, pack_ids(pages), metadata_row)
         if work is None:
-            self._peers.send(room.peer, TransferInfo(*where, given.skip_pages, packed))
+            self.peers.send(room.peer, TransferInfo(*where, given.skip_pages, packed))
         else:
             tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
             about = (given.skip_pages, work.priority, work.share, work.namespace)
             wanted = Recompute(*where, tokens, *about, packed, work.cached, work.images)
-            self._peers.send(room.peer, wanted)
+            self.peers.send(room.peer, wanted)
 
     def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:
         if not room.final:
@@ -246,24 +240,24 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     def succeed(self, room: DecodeRoom, row: bytes, *, num_pages: int) -> None:
         room.written_pages = num_pages  # first: a handle that reads Success reads this without the lock
         if row:
-            self._land_row(room.metadata_row, row)
+            self.land_row(room.metadata_row, row)
         self.move(room, KVPoll.Success)
-        self._peers.effects.counters["succeeded"] += 1
+        self.peers.effects.counters["succeeded"] += 1
 
     def misfit(self, room: DecodeRoom, *, num_pages: int, row: bytes) -> str | None:
         """An error if they do not fit."""
         assert room.num_pages is not None
         if num_pages != room.num_pages and not (room.partial and num_pages < room.num_pages):
             return f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"
-        if len(row) not in (0, self._args.aux.item_bytes):
-            return f"prefill sent a metadata row of {len(row)} bytes, not {self._args.aux.item_bytes}"
+        if len(row) not in (0, self.args.aux.item_bytes):
+            return f"prefill sent a metadata row of {len(row)} bytes, not {self.args.aux.item_bytes}"
         return None
 
     def fail(self, room: DecodeRoom, reason: str, now_s: float, *, report: bool = True) -> None:
         room.reason = reason  # first: a handle that reads Failed reads this without the lock
         self.move(room, KVPoll.Failed)
-        self._peers.effects.counters["failed"] += 1
-        room.stuck_at_s = now_s + self._drain_timeout_s
+        self.peers.effects.counters["failed"] += 1
+        room.stuck_at_s = now_s + self.drain_timeout_s
         if report and room.peer is not None:
             self.report_abort(room, room.peer)
 
@@ -277,7 +271,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     def send_abort(self, peer: PrefillPeer, key: RoomKey, reason: str) -> None:
         room = self.get(key)
         write_try = 0 if room is None else room.write_try
-        self._peers.send(peer, Abort(*self._peers.address(peer), *key, clip(reason), write_try))
+        self.peers.send(peer, Abort(*self.peers.address(peer), *key, clip(reason), write_try))
 
     def expose(self, room: DecodeRoom, exposed: bool) -> None:
         self.num_exposed += int(exposed) - int(room.exposed)
@@ -292,10 +286,10 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     def forget(self, room: DecodeRoom) -> None:
         super().forget(room)
         self._pending_aborts.pop(room.key, None)
-        self._line.leave(room.bootstrap, room.key)
+        self.line.leave(room.bootstrap, room.key)
 
     def check(self) -> None:
-        self._line.check(self._rooms)
+        self.line.check(self._rooms)
         assert sum(room.exposed for room in self) == self.num_exposed, "count of exposed rooms is off"
         for key in self._pending_aborts:
             assert key in self._rooms and self._rooms[key].closed, f"room {key}: a pending abort, and it is not closed"

@@ -16,14 +16,15 @@ def set_defaults(settings: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def defaults_inside(settings: Mapping[str, str]) -> Iterator[None]:
-    """For a library that reads them once."""
-    added = [name for name in settings if name not in os.environ]
-    set_defaults(settings)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    """For a library that reads them once; one thread after another."""
+    with _changing:
+        added = [name for name in settings if name not in os.environ]
+        set_defaults(settings)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
 
 
 @contextlib.contextmanager
@@ -40,7 +41,7 @@ def quiet(*fds: int) -> Iterator[None]:
                 _unsilence(fd)
 
 
-_lock = threading.Lock()
+_lock, _changing = threading.Lock(), threading.Lock()
 _blocks: dict[int, tuple[int, int]] = {}  # by file descriptor: (copy of the original, number of silencing blocks)
 
 

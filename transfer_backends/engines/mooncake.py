@@ -1,6 +1,6 @@
 """Mooncake transfer engine over TCP. RDMA and NVLink have never been run.
 
-Measured behaviour decides its use:
+Measured:
 
 - Batch calls report completion while writes land, so pieces are submitted and checked singly. DONE
   is exact; a FAILED piece may land later (seen 0.6 s after a network recovered).
@@ -51,14 +51,15 @@ class MooncakeOp:
     failed: bool
 
 
-def import_mooncake() -> Any:
+def import_mooncake(module: str = "mooncake.engine") -> Any:
+    """Raises BackendUnavailable."""
     try:
-        return importlib.import_module("mooncake.engine")
+        return importlib.import_module(module)
     except (ImportError, OSError) as error:
         torch = installed_torch()  # a wheel for another CUDA cannot be imported
         providers = "" if torch_cuda_major(torch) is None else " ibverbs-providers"
         raise BackendUnavailable(
-            "transfer backend mooncake: its library cannot be imported; install it with: "
+            "mooncake: its library cannot be imported; install it with: "
             f"pip install {wheel_of(MOONCAKE, torch)} (for torch {torch}) and "
             f"apt-get install libibverbs1 libnuma1 libcurl4{providers} ({error})"
         ) from None

@@ -1,6 +1,6 @@
 """NIXL over UCX: shared memory or CMA on one host, TCP between hosts. RDMA and CUDA IPC never ran.
 
-Measured behaviour decides its use:
+Measured:
 
 - No progress thread (it spins on a core): the target polls `progress`, the initiator its
   operations.

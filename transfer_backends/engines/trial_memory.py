@@ -3,7 +3,6 @@
 import ctypes
 import importlib.util
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -14,17 +13,10 @@ HOST_BYTES = 4 << 20  # a millisecond over CMA, a few over TCP
 GPU_BYTES = 64 << 20  # 0.2 ms over NVLink
 
 
-class GpuAllocator(Protocol):
-    """Interface of `CudaContext` and `FabricMemory`."""
-
-    def allocate(self, size_bytes: int) -> int: ...
-    def free(self, address: int) -> None: ...
-
-
 class TrialMemory:
     """Touched once to keep page faults out of measurements."""
 
-    def __init__(self, device: int | None, memory: GpuAllocator | None) -> None:
+    def __init__(self, device: int | None, memory: "CudaContext | FabricMemory | None") -> None:
         """Raises `BackendUnavailable`."""
         self._memory = memory
         if memory is not None:

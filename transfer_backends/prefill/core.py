@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import ABORTED_BY_DECODE, Caps, KVArgs, RecomputeRequest, TransferConfig, Work
+from transfer_backends.contract import (
+    ABORTED_BY_DECODE,
+    NO_PREFIXES,
+    Caps,
+    KVArgs,
+    PeerWork,
+    RecomputeRequest,
+    TransferConfig,
+    Work,
+)
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.inbox import Inbox, Offer, Post
 from transfer_backends.prefill.paths import DecodePeer, Paths, PeerAdmission
@@ -25,15 +34,17 @@ from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, R
 
 # ---- messages of decode workers about rooms: pages, recomputation, aborts
 
+NO_PROMPTS = "this is a decode worker: it computes no prompts"
+
 
 class Offers:
     """Handlers; each raises `PeerProtocolError`, changing nothing."""
 
-    def __init__(self, rooms: PrefillRooms, inbox: Inbox, paths: Paths, *, computes: bool) -> None:
+    def __init__(self, rooms: PrefillRooms, inbox: Inbox, paths: Paths, *, takes: PeerWork) -> None:
         self._rooms = rooms
         self._inbox = inbox
         self._paths = paths
-        self._computes = computes
+        self._takes = takes
 
     def on_transfer_info(self, peer: DecodePeer, message: TransferInfo, now_s: float) -> None:
         key = (message.room, message.attempt)
@@ -58,8 +69,8 @@ class Offers:
         key = (message.room, message.attempt)
         with self._rejecting(peer, key):
             offer, request = _offer_of(peer, message), _request_of(message)
-        if not self._computes:
-            self._rooms.reject(peer, key, "this is a decode worker: it computes no prompts")
+        if (PeerWork.PREFIXES if message.cached else PeerWork.PROMPTS) not in self._takes:
+            self._rooms.reject(peer, key, NO_PREFIXES if message.cached else NO_PROMPTS)
             return
         known = self._rooms.get(key) or self._inbox.tombstone(key) or self._inbox.owner(key)
         if known is not None:
@@ -257,9 +268,8 @@ class PrefillCore:
         kv_args: KVArgs,
         caps: Caps,
         config: TransferConfig,
-        computes: bool = True,
+        takes: PeerWork = PeerWork.ANY,
     ) -> None:
-        """`computes`: accept recompute requests."""
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
         self.paths = Paths(self.peers, settle_s=caps.settle_s, resend_s=caps.resend_s)
         self.admission = PeerAdmission(
@@ -281,7 +291,7 @@ class PrefillCore:
         )
         self._config = config
         self._next_scan_s = 0.0
-        offers = Offers(self.rooms, self.inbox, self.paths, computes=computes)
+        offers = Offers(self.rooms, self.inbox, self.paths, takes=takes)
         self._handlers: dict[type, Callable[[DecodePeer, Any, float], None]] = {
             TransferInfo: offers.on_transfer_info,
             Recompute: offers.on_recompute,
@@ -301,7 +311,6 @@ class PrefillCore:
 
     @property
     def rests(self) -> bool:
-        """Only heartbeats are due."""
         if len(self.rooms) or len(self.inbox) or self.wants_driver or not self.peers.rests:
             return False
         return self.outbox.num_inflight == 0 and all(peer.path.rests for peer in self.peers)

@@ -207,7 +207,7 @@ def plan_ops(
     planned = [(part, part.size_bytes) for part in parts]
     for beside in path.side_shards if chunk.tail else ():
         here, there = chunk.tail[beside.pool], offer.tail[beside.pool]
-        pieces = beside.plan(here, there, max_piece_bytes=caps.max_piece_bytes)
+        pieces = beside.plan(here, there[: len(here)], max_piece_bytes=caps.max_piece_bytes)
         parts = batches(pieces, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
         planned += [(part, 0) for part in parts]
     if chunk.metadata_row is not None and chunk.row is None:

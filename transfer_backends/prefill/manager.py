@@ -5,12 +5,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_backends.contract import Clock, KVArgs, OpState, PeerPath, RecomputeRequest, SourcePages, TransferConfig
+from transfer_backends.contract import (
+    Clock,
+    KVArgs,
+    OpState,
+    PeerPath,
+    PeerWork,
+    RecomputeRequest,
+    SourcePages,
+    TransferConfig,
+)
 from transfer_backends.control_thread import CLOSE_S, ControlThread
 from transfer_backends.engines.rank_engines import RankEngines
 from transfer_backends.environment import THIS_MACHINE, Environment
@@ -48,26 +58,21 @@ class Running(NamedTuple):
     op: Any
 
 
+@dataclass(eq=False, kw_only=True)
 class EngineDriver:
-    """Polls frequently while operations end, and less and less otherwise."""
+    """Polls frequently while operations end, and less and less otherwise.
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        of_ranks: Engine,
-        core: PrefillCore,
-        trials: Trials,
-        locked: Callable[[], AbstractContextManager[float]],
-        layers: LayerClock | None = None,
-    ) -> None:
-        """`of_ranks` serves peers with several pairs of ranks; `locked()` yields the time."""
-        self.trials = trials
-        self._layers = layers
-        self._engine = engine
-        self._of_ranks = of_ranks
-        self._core = core
-        self._locked = locked
+    `of_ranks` serves peers with several pairs of ranks; `locked()` yields the time.
+    """
+
+    engine: Engine
+    of_ranks: Engine
+    core: PrefillCore
+    trials: Trials
+    locked: Callable[[], AbstractContextManager[float]]
+    layers: LayerClock | None = None
+
+    def __post_init__(self) -> None:
         self._peers: dict[str, Connected] = {}
         self._running: list[Running] = []
         self._dropping: list[str] = []
@@ -109,14 +114,14 @@ class EngineDriver:
         if moved:
             self._naps = 0
             return
-        if not self._running and not (self._layers is not None and self._layers.ticking):
+        if not self._running and not (self.layers is not None and self.layers.ticking):
             self._event.wait(IDLE_S)
             return
         self._naps += 1
-        longest_s = self._engine.caps.longest_nap_s if self._running else LONG_BACKOFF_S
+        longest_s = self.engine.caps.longest_nap_s if self._running else LONG_BACKOFF_S
         nap_s = min(FIRST_BACKOFF_S * 2 ** min(self._naps, 10), longest_s)
-        if self._core.outbox.window_full:  # polls take a core from the engine's threads, and nothing has ended yet
-            nap_s = max(nap_s, self._engine.caps.full_window_s)
+        if self.core.outbox.window_full:  # polls take a core from the engine's threads, and nothing has ended yet
+            nap_s = max(nap_s, self.engine.caps.full_window_s)
         self._event.wait(STALE_BACKOFF_S if self._naps > STALE_AFTER_BACKOFFS else nap_s)
 
     @property
@@ -125,13 +130,13 @@ class EngineDriver:
 
     def step(self) -> bool:
         """True if something moved."""
-        with self._locked() as now_s:
-            if self._layers is not None:
-                self._core.outbox.on_progress(self._layers.progress(), now_s)
+        with self.locked() as now_s:
+            if self.layers is not None:
+                self.core.outbox.on_progress(self.layers.progress(), now_s)
             self._request_polls(now_s)
-            commands = list(self._core.paths.commands)
-            self._core.paths.commands.clear()
-            posts = self._core.outbox.next_posts(now_s)
+            commands = list(self.core.paths.commands)
+            self.core.paths.commands.clear()
+            posts = self.core.outbox.next_posts(now_s)
         for command in commands:
             self._execute(command)
         self._post(posts)
@@ -140,9 +145,9 @@ class EngineDriver:
         return moved or bool(posts or commands)
 
     def _request_polls(self, now_s: float) -> None:
-        if self._engine.caps.target_must_poll:
+        if self.engine.caps.target_must_poll:
             for incarnation in dict.fromkeys(running.task.incarnation for running in self._running):
-                self._core.paths.on_pending(incarnation, now_s)
+                self.core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
         """Start posts; a refusal ends later ones of its try."""
@@ -167,7 +172,7 @@ class EngineDriver:
         try:
             if command.incarnation not in self._peers:
                 self.trials.before_connect(command.incarnation)
-                engine = self._of_ranks if command.of_ranks else self._engine
+                engine = self.of_ranks if command.of_ranks else self.engine
                 peer = engine.connect(command.incarnation, command.descriptor)
                 self._peers[command.incarnation] = Connected(engine, peer)
         except Exception as error:
@@ -207,7 +212,6 @@ class EngineDriver:
         return bool(ended)
 
     def _after_probe(self, task: Task, ok: bool) -> tuple[Task, bool] | None:
-        """Start the trial write, or return what ended."""
         if not ok or not isinstance(task, ConnectPeer):
             return task, ok
         try:
@@ -233,19 +237,19 @@ class EngineDriver:
                 self._disconnect(task.incarnation)
             elif isinstance(task, Trial):
                 self.trials.end(task)
-        with self._locked() as now_s:
+        with self.locked() as now_s:
             for task, ok in tasks:
                 self._report(task, ok=ok, error=error, now_s=now_s)
 
     def _report(self, task: Task, *, ok: bool, error: str, now_s: float) -> None:
         if isinstance(task, Post):
-            self._core.completions.on_op_final(task, ok=ok, error=error, now_s=now_s)
+            self.core.completions.on_op_final(task, ok=ok, error=error, now_s=now_s)
         elif isinstance(task, FencePeer):
-            self._core.completions.on_fenced(task.incarnation, ok=ok, now_s=now_s)
+            self.core.completions.on_fenced(task.incarnation, ok=ok, now_s=now_s)
         elif ok:
-            self._core.admission.on_connected(task.incarnation, now_s)
+            self.core.admission.on_connected(task.incarnation, now_s)
         else:
-            self._core.admission.on_connect_failed(task.incarnation, error, now_s)
+            self.core.admission.on_connect_failed(task.incarnation, error, now_s)
 
     def _drop_quiet(self) -> None:
         if self._dropping:
@@ -281,12 +285,9 @@ class PrefillManager:
         environment: Environment = THIS_MACHINE,
         layers: LayerClock | None = None,
         followers: Sequence[ProcessMark] = (),
-        computes: bool = True,
+        takes: PeerWork = PeerWork.ANY,
     ) -> None:
-        """`layers` opens gates, calling `wake_sender`; `engine` serves `followers`, too.
-
-        `computes` is False for a decode worker, which sends the KV of requests that leave it.
-        """
+        """`layers` opens gates, calling `wake_sender`; `engine` serves `followers`, too."""
         self.incarnation = environment.incarnation()
         self._engine = engine
         engine.register(engine.caps.carried(kv_args))
@@ -297,7 +298,7 @@ class PrefillManager:
             kv_args=kv_args,
             caps=engine.caps,
             config=config,
-            computes=computes,
+            takes=takes,
         )
         port = environment.listen(config.control_host, config.control_port, secret=config.secret)
         self._read_row = partial(environment.read_item, kv_args.aux)

@@ -15,7 +15,7 @@ ranks share one path, and its failures.
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import combinations
@@ -106,7 +106,6 @@ class Path:
 
     @property
     def descriptor(self) -> bytes:
-        """Bytes that the engine, or `RankEngines`, connects to."""
         ranks = self.memory.ranks
         return (
             pack_descriptors(pairs_of([*self.shards, *self.side_shards]), ranks)
@@ -204,7 +203,6 @@ class Paths:
             path.lands_until_s = min(path.lands_until_s, self._ran.at(now_s) + wait_s)
 
     def on_op_final(self, peer: DecodePeer, pieces: Pieces, *, ok: bool, now_s: float) -> None:
-        """After a failed operation, fence once the last has ended."""
         path = peer.path
         path.on_final(pieces, ok=ok, now_s=now_s)
         if not ok and path.state is PathState.OPEN:
@@ -255,7 +253,6 @@ class Paths:
         return settled, landed
 
     def drained(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
-        """Report `Drained` once nothing can land in the room's pages."""
         landing = peer.path.landing
         if key in landing:
             landing[key] = max(write_try, landing[key] or 0)
@@ -270,7 +267,6 @@ class Paths:
                 self.drained(peer, key, write_try)
 
     def retire(self, peer: DecodePeer) -> None:
-        """Drop a lost peer once its path is quiet."""
         if peer in self._peers and peer.lost and peer.path.quiet:
             self.drop(peer)
 
@@ -290,54 +286,49 @@ MAX_ITEMS = 1 << 31  # page ids are int32
 REFUSED_AT = 0.8  # share of the handshake timeout: the reason arrives before decode gives up
 
 
+@dataclass(eq=False)
 class PeerAdmission:
     """Admits a peer once the engine has reached its memory."""
 
-    def __init__(
-        self,
-        peers: PeerTable[DecodePeer],
-        paths: Paths,
-        *,
-        marks: tuple[ProcessMark, ...],
-        kv_args: KVArgs,
-        backend: str,
-        handshake_timeout_s: float,
-    ) -> None:
-        self._peers = peers
-        self._paths = paths
-        self._marks = marks
-        self._kv_args = kv_args
-        self._layout = layout_of(kv_args, backend=backend)
-        self._handshake_timeout_s = handshake_timeout_s
+    peers: PeerTable[DecodePeer]
+    paths: Paths
+    _: KW_ONLY
+    marks: tuple[ProcessMark, ...]
+    kv_args: KVArgs
+    backend: InitVar[str]
+    handshake_timeout_s: float
+
+    def __post_init__(self, backend: str) -> None:
+        self._layout = layout_of(self.kv_args, backend=backend)
 
     def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
         """A peer known from an earlier link, whose transfers are lost."""
-        if message.dst not in ("", self._peers.incarnation):
+        if message.dst not in ("", self.peers.incarnation):
             self.refuse(link, message.src, "the prefill worker was restarted", stale=True)
             return None
         reason = self._objection(link, message)
         if reason is not None:
             self.refuse(link, message.src, reason)
             return None
-        known = self._peers.get(message.src)
+        known = self.peers.get(message.src)
         if known is None:
             self._admit(link, message, now_s)
             return None
-        self._peers.join(known, link)
+        self.peers.join(known, link)
         known.heartbeat.on_message(now_s)
         if known.registered:
             self._welcome(known)
         return known
 
     def refuse(self, link: Link, dst: str, reason: str, *, stale: bool = False) -> None:
-        self._peers.effects.counters["refused"] += 1
-        self._peers.effects.queue.append(Send(link, Refused(self._peers.incarnation, dst, clip(reason), stale)))
+        self.peers.effects.counters["refused"] += 1
+        self.peers.effects.queue.append(Send(link, Refused(self.peers.incarnation, dst, clip(reason), stale)))
 
     def on_connected(self, incarnation: str, now_s: float) -> None:
         peer = self._connecting(incarnation)
         if peer is None:
             return
-        self._paths.on_connected(peer, now_s)
+        self.paths.on_connected(peer, now_s)
         if not peer.registered:
             peer.registered = True
             self._welcome(peer)
@@ -346,56 +337,56 @@ class PeerAdmission:
         peer = self._connecting(incarnation)
         if peer is None:
             return
-        self._peers.effects.counters["connect_failures"] += 1
+        self.peers.effects.counters["connect_failures"] += 1
         peer.path.error = error
         peer.path.reconnect.plan(now_s)
 
     def tick(self, now_s: float) -> None:
-        overdue = [peer for peer in self._peers if not peer.registered and now_s >= peer.deadline_s]
+        overdue = [peer for peer in self.peers if not peer.registered and now_s >= peer.deadline_s]
         for peer in overdue:
             if peer.link is not None:
                 self.refuse(peer.link, peer.incarnation, f"prefill cannot reach decode's memory: {peer.path.error}")
-            self._paths.drop(peer)
+            self.paths.drop(peer)
 
     def _connecting(self, incarnation: str) -> DecodePeer | None:
-        peer = self._peers.get(incarnation)
+        peer = self.peers.get(incarnation)
         return peer if peer is not None and peer.path.state is PathState.CONNECTING else None
 
     def _objection(self, link: Link, message: Register) -> str | None:
-        holder = self._peers.by_link(link)
+        holder = self.peers.by_link(link)
         if holder is not None and holder.incarnation != message.src:
             return "this connection belongs to another decode worker"  # joining it would leave that peer without a link
         if message.layout != self._layout:
             return layout_conflict(self._layout, message.layout, me="prefill", them="decode")
-        mine, theirs = self._kv_args.aux.item_bytes, message.aux.item_bytes
+        mine, theirs = self.kv_args.aux.item_bytes, message.aux.item_bytes
         if theirs != mine:
             return f"bytes of a metadata row differ: prefill has {mine}, decode has {theirs}"
         regions = [[rank.kv, *(pool.region for pool in rank.pools)] for rank in message.ranks]
         regions[0].append(message.aux)
         if not all(_is_mapped(region) for of_rank in regions for region in of_rank):
             return "a region of memory does not fit into an address space"
-        reason = misfit(self._kv_args, message.ranks) or side_misfit(self._kv_args, message.ranks)
+        reason = misfit(self.kv_args, message.ranks) or side_misfit(self.kv_args, message.ranks)
         if reason is not None:
             return reason
         if any(_overlap(one, other) for of_rank in regions for one, other in combinations(of_rank, 2)):
             return "the regions of pages, of metadata rows and of pools overlap"
-        if self._peers.get(message.src) is None and self._peers.is_full:
-            return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"
+        if self.peers.get(message.src) is None and self.peers.is_full:
+            return f"prefill has {len(self.peers)} decode workers, more than it may (max_peers)"
         return None
 
     def _admit(self, link: Link, message: Register, now_s: float) -> None:
         peer = DecodePeer(
             message.src,
-            self._peers.heartbeat(now_s),
-            deadline_s=now_s + REFUSED_AT * self._handshake_timeout_s,
-            path=Path.to(message, self._kv_args, turn=crc32(message.src.encode())),
+            self.peers.heartbeat(now_s),
+            deadline_s=now_s + REFUSED_AT * self.handshake_timeout_s,
+            path=Path.to(message, self.kv_args, turn=crc32(message.src.encode())),
         )
-        self._peers.add(peer)
-        self._peers.join(peer, link)
-        self._paths.connect(peer)
+        self.peers.add(peer)
+        self.peers.join(peer, link)
+        self.paths.connect(peer)
 
     def _welcome(self, peer: DecodePeer) -> None:
-        self._peers.send(peer, Registered(*self._peers.address(peer), self._marks))
+        self.peers.send(peer, Registered(*self.peers.address(peer), self.marks))
 
 
 def _is_mapped(region: Region) -> bool:

@@ -9,6 +9,7 @@
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from operator import le
 
 from transfer_backends.contract import NOTHING_YET, Caps, KVArgs, Progress
 from transfer_backends.prefill.inbox import Chunk, Inbox, Offer, Post, num_groups, num_open, plan_ops
@@ -80,12 +81,16 @@ class PrefillRoom(Room):
         assert self.offer is not None
         needed, given = self.queued_pages - self.offer.skip_pages, len(self.offer.pages)
         enough = needed <= given if self.offer.partial or not self.all_queued else needed == given
-        if enough and (not self.all_queued or _counts(self.tail) == _counts(self.offer.tail)):
+        if enough and (not self.all_queued or self._fits_extra(self.offer)):
             return None
         if enough:
             return f"decode gave {_counts(self.offer.tail)} items beside pages, prefill has {_counts(self.tail)}"
         word = "at least " * (not self.all_queued)
         return f"decode gave {given} pages, prefill has {word}{needed}: the two prompts differ"
+
+    def _fits_extra(self, offer: Offer) -> bool:
+        mine, given = _counts(self.tail), _counts(offer.tail)
+        return all(map(le, mine, given)) if offer.partial else mine == given
 
     def queue(self, chunk: Chunk) -> None:
         if chunk.writes(self.skip_pages):

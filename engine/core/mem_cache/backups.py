@@ -76,7 +76,6 @@ class Backups(MemoryPart, RetractedKV):
         self.restored_tokens += request.launched_len
 
     def free(self, request: Request) -> None:
-        """Drop the copy of a request that has ended."""
         if request.ended and request in self._copies:
             self._drop(request)
 

@@ -58,7 +58,6 @@ class CacheEvents(TreePart):
     # ---- names and events
 
     def enter(self, node: Node) -> None:
-        """Name the pages of a new leaf."""
         link, before = self._before(node)
         names = page_names(link, _shown(before), _shown(node.key), self._page_size)
         for page, (name, link) in zip(node.pages, names, strict=True):
@@ -67,7 +66,6 @@ class CacheEvents(TreePart):
                 self._links[page] = link
 
     def leave(self, node: Node) -> None:
-        """Forget the names of a removed leaf."""
         for page in node.pages:
             del self._names[page]
             self._links.pop(page, None)
@@ -97,7 +95,6 @@ class CacheEvents(TreePart):
         return None if above is None else self._names[above.pages[-1]]
 
     def _before(self, node: Node) -> tuple[bytes, tuple[int, ...]]:
-        """Link of the last block before `node`, and tokens since."""
         missing = sum(len(above.key) for above in _above(node)) % self._block_size
         tokens: tuple[int, ...] = ()
         for above in _above(node):
@@ -225,7 +222,6 @@ class UsablePrefixes(TreePart):
         return self._events.take()
 
     def _settle_below(self, top: Node) -> None:
-        """Settle nodes whose queries may read pages of `top`."""
         assert self._windows is not None
         reach = self._windows.allocator.pages_for(self._windows.window)
         stack = [(child, reach) for child in top.children.values()]
@@ -236,7 +232,6 @@ class UsablePrefixes(TreePart):
                 stack += [(child, left - len(node.pages)) for child in node.children.values()]
 
     def _settle(self, node: Node) -> None:
-        """Announce and retract pages of `node` and its path."""
         grown, shrunk, at = list[tuple[Node, int, int]](), list[tuple[Node, int, int]](), node
         while True:
             old, new = self._announced.get(at, 0), len(at.pages) if self._below[at] else self._usable(at)
@@ -252,7 +247,6 @@ class UsablePrefixes(TreePart):
             self._events.announce(changed, old, new)
 
     def _count(self, node: Node, by: int) -> Node | None:
-        """Count `node` in its parent; return that, if any."""
         parent = node.parent
         assert parent is not None
         if not parent.pages:
@@ -261,7 +255,6 @@ class UsablePrefixes(TreePart):
         return parent
 
     def _usable(self, node: Node) -> int:
-        """Pages of `node` up to the last usable length."""
         pages = len(node.pages)
         reach = pages if self._windows is None else self._windows.reach(node)
         if self._states is not None and not (node.state and reach == pages):

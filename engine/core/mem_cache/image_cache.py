@@ -33,8 +33,6 @@ Use = tuple[int, int]  # request serial, image number
 
 @dataclass(slots=True, eq=False)
 class _Features:
-    """Features of one image, in `uses` by uncomputed tokens."""
-
     size_bytes: int
     uses: set[Use] = field(default_factory=set)
 

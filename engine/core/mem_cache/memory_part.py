@@ -1,8 +1,7 @@
 """Parts of request memory: hooks called by Memory, the tree and the scheduler.
 
 Parts run in one order (engine/assembly/core.py lists them): host tier, recurrent states, window
-pages, image features, backups. They rely on nothing else of each other. Parts that follow tree nodes
-are TreeParts (radix_cache.py), too.
+pages, image features, backups. Parts that follow tree nodes are TreeParts (radix_cache.py), too.
 
 Planning finds a part by class (`Memory.of`, whose defaults are the classes here), or all parts with
 a hook (`Memory.having`).
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import Inserted, Match
+from engine.core.mem_cache.radix_cache import Inserted, Match, Node
 from engine.core.plan import Phase, Plan
 from engine.core.request import Request
 from engine.messages import FinishReason
@@ -64,6 +63,20 @@ class MemoryPart:
         """Give the tree what belongs to its new pages, `start`..`end` - 1 of the request."""
 
     # ---- ends
+
+    def lend(self, request: Request, match: Match) -> bool:
+        """Note what a peer reads, if there is room."""
+        return True
+
+    def landed_extra(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        """The written part of `tail`."""
+        return self.tail(request, num_tokens)
+
+    def arrange_landed(self, request: Request) -> None:
+        """Place what a peer wrote."""
+
+    def keep_landed(self, request: Request) -> None:
+        """Cache what a peer wrote."""
 
     def free(self, request: Request) -> None:
         """No step of the request is in flight."""
@@ -154,7 +167,6 @@ class RetractedKV:
 
     @property
     def num_pages(self) -> int:
-        """Pages in copies."""
         return 0
 
     def begin(self, request: Request) -> bool:
@@ -211,6 +223,13 @@ class LowerTier:
     def load_ahead(self, request: Request, memory: "Memory", *, earlier: Sequence[Request], most: int) -> None:
         """Load up to `most` pages after a waiting request's cached prefix, as evictable pages."""
 
-    def is_settled(self, pages: Sequence[int]) -> bool:
-        """Check that no planned step still copies `pages` to or from the tier."""
+    def is_settled(self, pages: Sequence[int], *, state: int = 0) -> bool:
+        """Check that no planned step still copies `pages` or `state`."""
         return True
+
+    def on_state(self, node: Node, *, evicted: bool) -> None:
+        """Note that the state of `node` came or goes."""
+
+    def take_state(self) -> int | None:
+        """The host's slot that `open` found."""
+        return None

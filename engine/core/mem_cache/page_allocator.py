@@ -1,13 +1,8 @@
 """Ownership of KV pages: free, held by a request, cached in the radix tree, or quarantined.
 
-        allocate            to_cache
-    FREE ------> HELD ------------> CACHED
-     ^  <------   |                    |
-     |    free    | quarantine         | evict
-     |            v                    |
-     +------- QUARANTINED              |
-     |  end_quarantine                 |
-     +---------------------------------+
+    FREE --allocate--> HELD --to_cache--> CACHED --evict--> FREE
+    HELD --free--> FREE
+    HELD --quarantine--> QUARANTINED --end_quarantine--> FREE
 
 Other transitions assert. A transfer peer may still write a quarantined page.
 """
@@ -136,10 +131,26 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     model: str
     weights: str
+    state_bytes: int = 0
+
+    def bytes_of(self, key: bytes) -> int:
+        return self.state_bytes if is_state(key) else self.page_bytes
 
     def seed(self, adapter: str = "", namespace: tuple[str, ...] = ()) -> bytes:
         """Chain start per adapter load and namespace."""
         return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), adapter, *namespace))).digest()
+
+
+_STATE = b"s"
+
+
+def state_key(page: bytes) -> bytes:
+    """Key of the state at the page's end."""
+    return page + _STATE
+
+
+def is_state(key: bytes) -> bool:
+    return len(key) > hashlib.sha256().digest_size
 
 
 def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:

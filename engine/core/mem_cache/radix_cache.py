@@ -9,7 +9,7 @@ After SGLang's RadixAttention (arXiv:2312.07104).
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core.mem_cache.page_allocator import PageAllocator
@@ -29,50 +29,25 @@ class Branch(NamedTuple):
 TRUNK = Branch()
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Node:
     """Edge tokens `key`, a page per page_size tokens; branch tops have only `branch`."""
 
-    __slots__ = (
-        "branch",
-        "children",
-        "created",
-        "key",
-        "keys",
-        "last_used",
-        "locks",
-        "noted",
-        "pages",
-        "parent",
-        "priority",
-        "serial",
-        "state",
-        "uses",
-        "window",
-    )
-
-    def __init__(
-        self,
-        *,
-        key: tuple[int, ...],
-        pages: list[int],
-        parent: "Node | None",
-        serial: int,
-        branch: Branch | None = None,
-    ) -> None:
-        self.branch = branch
-        self.key = key
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.locks = 0
-        self.created = self.last_used = 0  # by the tree's clock
-        self.noted: Rank | None = None  # its rank in the eviction order
-        self.serial = serial
-        self.keys: list[bytes] = []  # of pages, for lower tiers
-        self.uses = 1  # by requests that computed or read it
-        self.priority = 0  # the highest of these requests
-        self.window: list[int] = []  # parallel to `pages`, 0 if missing (engine/core/mem_cache/window_pages.py)
-        self.state = 0  # recurrent state slot at the node's end (engine/core/mem_cache/state_slots.py)
+    key: tuple[int, ...]
+    pages: list[int]
+    parent: "Node | None"
+    serial: int
+    branch: Branch | None = None
+    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    locks: int = 0
+    created: int = 0  # by the tree's clock
+    last_used: int = 0  # likewise
+    noted: "Rank | None" = None  # its rank in the eviction order
+    keys: list[bytes] = field(default_factory=list)  # of pages, for lower tiers
+    uses: int = 1  # by requests that computed or read it
+    priority: int = 0  # the highest of these requests
+    window: list[int] = field(default_factory=list)  # parallel to `pages`, 0 if missing (window_pages.py)
+    state: int = 0  # recurrent state slot at the node's end (state_slots.py)
 
     @property
     def is_evictable(self) -> bool:
@@ -99,7 +74,7 @@ class TreePart:
         """Raise AssertionError unless `node` has its data of this part."""
 
 
-_RANKS: dict[str, Callable[[Node], Rank]] = {
+RANKS: dict[str, Callable[[Node], Rank]] = {
     "lru": lambda node: (node.last_used, 0),
     "lfu": lambda node: (node.uses, node.last_used),
     "fifo": lambda node: (node.created, 0),
@@ -107,8 +82,8 @@ _RANKS: dict[str, Callable[[Node], Rank]] = {
     "filo": lambda node: (-node.created, 0),
     "priority": lambda node: (node.priority, node.last_used),
 }
-EVICTION_POLICIES = tuple(_RANKS)
-_FIRST = (-(1 << 62), 0)
+EVICTION_POLICIES = tuple(RANKS)
+FIRST = (-(1 << 62), 0)
 
 
 class EvictionOrder:
@@ -119,48 +94,52 @@ class EvictionOrder:
     priority  lowest priority first            filo  newest first
 
     Ties go by LRU. The top of an emptied branch goes first. A heap, whose stale entries are removed
-    lazily: a rank may change while locked, or before `note`.
+    lazily: a rank may change while locked, before `note`, or rise.
     """
 
-    def __init__(self, policy: str) -> None:
-        self._rank_of_pages = _RANKS[policy]
+    def __init__(self, rank: Callable[[Node], Rank]) -> None:
+        self._rank_of_pages = rank
         self._heap: list[tuple[Rank, int, Node]] = []  # (rank, serial, node)
+        self._compact_at = 64
 
-    def note(self, node: Node, *, num_pages: int) -> None:
-        """Add an evictable leaf; `num_pages` bounds stale entries."""
+    def note(self, node: Node) -> None:
+        """Add an evictable leaf."""
         if not node.is_evictable or node.noted == (rank := self._rank(node)):
             return
         node.noted = rank
         heapq.heappush(self._heap, (rank, node.serial, node))
-        if len(self._heap) > 64 + 4 * num_pages:
+        if len(self._heap) > self._compact_at:
             self._compact()
 
     def pop(self) -> Node | None:
         while self._heap:
-            entry = heapq.heappop(self._heap)
-            node = entry[2]
-            if self._is_current(entry):
-                return node
-            if node.noted == entry[0]:
-                node.noted = None
+            rank, _, node = heapq.heappop(self._heap)
+            if node.noted != rank:
+                continue
+            node.noted = None
+            if node.is_evictable:
+                if self._rank(node) <= rank:
+                    return node
+                self.note(node)
         return None
 
     def serials(self) -> set[int]:
-        return {serial for rank, serial, node in self._heap if node.is_evictable and self._rank(node) == rank}
+        return {entry[1] for entry in self._heap if self._is_newest(entry)}
 
     def _rank(self, node: Node) -> Rank:
-        return self._rank_of_pages(node) if node.pages else _FIRST
+        return self._rank_of_pages(node) if node.pages else FIRST
 
     def _compact(self) -> None:
-        stale = [entry[2] for entry in self._heap if not self._is_current(entry)]
-        self._heap = [entry for entry in self._heap if self._is_current(entry)]
+        stale = [entry for entry in self._heap if not self._is_newest(entry)]
+        self._heap = [entry for entry in self._heap if self._is_newest(entry)]
         heapq.heapify(self._heap)
-        for node in stale:
-            if not node.is_evictable:
+        self._compact_at = 64 + 4 * len(self._heap)
+        for rank, _, node in stale:
+            if node.noted == rank:
                 node.noted = None
 
-    def _is_current(self, entry: tuple[Rank, int, Node]) -> bool:
-        return entry[2].is_evictable and self._rank(entry[2]) == entry[0]
+    def _is_newest(self, entry: tuple[Rank, int, Node]) -> bool:
+        return entry[2].is_evictable and entry[2].noted == entry[0]
 
 
 @dataclass(slots=True, frozen=True)
@@ -208,14 +187,14 @@ def by_pages(cache: "RadixCache", tokens: Sequence[int], branch: Branch) -> Matc
 
 
 class RadixCache:
-    """Empty unless `enabled`. `parts` are called in order; `rule` is for `match_usable`."""
+    """Empty unless `enabled`. `parts`: in order of calls. `rule`: of `match_usable`."""
 
     def __init__(
         self,
         allocator: PageAllocator,
         *,
         enabled: bool = True,
-        policy: str = "lru",
+        order: EvictionOrder | None = None,
         parts: Sequence[TreePart] = (),
         rule: MatchRule = by_pages,
     ) -> None:
@@ -229,7 +208,7 @@ class RadixCache:
         self.root = Node(key=(), pages=[], parent=None, serial=0)
         self.root.locks = 1
         self._tops: dict[Branch, Node] = {}
-        self._eviction_order = EvictionOrder(policy)
+        self._eviction_order = order or EvictionOrder(RANKS["lru"])
         self.num_pages = 0
         self.num_evictable = 0
 
@@ -281,7 +260,6 @@ class RadixCache:
         branch: Branch = TRUNK,
         priority: int = 0,
     ) -> Inserted:
-        """Cache `tokens` in `pages`, which the caller holds."""
         assert len(tokens) == len(pages) * self.page_size
         if not self.enabled:
             return Inserted(existing=len(pages), node=self.root)
@@ -349,7 +327,6 @@ class RadixCache:
         return self.root if branch == TRUNK else self._tops.get(branch)
 
     def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
-        """Yield (child, matching pages), up to the first partial one."""
         size, at = self.page_size, 0
         while child := node.children.get(tuple(tokens[at : at + size])):
             shared, whole, end = self._shared_pages(child.key, tokens, at), len(child.pages), at + len(child.key)
@@ -359,7 +336,6 @@ class RadixCache:
             node, at = child, end
 
     def _shared_pages(self, key: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
-        """Leading pages of `key` equal to tokens[at:]."""
         part = tuple(tokens[at : at + len(key)])
         if part == key:
             return len(key) // self.page_size
@@ -385,7 +361,6 @@ class RadixCache:
         return node
 
     def _remove(self, node: Node, *, evicted: bool = True) -> int:
-        """Remove a leaf; return the number of pages freed."""
         assert node.parent is not None
         if node.branch is None:
             del node.parent.children[node.key[: self.page_size]]
@@ -401,7 +376,7 @@ class RadixCache:
         return len(node.pages)
 
     def _note_leaf(self, node: Node) -> None:
-        self._eviction_order.note(node, num_pages=self.num_pages)
+        self._eviction_order.note(node)
 
     def _nodes(self, tops: Iterable[Node]) -> Iterator[Node]:
         stack = list(tops)

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import lcm
 
-from engine.core.mem_cache.memory_part import MemoryPart, StepEnds
+from engine.core.mem_cache.memory_part import LowerTier, MemoryPart, StepEnds
 from engine.core.mem_cache.page_allocator import PageAllocator
 from engine.core.mem_cache.radix_cache import Branch, Match, Node, RadixCache, TreePart
 from engine.core.memory import Memory
@@ -51,6 +51,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         peers_write: bool = False,
         num_shadows: int = 0,
     ) -> None:
+        self.tier = LowerTier()
         self.allocator = PageAllocator(num_pages=num_slots, page_size=1)
         self.grid = grid
         self.keeps_snapshots = keeps_snapshots
@@ -81,6 +82,9 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     def open(self, request: Request, match: Match, *, lands: bool) -> None:
         if lands:
             self.adopt(request)
+        elif (kept := self.tier.take_state()) is not None:
+            self.adopt(request)
+            self._begins.append(StateCopy(kept, request.recurrent.slot, from_host=True))
         else:
             self.begin(request, source=match.state)
 
@@ -102,6 +106,8 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     def free(self, request: Request) -> None:
         assert not request.recurrent.snapshots, f"{request.rid}: a snapshot is on its way"
         self._rewinds.pop(request.recurrent.slot, None)
+        if (answer := request.recurrent.answer) is not None and answer.state:
+            self.tier.on_state(answer, evicted=False)
         if request.recurrent.slot:
             self.allocator.free([request.recurrent.slot])
         request.recurrent.slot = 0
@@ -125,7 +131,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         request.recurrent.snapshots_at = tuple(sorted({at for at in (parting, last) if at > start}))
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
-        return ([request.recurrent.slot],)
+        return ([request.recurrent.slot or request.recurrent.pinned],)
 
     # ---- ends of steps
 
@@ -159,7 +165,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return self.keeps_snapshots and request.keep_kv
 
     def keep(self, request: Request, at: int, memory: Memory) -> None:
-        """Give the tree a taken snapshot after `at` tokens, where `request` is shared so far."""
         if (slot := request.recurrent.snapshots.pop(at, 0)) == 0:
             return
         above = request.recurrent.answer if at > len(request.input_ids) else None
@@ -168,6 +173,21 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         if shared and request.keep_kv and not request.ended and request.lock is not None:
             self.keep_at(slot, request.lock, above=above)
             request.recurrent.answer = request.lock if at > len(request.input_ids) else None
+            if request.recurrent.answer is None:  # else at the end, for the last one
+                self.tier.on_state(request.lock, evicted=False)
+        else:
+            self.drop(slot)
+
+    def lend(self, request: Request, match: Match) -> bool:
+        request.recurrent.pinned = match.state
+        return True
+
+    def keep_landed(self, request: Request) -> None:
+        slot, request.recurrent.slot = request.recurrent.slot, 0
+        shared = request.shared_pages > 0 and request.computed_len % self.grid == 0
+        if shared and request.keep_kv and request.lock is not None and self.keeps_snapshots:
+            self.keep_at(slot, request.lock)
+            self.tier.on_state(request.lock, evicted=False)
         else:
             self.drop(slot)
 
@@ -191,7 +211,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     def keep_at(self, slot: int, node: Node, *, above: Node | None = None) -> None:
         """Keep a finished snapshot at `node`; it replaces the answer's `above`, unless shared."""
         if above is not None and above.state and above.locks == 1:
-            self._evict(above)
+            self._evict(above, superseded=True)
         if node.state:  # another request's for the same tokens
             self.drop(slot)
             return
@@ -209,7 +229,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
 
     def on_removed(self, node: Node, *, evicted: bool) -> None:
         if node.state:
-            self._evict(node)
+            self._evict(node, superseded=True)  # the tier has noted the node itself
 
     def check_node(self, node: Node) -> None:
         assert not node.state or (node.state, node) in self._nodes.items(), "a snapshot in the tree that has gone"
@@ -222,11 +242,38 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     def _may_go(self, node: Node) -> bool:
         return not self._peers_write or node.locks == 0
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: Node, *, superseded: bool = False) -> None:
+        if not superseded:
+            self.tier.on_state(node, evicted=True)
         del self._nodes[node.state]
         self.allocator.evict([node.state])
         node.state = 0
         self.on_change(node)
+
+    def usable_match(
+        self,
+        cache: RadixCache,
+        tokens: Sequence[int],
+        branch: Branch,
+        *,
+        whole: Callable[[Sequence[int]], bool] = lambda window: True,
+    ) -> Match:
+        """A prefix is usable up to a snapshot; `whole` checks windows, too."""
+        path, num_cached, usable = list[Node](), 0, 0
+        window, usable_window = list[int](), 0
+        for node, shared in cache.path(tokens, branch=branch):
+            num_cached += shared * cache.page_size
+            path.append(node)
+            window += node.window[:shared]
+            if node.state and shared == len(node.pages) and whole(window):
+                usable, usable_window = len(path), len(window)
+        cache.touch(path)
+        if not usable:
+            return Match([], cache.root, num_cached=num_cached)
+        node = path[usable - 1]
+        self.touch(node)
+        pages = [page for above in path[:usable] for page in above.pages]
+        return Match(pages, node, state=node.state, num_cached=num_cached, window=tuple(window[:usable_window]))
 
     # ---- steps
 
@@ -257,7 +304,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         self.allocator.check()
         slots = [slot for r in requests for slot in (r.recurrent.slot, *r.recurrent.snapshots.values()) if slot]
         assert len(slots) == len(set(slots)) == self.allocator.counts()["held"], "held states and owners differ"
-        has_state = [r.recurrent.slot > 0 for r in requests]
+        has_state = [r.recurrent.slot + r.recurrent.pinned > 0 for r in requests]
         assert has_state == [len(r.pages) > 0 for r in requests], "pages without a state, or a state without"
         assert not self._begins and not self._snapshots, "copies of states without a plan"
         assert all(r.recurrent.slot == slot for slot, r in self._rewinds.items()), "a state to take back has gone"
@@ -267,28 +314,3 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
 
 def grid_of(page_size: int) -> int:
     return lcm(CHUNK, page_size)
-
-
-class ByState:
-    """Usable prefixes of recurrent layers: a prefix ends at a snapshot. `whole` checks windows, too."""
-
-    def __init__(self, states: StateSlots, *, whole: Callable[[Sequence[int]], bool] = lambda window: True) -> None:
-        self._states = states
-        self._whole = whole
-
-    def __call__(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
-        path, num_cached, usable = list[Node](), 0, 0
-        window, usable_window = list[int](), 0
-        for node, shared in cache.path(tokens, branch=branch):
-            num_cached += shared * cache.page_size
-            path.append(node)
-            window += node.window[:shared]
-            if node.state and shared == len(node.pages) and self._whole(window):
-                usable, usable_window = len(path), len(window)
-        cache.touch(path)
-        if not usable:
-            return Match([], cache.root, num_cached=num_cached)
-        node = path[usable - 1]
-        self._states.touch(node)
-        pages = [page for above in path[:usable] for page in above.pages]
-        return Match(pages, node, state=node.state, num_cached=num_cached, window=tuple(window[:usable_window]))

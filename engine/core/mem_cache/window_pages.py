@@ -49,7 +49,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         self._steps = steps
         self._step_tokens = step_tokens
         self._answer_tokens = max(steps, rows)  # in flight: verify steps run without overlap
-        self._bounds: dict[int, tuple[int, int]] = {}  # by request serial -> `_bound`
+        self._bounds: dict[Request, tuple[int, int]] = {}
         self._readers: dict[int, int] = {}  # of cached pages
         self._homes: dict[int, Node] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without readers, least recently used first
@@ -78,8 +78,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         )
 
     def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
-        gone = {r.serial for r in without}
-        bounds = [bound for serial, bound in self._bounds.items() if serial not in gone]
+        bounds = [bound for r, bound in self._bounds.items() if r not in without]
         quarantined = self.allocator.counts()["quarantined"]
         return self._most([*bounds, self._bound(request)]) <= self.allocator.num_pages - quarantined
 
@@ -105,7 +104,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
 
     def begin(self, request: Request, cached: Sequence[int]) -> None:
         """Start with `cached` tree pages and lock the last window, which is complete."""
-        self._bounds[request.serial] = self._bound(request)
+        self._bounds[request] = self._bound(request)
         first = self.first_page(len(cached) * self.allocator.page_size)
         request.windows.pages = [0] * first + list(cached[first:])
         request.windows.first = first
@@ -115,7 +114,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
 
     def adopt(self, request: Request) -> None:
         """Allocate the last window of tokens with KV from elsewhere (all, or all but the last)."""
-        self._bounds[request.serial] = self._bound(request)
+        self._bounds[request] = self._bound(request)
         first = self.first_page(request.num_tokens - 1)
         request.windows.pages = [0] * first + self._take(self.allocator.pages_for(request.num_tokens) - first)
         request.windows.first = first
@@ -126,6 +125,23 @@ class WindowPages(MemoryPart, TreePart, Windows):
     def window_of(self, request: Request, num_tokens: int) -> list[int]:
         return request.windows.pages[self.first_page(num_tokens) : self.allocator.pages_for(num_tokens)]
 
+    def lend(self, request: Request, match: Match) -> bool:
+        if match.pages and self.fits(request):
+            self.begin(request, match.window)
+            return True
+        return not match.pages
+
+    def landed_extra(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        given = self.window_of(request, len(request.windows.pages) * self.allocator.page_size)
+        return (given[: self.allocator.pages_for(num_tokens) - self.first_page(num_tokens)],)
+
+    def arrange_landed(self, request: Request) -> None:
+        (landed,) = self.landed_extra(request, request.computed_len)
+        unused = [page for page in request.windows.pages[request.windows.first :] if page not in landed]
+        self.allocator.free(unused)
+        request.windows.first = self.first_page(request.computed_len)
+        request.windows.pages = [0] * request.windows.first + landed
+
     def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
         return [(self.allocator, self.quarantine(request))] if request.pages else []
 
@@ -133,7 +149,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         pages = request.windows.pages[request.windows.first :]
         self.allocator.quarantine(pages)
         request.windows.pages, request.windows.first = [], 0
-        del self._bounds[request.serial]
+        del self._bounds[request]
         return pages
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
@@ -153,7 +169,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         for page in request.windows.pages[request.windows.first :]:
             self._release(page)
         request.windows.pages, request.windows.first = [], 0
-        self._bounds.pop(request.serial, None)
+        self._bounds.pop(request, None)
 
     def own(self, request: Request) -> list[int]:
         return [page for page in request.windows.pages if page and self.allocator.state_of(page) == "held"]
@@ -182,6 +198,13 @@ class WindowPages(MemoryPart, TreePart, Windows):
             if alive >= length - self.first_page(length * self.allocator.page_size):
                 best = length
         return best
+
+    def usable_match(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
+        """A prefix is usable if its last window is complete."""
+        found = [page for node, shared in cache.path(tokens, branch=branch) for page in node.window[:shared]]
+        usable = self.usable(found)
+        match = cache.match(tokens[: usable * cache.page_size], branch=branch)
+        return Match(match.pages, match.node, window=tuple(found[:usable]))
 
     def is_whole(self, cached: Sequence[int]) -> bool:
         return all(cached[self.first_page(len(cached) * self.allocator.page_size) :])
@@ -260,7 +283,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         assert set(self._idle) == {page for page, readers in self._readers.items() if not readers}
         assert all(page in node.window and node.parent is not None for page, node in self._homes.items())
         assert len(self._homes) == len(self._readers) == self.allocator.counts()["cached"]
-        assert {r.serial for r in requests if r.pages} == set(self._bounds), "bounds of requests without memory"
+        assert {r for r in requests if r.pages} == set(self._bounds), "bounds of requests without memory"
         bounds = list(self._bounds.values())
         most, quarantined = self._most(bounds), self.allocator.counts()["quarantined"]
         held_or_read = sum(1 for r in requests for page in r.windows.pages if page)
@@ -276,16 +299,3 @@ def _before(node: Node) -> int:
     while at is not None:
         count, at = count + len(at.pages), at.parent
     return count
-
-
-class ByWindow:
-    """Usable prefixes of window layers: a prefix's last window is complete."""
-
-    def __init__(self, windows: WindowPages) -> None:
-        self._windows = windows
-
-    def __call__(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
-        found = [page for node, shared in cache.path(tokens, branch=branch) for page in node.window[:shared]]
-        usable = self._windows.usable(found)
-        match = cache.match(tokens[: usable * cache.page_size], branch=branch)
-        return Match(match.pages, match.node, window=tuple(found[:usable]))

@@ -1,7 +1,6 @@
 """DP rank of a request: `--load-balance-method`, as in SGLang. Pure.
 
-A sample counts as load from its placement on, so bursts spread (SGLang issue 22614: with reported
-loads a burst goes to one rank).
+A sample counts as load from its placement on, so bursts spread (SGLang issue 22614).
 """
 
 from collections.abc import Sequence

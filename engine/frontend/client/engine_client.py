@@ -1,10 +1,10 @@
 """Sends samples to the engine and receives their text, in one event loop. Knows no HTTP.
 
-Wire names are unique, so late outputs of an aborted request never reach a new one.
+Wire names are unique: a new request gets no late outputs of an aborted one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Protocol
 
@@ -75,42 +75,37 @@ class ClientLimits:
     early_rejection: bool = False
 
 
+@dataclass(eq=False)
 class EngineClient:
     """`open_text` starts a sample's text. `shared`: with other frontends, if any."""
 
-    def __init__(
-        self,
-        leaders: Leaders,
-        *,
-        open_text: Callable[[GenerateRequest], TextReader],
-        observer: SampleObserver,
-        limits: ClientLimits,
-        traces: Traces = NO_TRACES,
-        shared: SharedRequests | None = None,
-        policy: RankPolicy | None = None,
-    ) -> None:
-        self.leaders = leaders
-        self.loads = RankLoads(leaders.num_ranks, shared)
-        self.observer = observer
-        self._limits = limits
-        self.forecasts = tuple(PrefillForecast() for _ in leaders.links if limits.early_rejection)  # by rank
+    leaders: Leaders
+    _: KW_ONLY
+    open_text: Callable[[GenerateRequest], TextReader]
+    observer: SampleObserver
+    limits: ClientLimits
+    traces: Traces = NO_TRACES
+    shared: SharedRequests | None = None
+    policy: InitVar[RankPolicy | None] = None
+
+    def __post_init__(self, policy: RankPolicy | None) -> None:
+        self.loads = RankLoads(self.leaders.num_ranks, self.shared)
+        self.forecasts = tuple(PrefillForecast() for _ in self.leaders.links if self.limits.early_rejection)  # by rank
         self.closed: ApiError | None = None  # why new requests are rejected
-        self._now_s = leaders.now_s
-        self._policy = policy or RankPolicy(Rule.ROUND_ROBIN, num_ranks=leaders.num_ranks)
-        self._open_text = open_text
-        self._traces = traces
+        self._now_s = self.leaders.now_s
+        self._policy = policy or RankPolicy(Rule.ROUND_ROBIN, num_ranks=self.leaders.num_ranks)
         self._live: dict[str, _Live] = {}
-        self._names = LiveNames(shared)
+        self._names = LiveNames(self.shared)
 
     @property
     def max_running(self) -> int:
         """The limit per rank; until the scheduler has reported it, the largest default."""
         found = self.leaders.info.get("max_running_requests")
-        return self._limits.max_running or (found if isinstance(found, int) else max(MAX_RUNNING_OF.values()))
+        return self.limits.max_running or (found if isinstance(found, int) else max(MAX_RUNNING_OF.values()))
 
     @property
     def max_live(self) -> int:
-        return self.leaders.num_ranks * (self.max_running + self._limits.max_queued)
+        return self.leaders.num_ranks * (self.max_running + self.limits.max_queued)
 
     @property
     def num_live(self) -> int:
@@ -141,7 +136,7 @@ class EngineClient:
         self._check_open(len(requests))
         ranks = self._ranks_of(requests, dp_rank)
         self._check_timeout(requests, ranks, timeout_s)
-        names, texts = [Name(owner, r.rid) for r in requests], [self._open_text(r) for r in requests]
+        names, texts = [Name(owner, r.rid) for r in requests], [self.open_text(r) for r in requests]
         grouped = names if groups is None else [Name(owner, group) for group in groups]
         takes_over = bool(earlier)  # an earlier try may still be leaving under the same names
         if not takes_over:
@@ -215,11 +210,9 @@ class EngineClient:
         self.leaders.fail_calls(error, gone=error.code == ENGINE_DEAD)
 
     def of_rank(self, rank: int) -> Callable[[ToFrontend], None]:
-        """The receiver of a scheduler's messages."""
         return partial(self.on_message, rank=rank)
 
     def on_message(self, message: ToFrontend, rank: int = 0) -> None:
-        """`rank`: of the sending scheduler."""
         now_s = self._now_s()
         if not isinstance(message, StepReply):  # from the heartbeat thread, not the loop
             self.leaders.links[rank].last_message_s = now_s
@@ -260,7 +253,6 @@ class EngineClient:
                 self.forecasts[rank].add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
 
     def _ranks_of(self, requests: list[GenerateRequest], dp_rank: int | None) -> list[int]:
-        """`dp_rank`: named by the client."""
         if self.leaders.num_ranks == 1 and dp_rank is None:
             return [0] * len(requests)
         return self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
@@ -272,11 +264,11 @@ class EngineClient:
             wire_rid=self.leaders.mint_wire_rid(request.rid),
             num_prompt_tokens=len(request.input_ids),
             is_empty=request.sampling.max_new_tokens == 0 and not request.alone,
-            trace=SampleTrace(self._traces, request, request.rid, CURRENT.get(), dp_rank),
+            trace=SampleTrace(self.traces, request, request.rid, CURRENT.get(), dp_rank),
         )
 
     def _free_names(self, generation: Generation) -> None:
-        """Free names before the end is written: the client can then reuse them at any frontend."""
+        """Free names before the end is written: the client may reuse them."""
         gone = {sample.wire_rid for sample in generation.samples}
         for name in generation.names:
             self._names.leave(name, gone)

@@ -4,8 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from engine.frontend.client.scheduler_link import Name
@@ -114,8 +113,6 @@ NO_TRACES = Traces(Tracer(ring_size=0), process="unified", model="")
 
 
 class SampleObserver(Protocol):
-    """Observes every sample, in seconds."""
-
     def on_start(self, num_prompt_tokens: int) -> None: ...
     def on_reject(self) -> None: ...
     def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None: ...
@@ -134,6 +131,7 @@ class Sample:
     last_token_s: float | None = None
 
 
+@dataclass(eq=False)
 class Generation:
     """A context manager; `on_leave` aborts unfinished samples.
 
@@ -141,34 +139,26 @@ class Generation:
     handler supports moves. `moved`: KV source by sample.
     """
 
-    def __init__(
-        self,
-        samples: list[Sample],
-        names: Collection[Name],
-        *,
-        observer: SampleObserver,
-        now_s: Callable[[], float],
-        on_done: Callable[["Generation"], None],
-        on_leave: Callable[["Generation"], None],
-        resumed: Sequence[tuple[int, TextOutput]] = (),
-        ended: Collection[int] = (),
-    ) -> None:
-        self.samples = samples
-        self.names = names
-        self._observer = observer
-        self._now_s = now_s
-        self._on_done = on_done
-        self._on_leave = on_leave
-        self.resumed = resumed
+    samples: list[Sample]
+    names: Collection[Name]
+    _: KW_ONLY
+    observer: SampleObserver
+    now_s: Callable[[], float]
+    on_done: Callable[["Generation"], None]
+    on_leave: Callable[["Generation"], None]
+    resumed: Sequence[tuple[int, TextOutput]] = ()
+    ended: InitVar[Collection[int]] = ()
+
+    def __post_init__(self, ended: Collection[int]) -> None:
         self.can_move = False
         self.moved: dict[int, KVSource | None] = {}
-        self._unfinished = set(range(len(samples))) - set(ended)
+        self._unfinished = set(range(len(self.samples))) - set(ended)
         self._pending: dict[int, TextOutput] = {}
         self._error: ApiError | None = None
         self._changed = Waiter()
         self._follower: Callable[[], None] | None = None
         self._is_due = False  # a call of the follower is scheduled
-        self._start_s = now_s()
+        self._start_s = self.now_s()
 
     @property
     def unfinished(self) -> list[Sample]:
@@ -218,12 +208,10 @@ class Generation:
     def __enter__(self) -> "Generation":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._on_leave(self)
+    def __exit__(self, *error: object) -> None:
+        self.on_leave(self)
         for sample in self.unfinished:
-            self._observer.on_end(None, elapsed_s=self._now_s() - self._start_s)
+            self.observer.on_end(None, elapsed_s=self.now_s() - self._start_s)
             sample.trace.end(None)
 
     def feed(self, index: int, output: TextOutput, now_s: float) -> None:
@@ -232,8 +220,8 @@ class Generation:
         if finish is not None:
             self._unfinished.discard(index)
             if not self._unfinished:
-                self._on_done(self)
-            self._observer.on_end(output, elapsed_s=now_s - self._start_s)
+                self.on_done(self)
+            self.observer.on_end(output, elapsed_s=now_s - self._start_s)
             sample.trace.end(output.tokens)
         if finish is not None and not output.tokens.ends:
             self.moved[index], output.tokens.finish = output.tokens.source, None
@@ -263,7 +251,7 @@ class Generation:
             return
         last_s = sample.last_token_s
         gap_s = now_s - (self._start_s if last_s is None else last_s)
-        self._observer.on_tokens(num_tokens=num_tokens, gap_s=gap_s, first=last_s is None)
+        self.observer.on_tokens(num_tokens=num_tokens, gap_s=gap_s, first=last_s is None)
         if last_s is None:
             sample.trace.first_token()
         sample.last_token_s = now_s
@@ -278,27 +266,11 @@ def add(outputs: dict[int, TextOutput], index: int, output: TextOutput) -> None:
 
 def absorb(into: TextOutput, new: TextOutput) -> None:
     """Append `new` to `into`, both owned by the caller."""
-    a, b = into.tokens, new.tokens
     into.text += new.text
     into.logprob_texts += new.logprob_texts
     into.logprob_spans += new.logprob_spans
     into.input_logprob_texts += new.input_logprob_texts
-    a.new_ids += b.new_ids
-    a.logprobs += b.logprobs
-    a.input_logprobs += b.input_logprobs
-    a.input_hidden += b.input_hidden
-    a.hidden += b.hidden
-    a.finish = b.finish or a.finish
-    a.prompt_tokens = max(a.prompt_tokens, b.prompt_tokens)
-    a.cached_tokens = max(a.cached_tokens, b.cached_tokens)
-    a.completion_tokens = max(a.completion_tokens, b.completion_tokens)
-    a.retractions = max(a.retractions, b.retractions)
-    a.preemptions = max(a.preemptions, b.preemptions)
-    a.transfer_retries = max(a.transfer_retries, b.transfer_retries)
-    a.cached_by_tier = b.cached_by_tier or a.cached_by_tier
-    a.times = {**a.times, **b.times}
-    a.stages = b.stages or a.stages
-    a.drafts = b.drafts or a.drafts
+    into.tokens.extend(new.tokens)
 
 
 def without_tokens(output: TextOutput) -> TextOutput:

@@ -45,6 +45,7 @@ _MEANS = (
     "kv_transfer_total_mb",
     "kv_transfer_bootstrap_ms",
     "pending_prealloc_token_usage",
+    "storage_read_gb_s",
     "decode_share",
 )
 _ALL_OR_NOT = ("paused", "batch_is_full")  # 1: all ranks

@@ -17,6 +17,7 @@ from engine.messages import (
     ControlMessage,
     ControlReply,
     Drain,
+    ExpectReturn,
     FlushCache,
     GenerateBatch,
     GenerateRequest,
@@ -29,6 +30,7 @@ from engine.messages import (
     StepReply,
     ToFrontend,
     ToScheduler,
+    joined,
 )
 from service.http.errors import ApiError, bad_field
 from service.process.files import mapped
@@ -52,7 +54,7 @@ def concerns_requests(reply: ControlReply) -> bool:
 
 class SchedulerLink:
     """`send` queues a message, or raises ApiError(503). `row`: this frontend's. Only the main
-    frontend makes calls, because it gets the replies.
+    frontend makes calls.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class SchedulerLink:
         """Unique in this worker, replied to this frontend."""
         return addressed(f"{name}:{next(self._numbers):x}", self._row)
 
-    def send(self, message: GenerateRequest | GenerateBatch | AbortRequest | MoveOut) -> None:
+    def send(self, message: GenerateRequest | GenerateBatch | AbortRequest | MoveOut | ExpectReturn) -> None:
         """Raises ApiError(503) if the scheduler is stuck."""
         self._send(message)
 
@@ -188,7 +190,7 @@ Send = Callable[[ToScheduler | GetStep], None]
 def open_sockets(ipc: IpcPaths, *, row: int = MAIN_FRONTEND) -> Iterator[tuple[Send, PullSocket[ToFrontend]]]:
     """`send` raises ApiError(503). Closing the main frontend's sockets sends `Shutdown`."""
     push, heartbeat = PushSocket(ipc.to_scheduler), PushSocket(ipc.to_heartbeat)
-    pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend_of(row), ToFrontend)
+    pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend_of(row), ToFrontend, join=joined)
 
     def send(message: ToScheduler | GetStep) -> None:
         try:

@@ -73,7 +73,6 @@ class Metrics:
             self.registry.register(_Alias(self._stages, name, stage=stage))
 
     def show_kept(self, streams: StreamLogs) -> None:
-        """Export retained streams."""
         help = "streams kept for clients whose connection breaks"
         self._one(Gauge, "tandem_kept_streams", help).set_function(lambda: len(streams))
         self._one(Gauge, "tandem_kept_stream_bytes", "bytes of these").set_function(lambda: streams.num_bytes)
@@ -194,7 +193,7 @@ class PlainHistogram(Collector):
 class _Alias(Collector):
     """`family` under another `name`; with `stage` only that label's samples.
 
-    It copies at each scrape, so counting stays cheap.
+    It copies at each scrape.
     """
 
     def __init__(self, family: Collector, name: str, *, stage: str | None = None) -> None:

@@ -3,26 +3,23 @@
 
 Flash-Decoding (Dao et al. 2023); tiles of all query heads of a KV head read K and V once.
 
-A request's length alone decides its chunks, which fold from left to right. A split of the work is
-any run of them: a request's first folds in registers, others store a part per chunk, a merge folds
-parts. So a row's bits depend on no batch, other context, or division.
+A request's length alone decides its chunks, which fold from left to right, in any split of the
+work: a row's bits depend on no batch or division.
 
 The program that stores the last part of a request and KV head merges, and resets the count. A
 barrier orders stores before one thread's atomic, which releases them and acquires earlier parts
 (PTX ISA, "Memory Consistency Model").
 
-One graph serves every length: `split_list` divides a step on the device, each of n programs
-takes every n-th split. `do_not_specialize` has all values of a step: one compilation per model.
+`split_list` divides a step on the device, so one graph serves every length.
 
 MLA latents: a row per token, V is K's first DIM elements, REST follow; a "KV head" is a tile of
-query heads. V is loaded again, from cache, in another layout: the pipeliner prefetches nothing used
-in two products.
+query heads. V is loaded again, as the pipeliner prefetches nothing used in two products.
 
-A window layer has its own list of visible chunks. Sinks are initial scores of the first.
-Windows, sinks, caps and latents have not run on a GPU.
+A window layer has its own list of visible chunks. Sinks are initial scores of the first. Windows,
+sinks, caps and latents have not run on a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 from typing import Any, NamedTuple
@@ -32,6 +29,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.paged_attention import Softmax
+from engine.kernels.tape import sm_limit
 from engine.kernels.triton.paged_tiles import (
     KERNEL_LOG2_E,
     LOG2_E,
@@ -41,6 +39,7 @@ from engine.kernels.triton.paged_tiles import (
     block_values,
     load_q,
     row_starts,
+    value_weights,
 )
 from engine.kv.kv_pool import ONE_UNIT, Units
 from engine.kv.step_batch import TreePaths
@@ -71,11 +70,14 @@ class DecodeTiles:
 
 
 @cache
-def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
-    """Return tiles for sm_90's registers (tests compile it).
+def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype, codes: bool = False) -> DecodeTiles:
+    """Return tiles for sm_90's registers (tests compile it), which also widen `codes`.
 
     Few KV heads need more chunks, or one long request leaves multiprocessors idle.
     """
+    if codes and dtype != torch.float32:
+        plain = decode_tiles(kv_heads=kv_heads, dim=dim, dtype=dtype)
+        return replace(plain, block=32, per_sm=2 if dim > 64 else plain.per_sm)
     chunks = min(64, max(16, 512 // triton.next_power_of_2(kv_heads)))
     if dtype == torch.float32:
         return DecodeTiles(
@@ -87,22 +89,19 @@ def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
 
 
 def head_tiles(heads: int) -> int:
-    """Return how many equal tiles of query heads read a latent row."""
     return heads // max(n for n in range(1, MIN_TILE_HEADS + 1) if heads % n == 0)
 
 
 @cache
-def latent_decode_tiles(*, tiles_of_heads: int, dtype: torch.dtype) -> DecodeTiles:
+def latent_decode_tiles(*, tiles_of_heads: int, dtype: torch.dtype, codes: bool = False) -> DecodeTiles:
     """Return tiles for latents: few chunks with many heads, since parts are large."""
     chunks = min(64, max(8, 128 // triton.next_power_of_2(tiles_of_heads)))
     if dtype == torch.float32:
         return DecodeTiles(chunks=chunks, warps=8, stages=1, block=16, per_sm=1)
-    return DecodeTiles(chunks=chunks, warps=8, stages=5, block=32, per_sm=1)
+    return DecodeTiles(chunks=chunks, warps=8, stages=3 if codes else 5, block=32, per_sm=1)
 
 
 class _ChunkRule(NamedTuple):
-    """Constants that a context's chunks follow from."""
-
     BLOCK: Any
     CHUNK: Any
     CHUNKS: Any
@@ -110,8 +109,6 @@ class _ChunkRule(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """List of a step's splits, and what programs note of finished ones."""
-
     list_ptr: Any  # [B * chunks + 1, RECORD] int32: see SplitList
     last: Any  # the row that says how many there are
     done_ptr: Any  # [B, kv_heads] int32: parts there, 0 before and after
@@ -119,8 +116,6 @@ class _Work(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """A run of chunks: fields of a record."""
-
     request: Any
     slot: Any  # row of the page table
     begin: Any  # tokens
@@ -140,8 +135,6 @@ class _Paths(NamedTuple):
 
 
 class SplitOutputs(NamedTuple):
-    """Results, parts of them, and their shapes."""
-
     out_ptr: Any  # [B, heads, dim] dense
     part_ptr: Any  # [parts, heads, dim] fp32: outputs times sums of weights
     sums_ptr: Any  # [parts, heads, 2] fp32: best score and sum of weights
@@ -156,7 +149,6 @@ class SplitOutputs(NamedTuple):
 
 @triton.jit
 def _seen_tokens(kv_len, rule):
-    """Number of visible tokens."""
     seen = kv_len
     if rule.WINDOW:
         seen = tl.minimum(kv_len, rule.WINDOW)
@@ -283,7 +275,6 @@ def _store_out(request, kv_head, total, acc, to, TILE: tl.constexpr):
 
 @triton.jit
 def _merge_parts(split, kv_head, to):
-    """Fold the parts of a request's KV head, AT_ONCE of them in flight."""
     GROUP: tl.constexpr = to.HEADS // to.KV_HEADS
     in_group, dims = tl.arange(0, to.TILE_GROUP), tl.arange(0, to.TILE_DIM)
     mask_h = in_group < GROUP
@@ -339,13 +330,13 @@ def _attend_chunks(split, kv_head, queries, pages, paths):
             kv_slot = tl.load(kv_slots + there, mask=there >= path_start, other=0)
             there = tl.where(there < path_start, there, kv_slot)
         start = row_starts(there, kv_head, table, pages)
-        scores, _ = block_scores(q, q_rest, start, pages)
+        scores, _ = block_scores(q, q_rest, start, kv_head, pages)
         scores = tl.where((token < split.end)[None, :], scores, float("-inf"))
         best_now = tl.maximum(chunk_best, tl.max(scores, 1))
         factor = tl.exp2(chunk_best - best_now)
         weights = tl.exp2(scores - best_now[:, None])
-        v = block_values(start, pages)
-        chunk_acc = chunk_acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=pages.PRECISION)
+        v, of_v = block_values(start, q.dtype, pages), value_weights(weights, start, kv_head, q.dtype, pages)
+        chunk_acc = chunk_acc * factor[:, None] + tl.dot(of_v, v, input_precision=pages.PRECISION)
         sums = sums * factor[:, None] + weights
         chunk_best = best_now
         if at + pages.BLOCK >= tl.minimum(chunk_end, split.end):
@@ -358,7 +349,6 @@ def _attend_chunks(split, kv_head, queries, pages, paths):
 
 @triton.jit
 def _attend_split(split, kv_head, queries, pages, paths, to):
-    """Store a request's only split, or parts, and return how many."""
     step = split.chunk
     if split.part == split.first_part:
         step = split.end - split.begin
@@ -377,7 +367,6 @@ def _attend_split(split, kv_head, queries, pages, paths, to):
 
 @triton.jit
 def _decode_splits(work, queries, pages, paths, to):
-    """Attend over this program's splits, then merge requests whose last part it stored."""
     total_work = tl.load(work.list_ptr + work.last * RECORD) * pages.KV_HEADS
     merges_ptr = work.merges_ptr + tl.program_id(0)
     num_merges = 0
@@ -435,6 +424,7 @@ def decode_split_kernel(
     CAP: tl.constexpr,
     REST: tl.constexpr,
     TILE_REST: tl.constexpr,
+    EXPONENTS: tl.constexpr,
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -444,18 +434,11 @@ def decode_split_kernel(
         Queries(q_ptr, q_stride, None, None, table_ptr, table_stride, sinks_ptr, HEADS, TILE_HEADS),
         LayerPages(
             k_ptr, v_ptr, page_grains, unit_grains, scale, KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM,
-            BLOCK, PRECISION, WINDOW, CAP, REST, TILE_REST, GRAIN, WIDE,
+            BLOCK, PRECISION, WINDOW, CAP, REST, TILE_REST, EXPONENTS, GRAIN, WIDE,
         ),
         _Paths(path_starts_ptr, path_places_ptr, path_stride),
         SplitOutputs(out_ptr, part_ptr, sums_ptr, HEADS, KV_HEADS, DIM, TILE_HEADS, TILE_GROUP, TILE_DIM, AT_ONCE),
     )  # fmt: skip
-
-
-class Grains(NamedTuple):
-    """Unit for offsets: `size` elements, a divisor of rows and strides; `wide` exceeds 32 bits."""
-
-    size: int
-    wide: bool = False
 
 
 def cache_constants(
@@ -467,10 +450,12 @@ def cache_constants(
     dtype: torch.dtype,
     units: int = 1,
     rest: int = 0,
-    grains: Grains | None = None,
+    exponents: int = 0,
 ) -> dict[str, Any]:
-    """Compile-time constants for K and V; `rest` counts K's elements after V."""
-    grains = grains or Grains(gcd(dim, rest))
+    """Compile-time constants for K and V; `rest` counts K's elements after V, `dtype` is q's.
+
+    GRAIN, the unit for offsets, is a divisor of rows and strides. WIDE: these exceed 32 bits.
+    """
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -481,13 +466,14 @@ def cache_constants(
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "REST": rest,
         "TILE_REST": tile_dim(rest),
-        "GRAIN": grains.size,
-        "WIDE": grains.wide,
+        "EXPONENTS": exponents,
+        "GRAIN": gcd(dim, rest, exponents),
+        "WIDE": False,
     }
 
 
 class PagedLayer(NamedTuple):
-    """A layer's K and V, unit 0 of KVPool.k and KVPool.v, found by `page_table` int32[slots, pages].
+    """A layer's K and V, unit 0 of KVPool.k and KVPool.v, by `page_table` int32[slots, pages].
 
     `rest`: latents' elements of q and K after V's.
     """
@@ -508,21 +494,28 @@ class PagedLayer(NamedTuple):
     def masking(self) -> dict[str, Any]:
         return {"window": self.window, "cap": self.softmax.cap}
 
-    def arguments(self, *, heads: int, kv_heads: int, dim: int) -> tuple[tuple[int, int, float], dict[str, Any]]:
+    @property
+    def exponents(self) -> int:
+        """Bytes behind a token's codes in a unit; 0: K and V are no codes."""
+        return self.k.stride(1) - self.k.shape[2] * self.k.shape[3]
+
+    def arguments(
+        self, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, int, float], dict[str, Any]]:
         """Return a kernel's page_grains, unit_grains and scale, and its `cache_constants`."""
         pages, (units, unit_stride) = self.k.stride(0), self.units
-        size = gcd(pages, unit_stride, dim, self.rest)
-        grains = Grains(size, wide=self.k.shape[0] * (pages // size) >= 1 << 31)
+        size = gcd(pages, unit_stride, dim, self.rest, self.exponents)
         constants = cache_constants(
             heads=heads,
             kv_heads=kv_heads,
             dim=dim,
             page_size=self.k.shape[1],
-            dtype=self.k.dtype,
+            dtype=dtype,
             units=units,
             rest=self.rest,
-            grains=grains,
+            exponents=self.exponents,
         )
+        constants |= {"GRAIN": size, "WIDE": self.k.shape[0] * (pages // size) >= 1 << 31}
         return (pages // size, unit_stride // size, self.softmax.scale * LOG2_E), constants
 
 
@@ -550,8 +543,12 @@ def tile_dim(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-@cache
 def multiprocessors(device: torch.device) -> int:
+    return sm_limit() or _multiprocessors_of(device)
+
+
+@cache
+def _multiprocessors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -570,6 +567,16 @@ class SplitList:
     parts: int
 
 
+def _programs_of_head(kv_heads: int, tiles: DecodeTiles, device: torch.device) -> int:
+    return max(1, multiprocessors(device) * tiles.per_sm // kv_heads)
+
+
+def parts_bytes(batch: int, *, heads: int, kv_heads: int, dim: int, tiles: DecodeTiles, device: torch.device) -> int:
+    """Bytes of a layer's parts and sums, whatever the lengths (`decode`)."""
+    parts = min(batch, _programs_of_head(kv_heads, tiles, device)) * tiles.chunks
+    return torch.float32.itemsize * parts * heads * (dim + 2)
+
+
 def split_list(
     kv_lens: torch.Tensor, slots: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles, window: int = 0
 ) -> SplitList:
@@ -579,7 +586,7 @@ def split_list(
     ones. At most `per_head` requests exceed that share, others leave no parts.
     """
     batch, device = len(kv_lens), kv_lens.device
-    per_head = max(1, multiprocessors(device) * tiles.per_sm // kv_heads)
+    per_head = _programs_of_head(kv_heads, tiles, device)
     records = torch.empty((batch * tiles.chunks + 1, RECORD.value), dtype=torch.int32, device=device)
     done = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
     constants = list_constants(kv_heads=kv_heads, tiles=tiles, per_head=per_head, window=window)
@@ -590,10 +597,13 @@ def split_list(
 def decode(
     q: torch.Tensor, layer: PagedLayer, *, splits: SplitList, tiles: DecodeTiles, paths: TreePaths | None = None
 ) -> torch.Tensor:
-    """Return dense [B, heads, dim] for q [B, heads, dim] in the cache's dtype, maybe strided."""
+    """Return dense [B, heads, dim] for q [B, heads, dim], maybe strided.
+
+    q is in the cache's dtype, or the cache has codes.
+    """
     batch, heads, width = q.shape
     dim, kv_heads = width - layer.rest, head_tiles(heads) if layer.rest else layer.kv_heads
-    strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim)
+    strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim, dtype=q.dtype)
     parts = torch.empty((splits.parts, heads, dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((splits.parts, heads, 2), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.packed import BLOCK_N, Stack, packed_places, packed_sums
 from engine.model_files.experts_config import ExpertsConfig
 
 # route  (token)        scores, choice, weights; counts real rows
@@ -22,9 +23,10 @@ from engine.model_files.experts_config import ExpertsConfig
 #
 # Bits: one thread adds up an answer in order of its inputs, 16 by 16 (mma.sync), whatever rows and columns share the tile.
 # So a row has the same bits in every step of up to SHORT_ROWS pairs an expert. Longer ones take wgmma, whose sums may round
-# differently.
+# differently. By packed weights all steps take wgmma.
 FEW_PAIRS = 64  # each is a block: equal experts meet in the L2 cache
 SPARSE_ROWS, SHORT_ROWS, MID_ROWS = 2, 32, 64  # pairs an expert, on average
+PACKED_INPUTS = 128  # of a word tile: more need more registers than there are, beside 128 rows
 SORT_TILE, SORT_WARPS = 2048, 8
 SUM_TILE = 1024
 LOWEST = tl.constexpr(-1e30)  # in place of NaN, twice as low still finite
@@ -40,17 +42,33 @@ class ExpertTiles:
 
 
 @cache
-def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
-    # for sm_90 without spills (tests compile them); near sizes that others tuned for fused_moe on an H200
+def expert_tiles(pairs: int, experts: int, dtype: torch.dtype, *, packed: bool = False) -> ExpertTiles:
+    # for sm_90 without spills (tests compile them); near sizes that others tuned for fused_moe on an H200. Rows, by which pairs
+    # are sorted, are the same for packed weights: one of two matrices may be dense.
     if dtype == torch.float32:  # no tensor cores for exact fp32
         return ExpertTiles(rows=16, columns=32, depth=32, warps=4, stages=2)
+    if packed:
+        return _packed_tiles(pairs, experts)
     if pairs <= SPARSE_ROWS * experts:
         return ExpertTiles(rows=16, columns=64, depth=128, warps=4, stages=4)
-    if pairs <= SHORT_ROWS * experts:
+    if not is_long(pairs, experts):
         return ExpertTiles(rows=16, columns=128, depth=128, warps=4, stages=3)
     if pairs <= MID_ROWS * experts:
         return ExpertTiles(rows=64, columns=128, depth=64, warps=4, stages=4)
     return ExpertTiles(rows=128, columns=256, depth=64, warps=8, stages=3)
+
+
+def _packed_tiles(pairs: int, experts: int) -> ExpertTiles:
+    # Prompts take this way, too: a number widens once for 128 rows, beside products that take longer. Dense parts, which one matrix
+    # has for more than MOST_ROWS rows, would be written and read for every expert, whatever few rows it has.
+    if not is_long(pairs, experts):
+        return ExpertTiles(rows=16, columns=64, depth=0, warps=4, stages=5)
+    return ExpertTiles(rows=64 if pairs <= MID_ROWS * experts else 128, columns=128, depth=0, warps=8, stages=4)
+
+
+def is_long(pairs: int, experts: int) -> bool:
+    """True for a step whose answers are most of its bytes."""
+    return pairs > SHORT_ROWS * experts
 
 
 # ---- Choice of experts.
@@ -274,30 +292,51 @@ def _rows_of(block, chosen_ptr, order_ptr, blocks_ptr, COUNT: tl.constexpr, ROWS
 
 @triton.jit
 def _product(
-    x,  # pointers [ROWS]
+    x,  # pointers [ROWS], to the first of SIZE inputs
     mask_rows,
-    weight,  # pointers [COLUMNS]
-    mask_columns,
+    weight_ptr,  # [COUNT, OUTPUTS, INPUTS], or packed
+    factors_ptr,
+    expert,
+    column,
+    first,  # input, 0 of packed weights
     SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORM: tl.constexpr,  # None: dense
+    FACTORS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    # sums of SIZE inputs [ROWS, COLUMNS] fp32, in order
-    depth = tl.arange(0, DEPTH)
-    acc = tl.zeros([x.shape[0], weight.shape[0]], tl.float32)
-    for at in range(0, SIZE, DEPTH):
-        inputs = at + depth
-        mask = inputs < SIZE
-        rows = tl.load(x[:, None] + inputs[None, :], mask=mask_rows[:, None] & mask[None, :], other=0.0)
-        columns = tl.load(weight[None, :] + inputs[:, None], mask=mask_columns[None, :] & mask[:, None], other=0.0)
-        acc = tl.dot(rows, columns, acc, input_precision=PRECISION)
+    # sums [ROWS, COLUMNS] fp32, in order of inputs
+    if FORM is None:
+        depth = tl.arange(0, DEPTH)
+        weight = weight_ptr + expert.to(tl.int64) * (OUTPUTS * INPUTS) + first + column * INPUTS
+        acc = tl.zeros([x.shape[0], column.shape[0]], tl.float32)
+        for at in range(0, SIZE, DEPTH):
+            inputs = at + depth
+            mask = inputs < SIZE
+            rows = tl.load(x[:, None] + inputs[None, :], mask=mask_rows[:, None] & mask[None, :], other=0.0)
+            mask = (column < OUTPUTS)[None, :] & mask[:, None]
+            columns = tl.load(weight[None, :] + inputs[:, None], mask=mask, other=0.0)
+            acc = tl.dot(rows, columns, acc, input_precision=PRECISION)
+    else:
+        BLOCKS: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+        TILES: tl.constexpr = (INPUTS + FORM.inputs - 1) // FORM.inputs
+        weight_ptr += expert.to(tl.int64) * (BLOCKS * TILES * BLOCK_N * FORM.tile // 2)
+        factors_ptr += expert.to(tl.int64) * (BLOCKS * FACTORS * FORM.each)
+        words, factors = packed_places(weight_ptr, factors_ptr, column, OUTPUTS, TILES, FACTORS, FORM)
+        WHOLE: tl.constexpr = INPUTS % FORM.inputs == 0
+        sums = packed_sums(x, mask_rows, words, factors, 0, TILES, INPUTS, FORM, WHOLE, STAGES, PRECISION)
+        acc = tl.trans(sums)
     return acc
 
 
 @triton.jit
 def up_kernel(
     x_ptr,  # [T, INPUTS]
-    weight_ptr,  # [COUNT, 2 * WIDTH, INPUTS]; rows of gate and up alternate
+    weight_ptr,  # [COUNT, 2 * WIDTH, INPUTS], or packed; rows of gate and up alternate
+    factors_ptr,
     bias_ptr,  # [COUNT, 2 * WIDTH] fp32
     inner_ptr,  # [pairs, WIDTH]
     chosen_ptr,
@@ -314,6 +353,9 @@ def up_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
+    FACTORS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # Program (block, tile): silu(gate) * up; CLAMPED: as in BiasedExperts.
     TILES: tl.constexpr = (2 * WIDTH + COLUMNS - 1) // COLUMNS
@@ -322,9 +364,23 @@ def up_kernel(
     if expert >= COUNT:
         return
     row = tile * COLUMNS + tl.arange(0, COLUMNS)
-    x = x_ptr + pair // PER_TOKEN * INPUTS
-    weight = weight_ptr + expert.to(tl.int64) * (2 * WIDTH * INPUTS) + row * INPUTS
-    acc = _product(x, inside, weight, row < 2 * WIDTH, INPUTS, DEPTH, PRECISION)
+    acc = _product(
+        x_ptr + pair // PER_TOKEN * INPUTS,
+        inside,
+        weight_ptr,
+        factors_ptr,
+        expert,
+        row,
+        0,
+        INPUTS,
+        2 * WIDTH,
+        INPUTS,
+        DEPTH,
+        PRECISION,
+        FORM,
+        FACTORS,
+        STAGES,
+    )
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * (2 * WIDTH) + row, mask=row < 2 * WIDTH, other=0.0)[None, :]
     gate, up = tl.split(tl.reshape(acc, [ROWS, COLUMNS // 2, 2]))
@@ -342,7 +398,8 @@ def up_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def down_kernel(
     inner_ptr,  # [pairs, SEGMENTS * WIDTH]
-    weight_ptr,  # [COUNT, OUTPUTS, SEGMENTS * WIDTH]
+    weight_ptr,  # [COUNT, OUTPUTS, SEGMENTS * WIDTH], or packed
+    factors_ptr,
     bias_ptr,  # [COUNT, OUTPUTS] fp32, of the first segment
     answers_ptr,  # [SEGMENTS, pairs, OUTPUTS]
     chosen_ptr,
@@ -357,6 +414,9 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
+    FACTORS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # Program (block, tile; segment).
     TILES: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
@@ -365,10 +425,23 @@ def down_kernel(
     if expert >= COUNT:
         return
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    inner = inner_ptr + pair * (SEGMENTS * WIDTH) + segment * WIDTH
-    weight = weight_ptr + expert.to(tl.int64) * (OUTPUTS * SEGMENTS * WIDTH) + segment * WIDTH
-    weight += column * (SEGMENTS * WIDTH)
-    acc = _product(inner, inside, weight, column < OUTPUTS, WIDTH, DEPTH, PRECISION)
+    acc = _product(
+        inner_ptr + pair * (SEGMENTS * WIDTH) + segment * WIDTH,
+        inside,
+        weight_ptr,
+        factors_ptr,
+        expert,
+        column,
+        segment * WIDTH,
+        WIDTH,
+        OUTPUTS,
+        SEGMENTS * WIDTH,
+        DEPTH,
+        PRECISION,
+        FORM,
+        FACTORS,
+        STAGES,
+    )
     if bias_ptr is not None:  # noqa: SIM102 (decided by the compiler)
         if segment == 0:
             acc += tl.load(bias_ptr + expert * OUTPUTS + column, mask=column < OUTPUTS, other=0.0)[None, :]
@@ -376,14 +449,23 @@ def down_kernel(
     tl.store(to, acc.to(answers_ptr.dtype.element_ty), mask=inside[:, None] & (column < OUTPUTS)[None, :])
 
 
-def product_constants(tiles: ExpertTiles, dtype: torch.dtype) -> dict[str, Any]:
-    precision = "ieee" if dtype == torch.float32 else "tf32"
-    return {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "PRECISION": precision}
+def product_constants(stack: Stack, tiles: ExpertTiles, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "DEPTH": tiles.depth,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "FORM": stack.form,
+        "FACTORS": 0 if stack.factors is None else stack.factors.shape[2],
+        "STAGES": tiles.stages,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
 
 
 def up(
     x: Tensor,
-    weight: Tensor,
+    stack: Stack,
     bias: Tensor | None,
     blocks: Blocks,
     *,
@@ -391,12 +473,14 @@ def up(
     tiles: ExpertTiles,
 ) -> Tensor:
     """Return [pairs, width]; `clamp`: (alpha, limit)."""
-    (experts, both, inputs), (tokens, per_token) = weight.shape, blocks.chosen.shape
-    assert x.shape == (tokens, inputs) and x.dtype == weight.dtype and x.is_contiguous(), (x.shape, x.stride())
+    (experts, both, inputs), (tokens, per_token) = stack.shape, blocks.chosen.shape
+    assert x.shape == (tokens, inputs) and x.is_contiguous(), (x.shape, x.stride())
+    assert stack.form is not None or x.dtype == stack.weight.dtype, x.dtype
     inner = torch.empty((tokens * per_token, both // 2), dtype=x.dtype, device=x.device)
     up_kernel[(blocks.count * triton.cdiv(both, tiles.columns),)](
         x,
-        weight,
+        stack.weight,
+        stack.factors,
         bias,
         inner,
         *blocks,
@@ -406,16 +490,14 @@ def up(
         INPUTS=inputs,
         WIDTH=both // 2,
         CLAMPED=clamp is not None,
-        **product_constants(tiles, x.dtype),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **product_constants(stack, tiles, x.dtype),
     )
     return inner
 
 
 def down(
     inner: Tensor,
-    weight: Tensor,
+    stack: Stack,
     bias: Tensor | None,
     blocks: Blocks,
     *,
@@ -423,12 +505,16 @@ def down(
     dtype: torch.dtype,
     tiles: ExpertTiles,
 ) -> Tensor:
-    """Return [segments, pairs, outputs], undefined without an expert."""
-    (experts, outputs, width), pairs = weight.shape, len(inner)
+    """Return [segments, pairs, outputs], undefined without an expert.
+
+    Packed weights have one segment.
+    """
+    (experts, outputs, width), pairs = stack.shape, len(inner)
     answers = torch.empty((segments, pairs, outputs), dtype=dtype, device=inner.device)
     down_kernel[(blocks.count * triton.cdiv(outputs, tiles.columns), segments)](
         inner,
-        weight,
+        stack.weight,
+        stack.factors,
         bias,
         answers,
         *blocks,
@@ -437,9 +523,7 @@ def down(
         WIDTH=width // segments,
         SEGMENTS=segments,
         OUTPUTS=outputs,
-        **product_constants(tiles, inner.dtype),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **product_constants(stack, tiles, inner.dtype),
     )
     return answers
 

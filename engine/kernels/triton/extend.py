@@ -4,15 +4,14 @@
 FlashAttention-2's loop (Dao 2023) over the page table: first tokens visible to all rows of a tile,
 unmasked, then the few at its diagonal. Apart from rounding, chunks do not change results.
 
-For few rows with a long context programs take a span and all query heads of a KV head
-(extend_plan.py), then merge (Flash-Decoding, Dao et al. 2023), so that no multiprocessor idles.
+For few rows with a long context programs take a span (extend_plan.py), then merge.
 
 With MLA latents rows are always pairs. With a window, earlier blocks are skipped. Sinks are initial
 scores of a row's first span.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from engine.kernels.triton.paged_tiles import (
     load_q,
     products,
     row_starts,
+    value_weights,
 )
 
 
@@ -43,10 +43,13 @@ class ExtendTiles:
 
 
 @cache
-def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
-    """Return tiles for sm_90; tests bound their spills."""
+def extend_tiles(*, dim: int, dtype: torch.dtype, exponents: int = 0) -> ExtendTiles:
+    """Return tiles for sm_90; tests bound their spills. `exponents`: of a token in a unit."""
     if dtype == torch.float32:  # no tensor cores for exact fp32: small tiles
         return ExtendTiles(rows=16, block=32 if dim <= 128 else 16, warps=8, stages=2)
+    if exponents:  # codes that widen take registers, and loads of less than 8 bytes more
+        plain = extend_tiles(dim=dim, dtype=dtype)
+        return replace(plain, block=plain.block // (1 + (dim > 128)) // (1 + (exponents % 8 > 0)))
     if dim > 128:
         return ExtendTiles(rows=64, block=64, warps=8, stages=2)
     return ExtendTiles(rows=128, block=128, warps=8, stages=3)  # an H200 took 1.30 times as long for blocks of 64
@@ -74,8 +77,6 @@ class _Unit(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Queries of a tile, and which tokens are visible to them."""
-
     q: Any
     q_rest: Any  # of latents
     position: Any  # of each row
@@ -108,9 +109,9 @@ def _extend_block(rows, attended, at, pages, MASKED: tl.constexpr, SPLIT: tl.con
             there = tl.maximum(there, rows.low)
     start = row_starts(there, rows.kv_head, rows.table, pages)
     if pages.CAP != 0.0:
-        scores, k = block_scores(rows.q, rows.q_rest, start, pages)
+        scores, k = block_scores(rows.q, rows.q_rest, start, rows.kv_head, pages)
     else:  # the scale joins the exponent: one FFMA a score
-        scores, k = products(rows.q, rows.q_rest, start, pages)
+        scores, k = products(rows.q, rows.q_rest, start, rows.kv_head, pages)
     if MASKED:
         # rows past the end see what the last row sees: no empty row, no NaN
         seen = (token[None, :] <= rows.position[:, None]) & mask_n[None, :]
@@ -124,9 +125,11 @@ def _extend_block(rows, attended, at, pages, MASKED: tl.constexpr, SPLIT: tl.con
     step = _step(pages)
     factor = tl.exp2((best - base) * step)
     weights = tl.exp2(scores * step - (base * step)[:, None])
-    v = tl.trans(k) if pages.REST else block_values(start, pages)
+    # of codes, K that is widened is in registers, and would take as many as V once more
+    v = tl.trans(k) if pages.REST and not pages.EXPONENTS else block_values(start, rows.q.dtype, pages)
     acc = acc * factor[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=pages.PRECISION)
+    of_v = value_weights(weights, start, rows.kv_head, rows.q.dtype, pages)
+    acc = tl.dot(of_v, v, acc, input_precision=pages.PRECISION)
     return best_now, total * factor + tl.sum(weights, 1), acc
 
 
@@ -152,7 +155,7 @@ def _spans(unit, before, low, pages):
 
 @triton.jit
 def _attend_rows(rows, attended, begin, edge, seen_by_all, pages, SPLIT: tl.constexpr):
-    """Add all blocks up to the rows' end, as `_spans` bounds them, to (best, total, acc)."""
+    """Add all blocks of `_spans` to (best, total, acc)."""
     if pages.WINDOW:
         # fp32 is bound by products: loads ahead would only spill
         for at in tl.range(begin, edge, pages.BLOCK, num_stages=1 if pages.PRECISION == "ieee" else None):
@@ -166,7 +169,6 @@ def _attend_rows(rows, attended, begin, edge, seen_by_all, pages, SPLIT: tl.cons
 
 @triton.jit
 def _heads_of(in_tile, queries, pages, PER_TOKEN: tl.constexpr):
-    """KV head and query heads of the program's rows: pairs (token, head), or tokens of one head."""
     at = tl.program_id(1)
     if PER_TOKEN > 1:
         kv_head, head = at, at * PER_TOKEN + in_tile % PER_TOKEN
@@ -177,7 +179,6 @@ def _heads_of(in_tile, queries, pages, PER_TOKEN: tl.constexpr):
 
 @triton.jit
 def _extend_tile(unit, queries, pages):
-    """Return (best, total, acc) of a tile's rows."""
     WIDTH: tl.constexpr = pages.DIM + pages.REST
     in_tile = unit.tile * unit.BLOCK_ROWS + tl.arange(0, unit.BLOCK_ROWS)
     tokens = in_tile // unit.PER_TOKEN
@@ -206,7 +207,6 @@ def _extend_tile(unit, queries, pages):
 
 @triton.jit
 def _store_tile(unit, attended, queries, pages, out_ptr, lse_ptr):
-    """Store a tile's results, or its parts if other programs have other tokens of its context."""
     best, total, acc = attended
     dims = tl.arange(0, pages.TILE_DIM)
     in_tile = unit.tile * unit.BLOCK_ROWS + tl.arange(0, unit.BLOCK_ROWS)
@@ -268,6 +268,7 @@ def extend_kernel(
     CAP: tl.constexpr,
     REST: tl.constexpr,
     TILE_REST: tl.constexpr,
+    EXPONENTS: tl.constexpr,
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -284,7 +285,7 @@ def extend_kernel(
         Queries(q_ptr, q_stride, kv_lens_ptr, slots_ptr, table_ptr, table_stride, sinks_ptr, HEADS, BLOCK_ROWS),
         LayerPages(
             k_ptr, v_ptr, page_grains, unit_grains, scale, KV_HEADS, UNIT_HEADS, DIM, PAGE_SIZE, TILE_DIM,
-            BLOCK, PRECISION, WINDOW, CAP, REST, TILE_REST, GRAIN, WIDE,
+            BLOCK, PRECISION, WINDOW, CAP, REST, TILE_REST, EXPONENTS, GRAIN, WIDE,
         ),
         out_ptr,
         lse_ptr,
@@ -384,13 +385,15 @@ def extend(
     work: ExtendWork,
     tiles: ExtendTiles,
 ) -> torch.Tensor:
-    """Return dense [T, heads, dim] for q [T, heads, dim] in the cache's dtype; rows may be strided.
+    """Return dense [T, heads, dim] for q [T, heads, dim]; rows may be strided.
+
+    q is in the cache's dtype, or the cache has codes.
 
     slots int64[B]; starts int32[B + 1]; kv_lens int32[B]; `work` is `plan_extend` of these.
     """
     tokens, heads, width = q.shape
     dim, kv_heads = width - layer.rest, layer.kv_heads
-    strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim)
+    strides, cache = layer.arguments(heads=heads, kv_heads=kv_heads, dim=dim, dtype=q.dtype)
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
 
     def launch(programs: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *, split: bool) -> None:

@@ -8,21 +8,46 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.fp8 import codes_of, exponents_of, magnitude
 from engine.kv.kv_pool import ONE_UNIT, Units
 
 HEAD_TILE = 8  # heads per program: enough programs for one token
 
 
 @triton.jit
-def _pairs(ptr, mask, HALF: tl.constexpr):
+def pairs(ptr, mask, HALF: tl.constexpr):
     """Both elements of pairs, which lie HALF apart, as fp32."""
     return tl.load(ptr, mask=mask, other=0.0).to(tl.float32), tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_pairs(ptr, low, high, mask, HALF: tl.constexpr):
+def store_pairs(ptr, low, high, mask, HALF: tl.constexpr):
     tl.store(ptr, low.to(ptr.dtype.element_ty), mask=mask)
     tl.store(ptr + HALF, high.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def turned(low, high, cosine_ptr, sine_ptr, mask, dtype: tl.constexpr, HALF: tl.constexpr):
+    """Rotated pairs of fp32, in `dtype`."""
+    low_cosine, high_cosine = pairs(cosine_ptr, mask, HALF)
+    low_sine, high_sine = pairs(sine_ptr, mask, HALF)
+    new_low = ((low * low_cosine).to(dtype).to(tl.float32) + high * low_sine).to(dtype)
+    new_high = ((high * high_cosine).to(dtype).to(tl.float32) + low * high_sine).to(dtype)
+    return new_low, new_high
+
+
+@triton.jit
+def _store_heads(to_ptr, exponents_ptr, low, high, mask, HALF: tl.constexpr):
+    """Store pairs [heads, TILE], 0 beyond `mask`, as what the cache keeps.
+
+    `exponents_ptr` [heads, 1]: where exponents go, if those are codes.
+    """
+    if to_ptr.dtype.element_ty == tl.uint8:
+        largest = tl.max(tl.maximum(magnitude(low), magnitude(high)), 1, keep_dims=True)
+        is_head = tl.max(mask.to(tl.int32), 1, keep_dims=True) > 0
+        tl.store(exponents_ptr, exponents_of(largest).to(tl.uint8), mask=is_head)
+        low, high = codes_of(low, largest), codes_of(high, largest)
+    store_pairs(to_ptr, low, high, mask, HALF)
 
 
 @triton.jit
@@ -31,7 +56,7 @@ def rope_write_kernel(
     weight_ptr,  # [HEADS + KV_HEADS, DIM]
     cosine_ptr,  # [T, turn_stride]
     sine_ptr,
-    k_cache_ptr,  # unit 0 of page 0 of this layer's K; a token's rows are dense in a unit
+    k_cache_ptr,  # unit 0 of page 0 of this layer's K; a token's heads are dense in a unit
     v_cache_ptr,
     pages_ptr,  # [T] int64
     offsets_ptr,  # [T] int64
@@ -56,36 +81,36 @@ def rope_write_kernel(
     HALF: tl.constexpr = DIM // 2
     Q_TILES: tl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
     dtype = x_ptr.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_kv = tile >= Q_TILES
     head = tl.where(is_kv, HEADS + (tile - Q_TILES) * TILE_HEADS, tile * TILE_HEADS) + tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE)
     at = head[:, None] * DIM + dims[None, :]
     mask = (head < tl.where(is_kv, HEADS + KV_HEADS, HEADS))[:, None] & (dims < HALF)[None, :]
     x = x_ptr + token * x_stride + at
-    low, high = _pairs(x, mask, HALF)
+    low, high = pairs(x, mask, HALF)
     if NORMS:
         factor = 1.0 / tl.sqrt(tl.sum(low * low + high * high, 1) / DIM + eps)
-        low_weight, high_weight = _pairs(weight_ptr + at, mask, HALF)
+        low_weight, high_weight = pairs(weight_ptr + at, mask, HALF)
         low = (low * factor[:, None]).to(dtype).to(tl.float32) * (low_weight + offset)
         high = (high * factor[:, None]).to(dtype).to(tl.float32) * (high_weight + offset)
         low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-    turn = token * turn_stride + dims
-    low_cosine, high_cosine = _pairs(cosine_ptr + turn, dims < HALF, HALF)
-    low_sine, high_sine = _pairs(sine_ptr + turn, dims < HALF, HALF)
-    new_low = ((low * low_cosine[None, :]).to(dtype).to(tl.float32) + high * low_sine[None, :]).to(dtype)
-    new_high = ((high * high_cosine[None, :]).to(dtype).to(tl.float32) + low * high_sine[None, :]).to(dtype)
+    turn = token * turn_stride + dims[None, :]
+    new_low, new_high = turned(low, high, cosine_ptr + turn, sine_ptr + turn, (dims < HALF)[None, :], dtype, HALF)
     if is_kv:
-        place = tl.load(pages_ptr + token) * page_stride + tl.load(offsets_ptr + token) * (UNIT_HEADS * DIM)
+        BYTES: tl.constexpr = UNIT_HEADS if k_cache_ptr.dtype.element_ty == tl.uint8 else 0  # of exponents
+        place = tl.load(pages_ptr + token) * page_stride + tl.load(offsets_ptr + token) * (UNIT_HEADS * DIM + BYTES)
         to = place + (at - HEADS * DIM)
+        exponents = place + (UNIT_HEADS * DIM + head - HEADS)[:, None]
         if UNIT_HEADS < KV_HEADS:
-            to += (head - HEADS)[:, None] // UNIT_HEADS * (unit_stride - UNIT_HEADS * DIM)
-        _store_pairs(k_cache_ptr + to, new_low, new_high, mask, HALF)
-        v = x + KV_HEADS * DIM
-        _store_pairs(v_cache_ptr + to, tl.load(v, mask=mask), tl.load(v + HALF, mask=mask), mask, HALF)
+            unit = (head - HEADS)[:, None] // UNIT_HEADS
+            to += unit * (unit_stride - UNIT_HEADS * DIM)
+            exponents += unit * (unit_stride - UNIT_HEADS)
+        _store_heads(k_cache_ptr + to, k_cache_ptr + exponents, new_low, new_high, mask, HALF)
+        v_low, v_high = pairs(x + KV_HEADS * DIM, mask, HALF)
+        _store_heads(v_cache_ptr + to, v_cache_ptr + exponents, v_low, v_high, mask, HALF)
     else:
-        _store_pairs(x, new_low, new_high, mask, HALF)
+        store_pairs(x, new_low, new_high, mask, HALF)
 
 
 def rope_write(

@@ -10,9 +10,8 @@ parameters by slot from a table, so launches can be captured:
   finish  (row)        the token; counts it
 
 Tokens rank by (bits of the gap to the best logit, token id); filters bound that rank. top_k counts
-tokens in 16 bins, then in 16 bins of one, until a boundary has k tokens below. top_p takes the best
-score if the mass ranked before it is below the limit, else it is the next bound (FlashInfer's
-rejection sampling with fixed noise).
+tokens in 16 bins, then in 16 bins of one. top_p takes the best score if the mass ranked before it
+is below the limit, else it is the next bound (FlashInfer's rejection sampling with fixed noise).
 """
 
 from dataclasses import dataclass
@@ -47,8 +46,6 @@ _FIRST_BIN = tl.constexpr((127 - 8) << 23)  # gaps from 2**-8 in bins of an octa
 
 
 class _Row(NamedTuple):
-    """A row that top_p bounds: its logits, and what scores are made by."""
-
     source: Any
     best: Any
     temperature: Any

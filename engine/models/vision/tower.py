@@ -19,7 +19,7 @@ class Pixels(NamedTuple):
 class VisionTower(Protocol):
     """Encodes an image to features: an embedding, then deepstack, per token.
 
-    One by one, so that equal images have equal KV in any batch.
+    One by one, for equal KV in any batch.
     """
 
     feature_size: int

@@ -25,8 +25,6 @@ from engine.models.vision.tower import Patches, Pixels, VisionTower, places
 
 
 class _Layers:
-    """What towers share: patches, and `depth` layers."""
-
     def __init__(
         self, weights: VisionWeights, config: TowerConfig, processing: ImageProcessing, names: BlockNames, *, depth: int
     ) -> None:
@@ -101,7 +99,6 @@ class ProjectedClip(_Layers):
         return self._down(self._activation(self._up(rows)))
 
     def _states(self, x: Tensor) -> dict[int, Tensor]:
-        """States by their number of layers before."""
         before = {0: x.clone()} if 0 in self._config.taken else {}
         whole, inside = [Spans(0, 1, len(x))], {number - 1: torch.clone for number in self._config.taken if number}
         _, found = self._through(x, FrameLayout(1, None), lambda index: whole, inside)

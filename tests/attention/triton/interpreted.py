@@ -9,15 +9,17 @@ from collections.abc import Iterable
 
 from tests.packages import ROOT
 
+TIMEOUT_S = 900  # ends a hang, not a slow machine
+
 
 def run_interpreted(*modules: str) -> None:
     """Run them one after another, each in a fork of a process that has imported torch and Triton.
 
-    Raises AssertionError with what the first one said that failed.
+    Its test needs pytest.mark.timeout(TIMEOUT_S). Raises AssertionError with what the first one said that failed.
     """
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.attention.triton.interpreted", *modules]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -13,6 +13,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, KernelParam, create_function_from_signature
 
 from engine.kernels.triton.elementwise import TritonElementwise
+from engine.layers.linear import _GpuMatrix
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
 from tests.attention.triton.day_of_steps import Day
@@ -29,12 +30,24 @@ CONSTANTS_OF_A_MODEL = {
     "x_stride": "the same, or the input of a site of adapters",
     "y_stride": "output of a site of adapters",
     "turn_stride": "cosine and sine of a position",
+    **dict.fromkeys(["latents_stride", "rotary_stride"], "a product of latents or queries"),
+    "token_stride": "a token's latents in a page",
     "slot_stride": "a recurrent state of all layers",
     **dict.fromkeys(["gates_stride", "z_stride", "time_stride", "gate_stride"], "a recurrent layer's product"),
-    "width": "hidden size, or intermediate size",
+    **dict.fromkeys(["width", "q_width", "k_width"], "hidden or intermediate size, or of all heads"),
     "outputs": "of a packed matrix",
 }
-FLOATS = {"scale", "eps", "offset", "alpha", "limit", "shortest", "longest"}  # Triton specialises no float
+FLOATS = {
+    "scale",
+    "eps",
+    "inner_eps",
+    "offset",
+    "inner_offset",
+    "alpha",
+    "limit",
+    "shortest",
+    "longest",
+}  # Triton specialises no float
 VARIANTS = {
     "split_list_kernel": 1,
     "decode_split_kernel": 1,
@@ -78,14 +91,23 @@ def test_only_constants_of_a_model_are_specialized(name: str) -> None:
     assert integers <= set(CONSTANTS_OF_A_MODEL), "not constant in a model, and not in do_not_specialize"
 
 
-@pytest.mark.parametrize(("family", "variants"), [("qwen3", VARIANTS), ("qwen3_moe", MIXTURE_VARIANTS)])
+# QKV of the first layer and of others, out, gate_up, down before a norm and the last, for three sizes of rows; a small head.
+PRODUCT_VARIANTS = {**VARIANTS, "linear_kernel": 6 * 3 + 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "variants", "streams"),
+    [("qwen3", VARIANTS, False), ("qwen3", PRODUCT_VARIANTS, True), ("qwen3_moe", MIXTURE_VARIANTS, False)],
+)
 def test_a_day_of_any_shapes_compiles_each_kernel_a_stated_number_of_times(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, variants: dict[str, int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, variants: dict[str, int], streams: bool
 ) -> None:
     keys: dict[str, set[str]] = defaultdict(set)
     monkeypatch.setattr(JITFunction, "run", recorder(keys))
     monkeypatch.setattr("engine.layers.linear.elementwise_for", lambda *_, **__: TritonElementwise())
     monkeypatch.setattr("engine.models.expert_mlp.takes_triton", lambda _: True)
+    if streams:
+        monkeypatch.setattr("engine.layers.linear._matrix", lambda weight, bias, _: _GpuMatrix(weight, bias))
     folder = make_tiny_checkpoint(tmp_path, family, num_hidden_layers=2)
     model = load_model(folder, load_model_config(folder), dtype="float32", device="cpu", progress=False)
     day = Day(model, random.Random(0))

@@ -73,7 +73,7 @@ def fused() -> Iterator[None]:
 
 @contextmanager
 def tiles(found: kernels.ExpertTiles) -> Iterator[None]:
-    setattr(fused_experts, "expert_tiles", lambda *_: found)  # noqa: B010
+    setattr(fused_experts, "expert_tiles", lambda *_, **__: found)  # noqa: B010
     yield
     setattr(fused_experts, "expert_tiles", kernels.expert_tiles)  # noqa: B010
 

@@ -13,7 +13,7 @@ from engine.attention.triton_backend import TritonLatents
 from engine.kernels.triton import decode, extend, extend_plan
 from engine.kv.kv_pool import KVPool
 from engine.layers.latents import NewLatents
-from tests.attention.attention_cases import TOLERANCE, Sequence, make_step, on_device, pages_needed
+from tests.attention.attention_cases import TOLERANCE, Sequence, latents_by_no_angle, make_step, on_device, pages_needed
 from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool, latent_reference, latent_sequences
 from tests.attention.triton.triton_numerics import guarded
 
@@ -31,14 +31,18 @@ def pool_of(shape: Shape, sequences: list[Sequence], starts: list[int]) -> KVPoo
     return pool
 
 
-def new_latents(sequences: list[Sequence], starts: list[int], ends: list[int], *, more: int = 0) -> NewLatents:
+def new_latents(
+    shape: Shape, sequences: list[Sequence], starts: list[int], ends: list[int], *, more: int = 0
+) -> NewLatents:
     """`more`: padded rows."""
     q, latents = (
         torch.cat([rows[a:b] for rows, a, b in zip(kept, starts, ends, strict=True)])
         for kept in ([s.q for s in sequences], [s.k[:, 0] for s in sequences])
     )
     pad = torch.nn.functional.pad
-    return NewLatents(pad(q, (0, 0, 0, 0, 0, more)), pad(latents, (0, 0, 0, more)), SCALE)
+    return latents_by_no_angle(
+        pad(q, (0, 0, 0, 0, 0, more)), pad(latents, (0, 0, 0, more)), rank=shape.rank, scale=SCALE
+    )
 
 
 def check_near(
@@ -65,7 +69,7 @@ def run(
     mine, begins, ends = sequences[chosen], starts[chosen], ENDS[chosen]
     step = make_step(mine, begins, ends, page_size=PAGE, extend=starts is not SINGLE)
     backend.begin(replace(step, riders=riders))
-    outs = list(backend.attend(1, new_latents(mine, begins, ends)).split(list(step.q_lens)))
+    outs = list(backend.attend(1, new_latents(shape, mine, begins, ends)).split(list(step.q_lens)))
     check_near(outs, shape, mine, begins, ends)
     return outs
 
@@ -94,7 +98,7 @@ def check_lengths_on_the_device(shape: Shape) -> None:
         backend = TritonLatents(pool_of(shape, sequences, starts), num_heads=shape.heads)
         step = make_step(sequences, starts, ENDS, page_size=PAGE, extend=starts is not SINGLE)
         backend.begin_on_device(on_device(step))
-        outs = backend.attend(1, new_latents(sequences, starts, ENDS, more=1))[:-1].split(list(step.q_lens))
+        outs = backend.attend(1, new_latents(shape, sequences, starts, ENDS, more=1))[:-1].split(list(step.q_lens))
         check_near(list(outs), shape, sequences, starts, ENDS)
     guarded.check()
 

@@ -12,7 +12,8 @@ import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.attention import triton_backend
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels.paged_attention import plain_softmax
+from engine.kernels.paged_attention import Softmax
+from engine.kernels.tape import limit_sms
 from engine.kernels.triton import decode, elementwise, extend_plan
 from engine.kernels.triton import extend as triton_extend
 from tests.attention.attention_cases import (
@@ -186,7 +187,7 @@ def check_library() -> None:
 
 def programs_are(number: int) -> None:
     setattr(decode, "INTERPRETED_PROGRAMS", number)  # noqa: B010
-    decode.multiprocessors.cache_clear()
+    decode._multiprocessors_of.cache_clear()
 
 
 def check_split_list() -> None:
@@ -197,9 +198,9 @@ def check_split_list() -> None:
     counts = [1, 1, 2, 3, 7, 1, 4, 5, 3]
     setattr(decode, "LIST_TILE", 4)  # noqa: B010
     for programs, runs in ((18, [1, 1, 2, 3, 3, 1, 4, 5, 3]), (300, [1] * 9)):
-        programs_are(programs)
         lens, slots = torch.tensor(kv_lens, dtype=torch.int32), torch.arange(9) + 20
-        splits = decode.split_list(lens, slots, kv_heads=3, tiles=tiles)
+        with limit_sms(programs):  # as on a lane of PD multiplexing
+            splits = decode.split_list(lens, slots, kv_heads=3, tiles=tiles)
         expected, parts = [], 0
         for i, (kv_len, size, count, run) in enumerate(zip(kv_lens, sizes, counts, runs, strict=True)):
             mine = count - run + 1 if run < count else 0
@@ -210,7 +211,6 @@ def check_split_list() -> None:
         found = splits.records.tolist()
         assert found[: len(expected)] == expected and found[-1][0] == len(expected), found
         assert not splits.done.any() and parts <= splits.parts
-    programs_are(3)
     guarded.check()
 
 
@@ -229,10 +229,10 @@ def check_merge() -> None:
     merged = [request * heads.kv + i for request in (0, 1, 2, 5) for i in range(heads.kv)]
     outs = []
     for programs in (3, 100):  # the last are more than there are splits
-        programs_are(programs)
         for layer in range(2):
-            pages = decode.PagedLayer(pool.k(layer), pool.v(layer), table, plain_softmax(q.shape[2]))
-            outs.append(decode.decode(q, pages, splits=splits, tiles=tiles))
+            pages = decode.PagedLayer(pool.k(layer), pool.v(layer), table, Softmax(q.shape[2] ** -0.5))
+            with limit_sms(programs):
+                outs.append(decode.decode(q, pages, splits=splits, tiles=tiles))
             assert not splits.done.any(), "the next layer would count on"
             merges = guarded.made[-1][GUARD_ROWS:-GUARD_ROWS]
             noted = [x for x in merges.tolist() if x != GUARD]

@@ -13,8 +13,7 @@ from engine.kernels.paged_attention import Softmax
 from engine.kernels.triton.decode import DecodeTiles
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
-from engine.layers.latents import NewLatents
-from tests.attention.attention_cases import Heads, by_no_angle, make_pool, on_device
+from tests.attention.attention_cases import Heads, by_no_angle, latents_by_no_angle, make_pool, on_device
 from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool
 from tests.attention.tree_cases import (
     Tree,
@@ -90,6 +89,9 @@ def begin(backend: TritonBackend, step: StepBatch | DeviceStep | DeviceExtend) -
 def check_latents() -> None:
     shape, trees = Shape(5, 80, 48), few_trees()
     requests = tree_requests(Heads(shape.heads, 1, shape.width), trees, page_size=PAGE, dtype="float32")
+    for request in requests:
+        kept = request.k[:, :, : shape.rank]
+        kept.copy_(kept.sign())  # their norm has the bits of themselves
     alone, (q, latents, _) = rows_alone(trees, requests, page_size=PAGE), new_rows(trees, requests)
     outs = []
     for kept, fill, step in (
@@ -101,7 +103,7 @@ def check_latents() -> None:
         fill(pool)
         backend = TritonLatents(pool, num_heads=shape.heads)
         backend.begin(step)
-        outs.append(backend.attend(0, NewLatents(q, latents[:, 0], SCALE)))
+        outs.append(backend.attend(0, latents_by_no_angle(q, latents[:, 0], rank=shape.rank, scale=SCALE)))
     assert not outs[1].isnan().any() and torch.equal(*outs)
 
 

@@ -177,7 +177,7 @@ def test_a_flush_empties_host_and_disk_even_while_files_are_written() -> None:
     assert engine.scheduler.flush_cache()
     engine.disk_turn()
     engine.disk_turn()
-    assert engine.files == {} and engine.host.disk is not None and engine.host.disk.index.num_bytes == 0
+    assert engine.files == {} and engine.host.storage is not None and engine.host.storage.index.num_bytes == 0
     assert engine.host.pages.num_named == 0 and pinned(engine) == []
     engine.answer("b", PROMPT, max_new_tokens=2)
     assert engine.outputs["b"][0].cached_tokens == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.mem_cache.page_allocator import PageAllocator
-from engine.core.mem_cache.radix_cache import EVICTION_POLICIES, TRUNK, Branch, RadixCache
+from engine.core.mem_cache.radix_cache import EVICTION_POLICIES, RANKS, TRUNK, Branch, EvictionOrder, RadixCache
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
@@ -18,7 +18,7 @@ from service.flags import ConfigError
 
 def make(num_pages: int = 64, page_size: int = 2, policy: str = "lru") -> tuple[PageAllocator, RadixCache]:
     allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
-    return allocator, RadixCache(allocator, policy=policy)
+    return allocator, RadixCache(allocator, order=EvictionOrder(RANKS[policy]))
 
 
 def put(allocator: PageAllocator, cache: RadixCache, tokens: list[int], branch: Branch = TRUNK) -> list[int]:
@@ -162,7 +162,7 @@ def admit(cache: RadixCache, tokens: list[int], *, priority: int = 0) -> None:
 def test_the_order_of_eviction(policy: str, order: list[list[int]]) -> None:
     """A is the oldest and was read last, B most often, C has the highest priority."""
     allocator = PageAllocator(num_pages=3, page_size=2)
-    cache = RadixCache(allocator, policy=policy)
+    cache = RadixCache(allocator, order=EvictionOrder(RANKS[policy]))
     for tokens, priority in ((A, 0), (B, 1), (C, 2)):
         cache.insert(tokens, allocator.allocate(1), priority=priority)
     for tokens in (B, B, C, A):

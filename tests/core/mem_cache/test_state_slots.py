@@ -5,10 +5,11 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.mem_cache.state_slots import StateSlots
 from engine.flags.resolve import limits
-from engine.recurrent import check_recurrent, cut_on_grid
+from engine.recurrent import check_recurrent, cut_on_grid, with_states
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
+from tests.core.mem_cache.tiers_in_a_test import identity
 
 PROMPT = list(range(1, 22))  # 21 tokens: the last length on the grid is 16
 
@@ -84,20 +85,17 @@ def test_a_full_page_takes_its_state_along() -> None:
     assert answer(engine, "a again", PROMPT) == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: keeps pages"),
-        (
-            {"page_size": 48, "chunked_prefill_size": 144},
-            "--chunked-prefill-size 144: .* 192 tokens .*give 192",
-        ),
-    ],
-)
-def test_what_would_lose_the_state_is_refused(flags: dict[str, object], message: str) -> None:
-    config = EngineConfig(model_path="m", **{"page_size": 16, "chunked_prefill_size": 512, **flags})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=message):
+def test_chunks_that_end_off_the_grid_are_refused() -> None:
+    config = EngineConfig(model_path="m", page_size=48, chunked_prefill_size=144)
+    with pytest.raises(ConfigError, match=r"--chunked-prefill-size 144: .* 192 tokens .*give 192"):
         check_recurrent(config)
+
+
+def test_the_layout_of_states_is_in_the_name_of_pages() -> None:
+    """So a worker with other states finds neither."""
+    pages = identity()
+    names = [with_states(pages, layout, size) for layout, size in (("", 0), ("4 heads", 64), ("2 heads", 64))]
+    assert names[0] == pages and len({name.seed() for name in names}) == 3
 
 
 def test_chunks_end_on_the_grid() -> None:

@@ -5,13 +5,21 @@ moment: a page that is reused before its copy was made shows as wrong KV.
 """
 
 from collections import deque
+from typing import Any
 
-from engine.core.mem_cache.disk_tier import DiskDelete, DiskDone, DiskIndex, DiskRead, DiskWork, DiskWrite
-from engine.core.mem_cache.host_cache import HostCache
+from engine.core.mem_cache.host_cache import HostCache, TierRoom
 from engine.core.mem_cache.page_allocator import KVIdentity
+from engine.core.mem_cache.storage_tier import (
+    FileIndex,
+    PageDelete,
+    PageRead,
+    PageWrite,
+    StorageDone,
+    StorageWork,
+)
 from tests.core.engine_in_a_test import EngineInATest
 
-PAGE = 4
+PAGE, GRID = 4, 8
 
 
 def identity(weights: str = "w0", page_size: int = PAGE) -> KVIdentity:
@@ -30,27 +38,26 @@ class TieredEngine(EngineInATest):
         timeout_s: float = 1.0,
         ahead_pages: int = 0,
         disk_pages: int = 0,
-        files: dict[bytes, list[int]] | None = None,
+        files: dict[bytes, Any] | None = None,
+        host_states: int = 0,
         **engine: object,
     ) -> None:
         self.files = {} if files is None else files
         self.disk_pages = disk_pages
-        index = (
-            DiskIndex(max_bytes=disk_pages, file_bytes=1, files=[(k, 1) for k in self.files]) if disk_pages else None
-        )
+        there = [(k, 1) for k in self.files]
+        index = FileIndex(max_bytes=disk_pages, file_bytes=1, state_bytes=1, files=there) if disk_pages else None
         for key in index.excess if index else ():
             del self.files[key]
         self.host = HostCache(
-            num_pages=host_pages,
+            room=TierRoom(host_pages, host_states, GRID, ahead_pages),
             identity=identity(),
             write_policy=write_policy,
             prefetch_policy=prefetch_policy,
             prefetch_timeout_s=timeout_s,
-            ahead_pages=ahead_pages,
-            disk=index,
+            storage=index,
         )
-        super().__init__(**{"page_size": PAGE, "host": self.host, "lag": True, **engine})  # type: ignore[arg-type]
-        self.work: deque[DiskWork] = deque()
+        super().__init__(**{"page_size": PAGE, "host": self.host, "lag": True, "grid": GRID, **engine})  # type: ignore[arg-type]
+        self.work: deque[StorageWork] = deque()
         self.broken: set[bytes] = set()  # files that cannot be read
 
     def collect(self) -> None:
@@ -58,33 +65,45 @@ class TieredEngine(EngineInATest):
         self.take_work()
 
     def take_work(self) -> None:
-        if self.host.disk is not None:
-            self.work += self.host.disk.take_work()
+        if self.host.storage is not None:
+            self.work += self.host.storage.take_work()
 
     def disk_turn(self, n: int = 1000) -> None:
         """The disk does `n` pieces of work."""
         self.take_work()
         for _ in range(min(n, len(self.work))):
-            assert self.host.disk is not None
-            self.host.disk.on_done(self._do(self.work.popleft()))
+            assert self.host.storage is not None
+            self.host.storage.on_done(self._do(self.work.popleft()))
             assert len(self.files) <= self.disk_pages, "more bytes on disk than the limit"
             self.scheduler.check()
 
-    def _do(self, work: DiskWork) -> DiskDone:
+    def _do(self, work: StorageWork) -> StorageDone:
         match work:
-            case DiskRead(key, host_page):
+            case PageRead(key, host_page):
                 slots = None if key in self.broken else self.files.get(key)
                 if slots is None:
-                    return DiskDone(work, ok=False, bad=self.files.pop(key, None) is not None)
-                self.model.host[host_page] = list(slots)
-            case DiskWrite(key, host_page):
+                    return StorageDone(work, ok=False, bad=self.files.pop(key, None) is not None)
+                self._set(host_page, slots)
+            case PageWrite(key, host_page):
                 for victim in work.victims:
                     del self.files[victim]
-                self.files[key] = list(self.model.host[host_page])
-            case DiskDelete(keys):
+                self.files[key] = self._get(host_page)
+            case PageDelete(keys):
                 for key in keys:
                     del self.files[key]
-        return DiskDone(work, ok=True)
+        return StorageDone(work, ok=True)
+
+    def _get(self, host_page: int) -> Any:
+        """A host page's slots, or a state of the host."""
+        first = self.host.pages.num_pages
+        return list(self.model.host[host_page]) if host_page < first else self.model.host_states[host_page - first]
+
+    def _set(self, host_page: int, found: Any) -> None:
+        first = self.host.pages.num_pages
+        if host_page < first:
+            self.model.host[host_page] = list(found)
+        else:
+            self.model.host_states[host_page - first] = found
 
     def push_out(self) -> None:
         """Fill the device with something else."""

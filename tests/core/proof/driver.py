@@ -160,6 +160,8 @@ class Driver(EngineInATest):
             keep_kv=ask.keep_kv and not pooling,
             adapter=ask.adapter,
             namespace=ask.namespace,
+            conversation=f"c{ask.family}" if ask.length % 3 else "",
+            expected_return_s=ask.new / 2 if ask.length % 2 else None,
             images=ask.images,
         )
         life = self.lives[request.rid] = Life(ask, wishes, request, weights=[self.model.weights + ask.adapter])

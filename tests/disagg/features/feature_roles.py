@@ -133,8 +133,8 @@ class EncodeCluster(Engines):
     def assert_all_back(self) -> None:
         self.engine.turn()  # pages that a step has copied return at the next poll
         super().assert_all_back()
-        counts = self.fetches._allocator.counts()
-        assert counts["free"] == self.fetches._allocator.num_pages, counts
+        counts = self.fetches.allocator.counts()
+        assert counts["free"] == self.fetches.allocator.num_pages, counts
 
     def counter(self, name: str) -> float:
         """A counter of the engine that fetches."""

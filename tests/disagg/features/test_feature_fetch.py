@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from disagg.features.feature_fetching import AVOIDED_S, rooms_of
+from disagg.features.feature_fetching import AVOIDED_S
+from disagg.incoming import rooms_of
 from engine.images import ImageInput
 from engine.messages import FeatureSource
 from tests.core.hash_model import expected_tokens
@@ -121,7 +122,7 @@ def test_an_encoder_that_is_late_costs_a_prompt_its_time_alone() -> None:
     cluster.engine.run()
     assert cluster.engine.tokens == {"a": right(ONE)} and cluster.encoded() == (0, 1)
     assert cluster.engine.role.queues()["quarantined_features"] == 1
-    assert cluster.fetches._allocator.counts()["quarantined"] == 2
+    assert cluster.fetches.allocator.counts()["quarantined"] == 2
     cluster.ask("b", TWO)
     assert cluster.counter("feature_fetches_late") == cluster.counter("feature_fetches_forgone") == 1
     cluster.run()

@@ -45,10 +45,15 @@ def bodies(count: int, new: int) -> list[dict[str, Any]]:
     ]
 
 
-async def test_prefill_computes_it_again_with_the_same_tokens(pd: Cluster, qwen3: str) -> None:
-    asked = bodies(8, new=160)
-    answers = await generate_all(pd.router, asked)
-    assert [a["output_ids"] for a in answers] == tokens_of(qwen3, asked)
+@pytest.fixture(scope="module")
+def reference(qwen3: str) -> list[list[int]]:
+    """Of one engine, for `bodies(8, new=160)`."""
+    return tokens_of(qwen3, bodies(8, new=160))
+
+
+async def test_prefill_computes_it_again_with_the_same_tokens(pd: Cluster, reference: list[list[int]]) -> None:
+    answers = await generate_all(pd.router, bodies(8, new=160))
+    assert [a["output_ids"] for a in answers] == reference
     await assert_all_back(pd)
     decode = (await state_of(pd.of("decode")[0].url))["counters"]
     prefills = [(await state_of(worker.url))["counters"] for worker in pd.of("prefill")]
@@ -57,6 +62,21 @@ async def test_prefill_computes_it_again_with_the_same_tokens(pd: Cluster, qwen3
     assert through + decode["resumed_computed"] == decode["retractions"]
     assert sum(a["meta_info"]["num_retractions"] for a in answers) == decode["retractions"]
     assert not decode.get("recompute_failed")
+
+
+async def test_whole_requests_that_decode_retracts_stay_there(pd: Cluster, reference: list[list[int]]) -> None:
+    """They have no room at a prefill worker; halves of pairs beside them have."""
+    asked = bodies(8, new=160)
+    (worker,) = pd.of("decode")
+    before = (await state_of(worker.url))["counters"]
+    whole, paired = await asyncio.gather(generate_all(worker.url, asked[::2]), generate_all(pd.router, asked[1::2]))
+    answers = [answer for pair in zip(whole, paired, strict=True) for answer in pair]
+    assert [a["output_ids"] for a in answers] == reference
+    await assert_all_back(pd)
+    now = (await state_of(worker.url))["counters"]
+    assert sum(a["meta_info"]["num_retractions"] for a in whole) > 0 and not now.get("recompute_failed")
+    gone = {name: now[name] - before[name] for name in ("retractions", "resumed_computed", "resumed_through_prefill")}
+    assert gone["retractions"] == gone["resumed_computed"] + gone["resumed_through_prefill"]
 
 
 @pytest.mark.slow

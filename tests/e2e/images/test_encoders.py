@@ -141,7 +141,7 @@ def test_features_that_have_crossed_are_bit_for_bit_those_of_the_worker_s_own_to
 
 def features_of(engine: EngineInProcess) -> dict[bytes, torch.Tensor]:
     """By key, those that its steps have."""
-    parts = engine.parts.device.executor.runner._forward_pass._parts
+    parts = engine.parts.device.executor.runner.forward_pass.parts
     (images,) = (part for part in parts if isinstance(part, ImagePass))
     return {key: features.clone() for key, features in images._features.items()}
 

@@ -282,7 +282,7 @@ def test_files_of_an_earlier_process_have_images_too(served: Served, tmp_path: P
 def finish(engine: EngineInProcess, rid: str) -> None:
     """Until it has ended, and no file is read or written."""
     deadline_s = monotonic() + REST_S
-    while rid not in engine.finish or (engine.parts.disk is not None and engine.parts.disk.waits_for_outside()):
+    while rid not in engine.finish or (engine.parts.storage is not None and engine.parts.storage.waits_for_outside()):
         assert monotonic() < deadline_s
         engine.turn()
 

@@ -85,6 +85,30 @@ def test_a_handed_over_prompt_is_drafted_as_well_as_ones_own(kind: str, cell: Ce
     assert (how.drafts, how.accepted) == (alone(kind, paths[kind]).drafts, alone(kind, paths[kind]).accepted)
 
 
+OVERLAPPED = {"stream": "threaded", "stream_delay_s": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "decode"),
+    [
+        ("EAGLE", Cell("nixl", (1, 1), (2, 1), "on", "recompute"), {}),
+        ("NEXTN", Cell("mooncake", (1, 1), (1, 1), "off", "recompute"), {}),
+        ("STANDALONE", Cell("nixl", (1, 1), (1, 1), "off", "prefill"), TIGHT),
+    ],
+)
+def test_overlapped_steps_behind_a_hand_over_begin_where_they_should(
+    kind: str, cell: Cell, decode: dict[str, Any], paths: dict[str, str]
+) -> None:
+    """A request comes, and comes back, while steps of others are in flight that the host has not seen."""
+    path, flags = model_of(kind, paths[kind]), {**FLAGS, **by(kind, paths), **OVERLAPPED}
+    with pair_of(cell, path, flags=flags, decode=decode) as pair:
+        tokens, how = decode_all(pair)
+        decoder = pair.workers[-1]
+    assert tokens == RIGHT and how.accepted == how.drafts > 50
+    assert decoder.seen.overlapped > how.passes > 0
+    assert decode == {} or decoder.parts.scheduler.counters.retractions > 0
+
+
 @pytest.mark.parametrize(("backend", "tp_size"), [("nixl", 2), pytest.param("mooncake", 1, marks=pytest.mark.slow)])
 def test_trees_behind_a_hand_over_are_as_right(backend: str, tp_size: int, paths: dict[str, str]) -> None:
     trees = {**by("EAGLE", paths), "speculative_eagle_topk": 2}

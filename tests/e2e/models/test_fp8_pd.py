@@ -77,6 +77,18 @@ def test_windows_in_a_pool_of_their_own(tmp_path: Path) -> None:
             assert all(spec.fp8 for spec in worker.parts.device.windows.specs)
 
 
+def test_latents_cross_with_their_padding(tmp_path: Path) -> None:
+    """By torch: the CPU's kernel reads none."""
+    path = make_tiny_checkpoint(tmp_path / "model", "deepseek_v3")
+    flags = {**FP8, "attention_backend": "torch"}
+    with unified(path, **flags) as system:
+        wanted = run(system, ASKED, turns_between=6)
+    with disaggregated(path, decode={}, disagg={"disaggregation_kv_checksum": True}, **flags) as pair:
+        assert run(pair, ASKED, turns_between=6) == wanted
+        for worker in pair.workers:
+            assert worker.parts.pool.specs[0].row_bytes() == 64, "32 + 16 codes, an exponent, 15 bytes"
+
+
 def test_workers_of_other_types_are_refused_with_both_and_the_flag(path: str) -> None:
     with disaggregated(path, decode={"kv_cache_dtype": "auto"}, **FP8) as pair:
         pair.submit("r", ASKED[0][1], new=4)

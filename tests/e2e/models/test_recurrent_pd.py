@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from engine.core.mem_cache.host_cache import HostCache
 from engine.core.mem_cache.state_slots import StateSlots
-from tests.e2e.two_engines import disaggregated, run
+from tests.e2e.two_engines import disaggregated, next_turn, run
 from tests.engine.drafts.drafters import draft_from
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -30,6 +31,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # flags of the trans
     ),
     "recompute": ({}, TIGHT),
     "prefill": ({"disaggregation_decode_retraction_backup": "prefill"}, TIGHT),
+    "host tier": ({}, {**TIGHT, "enable_hierarchical_cache": True, "hicache_ratio": 4.0}),
 }
 
 
@@ -54,7 +56,10 @@ def test_two_workers_give_the_tokens_of_one(way: str, checkpoint: str, right: di
     with disaggregated(checkpoint, decode=decode, disagg=transfer, max_total_tokens=8192, **FLAGS) as pair:
         assert run(pair, ASKED, turns_between=6) == right
         again = [(f"again {rid}", prompt, new) for rid, prompt, new in ASKED]
-        answers = run(pair, again, turns_between=6)
+        tiered = pair.workers[1].parts.scheduler.memory.part(HostCache)
+        together = None if tiered is None else 0  # else decode would take no step, and copy no page
+        answers = run(pair, again, turns_between=6, together=together)
+        assert tiered is None or tiered.counted["hicache_host_hit_tokens"] > 0
         assert [answers[rid] for rid, _, _ in again] == [right[rid] for rid, _, _ in ASKED]
         prefill, last = (worker.parts.scheduler for worker in pair.workers)
         states = prefill.memory.part(StateSlots)
@@ -101,3 +106,25 @@ def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
         engine.add("next", chat, max_new_tokens=16, ignore_eos=True)
         engine.run()
         assert found["next"] == engine.tokens["next"]
+
+
+@pytest.mark.parametrize("transfer", ["nixl", "mooncake"])
+def test_prefill_gets_the_state_of_an_answer_from_decode(transfer: str, checkpoint: str) -> None:
+    """The next turn goes on from decode's last snapshot; prefill has an earlier one of its own."""
+    disagg = {"prefix_fetch": True, "disaggregation_transfer_backend": transfer, "disaggregation_kv_checksum": True}
+    first, flags = prompt_of(200, 30), {**FLAGS, "max_total_tokens": 4096}
+    with disaggregated(checkpoint, decode={}, disagg=disagg, **flags) as pair:
+        chat = [*first, *run(pair, [("turn", first, 80)], turns_between=1)["turn"], *prompt_of(20, 31)]
+        found, prefill = next_turn(pair, chat, known=256), pair.workers[0]
+        assert prefill.role.counters()["prefix_fetched_tokens"] == 256 - 192
+        assert prefill.parts.scheduler.counters.cached_tokens == 256
+        states, cache = prefill.parts.scheduler.memory.part(StateSlots), prefill.parts.scheduler.memory.cache
+        assert states is not None
+        node = next(iter(states._nodes.values()))
+        cache.lock(node)
+        assert not states._may_go(node), "a peer reads it"
+        cache.unlock(node)
+    with EngineInProcess(checkpoint, page_size=16, disable_radix_cache=True) as engine:
+        engine.add("next", chat, max_new_tokens=16, ignore_eos=True)
+        engine.run()
+        assert found == engine.tokens["next"]

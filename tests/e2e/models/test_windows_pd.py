@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.mem_cache.window_pages import WindowPages
 from tests.e2e.models.group_models import ALL_WINDOWS, SOME_WINDOWS, Made
-from tests.e2e.two_engines import disaggregated, run
+from tests.e2e.two_engines import disaggregated, next_turn, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -55,3 +55,25 @@ def test_two_workers_give_the_tokens_of_one(way: str, tmp_path: Any) -> None:
             windows = scheduler.memory.part(WindowPages)
             assert windows is not None and windows.num_retired > 0
             assert windows.num_available == windows.allocator.num_pages
+
+
+@pytest.mark.parametrize(("size", "new"), [(100, 41), (8, 13)])
+def test_prefill_gets_the_last_window_of_an_answer_from_decode(size: int, new: int, tmp_path: Any) -> None:
+    """The second one is shorter than a window: fewer pages come than prefill has given."""
+    family, overrides = SOME_WINDOWS
+    checkpoint = make_tiny_checkpoint(tmp_path / family, family, **overrides)
+    disagg = {"prefix_fetch": True, "disaggregation_kv_checksum": True}
+    first, flags = prompt_of(size, 30), {**FLAGS, "max_total_tokens": 4096}
+    with disaggregated(checkpoint, decode={}, disagg=disagg, **flags) as pair:
+        history = [*first, *run(pair, [("turn", first, new)], turns_between=1)["turn"]]
+        chat = [*history, *prompt_of(20, 31)]
+        found = next_turn(pair, chat, known=len(history) - 1)
+        prefill = pair.workers[0]
+        assert prefill.role.counters()["prefix_fetched_tokens"] == new - 1, "whole pages"
+        for worker in pair.workers:
+            windows = worker.parts.scheduler.memory.part(WindowPages)
+            assert windows is not None and windows.num_available == windows.allocator.num_pages
+    with EngineInProcess(checkpoint, page_size=4, disable_radix_cache=True) as engine:
+        engine.add("next", chat, max_new_tokens=16, ignore_eos=True)
+        engine.run()
+        assert found == engine.tokens["next"]

@@ -104,9 +104,11 @@ def pair_of(
     *,
     flags: Mapping[str, Any] = MappingProxyType(FLAGS),
     decode: Mapping[str, Any] = MappingProxyType(TIGHT),
+    disagg: Mapping[str, Any] = MappingProxyType({}),
 ) -> AbstractContextManager[System]:
-    """`flags`: of both workers; `decode`: of that one alone."""
-    disagg: dict[str, Any] = {
+    """`flags`, `disagg`: of both workers; `decode`: of that one alone."""
+    disagg = {
+        **disagg,
         "disaggregation_transfer_backend": cell.backend,
         "disaggregation_kv_checksum": cell.checksum,
         "disaggregation_layerwise_transfer": cell.layerwise,

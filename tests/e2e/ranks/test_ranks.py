@@ -1,17 +1,20 @@
 """A worker of several ranks, as its users start it: real processes, and the end of one of them."""
 
+import asyncio
 import json
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from service.process.child_process import SERVER_VARIABLE
-from tests.e2e.client import generate_all, text_of
+from tests.e2e.client import generate_all, state_of, text_of
 from tests.e2e.cluster import Started, tandem, wait_until
 from tools.family import family
+from tools.faults.stores.processes import processes as stores
 from tools.recall import vocab
 from tools.recall.oracle import continuation
 
@@ -62,6 +65,29 @@ async def test_it_answers_and_ends_with_any_of_its_ranks(tmp_path: Path) -> None
         _, left = psutil.wait_procs(family, timeout=WITHIN_S)
         assert not left, left
         assert f"rank 1 of 4 (pid {pids[1]}) ended: SIGKILL" in worker.log.read_text()
+
+
+@pytest.mark.slow
+async def test_ranks_of_another_worker_read_what_each_has_stored(tmp_path: Path) -> None:
+    body = {"input_ids": prompt_of(90, 1), "sampling_params": {"temperature": 0, "max_new_tokens": 16}, "stream": True}
+    with stores() as started:
+        master = started.master()
+        started.store(master, segment="128mb")
+        where = json.dumps({"master_server_address": master.address, "global_segment_size": 0, "timeout_s": 30})
+        shared = ("--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", where)
+        tiers = ("--enable-hierarchical-cache", "--hicache-storage-prefetch-policy", "wait_complete", *shared)
+        for life, least in (("first", 0), ("second", 64)):
+            (tmp_path / life).mkdir()
+            with tandem(tmp_path / life, "serve", "--tp-size", "2", *tiers, *FLAGS) as worker:
+                (answer,) = await generate_all(worker.url, [body])
+                assert answer["output_ids"] == continuation(body["input_ids"], 16)
+                assert (await state_of(worker.url))["counters"]["hicache_disk_hit_tokens"] >= least
+                url = worker.url
+                await asyncio.to_thread(wait_until, partial(rests, url), within_s=WITHIN_S, what="pages are written")
+
+
+def rests(url: str) -> bool:
+    return not asyncio.run(state_of(url))["gauges"]["hicache_disk_pending"]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ The whole engine with decode graphs (eager ones: the same work over the same buf
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
-from engine.device.step_memory import EngineUse, LocalMachine
+from engine.device.step_memory import LocalMachine
 from engine.executor.graphs import DecodeGraphs, PrefillGraphs, T
 from engine.executor.step_part import SampledForward
 from engine.kernels.triton import sample
@@ -47,8 +48,11 @@ def main() -> None:
         check_loads(models[0])
         check_drafter(models[0])
         check_drafter(models[0], topk=2)
+        check_drafter(models[0], steps=2, stream="threaded")
         check_images(Path(folder) / "seeing")
         check_experts(Path(folder) / "experts")
+        check_codes(models[0])
+        check_codes(make_tiny_checkpoint(Path(folder) / "latents", "deepseek_v3", num_hidden_layers=1))
         for family, layers in (("qwen3_5_text", 2), ("falcon_h1", 1)):
             check_recurrent(make_tiny_checkpoint(Path(folder) / family, family, num_hidden_layers=layers))
         check_recurrent_drafts(str(Path(folder) / "qwen3_5_text"))
@@ -63,13 +67,14 @@ class CountingCapture:
     """Records nothing and does the work anew: what a graph computes."""
 
     def __init__(self) -> None:
-        self.replays = 0
+        self.replays = self.steps = 0  # of any work, and of whole steps
         self.logits: set[int] = set()  # where they lie
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         def replay() -> T:
             self.replays += 1
             out = work()
+            self.steps += isinstance(out, tuple)
             if isinstance(out, tuple) and isinstance(out[0], SampledForward):
                 self.logits.add(out[0].recorded.data_ptr())
             return out
@@ -81,15 +86,18 @@ def plain_engine(path: str, **flags: Any) -> EngineInProcess:
     return EngineInProcess(path, attention_backend="torch", **flags)
 
 
-def recording(path: str, capture: CountingCapture, **flags: Any) -> EngineInProcess:
-    return EngineInProcess(path, attention_backend="triton", machine=LocalMachine(capture=lambda: capture), **flags)
+def recording(
+    path: str, capture: CountingCapture, *, records: Mapping[str, bool] = MappingProxyType({}), **flags: Any
+) -> EngineInProcess:
+    machine = LocalMachine(capture=lambda: capture, **records)
+    return EngineInProcess(path, attention_backend="triton", machine=machine, **flags)
 
 
 def check(folder: str, other: str) -> None:
     plain = [plain_engine(path, **UNCACHED) for path in (folder, other)]
     (expected, expected_logprobs), (expected_of_other, _) = (run(engine, LENGTHS) for engine in plain)
     capture = CountingCapture()
-    engine = recording(folder, capture, depth=2, stream="threaded", use=EngineUse(prefills=False), **UNCACHED)
+    engine = recording(folder, capture, depth=2, stream="threaded", records={"prefills": False}, **UNCACHED)
     graphs, pool = engine.recorded(DecodeGraphs), engine.parts.pool
     assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
     pool.k(0)[0] = 7.0
@@ -114,7 +122,7 @@ def check_prompts(folder: str) -> None:
     plain = plain_engine(folder, chunked_prefill_size=16, **SMALL)
     expected = run(plain, dict.fromkeys(PROMPTS, 1))
     capture, marks = CountingCapture(), list[tuple[int, int]]()
-    engine = recording(folder, capture, use=EngineUse(decodes=False), chunked_prefill_size=16, **SMALL)
+    engine = recording(folder, capture, records={"decodes": False}, chunked_prefill_size=16, **SMALL)
     device, pool = engine.parts.device, engine.parts.pool
     assert engine.recorded(DecodeGraphs) is None and engine.recorded(PrefillGraphs) is not None
     device.layers.watch([1], lambda: marks.append(device.layers.reached()))
@@ -134,7 +142,7 @@ def check_loads(folder: str) -> None:
     """A recorded prompt whose prefix comes from the host, on streams that run as late as they may."""
     flags = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 64, "enable_hierarchical_cache": True}
     capture, prompt = CountingCapture(), list(range(20, 45))
-    with recording(folder, capture, use=EngineUse(decodes=False), page_size=8, **flags) as engine:
+    with recording(folder, capture, records={"decodes": False}, page_size=8, **flags) as engine:
         copy_late(engine)
         for rid, asked in (("first", prompt), ("other", list(range(60, 120))), ("again", prompt)):
             engine.answer(rid, asked, max_new_tokens=1)
@@ -143,7 +151,7 @@ def check_loads(folder: str) -> None:
         assert capture.replays == 3, capture.replays
 
 
-def check_drafter(folder: str, *, topk: int = 1) -> None:
+def check_drafter(folder: str, *, topk: int = 1, steps: int | None = None, **flags: Any) -> None:
     """Recorded verify steps and prompts, behind which a drafter, the model itself, keeps what it needs of their tokens."""
 
     def ask(engine: EngineInProcess) -> dict[str, list[int]]:
@@ -153,14 +161,19 @@ def check_drafter(folder: str, *, topk: int = 1) -> None:
         return engine.tokens
 
     capture = CountingCapture()
-    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": folder, "speculative_num_steps": topk}
-    own |= {"speculative_eagle_topk": topk}
+    own = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": folder,
+        "speculative_num_steps": steps or topk,
+    }
+    own |= {"speculative_eagle_topk": topk, **flags}
     with plain_engine(folder, **UNCACHED) as plain, recording(folder, capture, **UNCACHED, **own) as engine:
         always(engine.parts.scheduler)
         assert ask(engine) == ask(plain)
-        how = fared(engine)
+        how, overlapped = fared(engine), engine.seen.overlapped
     assert how.accepted > 3 and capture.replays > 2, (how, capture.replays)
     assert (how.drafts > how.accepted) == (topk > 1), how  # of two guesses for one place one is wrong
+    assert (overlapped > 3) == bool(flags), overlapped
 
 
 def check_images(folder: Path) -> None:
@@ -180,6 +193,16 @@ def check_images(folder: Path) -> None:
         right = ask(plain)
         assert ask(engine) == right and right["sees"] != right["reads"], right
     assert capture.replays >= 4, capture.replays
+
+
+def check_codes(path: str) -> None:
+    """KV of 8 bits, by prompts and decode steps."""
+    flags = {**UNCACHED, "kv_cache_dtype": "fp8_e4m3"}
+    capture = CountingCapture()
+    with plain_engine(path, **flags) as plain, recording(path, capture, **flags) as engine:
+        assert run(engine, LENGTHS)[0] == run(plain, LENGTHS)[0]
+        assert all(spec.fp8 for spec in engine.parts.pool.specs)
+    assert capture.replays == max(LENGTHS.values()), capture.replays
 
 
 def check_experts(folder: Path) -> None:

@@ -32,6 +32,6 @@ def copy_late(engine: EngineInProcess, *, on_load: Callable[[int], None] = lambd
 
 
 def host_pool(engine: EngineInProcess) -> HostPool:
-    host = engine.parts.device.executor.runner._copies._host_pool
+    host = engine.parts.device.executor.runner.copies._host_pool
     assert host is not None
     return host

@@ -89,9 +89,7 @@ def test_every_kernel_compile_of_an_engine_is_counted(
     monkeypatch.setattr("engine.layers.linear.elementwise_for", lambda *_, **__: TritonElementwise())
     heard.serve()
     folder = make_tiny_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1)
-    steps = WarmUp(
-        prompt_tokens=40, rows=2, positions=90, page_size=16, vocab_size=VOCAB_SIZE, decodes=True, mixed=True
-    )
+    steps = WarmUp(prompt_tokens=40, rows=2, positions=90, page_size=16, vocab_size=VOCAB_SIZE, mixed=True)
     with EngineInProcess(folder, dtype="float32", max_running_requests=2) as engine:
         warm_up(by_executor(engine.parts.device.executor), steps, progress=False)
     assert len(launched) > 5 and heard.num_late > 100

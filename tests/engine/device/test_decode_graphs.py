@@ -25,7 +25,7 @@ from engine.kv.step_batch import PageTable
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import SamplingParams
 from service.flags import ConfigError
-from tests.attention.triton.interpreted import run_interpreted
+from tests.attention.triton.interpreted import TIMEOUT_S, run_interpreted
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,16 @@ def test_prompts_from_their_first_image_on_are_no_graphs(seen: ItemImages) -> No
     assert not graphs.takes(Plan(seq=0, extend=True, items=[replace(item, images=seen)]))
 
 
+def test_prompts_beside_trees_of_drafts_are_no_graphs() -> None:
+    """Rows of a tree lie elsewhere than in their own places."""
+    graphs = prompts([16])
+    graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
+    item = PlanItem("r", 0, [0], 0, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
+    chain = replace(item, extend=False, behind=1)
+    assert graphs.takes(Plan(seq=0, extend=True, items=[item, chain]))
+    assert not graphs.takes(Plan(seq=0, extend=True, items=[item, replace(chain, place=5)]))
+
+
 @pytest.mark.parametrize(
     ("flags", "cuda", "named"),
     [
@@ -137,5 +147,11 @@ def test_a_recorded_step_has_rows_of_one_state_in_one_run() -> None:
     assert states.recorded_rows(items, 5) == [[0, 2, 3, 4, 5], [2, 3, 4, 5, 5], [3, 1, 0, 0, 0]]
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 def test_padded_steps_sample_the_same_tokens() -> None:
     run_interpreted("tests.engine.device.graphs_by_the_interpreter")
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_freed_pages_behind_windows_are_not_read() -> None:
+    run_interpreted("tests.engine.device.windows_by_the_interpreter")

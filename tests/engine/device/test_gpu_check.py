@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.gpu.engine import Steps, experts_reached, make_engine
 from benchmarks.gpu.page import TABLES
 from benchmarks.gpu.profile import REPORT, measured_steps
 from benchmarks.gpu.target import TINY_MIXTURE, Target
+from benchmarks.gpu.wheels import PRESENT, closure, slim
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,6 +35,23 @@ def test_without_a_gpu_there_is_one_clear_line(
         gpu_check.main()
     assert left.value.code == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_wheels_are_what_a_machine_with_torch_lacks(tmp_path: Path) -> None:
+    missing = closure(["fastapi>=0.165", "torch", "aiohttp"]) - closure(PRESENT.split())
+    assert {"fastapi", "starlette", "pydantic-core"} <= missing and not {"torch", "yarl"} & missing
+    wheel = tmp_path / "nixl_cu13-1.5.1.whl"
+    with zipfile.ZipFile(wheel, "w") as full:
+        for name in (
+            "nixl_cu13/_bindings.so",
+            "nixl_ep_cu13/kernels.so",
+            "libs/libplugin_UCX.so",
+            "libs/libplugin_OBJ.so",
+        ):
+            full.writestr(name, b"code")
+    slim(wheel)
+    with zipfile.ZipFile(wheel) as small:
+        assert small.namelist() == ["nixl_cu13/_bindings.so", "libs/libplugin_UCX.so"]
 
 
 def test_a_part_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,47 +167,37 @@ def test_the_planner_reads_the_steps_of_one_engine() -> None:
 
 
 SERVERS = ["serve", "pdmux", "kill", "updates", "drafters"]
-# The interpreter and processes take seconds; other mixtures and transfers are made of the code of those that stay.
-SLOW = ["numerics", "identity", "adapters", "ranks", "families", "compile", "engine06b", "peer"]
-SLOW += ["mixture", "transfer_mooncake"]
 
 
-@pytest.mark.slow
 def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
     """Kernels by Triton's interpreter: what the GPU run does, but for the figures."""
-    result = run_small([name for name in gpu_check.PARTS if name not in (*SLOW, *SERVERS)], tmp_path / "gpu.json")
+    result = run_small([name for name in gpu_check.PARTS if name not in SERVERS], tmp_path / "gpu.json")
     parts = result["parts"]
     assert parts["limits"]["copy_gb_s"] > 0
     assert [(row["batch"], row["depth"]) for row in parts["engine8b"]["gap"]["rows"]] == [(2, 1), (2, 2)]
     assert {row["work"] for row in parts["tiles"]["rows"]} == {"2 x 1 at 40", "1 x 20 at 40"}
     assert len({row["family"] for row in parts["hybrid"]["rows"]}) == 5
+    assert parts["ranks"]["tokens"] == {"--tp-size 2": True} and parts["ranks"]["same_bits"]
+    assert parts["families"]["rows"] == [{"family": "qwen3", "triton": "same", "torch": "same"}]
+    assert all(parts["identity"][way] for way in parts["identity"] if "," in way)
+    assert len(parts["numerics"]["rows"]) == 5 and parts["numerics"]["checksum"]
+    assert parts["mixture"]["decode"]["rows"][0]["experts"] > TINY_MIXTURE.per_token
+    assert len(parts["peer"]["rows"]) == 6
     met = {row["what"]: row["met"] for row in result["aims"]}
     assert met["idle between steps at depth 2, batch 64"] is not None
     assert met["memory of a killed worker that is not given back, MB"] is None, "a part that did not run"
     check_words(result, tmp_path)
 
 
-@pytest.mark.slow
-def test_the_other_parts_run_on_a_cpu(tmp_path: Path) -> None:
-    result = run_small(["limits", *SLOW], tmp_path / "gpu.json")
-    parts = result["parts"]
-    assert parts["ranks"]["tokens"] == {"--tp-size 2": True} and parts["ranks"]["same_bits"]
-    assert parts["families"]["rows"] == [{"family": "qwen3", "triton": "same", "torch": "same"}]
-    assert all(parts["identity"][way] for way in parts["identity"] if "," in way)
-    assert len(parts["numerics"]["rows"]) == 4 and parts["numerics"]["checksum"]
-    assert parts["mixture"]["decode"]["rows"][0]["experts"] > TINY_MIXTURE.per_token
-    assert len(parts["peer"]["rows"]) == 6
-    check_words(result, tmp_path)
-
-
-@pytest.mark.slow
+@pytest.mark.slow  # eleven workers start, in nine servers
 def test_whole_servers_run_on_a_cpu(tmp_path: Path) -> None:
     result = run_small(SERVERS, tmp_path / "gpu.json")
     parts = result["parts"]
     assert parts["kill"]["prefill_lives"] == 1
     assert parts["serve"]["rows"][0]["output_tokens_s"] > 0 and parts["serve"]["rows"][0]["errors"] == {}
     assert set(parts["serve"]["rows"][0]["cores"]) >= {"prefill's scheduler", "decode's scheduler", "router"}
-    assert [row["layout"] for row in parts["pdmux"]["rows"]] == ["mixed chunks", "PD multiplexing"]
+    lanes = [(row["layout"], row["sms"], row["decode_share"]) for row in parts["pdmux"]["rows"]]
+    assert lanes == [("mixed chunks", "-", None), ("PD multiplexing", "-", 1.0)], "one thread in one part"
     assert [row["what"] for row in parts["updates"]["rows"]][3:] == ["update 4", "release", "resume", "answer"]
     assert [row["drafter"] for row in parts["drafters"]["rows"]] == ["none", "EAGLE3", "none", "NEXTN"]
     check_words(result, tmp_path)

@@ -2,15 +2,20 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.attention.backend import make_attention_backend
 from engine.config import EngineConfig
 from engine.device.memory_plan import MeasuredMemory, kv_pages
+from engine.device.pools import why_kept
 from engine.device.step_memory import LocalMachine, await_share
 from engine.flags.resolve import resolve
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.load import load_model
 from service.flags import ConfigError
@@ -163,8 +168,7 @@ def start(checkpoint: str, gauge: StandIn, load: Callable[..., Any] = load_model
         machine=LocalMachine(gauge=gauge, load=load),
         dtype="float32",
         max_running_requests=4,
-        context_length=512,
-        **flags,
+        **{"context_length": 512, **flags},
     )
 
 
@@ -192,6 +196,32 @@ def test_an_engine_measures_its_largest_steps_before_it_has_a_pool(checkpoint: s
     with EngineInProcess(checkpoint, dtype="float32") as plain:
         plain.answer("r", [20, 30, 40])
     assert engine.tokens == plain.tokens
+
+
+def test_pools_of_windows_are_measured_and_share_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled for the strides of pages, so the pools of measured steps have the layers of those to come."""
+    path = make_tiny_checkpoint(tmp_path, "gpt_oss", num_hidden_layers=3, sliding_window=22)
+    seen: list[tuple[int, ...]] = []
+
+    def noted(name: str, pool: KVPool, **more: Any) -> Any:
+        seen.append((pool.num_layers, *pool.k(0).stride()))
+        return make_attention_backend(name, pool, **more)
+
+    monkeypatch.setattr("engine.device.forward_parts.make_attention_backend", noted)
+    with start(path, StandIn(peak=1 << 18), page_size=4, context_length=4096) as engine:
+        pools, memory = (engine.parts.pool, engine.parts.device.windows), engine.parts.memory
+        assert len(seen) > 2 and sorted(layers for layers, *_ in set(seen)) == [1, 2], seen
+    assert pools[1] is not None and engine.parts.behind_windows == "freed"
+    left, page = int(0.8 * (3 << 20)) - (1 << 20), sum(pool.page_bytes for pool in pools if pool)
+    assert memory["kv_pages"] == pools[0].buffer.nbytes and memory["window_pages"] == pools[1].buffer.nbytes
+    assert left - page < memory["kv_pages"] + memory["window_pages"] <= left + page, "and the padding of each"
+
+
+@pytest.mark.parametrize(("backend", "more"), [("auto", {}), ("triton", {}), ("torch", {"pp_size": 2})])
+def test_kv_behind_windows_is_freed_on_a_gpu_as_on_a_cpu(backend: str, more: dict[str, Any]) -> None:
+    spec = CacheSpec(2, 16, "bfloat16", window=64)
+    config = config_of(attention_backend=backend, **more)
+    assert why_kept(config, [spec], recurrent=False) == ("--pp-size 2" if more else "")
 
 
 def test_a_pool_smaller_than_the_context_is_a_warning(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -232,11 +232,18 @@ def test_an_objective_without_lanes_is_refused() -> None:
         resolved(pdmux_itl_s=0.05)
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_worker_of_one_phase_refuses_it(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "backup", "said"),
+    [
+        ("prefill", "recompute", "--disaggregation-mode prefill"),
+        ("decode", "host", "--disaggregation-decode-retraction-backup host"),
+    ],
+)
+def test_roles_whose_copies_have_an_order_refuse_it(mode: str, backup: str, said: str) -> None:
     engine = EngineConfig(model_path=DEFAULT_MODEL_PATH, num_threads=1, enable_pdmux=True)
-    with pytest.raises(ConfigError, match=f"--enable-pdmux: not with --disaggregation-mode {mode}"):
-        plan_session(engine=engine, server=ServerConfig(), disagg=DisaggConfig(disaggregation_mode=mode))
+    disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_decode_retraction_backup=backup)
+    with pytest.raises(ConfigError, match=f"--enable-pdmux: not with {said}, .*leave one of them out"):
+        plan_session(engine=engine, server=ServerConfig(), disagg=disagg)
 
 
 def test_decodes_have_steps_of_their_own_on_a_stream_that_runs_beside_the_loop() -> None:

@@ -14,21 +14,22 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.triton_backend import TritonBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.device.graphs import GRAPH_BYTES, LOGIT_BYTES
 from engine.device.step_memory import LocalMachine
 from engine.executor.graphs import DecodeGraphs
 from engine.executor.warm_up import LOGPROBS, WarmUp, by_executor, warm_up
+from engine.kernels.triton.decode import decode_tiles, split_list
 from engine.kernels.triton.elementwise import TritonElementwise
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.attention.triton.day_of_steps import Anew
 from tests.attention.triton.test_specialization import recorder
+from tests.engine.device.test_gpu_memory import StandIn
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
 ROWS, CHUNK, POSITIONS, PAGE = 6, 160, 400, 16
-STEPS = WarmUp(
-    prompt_tokens=CHUNK, rows=ROWS, positions=POSITIONS, page_size=PAGE, vocab_size=VOCAB_SIZE, decodes=True, mixed=True
-)
+STEPS = WarmUp(prompt_tokens=CHUNK, rows=ROWS, positions=POSITIONS, page_size=PAGE, vocab_size=VOCAB_SIZE, mixed=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,6 @@ def test_steps_keep_to_what_the_engine_has(rows: int, prompt_tokens: int, positi
         positions=positions,
         page_size=PAGE,
         vocab_size=100,
-        decodes=True,
         mixed=True,
         drafts=True,
     )
@@ -134,6 +134,23 @@ def test_no_later_step_launches_anything_new(checkpoint: str, kernels: dict[str,
             executor.collect(executor.launch(plan))
     new = {name: seen - warm.get(name, set()) for name, seen in kernels.items() if seen - warm.get(name, set())}
     assert new == {}
+
+
+def test_the_memory_of_graphs_has_room_for_parts_of_split_contexts(
+    checkpoint: str, kernels: dict[str, set[str]]
+) -> None:
+    """Of a stand-in's GPU with 8 GiB, of which KV gets little."""
+    machine = LocalMachine(capture=Anew, prefills=False, gauge=StandIn(total=8 << 30))
+    flags: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": 32, "max_running_requests": ROWS}
+    flags |= {"max_total_tokens": None, "mem_fraction_static": 0.001, "context_length": 64}
+    with EngineInProcess(checkpoint, machine=machine, **flags) as engine:
+        graphs, pool = engine.recorded(DecodeGraphs), engine.parts.pool
+        assert graphs is not None
+        kv_heads, dim = pool.k(0).shape[2:]
+        tiles, lens = decode_tiles(kv_heads=kv_heads, dim=dim, dtype=torch.float32), torch.ones(ROWS, dtype=torch.int32)
+        parts = split_list(lens, lens.to(torch.int64), kv_heads=kv_heads, tiles=tiles).parts
+        guessed = len(graphs.sizes) * GRAPH_BYTES + LOGIT_BYTES * ROWS * engine.model.vocab_size
+        assert engine.parts.memory["graphs"] == guessed + 4 * parts * engine.model.num_heads * (dim + 2)
 
 
 def any_step(rng: random.Random, seq: int, closes: list[int]) -> Plan:

@@ -120,4 +120,4 @@ def draft_from(scheduler: Scheduler, answers: Mapping[str, Sequence[int]], kind:
     always(scheduler)
     drafting = drafting_of(scheduler)
     drafting._chances.of_match = lambda drafts, match: 0.9  # type: ignore[method-assign]
-    drafting._drafter = KnownAnswers(answers, kind, most=most)
+    drafting.drafter = KnownAnswers(answers, kind, most=most)

@@ -1,6 +1,5 @@
 """Trees of drafts: answers are those of plain decoding to the bit; where the second guess is right, its path counts like any other."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.plan import PlanItem
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.device.step_memory import EngineUse
 from engine.model_files.model_config import WIDE_MODEL_PATH
-from engine.sampler.sampler import TokenSampler
-from engine.speculative.draft_steps import DraftSteps
+from engine.speculative.draft_steps import DraftPaths, Passes, PassRows
 from engine.speculative.drafts import Draft, Drafts
 from tests.core.guesses import drafting_of
 from tests.engine.drafts.drafters import always, answers_to, fared
@@ -43,23 +40,16 @@ def in_order(request: Request, draft: Draft) -> list[float]:
 @pytest.fixture
 def second_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right drafter's first guess is wrong in every other pass, and its second one right; it is surer of what is right."""
-    original = DraftSteps._sample
+    original = Passes._guesses
 
-    def exchanged(
-        passes: DraftSteps,
-        sampler: TokenSampler,
-        logits: Tensor,
-        rows: Sequence[PlanItem],
-        number: int,
-        *,
-        into: Tensor,
-    ) -> None:
-        original(passes, sampler, logits, rows, number, into=into)
-        into[1, :, 0], into[1, :, 1] = 0.6, 0.4
-        if (rows[0].start + number) % 2:
-            into[:] = into.flip(2)
+    def exchanged(passes: Passes, drafter: Any, out: Tensor, paths: DraftPaths, rows: PassRows, lengths: Any) -> Any:
+        tokens, confidences = original(passes, drafter, out, paths, rows, lengths)
+        confidences[..., 0], confidences[..., 1] = 0.6, 0.4
+        if (int(paths.starts[0]) + rows.number) % 2:
+            tokens, confidences = tokens.flip(2), confidences.flip(2)
+        return tokens, confidences
 
-    monkeypatch.setattr(DraftSteps, "_sample", exchanged)
+    monkeypatch.setattr(Passes, "_guesses", exchanged)
 
 
 @pytest.fixture(scope="module")

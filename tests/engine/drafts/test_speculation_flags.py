@@ -22,9 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("family", "flags", "said"),
     [
         ("qwen3", {"pp_size": 2}, "--speculative-algorithm NGRAM: --pp-size 2 has other tokens in flight; .*--tp-size"),
-        ("qwen3", {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, "--enable-dp-attention agrees"),
         ("qwen3_next", {"pp_size": 2}, "--speculative-algorithm NGRAM: --pp-size 2 has other tokens in flight"),
-        ("falcon_h1", {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, "--enable-dp-attention agrees"),
     ],
 )
 def test_what_does_not_work_is_refused(tmp_path: Path, family: str, flags: dict[str, Any], said: str) -> None:
@@ -62,10 +60,6 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
             "--speculative-num-draft-tokens 8: a step computes the last known token and --speculative-num-steps 3 drafts; give 4",
         ),
         ({**MODEL, "pp_size": 2}, "STANDALONE: --pp-size 2 has other tokens in flight"),
-        (
-            {**MODEL, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-            "STANDALONE: --enable-dp-attention agrees",
-        ),
     ],
 )
 def test_flags_of_drafters_that_contradict_are_refused(checkpoint: str, flags: dict[str, Any], said: str) -> None:

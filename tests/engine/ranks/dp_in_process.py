@@ -2,14 +2,17 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
+
+import torch.distributed as dist
 
 from disagg.processes.joint_memory import joint_plan
 from engine.assembly.steps import loop_steps
 from engine.config import EngineConfig
-from engine.device.step_memory import EngineUse
+from engine.device.step_memory import EngineUse, MakeCapture, MemoryGauge
 from engine.flags.resolve import agreement_of
 from engine.kernels.build import RanksEnded
 from engine.parallel.region import SharedRegion
@@ -17,7 +20,7 @@ from engine.ranks.group import Group
 from engine.ranks.links import Joint
 from engine.ranks.shared_board import SharedBoard
 from tests.engine.engine_in_process import EngineInProcess, PartsInProcess
-from tests.engine.ranks.ranks_in_process import ranks
+from tests.engine.ranks.ranks_in_process import Ranks, ranks
 
 WITHIN_S = 60.0
 
@@ -29,10 +32,10 @@ class DpEngine(EngineInProcess):
         super().__init__(model_path, group=group, wakeup=called.set, **flags)
         config = self.parts.config
         assert group.joint is not None
-        rank = group.joint.dp_rank
+        self.rank = rank = group.joint.dp_rank
         others = {other: called.set for other in range(config.dp_size) if other != rank}
         self.board = SharedBoard(group.joint.region, rank=rank, wakes=others)
-        agreement = agreement_of(config, self.board, rank, decodes_only=False)
+        agreement = agreement_of(config, self.board, rank)
         steps = loop_steps(self.parts, agreement=agreement)
         self.pipeline = steps.pipeline(self.collect)
 
@@ -78,7 +81,15 @@ class DpRanks:
 
 @contextmanager
 def dp_ranks(
-    model_path: str, *, tp_size: int, dp_size: int, use: EngineUse | None = None, **flags: Any
+    model_path: str,
+    *,
+    tp_size: int,
+    dp_size: int,
+    use: EngineUse | None = None,
+    by_groups: bool = False,
+    capture: MakeCapture | None = None,
+    gauge: Callable[[], MemoryGauge] | None = None,
+    **flags: Any,
 ) -> Iterator[DpRanks]:
     """As `ranks`: `tp_size` ranks in all."""
     given = {"enable_dp_attention": True, "dp_size": dp_size, **flags}
@@ -87,14 +98,25 @@ def dp_ranks(
     with ExitStack() as stack:
         region = SharedRegion.create(joint_plan(config))
         stack.callback(region.close)
-        engines, errors = [], list[BaseException]()
-        for dp_rank in range(dp_size):
+        engines, errors = list[DpEngine](), list[BaseException]()
+        store = dist.HashStore()
+
+        def started(dp_rank: int) -> AbstractContextManager[Ranks]:
             make: Any = partial(DpEngine, called=called)
-            one = ranks(model_path, tp_size=tp_size, joint=Joint(region, dp_rank), make=make, use=use, **given)
-            engine = stack.enter_context(one).engine
+            groups: dict[str, Any] = {"by_groups": by_groups and store, "capture": capture, "gauge": gauge}
+            one = ranks(
+                model_path, tp_size=tp_size, joint=Joint(region, dp_rank), make=make, use=use, **groups, **given
+            )
+            engine = one.__enter__().engine
             assert isinstance(engine, DpEngine)
             engines.append(engine)
             _end_all_with(engine, region, errors)
+            return one
+
+        with ThreadPoolExecutor(dp_size) as pool:  # groups and graphs need all of them
+            for one in pool.map(started, range(dp_size)):
+                stack.push(one)
+        engines.sort(key=lambda engine: engine.rank)
         stack.callback(_let_go, engines)
         yield DpRanks(engines, region, called, errors)
 

@@ -20,9 +20,14 @@ import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.kernels.triton import sample
 from tests.engine.device.graphs_by_the_interpreter import LENGTHS, UNCACHED, CountingCapture, every_third, plain_engine
+from tests.engine.drafts.drafters import fared
+from tests.engine.drafts.test_draft_trees import all_of_a_tree
+from tests.engine.drafts.test_eagle import by
+from tests.engine.drafts.test_overlapped_drafts import ahead, plans_of
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks.ranks_in_process import ranks
-from tests.engine.three_requests import run, two_models
+from tests.engine.three_requests import PROMPTS, SAMPLING, run, two_models
+from tests.models.tiny_drafters import make_eagle_of
 
 
 def main() -> None:
@@ -43,11 +48,27 @@ def main() -> None:
         with recording_ranks(model, tp_size=2) as engine:
             check(run(engine, LENGTHS), expected)
             check(run(engine, LENGTHS, grammars={"a": every_third(engine.model.vocab_size)}), masked)
+        passes: dict[str, Any] = {"speculative_num_steps": 2}
+        eagle = by("EAGLE", make_eagle_of(model, Path(folder) / "eagle"), speculative_eagle_topk=2, **passes)
+        check_drafter(model, disable_overlap_schedule=True, **eagle)
+        check_drafter(model, **eagle)
+        check_drafter(model, **by("STANDALONE", model, **passes))
         with recording_ranks(model, pp_size=2) as engine:
             check(run(engine, LENGTHS), expected)
             weights = engine.parts.weights
-            weights.take(weights._actions.load(other, engine.model, progress=False), model_path=other, version=None)
+            weights.take(weights.actions.load(other, engine.model, progress=False), model_path=other, version=None)
             check(run(engine, LENGTHS), expected_of_other)
+
+
+def check_drafter(model: str, **flags: Any) -> None:
+    """Both ranks replay the passes of a drafter, trees too, and what a verified step accepts, be it known to the host or not."""
+    with plain_engine(model, **UNCACHED) as plain, recording_ranks(model, tp_size=2, **flags) as engine:
+        all_of_a_tree(engine.parts.scheduler)
+        plans = plans_of(engine)
+        for each in (plain, engine):
+            each.answer("a", PROMPTS["a"], seed=3, max_new_tokens=14, **SAMPLING["a"])
+        assert engine.tokens == plain.tokens and fared(engine).drafts > 0
+        assert (ahead(plans) > 0) != ("disable_overlap_schedule" in flags), flags
 
 
 def one_at_a_time() -> None:
@@ -62,7 +83,7 @@ def one_at_a_time() -> None:
 
 
 @contextmanager
-def recording_ranks(model: str, **sizes: int) -> Iterator[EngineInProcess]:
+def recording_ranks(model: str, **own: Any) -> Iterator[EngineInProcess]:
     """Both ranks replay the same graphs, of decode steps and of prompts."""
     captures: list[CountingCapture] = []
 
@@ -70,8 +91,8 @@ def recording_ranks(model: str, **sizes: int) -> Iterator[EngineInProcess]:
         captures.append(CountingCapture())
         return captures[-1]
 
-    flags = {"stream": "threaded", "attention_backend": "triton", **UNCACHED}
-    with ranks(model, by_groups=True, capture=capture, **sizes, **flags) as group:
+    flags = {"stream": "threaded", "attention_backend": "triton", **UNCACHED, **own}
+    with ranks(model, by_groups=True, capture=capture, **flags) as group:
         yield group.engine
     replays = sorted(capture.replays for capture in captures)
     assert replays[0] > 0 and replays[::2] == replays[1::2], replays

@@ -8,28 +8,43 @@ import torch.distributed as dist
 
 from engine.config import EngineConfig
 from engine.flags.nodes import Wire
-from engine.parallel.process_groups import RankGroups
+from engine.parallel.process_groups import JointGroups, RankGroups
 from engine.ranks.links import place_of
 from service.process.message_stream import socket_pair
 
+ByGroups = bool | dist.Store  # whether ranks exchange by groups; with DP attention, where all DP ranks meet
 
-def gloo_groups(config: EngineConfig, *, timeout_s: float) -> Callable[[int], RankGroups]:
+
+def gloo_groups(
+    config: EngineConfig, *, wanted: ByGroups, dp_rank: int, timeout_s: float
+) -> Callable[[int], RankGroups | None]:
     """The groups that `process_groups.joined` makes of a rank, of threads."""
     store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
+    joint = wanted if isinstance(wanted, dist.Store) else None
+    if not wanted:
+        return lambda rank: None
+
+    def made(name: str, index: int, size: int, where: dist.Store) -> dist.ProcessGroup:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, where), index, size, timeout)  # type: ignore[return-value]
 
     def group(name: str, index: int, size: int) -> dist.ProcessGroup | None:
-        if size == 1:
-            return None
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), index, size, timeout)  # type: ignore[return-value]
+        return None if size == 1 else made(name, index, size, store)
 
     def groups_of(rank: int) -> RankGroups:
-        place = place_of(rank, config)
+        place, of_all = place_of(rank, config, dp_rank=dp_rank), None
+        if joint is not None:
+            of_all = JointGroups(
+                ranks=made("all", place.mlp_rank, place.mlp_size, joint),
+                memory=None,
+                across=made(f"across {place.tp_rank}", place.dp_rank, place.dp_size, joint),
+            )
         before, after = f"{rank - place.tp_size} to {rank}", f"{rank} to {rank + place.tp_size}"
         return RankGroups(
             stage=group(f"stage {place.pp_rank}", place.tp_rank, place.tp_size),
             memory=None,
             before=None if place.is_first_stage else group(before, 1, 2),
             after=None if place.is_last_stage else group(after, 0, 2),
+            joint=of_all,
         )
 
     return groups_of

@@ -24,13 +24,13 @@ from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import load_model_config
 from engine.parallel.region import SharedRegion, late_ranks
 from engine.ranks.follower import Follower
-from engine.ranks.followers import Followers
+from engine.ranks.followers import Followers, Process
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, region_plan
 from engine.ranks.messages import follower_end, leader_end
 from engine.ranks.rank_parts import RankPools
 from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.ranks.rank_sockets import ends_of, gloo_groups, pair_of, tcp_pair
+from tests.engine.ranks.rank_sockets import ByGroups, ends_of, gloo_groups, pair_of, tcp_pair
 
 START_S = 60.0
 END_S = 20.0
@@ -62,7 +62,7 @@ def ranks(
     make: Callable[..., EngineInProcess] = EngineInProcess,
     serve: Serve | None = None,
     joint: Joint | None = None,
-    by_groups: bool = False,
+    by_groups: ByGroups = False,
     capture: MakeCapture | None = None,
     gauge: Callable[[], MemoryGauge] | None = None,
     host: HostMemory = HERE,
@@ -105,7 +105,7 @@ class _Group:
         machine: Callable[[], LocalMachine],
         serve: Serve | None,
         joint: Joint | None,
-        by_groups: bool,
+        by_groups: ByGroups,
     ) -> None:
         self.pools: dict[int, KVPool] = {}
         self.followers: dict[int, Follower] = {}
@@ -116,7 +116,8 @@ class _Group:
         plan = region_plan(config, self._model)
         self._regions = [SharedRegion.create(plan, ends_with=self._ends_with) for _ in range(config.nnodes)]
         self._connected = {wire: tcp_pair() for wire in wires(config, transfers=serve is not None)}
-        self._groups = gloo_groups(config, timeout_s=START_S) if by_groups else lambda rank: None
+        dp_rank = 0 if joint is None else joint.dp_rank
+        self._groups = gloo_groups(config, wanted=by_groups, dp_rank=dp_rank, timeout_s=START_S)
         self._errors: list[BaseException] = []
 
     @contextmanager
@@ -125,7 +126,7 @@ class _Group:
         transfers: dict[int, socket.socket] = {}
         for rank in sorted(set(range(self._config.num_ranks)) - {leader_of(self._config)}):
             own, theirs = pair_of(PLAN, self._connected, rank)
-            members[rank] = (leader_end(own), _Thread(rank))
+            members[rank] = (leader_end(own), Process(f"rank {rank}", lambda: "ended"))
             engines = None
             if self._serve is not None:
                 transfers[rank], engines = pair_of(ENGINE, self._connected, rank)
@@ -188,15 +189,3 @@ class _Group:
     def _abort(self) -> None:
         for region in self._regions:
             region.abort()
-
-
-@dataclass
-class _Thread:
-    rank: int
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank}"
-
-    def ended(self) -> str:
-        return "ended"

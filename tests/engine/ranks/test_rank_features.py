@@ -381,7 +381,7 @@ def answers(feature: Feature, paths: Paths, tp_size: int, pp_size: int) -> Answe
         flags.pop("stream")
     with ranks(paths.model, tp_size=tp_size, pp_size=pp_size, use=feature.use, **flags) as group:
         got = feature.drive(group.engine, paths)
-        assert not any(follower.num_prepared for follower in group.followers.values()), "left on a follower"
+        assert not any(follower._prepared for follower in group.followers.values()), "left on a follower"
     unused = [name for name, times in got.used.items() if times <= 0]
     assert not unused, f"--tp-size {tp_size} --pp-size {pp_size}: not at work: {unused}"
     return got

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine.core.mem_cache.page_allocator import is_state
+from engine.hicache.page_files import HEADER_BYTES
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.cells import some
+from tests.e2e.models.group_models import DELTA_RULE
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks.ranks_in_process import engine_of
 from tests.engine.test_host_tier import counters, settle
@@ -37,10 +40,14 @@ def engine_in(
 
 
 def answers(engine: EngineInProcess) -> list[list[int]]:
-    for i, prompt in enumerate(PROMPTS):
+    return tokens_of(engine, PROMPTS)
+
+
+def tokens_of(engine: EngineInProcess, prompts: list[list[int]]) -> list[list[int]]:
+    for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, max_new_tokens=6)
         settle(engine)
-    return [engine.tokens[str(i)] for i in range(len(PROMPTS))]
+    return [engine.tokens[str(i)] for i in range(len(prompts))]
 
 
 def files_of(folder: Path) -> dict[str, set[str]]:
@@ -148,3 +155,22 @@ def test_the_limit_is_of_all_ranks_and_what_another_shape_has_left_goes(tmp_path
         files = list((tmp_path / "0").rglob("*.kv"))
         assert {file.parent.name for file in files} == ({"rank0", "rank1"} if tp_size == 2 else {"0"})
         assert limit_gb * 0.8e9 < sum(file.stat().st_size for file in files) <= limit_gb * 1e9
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_every_rank_has_its_part_of_a_recurrent_state(tp_size: int, pp_size: int, tmp_path: Path) -> None:
+    family, fields = DELTA_RULE
+    model = make_tiny_checkpoint(tmp_path / family, family, **fields)
+    flags: dict[str, Any] = {"model": model, "page_size": 16, "chunked_prefill_size": 64, "max_running_requests": 4}
+    prompts = [prompt_of(90 + i, 20 + i) for i in range(3)]
+    with engine_in(tmp_path / "alone", 1, 1, **flags) as engine:
+        right = tokens_of(engine, prompts)
+    for life in range(2):
+        with engine_in(tmp_path / "files", tp_size, pp_size, **flags) as engine:
+            assert tokens_of(engine, prompts) == right
+            assert counters(engine)["hicache_disk_hit_tokens"] == life * 3 * 64
+            assert counters(engine)["hicache_bad_files"] == 0
+    for rank in range(2):
+        files = (tmp_path / "files/0" / f"rank{rank}").glob("*.kv")
+        states = [file.read_bytes()[HEADER_BYTES:] for file in files if is_state(bytes.fromhex(file.stem))]
+        assert len(states) == 3 and all(map(any, states)), f"rank {rank}: something of each"

@@ -47,6 +47,16 @@ def test_hosts_and_ports_may_be_lists_and_fake_needs_no_room() -> None:
         build_bootstraps(lacking, mode="decode", num_prompts=1, n=1, default_port=1, mint_room=lambda: 1)
 
 
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+def test_a_request_without_bootstrap_fields_has_no_other_half(mode: str) -> None:
+    whole = GenerateBody()
+    assert build_bootstraps(whole, mode=mode, num_prompts=2, n=2, default_port=1, mint_room=lambda: 1) == [None] * 4
+    if mode != "null":
+        half = GenerateBody(bootstrap_port=5)
+        with pytest.raises(ApiError, match=f"bootstrap_room: is missing.*this {mode} worker serves the request whole"):
+            build_bootstraps(half, mode=mode, num_prompts=1, n=1, default_port=1, mint_room=lambda: 1)
+
+
 @pytest.mark.parametrize(
     ("limit", "prompt", "cut", "want"),
     [(None, 10, False, 90), (50, 10, False, 50), (90, 10, False, 90), (128, 10, True, 90), (0, 99, False, 0)],

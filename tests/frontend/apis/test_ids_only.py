@@ -172,6 +172,7 @@ PLAIN = {
     *("token_ids_logprob", "priority", "return_hidden_states", "lora_path", "cache_salt", "extra_key", "best_of"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "model", "user"),
     *("stream_options", "max_tokens", "min_tokens", "image_data", "video_data", "spaces_between_special_tokens"),
+    *("session_id", "prompt_cache_key", "expected_return_s", "returns_within_s"),
 }
 
 

@@ -307,6 +307,14 @@ def test_an_error_within_a_stream_is_an_event(worker: Worker, client: openai.Ope
     worker.wait_idle()
 
 
+def test_a_chain_of_responses_is_a_conversation(client: openai.OpenAI, worker: Worker) -> None:
+    limit: Any = {"model": "tiny", "max_output_tokens": 1}
+    first = client.responses.create(input="one", **limit)
+    second = client.responses.create(input="two", previous_response_id=first.id, **limit)
+    client.responses.create(input="three", previous_response_id=second.id, **limit)
+    assert [seen.conversation for seen in worker.scheduler.seen[-3:]] == ["", first.id, first.id]
+
+
 def test_a_worker_that_stores_nothing_says_so(tmp_path: Any) -> None:
     with start_worker(tmp_path, server={"max_stored_responses": 0}) as w:
         answer = w.post(PATH, {"input": "hi", "max_output_tokens": 1}).json()

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from engine.messages import ExpectReturn
 from engine.sampling_params import GrammarSpec
-from tests.frontend.conftest import Worker, byte_tokenizer
+from tests.frontend.conftest import Worker, byte_tokenizer, wait_for
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
 COMPLETE = {"prompt": "abc", "max_tokens": 3}
@@ -57,6 +58,67 @@ ONE = {"sampling_params": {"max_new_tokens": 1}}
 )
 def test_the_namespace_of_each_sample(worker: Worker, path: str, body: dict[str, Any], namespaces: list[Any]) -> None:
     assert [request.namespace for request in worker.sent(path, body)] == namespaces
+
+
+MESSAGES = {**CHAT, "max_tokens": 1}
+HOUR, EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
+SAID = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": EPHEMERAL}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "seen"),
+    [
+        ("/generate", {"text": "a", **ONE}, {}, ("", None, None)),
+        ("/generate", {"text": "a", "session_id": "s", "expected_return_s": 4, **ONE}, {}, ("s", 4.0, None)),
+        ("/generate", {"text": "a", "session_id": 7, "prompt_cache_key": "k", **ONE}, {}, ("7", None, None)),
+        ("/generate", {"text": "a", "expected_return_s": 4, **ONE}, {}, ("", None, None)),
+        ("/generate", {"text": "a", "session_id": "s", **ONE}, {"X-Session-Id": "h"}, ("h", None, None)),
+        ("/v1/completions", {"prompt": "a", "session_id": "s", "returns_within_s": 9}, {}, ("s", None, 9.0)),
+        ("/v1/chat/completions", {**CHAT, "prompt_cache_key": "k"}, {}, ("k", None, None)),
+        ("/v1/responses", {"input": "a", "prompt_cache_key": "k", "max_output_tokens": 1}, {}, ("k", None, None)),
+        ("/v1/responses", {"input": "a", "history": [], "first_response_id": "resp_1"}, {}, ("resp_1", None, None)),
+        ("/v1/messages", {**MESSAGES, "metadata": {"user_id": "u"}}, {}, ("u", None, None)),
+        ("/v1/messages", {**MESSAGES, "session_id": "s", "metadata": {"user_id": "u"}}, {}, ("s", None, None)),
+        ("/v1/messages", {**MESSAGES, "session_id": "s", "messages": SAID}, {}, ("s", None, 300.0)),
+        (
+            "/v1/messages",
+            {**MESSAGES, "session_id": "s", "messages": SAID, "cache_control": HOUR},
+            {},
+            ("s", None, 3600.0),
+        ),
+    ],
+)
+def test_the_conversation_of_a_request(
+    worker: Worker, path: str, body: dict[str, Any], headers: dict[str, str], seen: tuple[Any, ...]
+) -> None:
+    (sent,) = worker.sent(path, body, headers=headers)
+    assert (sent.conversation, sent.expected_return_s, sent.returns_within_s) == seen
+
+
+def test_what_a_client_announces_of_a_conversation(worker: Worker) -> None:
+    closed, awaited = (
+        {"session_id": 7},
+        {"session_id": "s", "cache_salt": "t", "extra_key": "k", "expected_return_s": 9},
+    )
+    assert (
+        worker.post("/close_session", closed).status_code == worker.post("/expect_return", awaited).status_code == 200
+    )
+    told = [ExpectReturn("7", (), None), ExpectReturn("s", ("t", "k"), 9.0)]
+    wait_for(lambda: worker.scheduler.expected[-2:] == told)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/close_session", {}, "session_id"),
+        ("/close_session", {"session_id": "s" * 1025}, "session_id"),
+        ("/expect_return", {"session_id": "s"}, "expected_return_s"),
+        ("/expect_return", {"session_id": "s", "expected_return_s": -1}, "expected_return_s"),
+        ("/expect_return", {"session_id": "s", "expected_return_s": 1, "cache_salt": ["t"]}, "cache_salt"),
+    ],
+)
+def test_an_announcement_that_is_wrong(worker: Worker, path: str, body: dict[str, Any], field: str) -> None:
+    assert field in worker.error(path, body)["message"]
 
 
 def test_rules_of_tokens(worker: Worker) -> None:

@@ -44,7 +44,7 @@ def publisher(
 async def feed(*, secret: bytes | None = None) -> AsyncIterator[tuple[KVEventFeed, PrefixIndex, Worker]]:
     config = RouterConfig(pd_disaggregation=True, policy="cache_aware")
     chooser = make_chooser(config, draw=random.Random(0).randrange)
-    index = chooser.cache_of(Role.PREFILL)
+    index = chooser.index
     assert index is not None
     events = KVEventFeed(chooser=chooser, secret=secret)
     try:

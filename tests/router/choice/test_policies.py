@@ -114,6 +114,8 @@ def parsed(**fields: Any) -> Any:
         ({}, {"routing_key": "r", "user": "u"}, "r"),
         ({"X-Session-Id": "h"}, {"session_params": {"id": "p"}}, "h"),
         ({"X-SMG-Routing-Key": "k"}, {"user": "u"}, "k"),
+        ({}, {"first_response_id": "r", "previous_response_id": "x"}, "r"),
+        ({}, {"first_response_id": "r", "prompt_cache_key": "k"}, "k"),
         ({}, {"user": ["a"], "session_params": {"id": {}}}, ""),
         ({}, {"user": None}, ""),
         ({"X-Session-Id": "x" * 5000}, {}, "x" * 1024),
@@ -188,8 +190,8 @@ def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -
     for worker in table.workers():
         table.on_incarnation(worker, "first", checked_s=0.0)
     table.on_gone = chooser.forget
-    index = chooser.cache_of(Role.PREFILL)
-    assert index is not None and chooser.cache_of(Role.DECODE) is None
+    index = chooser.index
+    assert index is not None
     for leave in (
         lambda worker: table.remove(worker.url),
         lambda worker: table.on_incarnation(worker, "another", checked_s=1.0),
@@ -206,8 +208,11 @@ def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -
 def test_each_role_has_its_policy_and_asks_only_for_what_it_needs() -> None:
     body = parsed(text="x" * 2000, user="u")
     draw = random.Random(0).randrange
-    plain = make_chooser(RouterConfig(), draw=draw).hints_of(body, {})
+    plain = make_chooser(RouterConfig(policy="least_load"), draw=draw).hints_of(body, {})
     assert (plain.keys, plain.session, plain.prompt_tokens) == ((), "", body.prompt_tokens)
+    assert RouterConfig().default_policy == "cache_aware"
+    assert RouterConfig(pd_disaggregation=True, route="pair").default_policy == "least_load"
+    assert RouterConfig(policy="random").default_policy == "random"
     config = RouterConfig(pd_disaggregation=True, prefill_policy="cache_aware", decode_policy="consistent_hashing")
     chooser = make_chooser(config, draw=draw)
     ask = chooser.hints_of(body, {})

@@ -1,7 +1,8 @@
-"""Prefixes: their names, from bodies as clients write them, and the table of who has them."""
+"""Prefixes: their names, from bodies as clients write them, the table of who has them, and what a store of them spares."""
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.body import Api, parse_body
-from router.choice.prefix_index import MAX_KEYS, SWEEP, PrefixIndex, chain, prompt_keys
-from service.kv_events import BLOCK_BYTES, BLOCK_TOKENS, token_bytes, token_seed
+from router.choice.kv_view import WorkerCacheView
+from router.choice.policies import Placement, cost_tokens
+from router.choice.prefix_index import MAX_ANSWERS, MAX_KEYS, MAX_STORES, SWEEP, PrefixIndex, chain, keyed_prompt
+from router.choice.where import DEFAULT_BYTES_S, fetch_s
+from router.pool.reports import parse_load, parse_prefix_holder, parse_store
+from router.pool.worker import LoadReport, SharedStore, Worker
+from service.http.prefix_source import PREFIX_HEADER
+from service.kv_events import BLOCK_BYTES, BLOCK_TOKENS, AllBlocksCleared, token_bytes, token_seed
+from tests.router.attempts import make_request
+from tests.router.choice.test_prefix_fetch import TOKEN_BYTES, TOKEN_S, Fleet, hints, info_of
 from tests.router.dummies import depths
 
 
 def keys(api: Api, **fields: Any) -> list[int]:
-    return prompt_keys(parse_body(api, json.dumps(fields).encode()))
+    return keyed_prompt(parse_body(api, json.dumps(fields).encode()))[0]
 
 
 def chat(*texts: str, **fields: Any) -> list[int]:
@@ -223,3 +232,253 @@ def _run(flags: list[bool]) -> int:
 
 TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=30, stateful_step_count=30)
+
+
+# ---- answers
+
+
+def turns(*texts: str) -> tuple[list[int], Any]:
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
+    return keyed_prompt(parse_body(Api.CHAT, json.dumps({"messages": messages}).encode()))
+
+
+@pytest.mark.parametrize("spaced", [1000, 1011])
+def test_the_next_turn_finds_the_answer_of_the_last_where_it_was_generated(spaced: int) -> None:
+    """Of text, so the router knows no tokens of it: the worker that answered holds prompt and answer."""
+    index = PrefixIndex(max_blocks=100)
+    first, data = turns("q" * spaced)
+    index.touch(0, first)
+    index.touch(1, first)
+    index.note_answer(1, first, data, 300)
+    keys, later = turns("q" * spaced, "a" * 1500, "more")
+    assert [index.match(keys).depth(worker) for worker in (0, 1)] == [len(first)] * 2
+    rest = (len(bytes(data)) - 1 - len(first) * BLOCK_BYTES) // 4
+    assert index.behind(1, keys, len(first), later) == rest + 300 and rest > 0
+    assert index.behind(0, keys, len(first), later) == 0, "it has computed the prompt alone"
+    for other in (turns("q" * (spaced - 1), "a" * 1500, "more"), turns("q" * (spaced + 1), "a" * 1500, "more")):
+        depth = index.match(other[0]).depth(1)
+        assert depth == len(first) and index.behind(1, other[0], depth, other[1]) == 0, "another conversation"
+    index.forget(1)
+    index.touch(1, first)
+    assert index.behind(1, keys, len(first), later) == 0
+
+
+def test_answers_are_bounded_and_those_of_short_prompts_are_not_kept() -> None:
+    index = PrefixIndex(max_blocks=100)
+    for i in range(MAX_ANSWERS + 10):
+        index.note_answer(0, [i], b"", 1)
+    index.note_answer(0, [], b"short", 1)
+    index.note_answer(0, ["long"], b"x" * (2 * BLOCK_BYTES), 1)
+    assert len(index._answers) == MAX_ANSWERS and (0, "long") not in index._answers and (0, 0) not in index._answers
+
+
+# ---- stores that workers share
+
+HOUSE = "mooncake://house:1/a"
+STORE = SharedStore("house:1/a", TOKEN_BYTES, 1.0)
+BLOCKS = [bytes([i]) * 20 for i in range(10)]
+
+
+def depth(index: PrefixIndex, holder: int) -> int:
+    return index.match(BLOCKS).depth(holder)
+
+
+def held_at(index: PrefixIndex, worker_id: int) -> int:
+    found = index.store_of(worker_id)
+    assert found is not None
+    return found[0]
+
+
+def test_a_store_keeps_what_its_workers_have_held() -> None:
+    index = PrefixIndex(max_blocks=8)
+    for worker_id in (1, 2):
+        index.share(worker_id, STORE)
+    index.share(3, replace(STORE, place="town"))
+    index.touch(1, BLOCKS[:3])
+    index.store_all(2, BLOCKS[:5])
+    index.touch(3, BLOCKS[:7])
+    index.note_answer(2, BLOCKS[:5], b"", 40)
+    index.remove_all(2, BLOCKS)
+    index.forget(1)
+    index.check()
+    store = held_at(index, 1)
+    assert store == held_at(index, 2) != held_at(index, 3)
+    assert depth(index, 1) == depth(index, 2) == 0
+    assert depth(index, store) == 5 and depth(index, held_at(index, 3)) == 7
+    assert index.behind(store, BLOCKS, 5, b"\0" * 9999) == 40
+    index.share(1, None)
+    index.touch(1, BLOCKS[:8])
+    assert depth(index, 1) == 8 and depth(index, store) == 5, "it has no store any more"
+
+
+def test_a_store_is_bounded_as_a_worker_is_and_there_are_few() -> None:
+    index = PrefixIndex(max_blocks=4)
+    index.share(1, STORE)
+    store = held_at(index, 1)
+    index.touch(1, BLOCKS[6:])
+    index.touch(1, BLOCKS[:3])
+    assert index.num_blocks(store) == 4 and depth(index, store) == 3
+    for at in range(MAX_STORES):
+        index.share(2, replace(STORE, place=f"{at}"))
+    assert index.num_blocks(store) == 0, "the one that was named longest ago is forgotten"
+    index.check()
+
+
+def test_a_cleared_worker_has_cleared_its_store() -> None:
+    """A flush deletes the pages of all workers; a gap in the events does not."""
+    index = PrefixIndex(max_blocks=8)
+    index.share(1, STORE)
+    view = WorkerCacheView(index, 1)
+    index.touch(1, BLOCKS[:6])
+    view.lose()
+    assert depth(index, 1) == 0 < depth(index, held_at(index, 1))
+    view.on_message(0, [AllBlocksCleared()])
+    assert depth(index, held_at(index, 1)) == 0
+
+
+def stored(text: object = f"{HOUSE}?token_bytes={TOKEN_BYTES}&wait_s=1.0", **other: object) -> dict[str, object]:
+    return {"hicache_storage": text, **other}
+
+
+def test_a_store_is_read_from_server_info() -> None:
+    assert parse_store(stored()) == STORE
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        stored(None),
+        stored(3),
+        stored("file:///tmp/disk"),
+        stored(HOUSE),
+        stored("mooncake://[::1?token_bytes=1&wait_s=1"),
+        stored(f"{HOUSE}?token_bytes=0&wait_s=1"),
+        stored(f"{HOUSE}?token_bytes=9&wait_s=0.0"),
+        stored(f"{HOUSE}?token_bytes=9&wait_s=nan"),
+        stored(f"{HOUSE}?token_bytes=x&wait_s=1"),
+        stored(HOUSE + "a" * 2000 + "?token_bytes=9&wait_s=1"),
+        stored(enable_lora=True),
+    ],
+)
+def test_what_says_no_shared_store_that_requests_wait_for_is_none(said: dict[str, object]) -> None:
+    assert parse_store(said) is None
+
+
+def test_the_rate_of_reads_is_reported() -> None:
+    rows = [{"num_running_reqs": 1, "memory": {"storage_read_gb_s": rate}} for rate in (0.2, 0.4)]
+    report = parse_load(rows)
+    assert report is not None and report.store_gb_s == pytest.approx(0.3)
+
+
+# ---- what reading a store costs
+
+
+class Sharing(Fleet):
+    """Workers with one store that give each other nothing."""
+
+    def __init__(self, *, store: SharedStore | None = STORE) -> None:
+        super().__init__(2)
+        for worker in (*self.prefill, self.decode):
+            worker.prefix = None
+            self.index.share(worker.worker_id, store)
+
+    def had(self, worker: Worker, num_keys: int) -> None:
+        self.has(worker, num_keys)
+        self.index.forget(worker.worker_id)
+
+    def first(self, *among: int) -> Placement:
+        return self.choose(*among).placements[0]
+
+
+def test_another_worker_s_pages_are_read_from_the_store_they_share() -> None:
+    fleet = Sharing()
+    fleet.had(fleet.prefill[1], 8)
+    first = fleet.first(0)
+    assert first.cached_tokens == 0 and first.source is not None and first.source.from_store
+    assert first.source.missing == first.source.tokens == 8 * BLOCK_TOKENS == first.known_tokens
+    assert first.source.seconds == pytest.approx(fetch_s(8 * BLOCK_TOKENS * TOKEN_BYTES, DEFAULT_BYTES_S))
+    assert cost_tokens(first, hints()) == 2 * BLOCK_TOKENS + 50, "what is read is no queue of prompts"
+    alone = Sharing(store=None)
+    alone.had(alone.prefill[1], 8)
+    assert alone.first(0).source is None
+
+
+def test_what_the_worker_has_itself_is_not_read() -> None:
+    for others, missing in ((6, 0), (8, 2 * BLOCK_TOKENS)):
+        fleet = Sharing()
+        fleet.has(fleet.prefill[0], 6)
+        fleet.had(fleet.decode, others)
+        first = fleet.first(0)
+        assert first.cached_tokens == 6 * BLOCK_TOKENS
+        assert (0 if first.source is None else first.source.missing) == missing
+
+
+def test_the_price_counts_what_comes_in_time_at_the_measured_rate() -> None:
+    """The worker waits a second for pages, then it computes the rest."""
+    rate = 4 * BLOCK_TOKENS * TOKEN_BYTES
+    for slower in (1, 8):
+        fleet = Sharing()
+        fleet.had(fleet.prefill[1], 8)
+        fleet.launched.table.loads.on_report(fleet.prefill[0], LoadReport(store_gb_s=rate / slower / 1e9))
+        source = fleet.first(0).source
+        if slower == 8:
+            assert source is None, "less than a block"
+        else:
+            assert source is not None and source.missing == pytest.approx(4 * BLOCK_TOKENS, abs=1)
+            assert source.seconds == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_slow_store_sends_the_prompt_to_who_holds_it() -> None:
+    """Reading takes longer than the queue at the holder; a fast one spares it."""
+    for gb_s, best in ((0.0002, 1), (5.0, 0)):
+        fleet = Sharing()
+        fleet.has(fleet.prefill[1], 10)
+        fleet.launched.table.loads.charge(fleet.prefill[1], 2000)  # 0.2 s
+        for worker in fleet.prefill:
+            fleet.launched.table.loads.on_report(worker, LoadReport(store_gb_s=gb_s))
+        first = fleet.first(0, 1)
+        assert first.worker is fleet.prefill[best] and (first.source is not None) == (best == 0)
+
+
+@pytest.mark.parametrize("token_bytes, from_store", [(TOKEN_BYTES // 10, False), (10 * TOKEN_BYTES, True)])
+def test_of_a_peer_and_the_store_the_cheaper_gives_the_pages(token_bytes: int, from_store: bool) -> None:
+    fleet = Sharing()
+    for worker in fleet.prefill:
+        worker.prefix = parse_prefix_holder(info_of("p", token_bytes=token_bytes))
+    fleet.has(fleet.prefill[1], 8)
+    choice = fleet.choose(0)
+    source = choice.placements[0].source
+    assert source is not None and source.from_store is from_store and choice.decision is not None
+    assert choice.decision.chosen.source == source
+    assert choice.decision.price.transfer_s == pytest.approx(source.seconds)
+    request: Any = make_request()
+    request.hints = hints()
+    fleet.launched.launcher.begin(request, choice.placements)
+    named = [to for to, headers, _ in fleet.launched.upstream.sent if PREFIX_HEADER in headers]
+    assert named == ([] if from_store else ["http://p0"]), "a worker reads its store by itself"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_read_teaches_nothing_of_what_is_computed(whole: bool) -> None:
+    """Neither its tokens nor its time, at a worker alone or of a pair."""
+    fleet = Sharing()
+    fleet.had(fleet.prefill[1], 8)
+    pools = [[fleet.decode]] if whole else [[fleet.prefill[0]], [fleet.decode]]
+    request: Any = make_request()
+    request.hints = hints()
+    placements = fleet.routes.choose([pools], request.hints, 0.0).placements
+    source = placements[0].source
+    assert source is not None
+    attempt = fleet.launched.launcher.begin(request, placements)
+    line = fleet.forecast.line(placements[0].worker, whole=whole)
+    num_points = line.num_points
+    fleet.forecast.on_sent(request, attempt, 0.0)
+    fleet.launched.upstream.replies[-1].answer(200, events=True, complete=False)
+    tokens = 2 * BLOCK_TOKENS + 50
+    fleet.forecast.on_first_byte(request, attempt, source.seconds + TOKEN_S * tokens)
+    assert line.num_points == num_points + 1
+    if whole:
+        assert (line.mean_x, line.mean_y) == pytest.approx((tokens, TOKEN_S * tokens))
+    else:
+        assert line.slope == pytest.approx(TOKEN_S) and line.at(tokens) == pytest.approx(TOKEN_S * tokens)

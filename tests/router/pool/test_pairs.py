@@ -9,12 +9,14 @@ import pytest
 
 from router.choice.policies import make_chooser
 from router.config import ChoiceFlags
+from router.history.forecast import Forecast
 from router.pool.breaker import Check
 from router.pool.health_log import MISFITS_EVERY_S, HealthLog
 from router.pool.pairs import groups_of, misfits_of
 from router.pool.worker import PAIR, Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.picking import Picker
+from router.requests.route_choice import RouteChooser
 from service.kv_layout import Layout, write_layout
 from tests.router.attempts import make_request
 from tests.router.dummies import CHAT, Cluster, DummyWorker, cluster, table_of, until
@@ -122,7 +124,14 @@ def test_a_misfit_that_comes_later_repeats_no_line(caplog: pytest.LogCaptureFixt
 def picker(table: WorkerTable) -> Picker:
     policies = make_chooser(ChoiceFlags(policy="least_load"), draw=lambda count: 0).policies
     look: Any = None
-    return Picker(table=table, policies=policies, look_in_time=look, wait_s=0.0, silence_s=0.0, clock=lambda: 0.0)
+    return Picker(
+        table=table,
+        routes=RouteChooser(policies=policies, forecast=Forecast()),
+        look_in_time=look,
+        wait_s=0.0,
+        silence_s=0.0,
+        clock=lambda: 0.0,
+    )
 
 
 def test_an_answer_moves_with_its_kv_to_a_worker_of_its_layout() -> None:
@@ -148,7 +157,7 @@ def test_load_decides_between_layouts() -> None:
     assert chosen() == [0, 2]
     table.loads.charge(table.workers()[2], 100)
     assert chosen() == [1, 3]
-    table.loads.charge(table.workers()[1], 500)
+    table.loads.charge(table.workers()[1], 5000)
     assert chosen() == [0, 2]
 
 
@@ -226,7 +235,7 @@ async def test_workers_that_name_no_layout_fit_all() -> None:
 
 
 async def test_a_unified_worker_serves_beside_a_pair_that_does_not_fit() -> None:
-    async with at_odds([A], [B], mixed=1) as c:
+    async with at_odds([A], [B], unified_beside=1) as c:
         status, ready = await c.get("/health")
         assert status == 200 and len(ready["incompatible"]) == 2
         assert await asks(c, 4) == [200] * 4

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 from tests.transfer.rig import ROOT
 from transfer_backends.contract import BackendUnavailable
 from transfer_backends.control_port import advertised_host
-from transfer_backends.engines.environment import quiet
+from transfer_backends.engines.environment import defaults_inside, quiet
 from transfer_backends.engines.registry import BACKENDS, make_engine
 from transfer_backends.engines.wheels import MOONCAKE, NIXL, torch_cuda_major, wheel_of
 
@@ -133,3 +134,16 @@ def test_a_file_has_all_but_what_overlapping_blocks_drop(tmp_path: Path, first_l
             block.__exit__(None, None, None)
         out.write(b"after")
     assert path.read_bytes() == b"before after"
+
+
+def test_each_of_several_threads_sees_its_settings() -> None:
+    """Ranks may start their engines at once."""
+
+    def enter(number: int) -> str | None:
+        with defaults_inside({"TANDEM_TEST": "set"}):
+            os.sched_yield()
+            return os.environ.get("TANDEM_TEST")
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(enter, range(2000))) == {"set"}
+    assert "TANDEM_TEST" not in os.environ

@@ -87,7 +87,18 @@ class Soak:
         for part in list(self._household.parts.values()):
             wait_until(part.is_ready, within_s=READY_S, what=lambda part=part: part.log.read_text())  # type: ignore[misc]
         if self._way == "pd":
-            args = ["router", "--prefill", prefill, bootstrap, "--decode", decode, "--port", ports[2]]
+            args = [
+                "router",
+                "--prefill",
+                prefill,
+                bootstrap,
+                "--decode",
+                decode,
+                "--route",
+                "pair",
+                "--port",
+                ports[2],
+            ]
             self._url = f"http://127.0.0.1:{ports[2]}"
             router = self._household.begin("router", [*args, "--log-level", "warning"], url=self._url)
             wait_until(router.is_routable, within_s=READY_S, what="the router has found its workers")

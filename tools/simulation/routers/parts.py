@@ -64,7 +64,12 @@ class RouterParts:
             rooms=self.rooms,
             upstream=self.upstream,
             events=make_events(
-                traces=traces, recorder=recorder, metrics=metrics, forecast=forecast, monitor=self.monitor
+                traces=traces,
+                recorder=recorder,
+                metrics=metrics,
+                forecast=forecast,
+                monitor=self.monitor,
+                conversations=(),
             ),
             secret=SECRET,
             clock=aio.time,

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.prefill_only import NOTHING_NEW, vector_of
-from engine.frontend.apis.shared.resumable import Frames, WholeFrames, earlier_of, going_on
+from engine.frontend.apis.shared.resumable import UNFRAMED, Frames, WholeFrames, earlier_of, going_on
 from engine.frontend.client.generation import Generation, add
 from engine.frontend.services import SERVICES
 from engine.messages import Bootstrap, GenerateRequest, TokenOutput
@@ -61,18 +61,22 @@ async def answered(
         reply.whole(error.status, msgspec.json.encode(OPENAI.body(error)), retry_after=retry_after)
 
 
-def begun_of(request: Request, requests: list[GenerateRequest]) -> Begun:
+def begun_of(request: Request, requests: list[GenerateRequest]) -> Begun | None:
+    """None: a client of this worker gets events as they are."""
     if FRAMES_HEADER not in request.headers:
-        raise Violation("a router that asks for no frames")
+        if any(r.bootstrap is not None for r in requests):
+            raise Violation("a router that asks for no frames")
+        return None
     names = [r.rid for r in requests]
     return Begun(id="", created=0, names=names, groups=names, seeds=[0] * len(names), salt="")
 
 
-async def answer_by_events(generation: Generation, reply: Reply, begun: Begun, kept: StreamLog | None) -> None:
+async def answer_by_events(generation: Generation, reply: Reply, begun: Begun | None, kept: StreamLog | None) -> None:
     """As engine/frontend/apis/shared/samples.py: what fails before the first output has a status. What is `kept` is an
     event for each token, and one more after the last; else an output is one event.
     """
-    frames, done = Frames(begun, kept=kept), b"" if kept is None else DONE
+    frames = UNFRAMED if begun is None else Frames(begun, kept=kept)
+    done = b"" if kept is None else DONE
     news = [] if generation.done else await generation.next()
     reply.head(200, "text/event-stream")
     try:
@@ -88,7 +92,7 @@ async def answer_by_events(generation: Generation, reply: Reply, begun: Begun, k
         elif last := done or frames.nothing():
             reply.chunk(last)
     except ApiError as error:
-        reply.chunk(failed_frame(error.status) + _event(OPENAI.body(error)))
+        reply.chunk(frames.failed(error.status) + _event(OPENAI.body(error)))
     reply.finish()
 
 
@@ -159,9 +163,9 @@ class SamplingBody(msgspec.Struct):
 class GenerateBody(msgspec.Struct):
     input_ids: list[int]
     sampling_params: SamplingBody
-    bootstrap_room: int | list[int]
-    bootstrap_host: str | list[str]
-    bootstrap_port: int | list[int]
+    bootstrap_room: int | list[int] | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int] | None = None
     stream: bool = False
     priority: int = 0
     extra_key: str = ""
@@ -176,6 +180,8 @@ class EmbeddingBody(msgspec.Struct):
 def requests_of(body: GenerateBody, new_rid: Callable[[], str]) -> list[GenerateRequest]:
     """Samples of one body."""
     rooms, hosts, ports = map(_listed, (body.bootstrap_room, body.bootstrap_host, body.bootstrap_port))
+    if body.bootstrap_room is None:
+        rooms = hosts = ports = [None] * body.sampling_params.n
     if not (len(rooms) == len(hosts) == len(ports) == body.sampling_params.n):
         raise bad_field("bootstrap_room", "as many rooms as samples")
     num_new = min(body.sampling_params.max_new_tokens, MAX_NEW_TOKENS)
@@ -185,7 +191,7 @@ def requests_of(body: GenerateBody, new_rid: Callable[[], str]) -> list[Generate
             rid=new_rid(),
             input_ids=body.input_ids,
             sampling=SamplingParams(max_new_tokens=num_new, temperature=0.0),
-            bootstrap=Bootstrap(host, port, room),
+            bootstrap=None if room is None else Bootstrap(host, port, room),
             stream=body.stream,
             priority=body.priority,
             namespace=namespace_of(None, body.extra_key),

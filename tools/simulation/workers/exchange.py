@@ -3,8 +3,10 @@
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from bootstrap_server.client import Registrar
-from disagg.assembly import RECEIVES, SENDS, Transfers, source_of
+from disagg.assembly import RECEIVES, SENDS, Transfers
 from disagg.decode_role import DecodeRole
 from disagg.features.feature_fetching import FeatureFetch, FeatureFetches
 from disagg.features.feature_serving import EncodeRole
@@ -14,6 +16,7 @@ from disagg.outgoing import PrefillHandover
 from disagg.prefill_role import PrefillRole
 from disagg.registration import RouteFinder
 from disagg.role import PeerPart, SendingPart
+from engine.messages import KVSource
 from tools.simulation.bootstrap import SimBootstrap, send_over, start_registrar
 from tools.simulation.surroundings import SLOT_BYTES, Surroundings, layer_groups
 from tools.simulation.workers.computing import Computer
@@ -47,15 +50,20 @@ class Exchange:
         self._computer, self._managers, self._weights = computer, managers, weights
         self._send = send_over(around.bootstrap_of, partial(around.reach, process.node))
         self.role: Role = {"prefill": self._prefill, "decode": self._decode, "encode": self._encode}[name]()
+        if (named := self.role.info().get("prefix_source")) is not None:
+            at = msgspec.json.decode(named)
+            around.prefix_sources[process.node] = KVSource(at["control"], at["incarnation"])
 
     def _encode(self) -> EncodeRole:
         return self._transfers({SENDS: CONTROL}).encode(self._computer.bounds)
 
     def _decode(self) -> DecodeRole:
+        options = self._around.options
         return self._transfers({RECEIVES: CONTROL, SENDS: SENDER_CONTROL}).decode(
             RouteFinder(secret=None, clock=self._process.clock, send=self._send).find,
             move_timeout_s=MOVE_TIMEOUT_S,
-            prealloc_timeout_s=self._around.options.prealloc_timeout_s,
+            prealloc_timeout_s=options.prealloc_timeout_s,
+            token_bytes=SLOT_BYTES if options.prefix_fetch and options.prefixes_of_decode else None,
         )
 
     def _prefill(self) -> PrefillRole:
@@ -66,7 +74,6 @@ class Exchange:
         executor.wake = sends.wake_sender
         parts: list[PeerPart] = []
         if fetches:
-            self._around.prefix_sources[self._process.node] = source_of(sends)
             parts += transfers.prefixes(sends, token_bytes=SLOT_BYTES)
         if self._around.options.num_encode:
             parts.append(self._features())

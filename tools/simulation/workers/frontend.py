@@ -184,8 +184,9 @@ class Frontend:
         with self._begin(requests, request, earlier=earlier) as generation:
             generation.can_move = FRAMES_HEADER in request.headers
             if body.stream:
-                begun = begun_of(request, requests)
-                kept = None if self._role == "prefill" else self.kept.open(request, generation, begun, body.resume)
+                begun, kept = begun_of(request, requests), None
+                if begun is not None and self._role != "prefill":
+                    kept = self.kept.open(request, generation, begun, body.resume)
                 try:
                     await answer_by_events(generation, reply, begun, kept)
                 finally:
@@ -194,7 +195,9 @@ class Frontend:
             elif self._role == "prefill" or FRAMES_HEADER not in request.headers:
                 reply.whole(200, body_of(await generation.collect()))
             else:
-                await answer_framed(generation, reply, begun_of(request, requests))
+                begun = begun_of(request, requests)
+                assert begun is not None
+                await answer_framed(generation, reply, begun)
 
     async def _move_out(self, request: Request, reply: Reply) -> None:
         """As engine/frontend/apis/admin/control.py."""

@@ -112,7 +112,7 @@ class Worker(VirtualWorker):
         if isinstance(message, GetStep):
             self._pass_on("to heartbeat", "GetStep", self._beat, message)
         else:
-            if self.role_name == "prefill" and self.around.options.prefix_fetch:
+            if self.around.options.prefix_fetch:  # without `prefixes_of_decode` decode has no part that listens
                 message = self._naming_sources(message)
             for one in message.requests if isinstance(message, GenerateBatch) else [message]:
                 if isinstance(one, GenerateRequest) and one.output_ids:
@@ -125,9 +125,10 @@ class Worker(VirtualWorker):
         return self._naming_a_source(message) if isinstance(message, GenerateRequest) else message
 
     def _naming_a_source(self, message: GenerateRequest) -> GenerateRequest:
-        """What a router may believe: that another prefill worker, dead ones too, has more or less of the prompt."""
+        """What a router may believe: that another worker, dead ones too, has more or less of a prompt that this one computes."""
         others = [source for node, source in sorted(self.around.prefix_sources.items()) if node != self.process.node]
-        if not others or message.bootstrap is None or self.draw.random() >= NAMED_RATE:
+        is_half = self.role_name == "decode" and message.bootstrap is not None
+        if not others or is_half or self.draw.random() >= NAMED_RATE:
             return message
         at, num_tokens = self.draw.choice(others), self.draw.randint(1, len(message.input_ids) + 4)
         source = PrefixSource(at.control, at.incarnation, num_tokens)

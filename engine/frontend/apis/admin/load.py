@@ -33,6 +33,11 @@ def _speculative(s: StateReply) -> dict[str, Any]:
     return {"speculative": found} if found else {}
 
 
+def _storage(s: StateReply) -> dict[str, float]:
+    rate = s.gauges.get("storage_read_gb_s")
+    return {} if rate is None else {"storage_read_gb_s": rate}
+
+
 def load_summary(s: StateReply) -> dict[str, Any]:
     """Load of /server_info. `num_queued_reqs`: all queues, `num_waiting_reqs`: waiting only."""
     total = s.num_pages * s.page_size
@@ -87,7 +92,7 @@ def v1_loads_entry(
         "num_active_tokens": summary["num_used_tokens"],
         "max_running_requests": max_running_requests,
         "utilization": s.running / max_running_requests if max_running_requests else 0.0,
-        "memory": {"pages": pages, "page_size": s.page_size, "num_pages": s.num_pages},
+        "memory": {"pages": pages, "page_size": s.page_size, "num_pages": s.num_pages, **_storage(s)},
         "disaggregation": {
             "mode": mode,
             **{name: s.queues.get(queue, 0) for name, queue in PD_QUEUES.items()},

@@ -195,13 +195,7 @@ def _leave(s: Services, call_id: str, body: LeaveGroupBody) -> LeaveTrainer:
     return LeaveTrainer(call_id, body.group_name)
 
 
-def _update(
-    call_id: str,
-    body: UpdateWeightsBody | UpdateTensorsBody | UpdateDistributedBody,
-    *,
-    model_path: str = "",
-    tensors: NewTensors | None = None,
-) -> UpdateWeights:
+def _update(call_id: str, body: _Update, *, model_path: str = "", tensors: NewTensors | None = None) -> UpdateWeights:
     if body.weight_version is not None:
         _check_name("weight_version", body.weight_version)
     aborts = bool(body.abort_all_requests)
@@ -211,13 +205,9 @@ def _update(
 async def update_by_tensors(
     s: Services, data: bytes, *, weight_version: str | None = None, abort_all: bool = False
 ) -> None:
-    """Update by `data`, a safetensors file, without HTTP. Raises ApiError, with the old weights in use."""
-    if weight_version is not None:
-        _check_name("weight_version", weight_version)
-    tensors = NewTensors(data=data)
-    message = UpdateWeights(
-        s.leaders.mint_call_id(), "", weight_version=weight_version, abort_all=abort_all, tensors=tensors
-    )
+    """Update by `data`, a safetensors file. Raises ApiError, with the old weights in use."""
+    body = _Update(weight_version=weight_version, abort_all_requests=abort_all)
+    message = _update(s.leaders.mint_call_id(), body, tensors=NewTensors(data=data))
     await s.leaders.control(message, timeout_s=UPDATE_TIMEOUT_S)
 
 

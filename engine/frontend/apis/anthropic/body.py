@@ -10,8 +10,22 @@ from engine.frontend.apis.shared.body_reader import BodyReader, Unserved, missin
 from engine.frontend.apis.shared.request_body import OwnFields
 from service.http.body import Body, optional, required
 
-_CACHED = "Where Anthropic's service caches the prompt. Not used: prefixes are cached anyway."
 _EPHEMERAL = {"type": "ephemeral"}
+
+
+class CacheControl(Body):
+    """Prefixes are cached anyway."""
+
+    type: str = required("Only ephemeral.", "ephemeral")
+    ttl: str | None = optional("Time within which the next turn comes: 5m (the default) or 1h.", "1h")
+
+
+class Metadata(Body):
+    user_id: str | None = optional("Name of the conversation, where session_id is absent.", "user-1")
+
+
+def _cached() -> Any:
+    return optional("What Anthropic's service caches. Here only its time counts.", _EPHEMERAL)
 
 
 class ImageSource(Body):
@@ -38,7 +52,7 @@ class Block(Body):
         "The image, for type image.", {"type": "url", "url": "https://example.com/cat.png"}
     )
     content: "str | list[Block] | None" = optional("The result, for type tool_result: text, or blocks.", "12 degrees")
-    cache_control: Any = optional(_CACHED, _EPHEMERAL)
+    cache_control: CacheControl | None = _cached()
     caller: Any = optional("What made the call on Anthropic's servers. Not used.", {"type": "direct"})
     citations: Any = optional("Citations of a text. Not used.", [])
     data: Any = optional("Encrypted reasoning, for type redacted_thinking. Not used.", "EmwKAhgB")
@@ -69,7 +83,7 @@ class ToolDefinition(Body):
     )
     strict: bool | None = optional("True: calls match the schema. Default false.", True)
     defer_loading: bool | None = optional("Not supported: only false.", False)
-    cache_control: Any = optional(_CACHED, _EPHEMERAL)
+    cache_control: CacheControl | None = _cached()
     eager_input_streaming: Any = optional("Whether arguments stream as they come. Not used: they do.", True)
 
 
@@ -125,11 +139,11 @@ class PromptFields(OwnFields):
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}
     )
-    cache_control: Any = optional(_CACHED, _EPHEMERAL)
+    cache_control: CacheControl | None = _cached()
     context_management: Any = optional("How Anthropic's service shortens a conversation. Not used.", {"edits": []})
     diagnostics: Any = optional("Diagnostics of Anthropic's service. Not used.", {})
     inference_geo: Any = optional("Where Anthropic's service computes. Not used.", "eu")
-    metadata: Any = optional("Data about the request, such as user_id. Not used.", {"user_id": "user-1"})
+    metadata: Metadata | None = optional("Data about the request.", {"user_id": "user-1"})
     service_tier: Any = optional("Capacity of Anthropic's service. Not used.", "auto")
     speed: Any = optional("Speed of Anthropic's service. Not used.", "standard")
     user_profile_id: Any = optional("A profile of Anthropic's service. Not used.", "profile_1")

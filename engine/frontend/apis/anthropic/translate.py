@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.frontend.apis.anthropic.body import (
     Block,
+    CacheControl,
     ImageSource,
     Message,
     MessagesBody,
@@ -37,6 +38,7 @@ _BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
 # Our names -> Anthropic's, in errors.
 NAMES = {
     ".function.parameters": ".input_schema",
@@ -51,6 +53,34 @@ NAMES = {
 
 def chat_of(body: PromptFields) -> ChatBody:
     """Raises ApiError(400) that names the field, like checks in `in_words_of(NAMES)`."""
+    chat = _chat_of(body)
+    user = body.metadata.user_id if body.metadata else None
+    chat.session_id = body.session_id or body.prompt_cache_key or user
+    times_s = [_ttl_s(field, control) for field, control in _cached(body)]
+    if chat.returns_within_s is None and times_s:
+        chat.returns_within_s = max(times_s)
+    return chat
+
+
+def _cached(body: PromptFields) -> Iterator[tuple[str, CacheControl]]:
+    places: list[tuple[str, Any]] = [("", body)]
+    for name in ("system", "tools"):
+        if isinstance(found := getattr(body, name), list):
+            places += [(f"{name}[{i}].", one) for i, one in enumerate(found)]
+    for i, message in enumerate(body.messages):
+        if isinstance(message.content, list):
+            places += [(f"messages[{i}].content[{j}].", block) for j, block in enumerate(message.content)]
+    for field, place in places:
+        if place.cache_control is not None:
+            yield f"{field}cache_control.ttl", place.cache_control
+
+
+def _ttl_s(field: str, control: CacheControl) -> float:
+    check_choice(field, control.ttl or "5m", tuple(_TTL_S))
+    return _TTL_S[control.ttl or "5m"]
+
+
+def _chat_of(body: PromptFields) -> ChatBody:
     return ChatBody(
         messages=[
             *(_said("system", _blocks(body.system, "system", of="system")) if body.system else ()),
@@ -194,7 +224,6 @@ def _image(source: ImageSource, field: str) -> PlacedImage:
 
 
 def _continues(messages: list[Message]) -> bool:
-    """True if the answer continues a last assistant message."""
     first = len(messages)
     while first and messages[first - 1].role == "assistant":
         first -= 1

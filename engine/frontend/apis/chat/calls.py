@@ -37,7 +37,6 @@ def short_id(id: str) -> str:
 
 
 def as_taken(messages: list[dict[str, Any]], reads: TemplateReads) -> list[dict[str, Any]]:
-    """Adapt calls and results to the template."""
     if reads.one_call or reads.names & {"id", "tool_call_id"}:
         _complete_ids(messages, short_id if reads.short_ids else str)
     if reads.calls_beside_null:

@@ -163,7 +163,7 @@ def _continued(
 
 
 def _places(template: ChatTemplate, marks: Marks) -> Mapping[str, Any]:
-    if template.knows_images:
+    if "image" in template.source:
         return {"image_url": {"type": "image"}, "video_url": {"type": "video"}}
     return {"image_url": marks.image, "video_url": marks.video}
 

@@ -114,7 +114,7 @@ def reading_of(body: ChatBody, *, reasoning: ReasoningFormat | None, tool_parser
 
 
 class Opened(NamedTuple):
-    """What the rendered prompt decides. `reader`: of parts, None for plain text.
+    """Decisions of the rendered prompt. `reader`: of parts, None for plain text.
 
     `count_reasoning`: makes counters, if the model reasons.
     """

@@ -199,13 +199,13 @@ def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
 
     Raises ApiError(400) for a strict function in a non-JSON format. Custom tools are free.
     """
-    if not format.trigger:
+    if not format.begin:
         refuse_strict(tools)
         return None
     if not any(tool.function.strict for tool in tools):
         return None
     tag = {
-        "triggers": [format.trigger],
+        "triggers": [format.marks[-1]],
         "structures": [
             {
                 "begin": format.begin.replace("NAME", tool.function.name),

@@ -18,7 +18,6 @@ from engine.frontend.apis.shared.prefill_only import (
     PrefillOnlyBody,
     Prompts,
     PromptSender,
-    check_computes_prompts,
     embed,
     fitting_lists,
     fitting_texts,
@@ -74,9 +73,8 @@ async def score(request: HttpRequest) -> Response:
 
 
 async def label_scores(sender: PromptSender, body: ScoreBody) -> tuple[Prompts, list[list[float]]]:
-    """The prompts of `body`, and for each the probabilities of its labels. Raises ApiError(400, 404)."""
+    """The prompts, and the probabilities of each one's labels. Raises ApiError(400, 404)."""
     s = sender.s
-    check_computes_prompts(s)
     if not body.label_token_ids:
         raise bad_field("label_token_ids", "must have at least one token id")
     labels = requested_ids(body.label_token_ids, field="label_token_ids", vocab_size=s.model.vocab_size)
@@ -136,7 +134,6 @@ async def encode(request: HttpRequest) -> Response:
     s = request[SERVICES]
     started_s = time.monotonic()
     body = await ENCODE_READER.read(request)
-    check_computes_prompts(s)
     if (body.text is None) == (body.input_ids is None):
         raise bad_field("text", "give either text or input_ids")
     field, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)

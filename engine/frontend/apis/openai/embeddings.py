@@ -12,7 +12,6 @@ from engine.frontend.apis.shared.body_reader import EMBEDDING, BodyReader
 from engine.frontend.apis.shared.prefill_only import (
     PrefillOnlyBody,
     PromptSender,
-    check_computes_prompts,
     embed,
     prompts_in,
     size_of,
@@ -46,7 +45,6 @@ READER = BodyReader(body=EmbeddingBody, refused=EMBEDDING)
 async def embeddings(request: HttpRequest) -> Response:
     """Return embeddings of texts or token ids."""
     body = await READER.read(request)
-    check_computes_prompts(request[SERVICES])
     if body.encoding_format not in (None, "float", "base64"):
         raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
     sender = PromptSender.of(request)

@@ -15,7 +15,6 @@ from engine.frontend.apis.shared.prefill_only import (
     PrefillOnlyBody,
     Prompts,
     PromptSender,
-    check_computes_prompts,
     fitting_lists,
     fitting_texts,
     label_logits,
@@ -62,7 +61,6 @@ async def judge(
 ) -> tuple[Prompts, list[float]]:
     """The prompts of `pairs` (query, text) of `fields`, and scores. Raises ApiError(400, 404)."""
     s = sender.s
-    check_computes_prompts(s)
     check_num_samples(len(pairs), 1, field=fields[1])
     answers = None if s.model.head.labels else _yes_no(s)
     if s.model.head.labels:
@@ -156,7 +154,6 @@ async def classify(request: HttpRequest) -> Response:
     if not s.model.head.labels:
         message = "this model has no labels: /classify needs one whose architecture is ...ForSequenceClassification"
         raise ApiError(404, f"{message}; a chat with structured_outputs.choice names a class", code="model_has_no_head")
-    check_computes_prompts(s)
     sender = PromptSender.of(request)
     prompts = await prompts_in(sender, body, body.input, field="input", prefix="classify-")
     labels = s.model.head.labels

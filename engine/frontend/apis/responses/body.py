@@ -121,12 +121,13 @@ class Reasoning(Body):
 
 
 class ResponseBody(ChatFields):
-    """Body of /v1/responses. `history`: earlier items, from a router that stores conversations."""
+    """Body of /v1/responses. `history`, `first_response_id`: from a router."""
 
     input: str | list[Item] = required(
         "What the user says, or the items of the conversation.", "What is the capital of France?"
     )
     history: list[Item] | None = optional("Items before input, which a router keeps (Tandem).", [])
+    first_response_id: str | None = optional("Id of the conversation's first response, which a router keeps.", "resp_1")
     instructions: str | None = optional("The system message, for this answer alone.", "You answer in one sentence.")
     previous_response_id: str | None = optional("Id of a kept response, which this one continues.", "resp_1")
     store: bool | None = optional("False: the answer is not kept. Default true, where answers are kept.", False)
@@ -151,7 +152,6 @@ class ResponseBody(ChatFields):
         "Up to 16 texts that the answer repeats; keys of up to 64 characters, values of up to 512.", {"topic": "demo"}
     )
     safety_identifier: str | None = optional("Name of the client's own user. The answer repeats it.", "user-1")
-    prompt_cache_key: str | None = optional("OpenAI's hint for its cache. The answer repeats it.", "a")
     service_tier: str | None = optional("Capacity of OpenAI's service. Not used.", "auto")
 
     @property

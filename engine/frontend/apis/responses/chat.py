@@ -176,8 +176,9 @@ def to_chat(body: ResponseBody) -> ChatBody:
     choice = _choice(body.tool_choice)
     if isinstance(body.tool_choice, ResponseToolChoice) and body.tool_choice.type == "allowed_tools":
         tools, choice = _allowed(body.tool_choice, tools)
+    named = body.session_id or body.prompt_cache_key or body.first_response_id
     return ChatBody(
-        **{name: getattr(body, name) for name in _SHARED},
+        **{**{name: getattr(body, name) for name in _SHARED}, "session_id": named},
         messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.wants_logprobs or None,
@@ -237,7 +238,7 @@ def _format(format: TextFormat | None) -> ResponseFormat | None:
 
 
 async def truncated_chat(s: Services, chat: ChatBody) -> ChatPlan:
-    """Plan `truncation: auto`: drop the fewest of the oldest turns, at most all but one, never instructions."""
+    """Plan `truncation: auto`: drop the fewest of the oldest turns, never all or instructions."""
     messages, known = chat.messages, dict[MediaSource, LoadedMedia]()
     room = s.context_length - (chat.max_completion_tokens or 1)
     head = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))

@@ -80,7 +80,6 @@ class _Keeper:
     def __init__(
         self, s: Services, book: LocalBook, conversation: Conversation, *, owner: str, names_owner: str
     ) -> None:
-        """`names_owner`: of its id among request names."""
         self._client, self._book, self._owner, self._names_owner = s.client, book, owner, names_owner
         self._conversation = conversation.to_keep()
 
@@ -108,6 +107,7 @@ async def _keeper(request: HttpRequest, s: Services, body: ResponseBody) -> _Kee
     conversation = await open_conversation(fields, partial(s.responses.find, owner=owner))
     if body.previous_response_id is not None:
         body.history = _ITEMS.validate_python(msgspec.json.decode(conversation.history))
+        body.first_response_id = conversation.first
     if REFERENCE in data:
         body.input = _INPUT.validate_python(msgspec.json.decode(conversation.input))
     if body.store is False:

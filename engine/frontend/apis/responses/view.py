@@ -133,7 +133,6 @@ class TextLogprobs:
         self._waiting: deque[tuple[Span, dict[str, Any]]] = deque()
 
     def feed(self, text: str, logprobs: list[dict[str, Any]], spans: list[Span]) -> None:
-        """`spans`: of tokens in the whole text."""
         self._text += text
         self._waiting.extend(zip(spans, logprobs, strict=False))
 

@@ -21,7 +21,7 @@ T = TypeVar("T", bound=Body)
 R = TypeVar("R")
 
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
-FOR_THE_ROUTER = frozenset({"session_id", "routing_key", "bootstrap_pair_key"})
+FOR_THE_ROUTER = frozenset({"routing_key", "bootstrap_pair_key"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,13 @@ class Inside:
                 if name in self.refused:
                     _check_unserved(self.refused[name], f"{self.field}.{name}", fields[name])
                 elif name not in known:
-                    raise bad_field(f"{self.field}.{name[:64]}", _unknown_field(name, sorted(known)))
+                    near = nearest(name[:64], sorted(known), otherwise=f"; there are {', '.join(sorted(known))}")
+                    raise bad_field(f"{self.field}.{name[:64]}", f"is no sampling parameter{near}")
 
 
 def _check_unserved(refused: Unserved, name: str, value: Any) -> None:
     if value not in refused.harmless:
         raise unsupported(name, f"is not supported by this server; {refused.remedy}")
-
-
-def _unknown_field(name: str, known: list[str]) -> str:
-    return "is no sampling parameter" + nearest(name[:64], known, otherwise=f"; there are {', '.join(known)}")
 
 
 def _find_unknown(value: Any, path: str, found: dict[str, None]) -> None:
@@ -134,7 +131,6 @@ def _find_unknown(value: Any, path: str, found: dict[str, None]) -> None:
 
 @cache
 def _holding_bodies(kind: type) -> list[str] | None:
-    """Fields of a body that may hold bodies; None for other types."""
     if not is_body(kind):
         return None
     return [name for name, field in kind.model_fields.items() if _holds_bodies(field.annotation)]

@@ -56,7 +56,7 @@ async def media_prompt(
     add_special_tokens: bool = True,
     fits: bool = True,
 ) -> Prompt:
-    """Tokenize, see `prompts_ids`, and insert loaded media. Raises ApiError(400) if their number differs."""
+    """Tokenize (`prompts_ids`), insert media. Raises ApiError(400) if their number differs."""
     marks = s.model.marks
     if loaded and isinstance(prompt, str):
         prompt = with_times(prompt, loaded, marks)

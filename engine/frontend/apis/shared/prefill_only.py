@@ -123,11 +123,6 @@ def named_prompts(sender: PromptSender, body: PrefillOnlyBody, ids: list[list[in
     )
 
 
-def check_computes_prompts(s: Services) -> None:
-    if s.spec.mode == "decode":
-        raise ApiError(400, "a decode worker computes no prompts; send it to a prefill worker or to the router")
-
-
 async def fitting_texts(
     s: Services, texts: Iterable[str], *, field: str, room: int = 0, add_special_tokens: bool = True
 ) -> list[list[int]]:

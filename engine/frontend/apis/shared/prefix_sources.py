@@ -1,4 +1,4 @@
-"""The cached prefix of a prompt, from the router to a prefill worker."""
+"""The cached prefix of a prompt, from the router."""
 
 import msgspec
 
@@ -15,8 +15,8 @@ def with_prefix_source(request: HttpRequest, requests: list[GenerateRequest]) ->
         return requests
     spec = request[SERVICES].spec
     source = read_header(value, spec.secret)
-    if spec.mode != "prefill" or source is None or not spec.bootstrap_allowlist.admits(source.control):
+    if source is None or not spec.bootstrap_allowlist.admits(source.control):
         return requests
-    named = PrefixSource(source.control, source.incarnation, source.num_tokens, source.copy)
+    named = PrefixSource(source.control, source.incarnation, source.num_tokens)
     prompt = requests[0].input_ids
     return [msgspec.structs.replace(r, prefix_source=named) if r.input_ids == prompt else r for r in requests]

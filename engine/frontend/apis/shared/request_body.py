@@ -93,7 +93,7 @@ class SamplingFields(GrammarFields):
 
 
 class RoutingFields(Body):
-    """Prefix cache namespace (`cache_salt`: vLLM, SGLang; `extra_key`: SGLang), and DP rank."""
+    """Prefix cache namespace (`cache_salt`, SGLang's `extra_key`), conversation, DP rank."""
 
     cache_salt: PerPrompt = optional(
         "Only requests with the same text share prefixes in the cache (vLLM, SGLang). One, or one per prompt.",
@@ -102,6 +102,13 @@ class RoutingFields(Body):
     extra_key: PerPrompt = optional(
         "Like cache_salt, and beside it: only requests with the same text share prefixes (SGLang).", "a"
     )
+    session_id: str | int | None = optional(
+        "Name of the conversation (SGLang): its KV is kept by when its next turn is expected. Up to 1024 characters.",
+        "agent-7",
+    )
+    prompt_cache_key: str | None = optional("The same (OpenAI), where session_id is absent.", "agent-7")
+    expected_return_s: float | None = optional("Seconds from the answer to the conversation's next turn.", 20.0)
+    returns_within_s: float | None = optional("The most of these seconds.", 300.0)
     routed_dp_rank: int | None = optional(
         "Data parallel rank that computes the request, from 0 (SGLang). Default: the server chooses.", 0
     )
@@ -157,8 +164,6 @@ class RequestFields(SamplingFields, OwnFields, StructuredFields):
 
 
 class ChatFields(RequestFields):
-    """Fields of chats and responses."""
-
     parallel_tool_calls: bool | None = optional("False: at most one call. Default true.", True)
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Variables for the chat template (SGLang, vLLM).", {"enable_thinking": False}

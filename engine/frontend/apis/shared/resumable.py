@@ -150,7 +150,6 @@ def going_on(resume: Resume, requests: list[GenerateRequest]) -> list[GenerateRe
 
 
 def earlier_of(resume: Resume, requests: Sequence[GenerateRequest]) -> list[TokenOutput]:
-    """Output of another worker by sample."""
     return [_earlier(resume, i, request) for i, request in enumerate(requests)]
 
 
@@ -190,7 +189,8 @@ def started_of(
     there, except of ended samples of a whole answer.
     """
     spec = request[SERVICES].spec
-    if FRAMES_HEADER not in request.headers or spec.mode == "prefill" or spec.secret is None:
+    at_decode = spec.mode == "prefill" and any(r.bootstrap for r in requests)
+    if FRAMES_HEADER not in request.headers or at_decode or spec.secret is None:
         return None
     if any(r.return_hidden_states and not r.stream for r in requests):
         return None
@@ -316,7 +316,6 @@ class WholeFrames:
     """Increments of a non-streamed answer since the last frame."""
 
     def __init__(self, begun: Begun, answers: Mapping[int, TextOutput]) -> None:
-        """`answers`: another worker's part."""
         self._begin = begin_frame(begun)
         self._said = {index: _Said.of(answer.tokens) for index, answer in answers.items()}
 

@@ -51,7 +51,6 @@ def keep_of(header: str, secret: bytes | None) -> Keep:
 
 
 def head_of(begun: Begun, resume: Resume | None) -> bytes:
-    """Frames before this worker's."""
     return begin_frame(begun) if resume is None else known_frames(resume)
 
 

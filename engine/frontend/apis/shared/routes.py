@@ -23,8 +23,6 @@ admin_route = partial(ApiRoute, "POST", need=Access.ADMIN)  # affects every clie
 
 
 class RouteTags:
-    """Groups of routes in the documentation."""
-
     CHATS = Tag("Chats and completions", "OpenAI's chats and completions.")
     RESPONSES = Tag("Responses", "OpenAI's Responses: answers that the server remembers.")
     MESSAGES = Tag("Messages", "Anthropic's Messages.")

@@ -16,6 +16,7 @@ from engine.frontend.apis.shared.constraints import (
     plain_constraint,
     structured_constraint,
 )
+from engine.frontend.apis.shared.conversations import completed
 from engine.frontend.apis.shared.fields import (
     Chosen,
     build_sampling,
@@ -26,8 +27,6 @@ from engine.frontend.apis.shared.fields import (
     namespaces_of,
     routed_rank,
 )
-from engine.frontend.apis.shared.image_encoders import with_image_encoders
-from engine.frontend.apis.shared.prefix_sources import with_prefix_source
 from engine.frontend.apis.shared.request_body import RequestFields, RoutingFields
 from engine.frontend.apis.shared.resumable import earlier_of, going_on, resume_of, started_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
@@ -40,8 +39,6 @@ from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
 from engine.text.sample import TextOutput
 from service.http.guard import owner_in, request_timeout_s
-from service.http.image_encoders import ENCODERS_HEADER
-from service.http.prefix_source import PREFIX_HEADER
 from service.http.request import HttpRequest
 from service.security.keys import VOUCHER_HEADER
 
@@ -59,7 +56,7 @@ class Counts:
 
 
 class Usage:
-    """Of samples, prompt-major, `n` each; a prompt counts once."""
+    """Tokens of samples, prompt-major, `n` each; a prompt counts once."""
 
     def __init__(
         self,
@@ -122,10 +119,8 @@ class AnswerFormat:
 
 # ---- samples
 
+
 # What completes the requests, by the router's header that asks for it.
-_BY_HEADER = ((PREFIX_HEADER, with_prefix_source), (ENCODERS_HEADER, with_image_encoders))
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplesPlan:
     """`sampling.n` samples of each prompt, prompt-major.
@@ -208,10 +203,7 @@ def start(
 ) -> tuple[list[GenerateRequest], Generation]:
     """Send requests, completed by what a router names. Raises ApiError."""
     s, resume = request[SERVICES], resume_of(request)
-    requests = requests if resume is None else going_on(resume, requests)
-    for header, completed in _BY_HEADER:
-        if header in request.headers:
-            requests = completed(request, requests)
+    requests = completed(request, body, requests if resume is None else going_on(resume, requests))
     generation = s.client.generate(
         requests,
         groups=groups,
@@ -252,7 +244,7 @@ def requests_of(
     samplings: Sequence[SamplingParams],
     bootstraps: Sequence[Bootstrap | None],
 ) -> list[GenerateRequest]:
-    """Requests of all samples, named after `id`. Raises ApiError(400)."""
+    """Raises ApiError(400)."""
     n = plan.sampling.n
     namespaces = namespaces_of(body, len(plan.prompts))
     hidden_states = check_hidden_states(s, body.return_hidden_states)

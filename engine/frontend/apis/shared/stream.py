@@ -23,8 +23,6 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI uses this
 
 
 class View:
-    """An API's view of samples."""
-
     def body(self, answers: list[TextOutput]) -> Any:
         raise NotImplementedError
 
@@ -87,7 +85,6 @@ async def answer(
 
 
 def _num_events(request: HttpRequest) -> int:
-    """Events that the client has of another worker."""
     resume = resume_of(request)
     return 0 if resume is None else resume.num_events
 

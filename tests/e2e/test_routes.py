@@ -1,4 +1,4 @@
-"""A mixed pool of real processes over NIXL: both ways give the same tokens, and each takes over what the other loses."""
+"""A pair of real processes over NIXL whose workers serve alone, too: all routes give the same tokens, and each takes over from the others."""
 
 import asyncio
 import json
@@ -27,17 +27,18 @@ SIZES = (4, 12, 200, 400) * 2  # of prompts
 
 
 @dataclass
-class Mixed:
-    """`later`: a unified and a decode worker that the router does not know yet."""
+class Routed:
+    """`later`: a decode worker that the router does not know yet."""
 
     router: str
+    prefill: Started
     decode: Started
-    later: dict[str, Started]
+    later: Started
 
 
 @pytest.fixture
-def mixed(qwen3: str, temp: Path) -> Iterator[Mixed]:
-    modes = {"p": "prefill", "d0": "decode", "u": "null", "d1": "decode"}
+def routed(qwen3: str, temp: Path) -> Iterator[Routed]:
+    modes = {"p": "prefill", "d0": "decode", "d1": "decode"}
     env = settings(stream_delay_s=0.02)
     with (
         ThreadPoolExecutor(len(modes)) as pool,
@@ -52,10 +53,19 @@ def mixed(qwen3: str, temp: Path) -> Iterator[Mixed]:
             stack.push(worker)
             return started
 
-        prefill, decode, alone, spare = pool.map(serve, modes)
-        members = ("--prefill", prefill.url, "--decode", decode.url, "--mixed")
+        prefill, decode, spare = pool.map(serve, modes)
+        members = (
+            "--prefill",
+            prefill.url,
+            "--decode",
+            decode.url,
+            "--route",
+            "auto",
+            "--health-check-interval-secs",
+            "0.2",
+        )
         router = stack.enter_context(tandem(temp / "r", "router", "--port", "0", *members))
-        yield Mixed(router.url, decode, {"unified": alone, "decode": spare})
+        yield Routed(router.url, prefill, decode, spare)
 
 
 async def stream(http: aiohttp.ClientSession, url: str, size: int, events: list[Any]) -> list[int]:
@@ -76,6 +86,16 @@ async def load(http: aiohttp.ClientSession, url: str, came: list[list[Any]]) -> 
     return await asyncio.gather(*(stream(http, url, size, events) for size, events in zip(SIZES, came, strict=True)))
 
 
+async def begun(http: aiohttp.ClientSession, url: str) -> tuple["asyncio.Future[list[list[int]]]", list[list[Any]]]:
+    """A load of which each stream has some tokens."""
+    came: list[list[Any]] = [[] for _ in SIZES]
+    running = asyncio.ensure_future(load(http, url, came))
+    while min(map(len, came)) < 4 and not running.done():
+        await asyncio.sleep(0.005)
+    assert not any("output_ids" in events[-1] and len(events[-1]["output_ids"]) == NEW for events in came)
+    return running, came
+
+
 async def join(http: aiohttp.ClientSession, router: str, worker: Started, role: str) -> None:
     """Have the router take in a worker, and wait until it may be chosen."""
     async with http.post(f"{router}/workers", json={"url": worker.url, "role": role}) as added:
@@ -93,20 +113,24 @@ def kill(worker: Started) -> None:
         process.send_signal(signal.SIGKILL)
 
 
-async def test_both_ways_give_the_same_tokens_and_take_over_each_other_s_streams(mixed: Mixed) -> None:
-    """At first there is a pair alone; a unified worker joins, and takes over when decode is lost; and the other way round."""
+async def routes_of(http: aiohttp.ClientSession, router: str) -> set[str]:
+    async with http.post(f"{router}/traces", json={"last": 100}) as response:
+        records = (await response.json())["records"]
+    return {one["attributes"]["tandem.route"] for one in records if "tandem.route" in one["attributes"]}
+
+
+async def test_all_routes_give_the_same_tokens_and_take_over_each_other_s_streams(routed: Routed) -> None:
+    """Prefill alone takes over when decode is lost, and a decode worker that joins, when prefill is."""
     async with session() as http:
-        right = await load(http, mixed.later["unified"].url, [[] for _ in SIZES])
+        right = await load(http, routed.later.url, [[] for _ in SIZES])
         assert len({tuple(tokens) for tokens in right}) == len(SIZES) // 2
-        serving = mixed.decode
-        for role, joins in mixed.later.items():
-            came: list[list[Any]] = [[] for _ in SIZES]
-            running = asyncio.ensure_future(load(http, mixed.router, came))
-            while min(map(len, came)) < 4 and not running.done():
-                await asyncio.sleep(0.005)
-            await join(http, mixed.router, joins, role)
-            assert not any("output_ids" in events[-1] and len(events[-1]["output_ids"]) == NEW for events in came)
-            kill(serving)
-            assert await running == right, role
-            serving = joins
-        assert await load(http, mixed.router, [[] for _ in SIZES]) == right
+        assert await load(http, routed.router, [[] for _ in SIZES]) == right
+        assert len(await routes_of(http, routed.router)) > 1
+        running, _ = await begun(http, routed.router)
+        kill(routed.decode)
+        assert await running == right, "prefill serves alone"
+        running, _ = await begun(http, routed.router)
+        await join(http, routed.router, routed.later, "decode")
+        kill(routed.prefill)
+        assert await running == right, "decode serves alone"
+        assert await load(http, routed.router, [[] for _ in SIZES]) == right

@@ -1,0 +1,1 @@
+"""Goodput and TTFT by route: fixed ones, and the decision per request; its page is docs/reports/where.md."""

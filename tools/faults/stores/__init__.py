@@ -1,0 +1,1 @@
+"""A Mooncake Store of real processes, and every fault of it."""
