@@ -196,7 +196,6 @@ class PlannedCluster:
 
     @property
     def step_tokens(self) -> float | None:
-        """Mean tokens per request and decode step, if drafted."""
         return 1 + self._accepted / self._decode_steps if self._decode_steps else None
 
     def workers(self) -> list[PlanWorker]:

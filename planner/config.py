@@ -163,7 +163,9 @@ class LayoutFlags(FlagSet):
         choices=tuple(ROUTES),
     )
     prefix_fetch: bool = flag(False, "prefill workers fetch prefixes from other workers, decode workers among them")
-    policy: str = flag("least_load", "how the router chooses prefill workers (docs/router.md)", choices=POLICIES)
+    policy: str | None = flag(
+        None, "how the router chooses prefill workers; default: as the router's", choices=POLICIES
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from planner.workload import Blocks, PlannedRequest
 from router.attempts.request import Slo
 from router.choice.policies import Chooser, RoutingHints, cost_tokens, make_chooser
 from router.config import ROUTES, RouterConfig
-from router.history.forecast import Forecast, SentPrompt
+from router.history.forecast import Forecast, RunningAnswer, SentPrompt
 from router.pool.breaker import Check
 from router.pool.worker import Lease, LoadReport, Pool, PrefixHolder, Role, Worker, worker_id_of
 from router.pool.workers import WorkerTable
@@ -34,8 +34,7 @@ class Routed(Generic[T]):
     prompt: SentPrompt
     source: T | None = None
     num_fetched: int = 0
-    first_s: float = 0.0
-    requests: int = 0  # at the answering worker at the answer's start
+    answer: RunningAnswer | None = None
 
 
 @dataclass(slots=True)
@@ -90,15 +89,13 @@ class Routing(Generic[T]):
     def on_first_token(self, routed: Routed[T], now_s: float) -> None:
         self._forecast.learn_ttft(routed.prompt, now_s=now_s)
         self._table.loads.on_answer(routed.leases[-1])
-        routed.first_s, routed.requests = now_s, routed.leases[-1].worker.num_answers
+        routed.answer = self._forecast.begin_answer(routed.leases[-1].worker, now_s=now_s)
 
     def on_end(self, routed: Routed[T], num_tokens: int, now_s: float) -> None:
         """Record an answer's end (`num_tokens` 0: failed)."""
         self._forecast.computed(routed.prompt)
-        if num_tokens > 1:
-            worker = routed.leases[-1].worker
-            requests = (routed.requests + worker.num_answers) / 2
-            self._forecast.learn_answer(worker, num_tokens - 1, now_s - routed.first_s, requests=requests, now_s=now_s)
+        if routed.answer is not None and num_tokens > 1:
+            self._forecast.learn_answer(routed.answer, num_tokens - 1, last_s=now_s, now_s=now_s)
 
     def on_answered(self, routed: Routed[T], request: PlannedRequest) -> None:
         """Learn the answer's pages, as by a KV event."""

@@ -28,7 +28,7 @@ from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest, workload_of
 from router.attempts.request import Slo
-from router.config import ROUTES
+from router.config import ROUTES, RouterConfig
 from service.flags import ConfigError
 
 NUM_WORKERS, MAX_WORKERS = 4, 8  # of the default layouts; with --request-rate
@@ -171,7 +171,7 @@ def _costs(config: PlanConfig, hardware: Hardware) -> ClusterCosts:
         worker_cores=config.worker_cores,
         host_request_s=config.host_request_time_s,
         host_token_s=config.host_token_time_s,
-        policy=config.policy,
+        policy=RouterConfig(policy=config.policy, route=config.route).default_policy,
         route=config.route,
         wanted=Slo(config.slo_ttft_s, config.slo_tpot_s),
     )

@@ -13,11 +13,17 @@ from deploy.bench.workload import read_trace
 from planner.executor import TOKEN
 from planner.goodput import SloTargets
 from planner.workload import FIRST_BLOCK, FIRST_OWN, Blocks, PlannedRequest, from_trace, split
+from router.attempts.request import ITL_HEADER, TTFT_HEADER
 
 SEED = 7
 SHARE = 0.9
 Range = tuple[int, int]
 Requests = tuple[list[PlannedRequest], list[PlannedRequest]]  # before a run, and of it
+
+
+def headers_of(slo: SloTargets) -> dict[str, str]:
+    """Of a request, for the router."""
+    return {TTFT_HEADER: f"{1000 * slo.ttft_s:.0f}", ITL_HEADER: f"{1000 * slo.tpot_s:.1f}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.measures import Row, rendered, shown
 from benchmarks.where.loads import LOADS
 from benchmarks.where.planned import AUTO, CHOICES, PAIRS, UNIFIED
+from benchmarks.where.served import KNOWING
 
 HEAD = """# Where to prefill
 
@@ -66,7 +67,7 @@ def _served(found: dict[str, Any]) -> str:
     good, ttft = list[Row](), list[Row]()
     for name, load in found["loads"].items():
         points, head = load["points"], {"load": name, "offered, req/s": load["rate"]}
-        wanted = f"{1e3 * load['ttft_s']:.0f}, {1e3 * load['tpot_s']:.0f}"
+        wanted = _pair(1e3, load["ttft_s"], load["tpot_s"])
         good.append(
             {**head, "TTFT, TPOT, ms": wanted, **{one: load["rate"] * p["good_share"] for one, p in points.items()}}
         )
@@ -84,10 +85,12 @@ def _served(found: dict[str, Any]) -> str:
         "TTFT p50 and p90, ms.": ttft,
         "Conversations alone on the cluster: TTFT p50 by turn, and tokens of history that no cache gave.": turns,
     }
+    token_us, step_ms = 1e6 * found["alone"]["token_s"], 1e3 * found["alone"]["step_s"]
     about = (
         f"One prefill and one decode worker (NIXL), or two unified workers, a thread and a core each; {found['layers']} layers as wide as "
-        f"Qwen3-0.6B's, random weights; short versions of the loads, choices in turns, no objectives at the router. Alone a prompt token takes "
-        f"{1e6 * found['alone']['token_s']:.0f} us, a step {1e3 * found['alone']['step_s']:.0f} ms. Others left {found['cores_left']:.1f} cores."
+        f"Qwen3-0.6B's, random weights; short versions of the loads, choices in turns after a round that counts for none. `{KNOWING}` has "
+        f"the objectives in headers, no other choice has. Alone a prompt token takes {token_us:.0f} us, a step {step_ms:.1f} ms. Others "
+        f"left {found['cores_left']:.1f} cores."
     )
     env = found["environment"]
     return f"## Real processes\n\n{about}\n\n{rendered(tables)}\n\n{_stamp(env, {env['commit']})}"

@@ -25,7 +25,7 @@ import psutil
 from benchmarks.cluster import ROOT, pin_tree, started
 from benchmarks.cpu_use import cpu_use
 from benchmarks.random_model import write_model
-from benchmarks.where.loads import SHORT, Load, requests_of
+from benchmarks.where.loads import SHORT, Load, headers_of, requests_of
 from deploy.bench.stats import RequestRecord
 from deploy.openai_api import DONE, SseParser
 from planner.executor import TOKEN
@@ -37,8 +37,9 @@ KV_TOKENS = 24576  # of a worker
 LOWEST_ID, HIGHEST_ID = 16, 500  # of prompts
 EVENTS = '{"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}'
 ROUTES = ("pair", "decode", "prefill", "auto")
-CHOICES = (*ROUTES, "unified")
 WITHOUT_FETCH = "pair, no fetch"
+KNOWING = "auto with objectives"
+CHOICES = (*ROUTES, KNOWING, "unified")
 BUSY, TTFT, TPOT = (
     0.7,
     6,
@@ -57,6 +58,7 @@ class Player:
     url: str
     salt: str
     http: aiohttp.ClientSession
+    headers: Mapping[str, str] = field(default_factory=dict)
     answers: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
@@ -98,7 +100,7 @@ class Player:
         body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
         sent_s = last_s = time.perf_counter()
         parser, found = SseParser(), list[int]()
-        async with self.http.post(f"{self.url}/generate", json=body) as reply:
+        async with self.http.post(f"{self.url}/generate", json=body, headers=self.headers) as reply:
             if reply.status != 200:
                 record.error = f"http {reply.status}: {(await reply.text())[:200]}"
                 return record
@@ -158,6 +160,7 @@ def clusters(folder: Path, *, layers: int) -> Iterator[dict[str, str]]:
         both = [worker(f"unified-{i}", core) for i, core in enumerate((cores[0], cores[-1]))]
         members = ("--prefill", prefill, "--decode", decode)
         found = {route: router(route, *members, "--route", route, *secret) for route in ROUTES}
+        found[KNOWING] = router("auto-objectives", *members, "--route", "auto", *secret)
         found["unified"] = router("unified", "--worker-urls", *both, *secret)
         found[WITHOUT_FETCH] = router("no-fetch", *members, "--route", "pair")
         yield found
@@ -229,11 +232,13 @@ async def _measure(
             rate, slo = alone.rate(some), alone.objectives(some)
             _, some = requests_of(load, rate=rate, traces=traces, count=count, fresh=True)
             records: dict[str, list[RequestRecord]] = {choice: [] for choice in CHOICES}
-            for number in range(rounds):
+            for number in range(rounds + 1):
                 for choice in CHOICES if number % 2 == 0 else reversed(CHOICES):
-                    tell(f"{load.name}, {choice}, round {number + 1}")
+                    tell(f"{load.name}, {choice}, round {number}")
                     player = Player(urls[choice], f"{load.name} {choice} {number} {time.time()}", http)
-                    records[choice] += await player.play(some, rate, lambda: None)
+                    player.headers = headers_of(slo) if choice == KNOWING else {}
+                    played = await player.play(some, rate, lambda: None)
+                    records[choice] += played if number else []  # in the first one routers learn
             points = {
                 choice: msgspec.to_builtins(point_of(ones, rate=rate, slo=slo, busy={}))
                 for choice, ones in records.items()
@@ -247,7 +252,7 @@ async def _alone(url: str, http: aiohttp.ClientSession) -> Alone:
     for size in ALONE:
         records = [
             await Player(url, f"alone {i}", http).send(0, random.Random(i).choices(range(16, 500), k=size[0]), size[1])
-            for i in range(4)
+            for i in range(8)
         ]
         seconds[size] = median(one.e2e_s for one in records)
     short, long, answer = (seconds[size] for size in ALONE)

@@ -134,7 +134,6 @@ class ModelRunner:
         return {} if self.running.released else expert_gauges(self._loads(), self.balance)
 
     def expert_loads(self) -> list[list[int]]:
-        """By layer and expert."""
         return [] if self.running.released else expert_loads(self._loads(), self.running.model.num_layers)
 
     def _loads(self) -> dict[int, torch.Tensor]:

@@ -70,7 +70,6 @@ class ForwardPass:
             recorded.record(model)
 
     def record_if_possible(self, model: DenseDecoder) -> None:
-        """Record the graphs if there is memory for them."""
         try:
             self.record(model)
         except torch.OutOfMemoryError as error:

@@ -93,7 +93,6 @@ def _home(services: Services) -> HttpRoute:
 
 
 def level_of(path: str, status: int) -> int:
-    """The log level of a request's line."""
     is_usual = status < 400 or status in (CLIENT_GONE, 503)  # of a probe: it loads or drains
     return logging.DEBUG if path in QUIET_PATHS and is_usual else logging.INFO
 

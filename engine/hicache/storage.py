@@ -230,7 +230,6 @@ class PageStorage(LoopListener):
             self._done.put(StorageDone(work, ok=False))
 
     def _outcomes(self, works: list[Any]) -> Sequence[Outcome | StorageDone]:
-        """Outcomes of one kind of work."""
         match works[0]:
             case PageRead():
                 return self._store.read(works)

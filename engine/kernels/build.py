@@ -187,7 +187,6 @@ def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """Features common to all cores."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:

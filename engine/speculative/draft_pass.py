@@ -163,7 +163,6 @@ class FeatureDraftPass(DraftPass):
         return before.index_copy_(0, self._ids([starts[i] for i in firsts]), self._tails.before(slots, positions))
 
     def _keep_tails(self, batch: Batch, features: Tensor) -> None:
-        """Keep tails of requests without rejections."""
         if rows := tail_rows(batch.items, self._page_table.page_size):
             at = self._ids(rows)
             self._tails.write(batch.rows.step.token_pages[at], features[at])

@@ -62,7 +62,6 @@ class Chances:
         return first if topk == 1 else min(SURE, first + (1 - first) * self._of_others.value(FIRST_OF_OTHERS, TRUST))
 
     def of_match(self, drafts: Drafts, match: int) -> float:
-        """Probability of a token after such a match."""
         kind = bisect(MATCHES, match)
         of_class = self._of_match[kind].value(FIRST_CHANCES[kind], TRUST)
         return min(SURE, max(NEVER, drafts.chance.value(of_class, TRUST_OF_CLASS)))

@@ -36,7 +36,8 @@ class Figures(NamedTuple):
     """Load and measured times of a worker; 0 if unknown.
 
     `ttft`: of whole requests, by tokens. `handover`: what pairs take longer. `step`: ITL by
-    `answers`. `is_guessed`: not measured, so objectives do not count.
+    `answers` while no prompt is computed. `paused`: share of an answer's time that prompts take.
+    `is_guessed`: not measured, so objectives do not count.
     """
 
     ttft: FittedLine
@@ -47,7 +48,16 @@ class Figures(NamedTuple):
     capacity_tokens: int = 0
     max_answers: int = 0
     handover: FittedLine = FittedLine(0.0, 0.0)
+    paused: float = 0.0
     is_guessed: bool = False
+
+    @property
+    def slowdown(self) -> float:
+        """Factor of steps and pauses: more prompts come while answers wait."""
+        return 1 / (1 - self.paused)
+
+    def itl_s(self, answers: int) -> float:
+        return self.step.at(answers) * self.slowdown
 
 
 class Ask(NamedTuple):
@@ -115,13 +125,13 @@ def price(candidate: Candidate, ask: Ask, figures: Mapping[int, Figures]) -> Pri
     first, last, source = figures[candidate.workers[0]], figures[candidate.workers[-1]], candidate.source
     new_tokens = max(1, ask.prompt_tokens - candidate.cached - (0 if source is None else source.missing))
     queue_s = first.ttft.slope_s * first.waiting_tokens + wait_for_room_s(last, ask)
-    compute_s, stall_s = first.ttft.at(new_tokens), first.ttft.slope_s * new_tokens
+    compute_s, stall_s = first.ttft.at(new_tokens), first.ttft.slope_s * first.slowdown * new_tokens
     transfer_s = first.handover.at(ask.prompt_tokens - candidate.held) if len(candidate.workers) > 1 else 0.0
     if source is not None:
-        steps_s = 2 * first.step.at(first.answers) if first.answers else 0.0  # messages wait for them at both ends
+        steps_s = 2 * first.itl_s(first.answers) if first.answers else 0.0  # messages wait for them at both ends
         transfer_s += source.seconds + steps_s
-    step_s = last.step.at(last.answers + 1)
-    others_s = first.answers * stall_s + last.answers * last.step.slope_s * ask.answer_tokens
+    step_s = last.itl_s(last.answers + 1)
+    others_s = first.answers * stall_s + last.answers * last.step.slope_s * last.slowdown * ask.answer_tokens
     late_s = 0.0
     if not first.is_guessed and not last.is_guessed:
         late_s = excess_s(queue_s + compute_s + transfer_s - ask.ttft_s, first.ttft.spread_s)
@@ -144,7 +154,8 @@ def _late_answers_s(first: Figures, last: Figures, ask: Ask, stall_s: float, *, 
 
 
 def _late_token_s(worker: Figures, ask: Ask, more: int = 0, pause_s: float = 0.0) -> float:
-    return excess_s(worker.step.at(worker.answers + more) + pause_s - ask.itl_s, worker.step.spread_s)
+    spread_s = worker.step.spread_s * worker.slowdown
+    return excess_s(worker.itl_s(worker.answers + more) + pause_s - ask.itl_s, spread_s)
 
 
 def excess_s(mean_s: float, spread_s: float) -> float:
@@ -172,7 +183,7 @@ def wait_for_room_s(worker: Figures, ask: Ask) -> float:
         over = (worker.held_tokens + ask.prompt_tokens + ask.answer_tokens) / worker.capacity_tokens - 1
     if worker.max_answers:
         over = max(over, (worker.answers + 1) / worker.max_answers - 1)
-    return max(0.0, over) * ask.answer_tokens * worker.step.at(worker.answers)
+    return max(0.0, over) * ask.answer_tokens * worker.itl_s(worker.answers)
 
 
 def decide(

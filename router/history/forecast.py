@@ -2,6 +2,7 @@
 
     TTFT of a computing worker      a + b * (tokens queued there + the request's own)
     ITL of an answering worker      a + b * answers there
+    step of an answering worker     the same, less the time of prompts computed meanwhile
 
 Fitted by recursive least squares with exponential forgetting (West 1979, "Updating mean and
 variance estimates").
@@ -29,6 +30,7 @@ DEFAULT_ANSWER = 128.0  # tokens
 ZERO_WEIGHT = 0.02
 KEEP_ALIKE = 0.995  # as KEEP, of lines of a role
 MAX_SCALE = 8.0  # times slower or faster than its role
+MAX_PAUSED = 0.97  # highest share of an answer's time that prompts take
 _WITH_MEMORY = ("prealloc", "transfer", "retracted")  # further stages whose KV is in reports
 
 
@@ -46,8 +48,8 @@ class LineFit:
     _weight: float = 0.0
     mean_x: float = 0.0
     mean_y: float = 0.0
-    _xx: float = 0.0
-    _xy: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
     _yy: float = 0.0
 
     def add(self, x: float, y: float, now_s: float) -> None:
@@ -57,13 +59,13 @@ class LineFit:
         dx, dy, share = x - self.mean_x, y - self.mean_y, 1.0 / self._weight
         self.mean_x += share * dx
         self.mean_y += share * dy
-        self._xx = self.keep * self._xx + dx * (x - self.mean_x)
-        self._xy = self.keep * self._xy + dx * (y - self.mean_y)
+        self.xx = self.keep * self.xx + dx * (x - self.mean_x)
+        self.xy = self.keep * self.xy + dx * (y - self.mean_y)
         self._yy = self.keep * self._yy + dy * (y - self.mean_y)
 
     @property
     def slope(self) -> float:
-        return max(0.0, self._xy / self._xx) if self._xx > 1e-9 else 0.0
+        return max(0.0, self.xy / self.xx) if self.xx > 1e-9 else 0.0
 
     @property
     def intercept(self) -> float:
@@ -72,14 +74,17 @@ class LineFit:
     @property
     def spread(self) -> float:
         """The standard deviation of measurements around the line."""
-        return math.sqrt(max(0.0, self._yy - self.slope * self._xy) / self._weight) if self._weight else 0.0
+        return math.sqrt(max(0.0, self._yy - self.slope * self.xy) / self._weight) if self._weight else 0.0
 
     @property
     def line(self) -> FittedLine:
         """For prices, with the point at the origin."""
         of_zero = self.zero_weight * self.mean_x
-        xx = self._xx + of_zero * self.mean_x
-        slope = max(0.0, (self._xy + of_zero * self.mean_y) / xx) if xx > 1e-9 else 0.0
+        xx = self.xx + of_zero * self.mean_x
+        slope = max(0.0, (self.xy + of_zero * self.mean_y) / xx) if xx > 1e-9 else 0.0
+        return self.line_of(slope)
+
+    def line_of(self, slope: float) -> FittedLine:
         return FittedLine(max(0.0, self.mean_y - slope * self.mean_x), slope, self.spread)
 
     @property
@@ -93,15 +98,24 @@ class LineFit:
 @dataclass(slots=True, eq=False)
 class _Known:
     """Measurements of one incarnation. `ttft`: of pairs for prefill workers, which have `whole` for
-    whole requests. `pending_tokens`: of prompts not yet computed. `alike`: of its role and model;
-    None for these, and for a former incarnation.
+    whole requests. `pending_tokens`: of prompts not yet computed. `prompts_s`: what computed ones
+    took. `alike`: of its role and model; None for these, and for a former incarnation.
     """
 
     alike: "_Known | None" = None
     ttft: LineFit = field(default_factory=partial(LineFit, ZERO_WEIGHT))
     whole: LineFit = field(default_factory=partial(LineFit, ZERO_WEIGHT))
     itl: LineFit = field(default_factory=LineFit)
+    step: LineFit = field(default_factory=LineFit)
     pending_tokens: int = 0
+    prompts_s: float = 0.0
+
+    @property
+    def paused(self) -> float:
+        """Share of an answer's time that prompts take."""
+        if not self.itl.mean_y:
+            return 0.0
+        return min(MAX_PAUSED, max(0.0, 1 - self.step.mean_y / self.itl.mean_y))
 
 
 class SentPrompt(msgspec.Struct):
@@ -115,15 +129,23 @@ class SentPrompt(msgspec.Struct):
     waiting: bool = True
 
 
+class RunningAnswer(msgspec.Struct):
+    """An answer since its first token."""
+
+    known: _Known
+    worker: Worker
+    first_s: float
+    requests: int  # at the worker when it began
+    prompts_s: float  # of the worker when it began
+
+
 class ObservedStream(msgspec.Struct):
     """A streaming attempt, without its first chunk, whose events have unknown times."""
 
     prompt: SentPrompt
-    answering: _Known
-    first_s: float = 0.0
+    answer: RunningAnswer | None = None
     last_s: float = 0.0
     num_events: int = 0
-    requests: int = 0  # at the answering worker when the stream began
 
 
 class Forecast:
@@ -146,14 +168,13 @@ class Forecast:
         fetch_s = 0.0 if first.source is None else first.source.seconds  # no part of the line
         prompt = self.expect(first.worker, tokens, now_s=now_s + fetch_s, whole=attempt.prefill is None)
         prompt.line = "" if attempt.by_kv else prompt.line
-        self._streams[attempt] = ObservedStream(prompt, self._of(attempt.answering.worker))
+        self._streams[attempt] = ObservedStream(prompt)
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         if attempt.answering.streaming:  # a whole answer does not show its first token
             stream = self._streams[attempt]
             self.learn_ttft(stream.prompt, now_s=now_s)
-            stream.first_s = stream.last_s = now_s
-            stream.requests = attempt.answering.worker.num_answers
+            stream.answer, stream.last_s = self.begin_answer(attempt.answering.worker, now_s=now_s), now_s
 
     def on_chunk(self, request: RequestContext, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
         stream = self._streams[attempt]
@@ -163,10 +184,8 @@ class Forecast:
     def on_attempt_ended(self, attempt: PairAttempt, now_s: float) -> None:
         stream = self._streams.pop(attempt)
         self.computed(stream.prompt)
-        if attempt.completed and stream.num_events:
-            requests = (stream.requests + attempt.answering.worker.num_answers) / 2
-            lasted_s = stream.last_s - stream.first_s
-            self._learn_answer(stream.answering, stream.num_events, lasted_s, requests, now_s)
+        if stream.answer is not None and attempt.completed and stream.num_events:
+            self.learn_answer(stream.answer, stream.num_events, last_s=stream.last_s, now_s=now_s)
 
     def num_events(self, attempt: PairAttempt) -> int:
         """Events of its stream so far."""
@@ -191,23 +210,32 @@ class Forecast:
                 getattr(known, prompt.line).add(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
         self.computed(prompt)
 
-    def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
-        """`requests`: the mean number at the worker."""
-        self._learn_answer(self._of(worker), num_events, lasted_s, requests, now_s)
+    def begin_answer(self, worker: Worker, *, now_s: float) -> RunningAnswer:
+        """After the first token."""
+        known = self._of(worker)
+        return RunningAnswer(known, worker, now_s, worker.num_answers, known.prompts_s)
 
-    def _learn_answer(self, known: _Known, num_events: int, lasted_s: float, requests: float, now_s: float) -> None:
+    def learn_answer(self, answer: RunningAnswer, num_events: int, *, last_s: float, now_s: float) -> None:
+        """`num_events`: after the first. `last_s`: time of the last one."""
+        known = answer.known
         share = ANSWER_SHARE if self.answer_events else 1.0
         self.answer_events += share * (num_events - self.answer_events)
         if num_events >= MIN_EVENTS:
+            requests, lasted_s = (answer.requests + answer.worker.num_answers) / 2, last_s - answer.first_s
+            steps_s = lasted_s - min(MAX_PAUSED * lasted_s, known.prompts_s - answer.prompts_s)
             for one in (known, known.alike):
                 if one is not None:
                     one.itl.add(requests, lasted_s / num_events, now_s)
+                    one.step.add(requests, steps_s / num_events, now_s)
 
     def computed(self, prompt: SentPrompt) -> None:
         """Idempotent."""
         if prompt.waiting:
-            prompt.waiting = False
-            prompt.known.pending_tokens -= prompt.tokens
+            prompt.waiting, known = False, prompt.known
+            known.pending_tokens -= prompt.tokens
+            alike = known.alike or known
+            line = alike.whole if alike.whole.is_known else alike.ttft
+            known.prompts_s += prompt.tokens * line.slope if line.is_known else 0.0
 
     def fits(self, worker: Worker) -> tuple[LineFit, LineFit]:
         known = self._of(worker)
@@ -218,16 +246,21 @@ class Forecast:
         known = self._of(worker)
         return known.whole if whole and worker.role is Role.PREFILL else known.ttft
 
+    def answer_line(self, worker: Worker, *, whole: bool) -> LineFit:
+        """Return the ITL line; a pair's has no prompts, as routes can keep them away."""
+        known = self._of(worker)
+        return known.step if worker.role is Role.DECODE and not whole else known.itl
+
     def waiting_tokens(self, worker: Worker) -> int:
-        """Queued tokens; for unified workers, whose load is KV, only of this process."""
-        return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
+        """Queued tokens; for workers whose load is KV, only of this process."""
+        return worker.tokens_everywhere if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
     def figures(self, worker: Worker) -> Figures:
         """By its role's lines, scaled; what is unknown is as of any."""
         known, report = self._of(worker), worker.report
         alike = known.alike or known
         whole, handover = self._ttft_lines(worker, known, alike)
-        step = _line(known.itl, alike.itl) or self._any("itl")
+        step = _line(known.step, alike.step, self._slope(worker)) or self._any("step")
         answers = worker.num_answers
         return Figures(
             ttft=whole,
@@ -238,6 +271,7 @@ class Forecast:
             capacity_tokens=worker.capacity_tokens,
             max_answers=0 if report is None else report.max_running_reqs,
             handover=handover,
+            paused=known.paused,
             is_guessed=step is None or whole is DEFAULT_TTFT,
         )
 
@@ -253,6 +287,12 @@ class Forecast:
             return pair._replace(base_s=max(0.0, pair.base_s - handover_s)), FittedLine(handover_s, 0.0)
         return whole, FittedLine(max(0.0, pair.base_s - whole.base_s), max(0.0, pair.slope_s - whole.slope_s))
 
+    def _slope(self, worker: Worker) -> float:
+        """Slope of steps of all roles around their means, as noise would make one role cheaper."""
+        fits = [known.step for (_, models), known in self._alike.items() if models == worker.models[:1]]
+        xx = sum([fit.xx for fit in fits])
+        return max(0.0, sum([fit.xy for fit in fits]) / xx) if xx > 1e-9 else 0.0
+
     def note_try(self, fit: LineFit, now_s: float) -> None:
         fit.news_s = max(fit.news_s, now_s)
         fit.num_tries += 1
@@ -267,16 +307,18 @@ class Forecast:
             alike = self._alike.get(key := (worker.role, worker.models[:1]))
             if alike is None:
                 ttft, whole = LineFit(ZERO_WEIGHT, KEEP_ALIKE), LineFit(ZERO_WEIGHT, KEEP_ALIKE)
-                alike = self._alike[key] = _Known(ttft=ttft, whole=whole, itl=LineFit(keep=KEEP_ALIKE))
+                itl = LineFit(keep=KEEP_ALIKE)
+                step = LineFit(keep=KEEP_ALIKE)
+                alike = self._alike[key] = _Known(ttft=ttft, whole=whole, itl=itl, step=step)
             known = self._known[worker.worker_id] = _Known(alike)
         return known
 
 
-def _line(own: LineFit, alike: LineFit) -> FittedLine | None:
+def _line(own: LineFit, alike: LineFit, slope: float | None = None) -> FittedLine | None:
     """Few points of a loaded worker teach a wrong slope, so they only scale its role's line."""
     if alike.num_points < MIN_POINTS:
         return own.line if own.is_known else None
-    line = alike.line
+    line = alike.line if slope is None else alike.line_of(slope)
     if own is alike or own.num_points < MIN_POINTS or (usual_s := line.at(own.mean_x)) <= 0.0:
         return line
     scale = min(MAX_SCALE, max(1 / MAX_SCALE, own.mean_y / usual_s))

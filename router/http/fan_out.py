@@ -161,7 +161,6 @@ class FanOutApi:
         return await self.calls.call_all(OperatorCall("POST", "/abort_request", headers, body))
 
     async def pass_to_computing(self, request: HttpRequest) -> Response:
-        """Pass a client's note to all workers but encoders."""
         body, shown = await request.read(), self.calls.credentials.for_client(authorization_of(request.headers))
         headers = {**shown, **caller_header(request)}
         return await self.calls.call_all(OperatorCall("POST", request.path, headers, body, encoders=False))

@@ -9,9 +9,9 @@ A queue limits running requests in all and per client. Pure:
 A full queue drops the latest request of lowest priority from the client with most of them. Limits
 count all router processes, queues are per process.
 
-A request with an SLO goes to the policy's choice among workers predicted to meet it: first from the
-whole pool, else among those of `Policy.some`, else a worker with a stale measurement, else it is
-refused. Early refusal: Mooncake (FAST'25). SLO per pool: DistServe (OSDI'24).
+A request with an SLO goes to the policy's choice among workers predicted to meet it: of the whole
+pool, of `Policy.some`, a worker with a stale measurement; else it is refused. Early refusal:
+Mooncake (FAST'25). SLO per pool: DistServe (OSDI'24).
 """
 
 import asyncio
@@ -238,11 +238,10 @@ class Objective:
     whole: bool = False
 
     def fit(self, worker: Worker) -> LineFit:
-        ttft, itl = self.forecast.fits(worker)
         if self.what == "itl":
-            return itl
+            return self.forecast.answer_line(worker, whole=self.whole)
         whole = self.forecast.line(worker, whole=self.whole)
-        return whole if whole.is_known else ttft
+        return whole if whole.is_known else self.forecast.fits(worker)[0]
 
     def predicted_s(self, choice: Placement) -> float | None:
         worker, size = choice.worker, self.size
@@ -276,7 +275,7 @@ def objectives_of(
     if (whole or role is not Role.DECODE) and slo.ttft_s < math.inf:
         found.append(Objective("ttft", slo.ttft_s, hints.prompt_tokens, forecast, whole))
     if (whole or role is not Role.PREFILL) and slo.itl_s < math.inf:
-        found.append(Objective("itl", slo.itl_s, 1, forecast))
+        found.append(Objective("itl", slo.itl_s, 1, forecast, whole))
     return found
 
 

@@ -80,7 +80,6 @@ class Prober:
                 silence.close()
 
     async def first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
-        """The first JSON answer, else an error."""
         error = ""
         for path in paths:
             try:

@@ -243,6 +243,18 @@ def test_a_worker_keeps_the_slo_of_its_role(role: Role, slo: Slo, whats: list[st
     assert [one.what for one in objectives_of(slo, role, RoutingHints(), Forecast())] == whats
 
 
+def test_prompts_that_routes_can_avoid_refuse_no_pair() -> None:
+    """They slow whole requests at a decode worker."""
+    _, [worker] = pool(1, Role.DECODE)
+    forecast = Forecast()
+    for i in range(MIN_POINTS):
+        forecast.answer_line(worker, whole=True).add(float(i), 0.5, 0.0)
+        forecast.answer_line(worker, whole=False).add(float(i), 0.01, 0.0)
+    for whole, keeps in ((False, True), (True, False)):
+        (one,) = objectives_of(Slo(itl_s=0.02), Role.DECODE, RoutingHints(), forecast, whole=whole)
+        assert one.keeps(Placement(worker, 0)) is keeps
+
+
 def test_cached_tokens_of_a_prompt_take_no_time() -> None:
     table, [worker] = pool(1, Role.PREFILL)
     forecast = Forecast()

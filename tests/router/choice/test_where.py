@@ -28,7 +28,7 @@ from router.choice.where import (
     wait_for_room_s,
 )
 from router.config import ChoiceFlags
-from router.history.forecast import MIN_POINTS, STALE_S, Forecast
+from router.history.forecast import MAX_PAUSED, MIN_POINTS, STALE_S, Forecast
 from router.pool.breaker import Check
 from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
 from router.pool.workers import missing_roles, silent_roles
@@ -151,6 +151,7 @@ some_figures = st.builds(
     st.integers(0, 99999),
     st.integers(0, 64),
     lines,
+    st.floats(0.0, MAX_PAUSED),
 )
 asks = st.builds(
     Ask,
@@ -216,7 +217,13 @@ class Pool:
                 prompt = self.forecast.expect(worker, 0, now_s=now_s - seconds, whole=whole)
                 prompt.ahead_tokens = 100 * i
                 self.forecast.learn_ttft(prompt, now_s=now_s)
-            self.forecast.learn_answer(worker, 100, 100 * STEP.at(i), requests=float(i), now_s=now_s)
+            self.measure_answer(worker, STEP.at(i), requests=i, now_s=now_s)
+
+    def measure_answer(self, worker: Worker, itl_s: float, *, requests: int = 1, now_s: float = 0.0) -> None:
+        """Of 100 events beside `requests`."""
+        answer = self.forecast.begin_answer(worker, now_s=now_s - 100 * itl_s)
+        answer.requests = 2 * requests - worker.num_answers
+        self.forecast.learn_answer(answer, 100, last_s=now_s, now_s=now_s)
 
     def of(self, role: Role) -> Worker:
         return next(worker for worker in self.workers if worker.role is role)
@@ -300,7 +307,7 @@ def test_a_worker_that_is_new_goes_by_those_of_its_role() -> None:
     pool.measure(prefill)
     for _ in range(MIN_POINTS):
         pool.forecast.learn_ttft(pool.forecast.expect(old, 100, now_s=0.0), now_s=30.0)
-        pool.forecast.learn_answer(old, 100, 50.0, requests=1.0, now_s=30.0)
+        pool.measure_answer(old, 0.5, now_s=30.0)
     figures = pool.forecast.figures(new)
     assert figures.ttft.at(100) == pytest.approx(30.0) and figures.step.at(1) == pytest.approx(0.5)
     pool.load(new, 1)
@@ -369,12 +376,46 @@ def test_figures_that_wobble_do_not_move_a_length_of_prompts() -> None:
     assert pool.routes(600) != [first]
 
 
+def test_prompts_beside_an_answer_are_no_part_of_its_steps() -> None:
+    pool = Pool(*PAIR)
+    decode = pool.of(Role.DECODE)
+    alone_s = pool.forecast.figures(decode).itl_s(1)
+    for i in range(200):
+        answer = pool.forecast.begin_answer(decode, now_s=float(i))
+        prompt = pool.forecast.expect(decode, 1000, now_s=float(i))
+        prompt.line = ""
+        pool.forecast.computed(prompt)
+        answer.requests = 2
+        prompts_s = 1000 * TTFT.slope_s
+        pool.forecast.learn_answer(answer, 100, last_s=i + 100 * alone_s + prompts_s, now_s=i + 1.0)
+    figures = pool.forecast.figures(decode)
+    assert figures.step.at(1) == pytest.approx(alone_s, rel=0.02)
+    assert figures.itl_s(1) == pytest.approx(alone_s + prompts_s / 100, rel=0.05)
+
+
+def test_a_pause_costs_more_where_prompts_take_more_of_the_time() -> None:
+    calm = Figures(TTFT, STEP, answers=4)
+    asked, candidate = Ask(1000, 100.0), Candidate("decode", (1,))
+    others_s = [price(candidate, asked, {1: calm._replace(paused=paused)}).others_s for paused in (0.0, 0.5, 0.75)]
+    assert [one / others_s[0] for one in others_s] == pytest.approx([1.0, 2.0, 4.0])
+
+
+def test_a_stale_report_is_no_queue_of_a_prefill_worker() -> None:
+    """Its tokens are computed by now, and would teach that more tokens take no longer."""
+    pool = Pool(*PAIR)
+    prefill = pool.of(Role.PREFILL)
+    pool.table.loads.on_report(prefill, LoadReport(waiting_tokens=50_000))
+    pool.table.loads.charge(prefill, 300)
+    assert prefill.load_tokens > 50_000
+    assert pool.forecast.expect(prefill, 300, now_s=0.0).ahead_tokens == 300
+
+
 def test_a_request_s_own_objectives_count() -> None:
     pool = Pool(*PAIR)
     pool.load(pool.of(Role.DECODE), 3)
     pool.table.loads.charge(pool.of(Role.PREFILL), 250)
-    for i in range(MIN_POINTS):
-        pool.forecast.fits(pool.of(Role.PREFILL))[1].add(float(i), 0.5, 0.0)  # answers there are stalled
+    for _ in range(MIN_POINTS):
+        pool.measure_answer(pool.of(Role.PREFILL), 0.5)
     assert "".join(one.worker.role[0] for one in pool.choose(300, slo=Slo(ttft_s=0.4)).placements) == "d"
     assert "".join(one.worker.role[0] for one in pool.choose(300, slo=Slo(itl_s=0.0242)).placements) == "pd"
 

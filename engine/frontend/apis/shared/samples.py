@@ -177,7 +177,6 @@ async def answer_samples(
     *,
     view: Callable[[Head], View],
 ) -> Response:
-    """Run the samples. Raises ApiError."""
     s, resume = request[SERVICES], resume_of(request)
     id = body.rid or s.mint_id(format.id_prefix) if resume is None else resume.id
     created = int(time.time()) if resume is None else resume.created
@@ -270,7 +269,6 @@ def requests_of(
 
 
 def samples_of(s: Services, params: SamplingParams) -> list[SamplingParams]:
-    """n samples with consecutive seeds."""
     first = s.prng.getrandbits(62) if params.seed is None else params.seed
     return [msgspec.structs.replace(params, n=1, seed=(first + j + 2**63) % 2**64 - 2**63) for j in range(params.n)]
 
