@@ -238,8 +238,9 @@ class LoadedAhead:
 
 @dataclass(slots=True, eq=False)
 class LowerTiers:
-    """`keys`: first whole pages' chain. `prefetching`: keys in reading, with a time limit."""
+    """`adapter`: digest. `keys`: of first whole pages. `prefetching`: in reading, until a time."""
 
+    adapter: str = ""
     keys: list[bytes] = field(default_factory=list)
     seed: bytes = b""
     prefetching: list[bytes] = field(default_factory=list)

@@ -1,6 +1,5 @@
 """Assembly of the host tier: host memory, the storage behind it and its threads, core part."""
 
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,7 +111,6 @@ def build_host_tier(
     cache = HostCache(
         room=room,
         identity=identity,
-        run_id=uuid.uuid4().hex,
         write_policy=config.hicache_write_policy,
         storage=None if backend is None else backend.index,
         prefetch_policy=config.hicache_storage_prefetch_policy,

@@ -23,7 +23,7 @@ class AdapterStore(Protocol):
 
     def read(self, path: str) -> Any: ...
 
-    def install(self, number: int, weights: Any) -> None: ...
+    def install(self, number: int, weights: Any) -> str: ...  # its digest
 
     def remove(self, number: int) -> None: ...
 
@@ -40,6 +40,7 @@ class AdapterControl(LoopListener):
 
     def __post_init__(self, max_loaded: int | None) -> None:
         self._adapters = Adapters(max_loaded=max_loaded)
+        self._digests: dict[int, str] = {}  # by number
         self._reading: list[tuple[LoadAdapter, Future[Any]]] = []
         self._unloading: dict[str, str] = {}  # name -> waiting call
 
@@ -64,6 +65,7 @@ class AdapterControl(LoopListener):
     def on_added(self, request: Request, now_s: float) -> None:
         if request.message.lora:
             request.adapter = self._adapters.acquire(request.rid, request.message.lora)
+            request.lower_tiers.adapter = self._digests[request.adapter]
 
     def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:
@@ -110,12 +112,14 @@ class AdapterControl(LoopListener):
 
     def _install(self, name: str, weights: Any) -> None:
         assert self.store is not None
-        self.store.install(self._adapters.finish_load(name), weights)
+        number = self._adapters.finish_load(name)
+        self._digests[number] = self.store.install(number, weights)
         log.info("adapter %r loaded", name)
 
     def _remove(self, name: str, number: int) -> None:
         assert self.store is not None
         self.store.remove(number)
+        del self._digests[number]
         self.forget_prefixes_of(number)
         log.info("adapter %r unloaded", name)
         self._accept(self._unloading.pop(name), f"unloaded the adapter {name!r}")

@@ -232,8 +232,9 @@ class LoraStore:
             torch.cuda.synchronize()  # this thread's stream copies them
         return weights
 
-    def install(self, number: int, weights: AdapterWeights) -> None:
+    def install(self, number: int, weights: AdapterWeights) -> str:
         self.in_order(lambda: self.bank.add(number, weights))
+        return weights.digest
 
     def remove(self, number: int) -> None:
         """Memory is freed after earlier steps."""

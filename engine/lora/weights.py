@@ -4,6 +4,7 @@ A rank takes columns of A where its matrix is cut by columns, rows of B where by
 all-reduces add the adapter once.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,11 @@ class SiteWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """`sites`: parallel to the model's; None if unchanged."""
+    """`sites`: parallel to the model's; None if unchanged. `digest`: of the whole adapter."""
 
     sites: tuple[SiteWeights | None, ...]
     max_rank: int
+    digest: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +79,7 @@ def read_adapter(
         if max_rank is not None and max(ranks) > max_rank:
             raise ConfigError(f"{file}: has rank {max(ranks)}, more than --max-lora-rank {max_rank}; raise that")
         made = tuple(_site_weights(site, pairs, dtype=dtype, device=device) for site in sites)
-    return AdapterWeights(made, max(ranks))
+        return AdapterWeights(made, max(ranks), _digest(pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,17 @@ class _Pair:
     a: Tensor
     b: Tensor
     scale: float
+
+
+def _digest(pairs: Mapping[str, _Pair]) -> str:
+    """SHA-256, as equal digests share KV."""
+    found = hashlib.sha256()
+    for name in sorted(pairs):
+        a, b, scale = pairs[name].a, pairs[name].b, pairs[name].scale
+        found.update(f"{name} {scale} {a.dtype} {tuple(a.shape)} {b.dtype} {tuple(b.shape)}".encode())
+        for half in (a, b):
+            found.update(half.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def _read_pairs(file: Path, known: Mapping[str, tuple[int, int]], config: PeftConfig) -> dict[str, _Pair]:

@@ -112,11 +112,12 @@ class GroupAdapters(OnAllRanks[LoraStore]):
         """Raises ConfigError."""
         return _on_all_ranks(self._followers, "adapter", lambda: self._own.read(path), path=path)
 
-    def install(self, number: int, weights: _Adapter) -> None:
+    def install(self, number: int, weights: _Adapter) -> str:
         own, prepared = weights
         applied = self._followers.apply("add_adapter", number=prepared, adapter=number)
-        self._own.install(number, own)
+        digest = self._own.install(number, own)
         applied.wait()
+        return digest
 
     def remove(self, number: int) -> None:
         applied = self._followers.apply("remove_adapter", adapter=number)

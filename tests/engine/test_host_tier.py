@@ -12,15 +12,18 @@ import torch
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem
+from engine.core.request import LowerTiers
 from engine.flags.hicache import ahead_pages, host_pages
 from engine.flags.resolve import backup_pages, resolve
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool, fingerprint, weights_number
+from engine.lora.bank import LoraStore
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
 from tests.engine.device.late_copies import copy_late
 from tests.engine.engine_in_process import EngineInProcess
+from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 TINY = {"page_size": 4, "max_total_tokens": 160, "chunked_prefill_size": 32}
@@ -129,6 +132,26 @@ def test_other_weights_do_not_find_the_kv_of_the_first(start: Start, tmp_path: P
     fresh = EngineInProcess(other, disable_radix_cache=True, page_size=4, max_total_tokens=4096)
     assert answers(engine) == answers(fresh)
     assert engine.cached[f"{len(PROMPTS)}-0"] == 0
+
+
+def test_an_adapter_finds_its_kv_by_its_weights(checkpoint: str, tmp_path: Path) -> None:
+    """In another process, under another number; the number of the first has another adapter's KV there."""
+    paths = [make_tiny_adapter(tmp_path / str(seed), checkpoint, seed=seed) for seed in (1, 2)]
+    disk = {"hicache_storage_dir": str(tmp_path / "disk"), "hicache_storage_prefetch_policy": "wait_complete"}
+    found = list[tuple[list[int], int]]()
+    for worker in (paths[:1], paths[::-1]):
+        with EngineInProcess(checkpoint, **TINY, **disk, enable_hierarchical_cache=True, enable_lora=True) as engine:
+            store = engine.parts.adapters
+            assert isinstance(store, LoraStore)
+            for number, path in enumerate(worker, 1):
+                digest = store.install(number, store.read(path))
+                engine.add(path, PROMPTS[0], adapter=number, wanted={"lower_tiers": LowerTiers(adapter=digest)})
+                engine.run()
+                settle(engine)
+                found.append((engine.tokens[path], engine.cached[path]))
+    (first, _), (other, of_other), (again, from_file) = found
+    assert first == again != other
+    assert (of_other, from_file) == (0, 68)
 
 
 def test_checkpoints_differ_by_what_is_in_them_even_where_names_sizes_and_times_agree(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ class FakeStore:
     def read(self, path: str) -> str:
         return path
 
-    def install(self, number: int, weights: Any) -> None:
+    def install(self, number: int, weights: Any) -> str:
         self.events.append(("install", number))
+        return f"digest of {weights}"
 
     def remove(self, number: int) -> None:
         assert number not in self._used(), "an adapter was removed under a request"
@@ -58,7 +59,7 @@ class Rig(LoopInATest):
 
     def load(self, name: str) -> None:
         self.tell(LoadAdapter(f"load-{name}", name, f"/{name}"))
-        self.store.futures[f"/{name}"].set_result("weights")
+        self.store.futures[f"/{name}"].set_result(f"weights of {name}")
         self.turns(1)
         self.adapters.check()
 
@@ -71,6 +72,11 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
     rig.ask("old", [1, 2, 3], 12, lora="a")
     rig.ask("other", [1, 2, 3], 20, lora="b")
     rig.turns(1)
+    live = rig.scheduler.stages.live
+    assert [live[rid].lower_tiers.adapter for rid in ("old", "other")] == [
+        "digest of weights of a",
+        "digest of weights of b",
+    ]
     rig.tell(UnloadAdapter("u", "a"))
     rig.ask("new", [1, 2, 3], lora="a")
     refused = rig.engine.finish["new"]

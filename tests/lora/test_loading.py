@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.layers.linear import SiteShape
 from engine.lora.bank import adapter_runs, add_delta
 from engine.lora.peft_config import CONFIG_FILE, check_lora, lora_enabled, named_paths, read_peft_config
-from engine.lora.weights import read_adapter
+from engine.lora.weights import AdapterWeights, read_adapter
 from engine.model_files.model_config import load_model_config
 from engine.models.load import load_model
 from service.flags import ConfigError
@@ -83,6 +83,17 @@ def test_a_field_that_cannot_be_honoured_is_named(
 
 def read(adapter: str, shapes: list[SiteShape], max_rank: int | None = None) -> object:
     return read_adapter(adapter, shapes, dtype=torch.float32, device=torch.device("cpu"), max_rank=max_rank)
+
+
+def test_a_digest_is_that_of_what_is_added(checkpoint: str, shapes: list[SiteShape], tmp_path: Path) -> None:
+    def digest(name: str, **made: Any) -> str:
+        weights = read(make_tiny_adapter(tmp_path / name, checkpoint, **{"seed": 1, **made}), shapes)
+        assert isinstance(weights, AdapterWeights)
+        return weights.digest
+
+    assert digest("one") == digest("same", base_model_name_or_path="elsewhere")
+    others = {digest("seed", seed=2), digest("scale", lora_alpha=16), digest("layers", layers=(0, 1))}
+    assert len(others | {digest("one")}) == 4
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {

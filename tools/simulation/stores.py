@@ -238,7 +238,6 @@ class Worker(EngineInATest):
         self.host = HostCache(
             room=TierRoom(options.host_pages, options.host_states if options.state_slots else 0, GRID),
             identity=self._identity(weights),
-            run_id=name,
             write_policy=options.write_policy,
             prefetch_policy=options.prefetch_policy,
             storage=StorageIndex(wait_s=WAIT_S),

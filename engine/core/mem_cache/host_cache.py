@@ -62,7 +62,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         *,
         room: TierRoom,
         identity: KVIdentity,
-        run_id: str = "",
         write_policy: str = "write_through",
         storage: StorageIndex | None = None,
         prefetch_policy: str = "best_effort",
@@ -72,7 +71,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self.pages = HostPages(room.pages)
         self.states = HostPages(room.states, first=room.pages) if room.states else None
         self.counted = dict.fromkeys((f"hicache_{name}" for name in COUNTED), 0)
-        self.keys = RequestKeys(identity, run_id=run_id, grid=room.grid if room.states else 0)
+        self.keys = RequestKeys(identity, grid=room.grid if room.states else 0)
         self._writes_back = write_policy == "write_back"
         self._uses_to_write = _USES_TO_WRITE.get(write_policy)
         self._out: list[PageCopy] = []  # requested since the last plan

@@ -137,7 +137,7 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return self.state_bytes if is_state(key) else self.page_bytes
 
     def seed(self, adapter: str = "", namespace: tuple[str, ...] = ()) -> bytes:
-        """Chain start per adapter load and namespace."""
+        """Chain start per adapter (its digest) and namespace."""
         return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), adapter, *namespace))).digest()
 
 

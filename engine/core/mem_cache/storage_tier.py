@@ -22,23 +22,19 @@ from engine.core.request import Request
 class RequestKeys:
     """Cached page keys of requests. `grid`: of states.
 
-    `run_id` separates processes: files outlive one, adapter numbers do not.
-
       seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)
       key[i] = H(key[i-1], tokens of page i)
 
     SHA-256, as a deliberate collision would read another client's KV.
     """
 
-    def __init__(self, identity: KVIdentity, *, run_id: str, grid: int = 0) -> None:
+    def __init__(self, identity: KVIdentity, *, grid: int = 0) -> None:
         self.identity = identity
-        self._run_id = run_id
         self._pages_a_state = grid // identity.page_size
 
     def of(self, request: Request, num_pages: int) -> list[bytes]:
-        adapter = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
-        seed = self.identity.seed(adapter, request.message.namespace)
         size, known = self.identity.page_size, request.lower_tiers
+        seed = self.identity.seed(known.adapter, request.message.namespace)
         if known.seed != seed:
             known.keys, known.seed = [], seed
         keys = known.keys
