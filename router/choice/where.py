@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 LATE = 0.25  # additional weight of seconds beyond an objective
 ANSWER_WEIGHT = 0.2  # of a second of an answer beside one before a first token, without objectives
+MAX_ANSWER_WEIGHT = 4.0  # with objectives that leave TTFT much slack
 STAY = 0.03  # least relative saving for which prompts of one size change their route
 FETCH_BASE_S = 0.002  # two messages between workers
 MAX_SPREADS = 6.0  # below an objective nothing is late
@@ -170,7 +171,7 @@ def _answer_weight(ask: Ask) -> float:
     """By the slack that the objectives leave."""
     if ask.ttft_s == math.inf or ask.itl_s == math.inf:
         return ANSWER_WEIGHT
-    return min(1.0, ANSWER_WEIGHT * ask.ttft_s / (max(1.0, ask.answer_tokens) * ask.itl_s))
+    return min(MAX_ANSWER_WEIGHT, ANSWER_WEIGHT * ask.ttft_s / (max(1.0, ask.answer_tokens) * ask.itl_s))
 
 
 def wait_for_room_s(worker: Figures, ask: Ask) -> float:

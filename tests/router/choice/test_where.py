@@ -15,6 +15,7 @@ from router.choice.policies import RoutingHints, make_chooser
 from router.choice.where import (
     ANSWER_WEIGHT,
     LATE,
+    MAX_ANSWER_WEIGHT,
     STAY,
     Ask,
     Candidate,
@@ -391,6 +392,12 @@ def test_prompts_beside_an_answer_are_no_part_of_its_steps() -> None:
     figures = pool.forecast.figures(decode)
     assert figures.step.at(1) == pytest.approx(alone_s, rel=0.02)
     assert figures.itl_s(1) == pytest.approx(alone_s + prompts_s / 100, rel=0.05)
+
+
+def test_answers_weigh_more_the_more_slack_first_tokens_have() -> None:
+    busy, candidate = Figures(TTFT, STEP, answers=1), Candidate("decode", (1,))
+    prices = [price(candidate, Ask(100, 10.0, ttft_s, 0.1), {1: busy}) for ttft_s in (1.0, 5.0, 1000.0)]
+    assert [one.itl_s / (10 * busy.itl_s(2)) for one in prices] == pytest.approx([0.2, 1.0, MAX_ANSWER_WEIGHT])
 
 
 def test_a_pause_costs_more_where_prompts_take_more_of_the_time() -> None:
