@@ -98,7 +98,7 @@ def _digest(pairs: Mapping[str, _Pair]) -> str:
         a, b, scale = pairs[name].a, pairs[name].b, pairs[name].scale
         found.update(f"{name} {scale} {a.dtype} {tuple(a.shape)} {b.dtype} {tuple(b.shape)}".encode())
         for half in (a, b):
-            found.update(half.contiguous().view(torch.uint8).numpy())
+            found.update(half.contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
