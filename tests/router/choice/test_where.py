@@ -394,6 +394,16 @@ def test_prompts_beside_an_answer_are_no_part_of_its_steps() -> None:
     assert figures.itl_s(1) == pytest.approx(alone_s + prompts_s / 100, rel=0.05)
 
 
+def test_what_one_answer_more_costs_is_known_from_all_roles() -> None:
+    """Where there were always five, the measurements of that role alone teach no slope."""
+    pool = Pool(*PAIR, known=False)
+    for i in range(30):
+        pool.measure_answer(pool.of(Role.DECODE), STEP.at(i), requests=i)
+        pool.measure_answer(pool.of(Role.PREFILL), 2 * STEP.at(5), requests=5)
+    step = pool.forecast.figures(pool.of(Role.PREFILL)).step
+    assert step.at(5) == pytest.approx(2 * STEP.at(5)) and step.slope_s == pytest.approx(STEP.slope_s)
+
+
 def test_answers_weigh_more_the_more_slack_first_tokens_have() -> None:
     busy, candidate = Figures(TTFT, STEP, answers=1), Candidate("decode", (1,))
     prices = [price(candidate, Ask(100, 10.0, ttft_s, 0.1), {1: busy}) for ttft_s in (1.0, 5.0, 1000.0)]
