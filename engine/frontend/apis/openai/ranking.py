@@ -246,6 +246,7 @@ SCORE_READER = BodyReader(
 
 @API.on(token_route, "/score", PairScoreBody)
 async def score_pairs(request: HttpRequest) -> Response:
+    """Score pairs of texts."""
     body = await SCORE_READER.read(request)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if not second:
