@@ -204,11 +204,11 @@ def facts() -> str:
         ),
         ("turns after a tool, of those after a tool or human", "89 %", f"{share:.0%}"),
         *(
-            (f"wait for a {kind}, p50, p90, s", told, f"{at[len(at) // 2]:.1f}, {at[len(at) * 9 // 10]:,.1f}")
-            for (kind, at), told in zip(gaps.items(), ("0.3, 13.6", "84, 1,236"), strict=True)
+            (f"wait for a {kind}, p50, p90, s", published, f"{at[len(at) // 2]:.1f}, {at[len(at) * 9 // 10]:,.1f}")
+            for (kind, at), published in zip(gaps.items(), ("0.3, 13.6", "84, 1,236"), strict=True)
         ),
     ]
-    return "\n".join(f"| {name} | {told} | {here} |" for name, told, here in rows)
+    return "\n".join(f"| {name} | {published} | {here} |" for name, published, here in rows)
 
 
 def page(args: argparse.Namespace, command: str) -> str:

@@ -247,7 +247,7 @@ def random_adapter(sites: Sequence[SiteShape], *, dtype: torch.dtype, device: to
             parts.append((slice(column, column + size), ranks, weights(RANK, size)))
             column += size
         made.append(SiteWeights(weights(len(parts) * RANK, site.width), tuple(parts)))
-    return AdapterWeights(tuple(made), RANK)
+    return AdapterWeights(tuple(made), RANK, digest="")
 
 
 def step_ms(target: Target, parts: EngineParts, steps: Steps) -> float:

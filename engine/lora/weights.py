@@ -44,7 +44,7 @@ class AdapterWeights:
 
     sites: tuple[SiteWeights | None, ...]
     max_rank: int
-    digest: str = ""
+    digest: str
 
     @property
     def num_bytes(self) -> int:

@@ -44,7 +44,7 @@ def random_adapter(ranks: tuple[int, ...], dtype: torch.dtype, generator: torch.
                 parts.append((slice(column, column + rows), slice(at, at + rank), b))
             column, at = column + rows, at + rank
         sites.append(SiteWeights(torch.cat(a).to(dtype), tuple(parts)) if parts else None)
-    return AdapterWeights(tuple(sites), max(ranks))
+    return AdapterWeights(tuple(sites), max(ranks), digest="")
 
 
 def check_kernels(dtype: torch.dtype) -> None:

@@ -68,7 +68,7 @@ def test_what_a_day_launches_was_compiled_before_it(monkeypatch: pytest.MonkeyPa
     }
     rng = random.Random(0)
     for number in range(1, 7):
-        steps.add(number, AdapterWeights((None,) * len(shapes), max_rank=rng.randint(1, 64)))
+        steps.add(number, AdapterWeights((None,) * len(shapes), max_rank=rng.randint(1, 64), digest=""))
     steps.begin_recording(48)
     for _ in range(40):
         lengths = rng.choices([1, 1, 16, 300], k=rng.randint(1, 16))
