@@ -1,4 +1,4 @@
-"""A folder of tests may exceed its budget of CPU seconds by a tenth, measured in the speed of the budgets' machine."""
+"""A folder of tests may exceed its budget of CPU seconds by a quarter, measured in the speed of the budgets' machine."""
 
 import json
 import os
@@ -43,10 +43,10 @@ def test_nothing(server): ...
 """
 
 
-def test_a_folder_fails_above_its_budget_and_a_tenth() -> None:
-    assert not list(findings(BUDGETS, {"tests/core": 109.0, "tests/text": 6.9}, LOOP_S))
-    assert list(findings(BUDGETS, {"tests/core": 111.0, "tests/text": 6.9}, LOOP_S)) == [
-        "tests/core: 111.0 CPU s, its budget is 100.0 (tests/durations.toml)"
+def test_a_folder_fails_above_its_budget_and_a_quarter() -> None:
+    assert not list(findings(BUDGETS, {"tests/core": 124.0, "tests/text": 6.9}, LOOP_S))
+    assert list(findings(BUDGETS, {"tests/core": 126.0, "tests/text": 6.9}, LOOP_S)) == [
+        "tests/core: 126.0 CPU s, its budget is 100.0 (tests/durations.toml)"
     ]
     found = list(findings(BUDGETS, {"tests/text": 7.1, "tests/new": 2.5}, LOOP_S))
     assert [finding.partition(":")[0] for finding in found] == ["tests/new", "tests/text"]
@@ -56,18 +56,20 @@ def test_a_neighbour_that_slows_all_folders_alike_fails_none() -> None:
     budgets = Budgets(CPU, LOOP_S, 2.0, {f"tests/{name}": 100.0 for name in "abcde"}, {})
     slow_s = dict(zip(budgets.folders_s, (115.0, 118.0, 120.0, 123.0, 130.0), strict=True))
     assert not list(findings(budgets, slow_s, LOOP_S))
-    assert [f.partition(":")[0] for f in findings(budgets, {**slow_s, "tests/e": 140.0}, LOOP_S)] == ["tests/e"]
-    assert len(list(findings(budgets, dict.fromkeys(budgets.folders_s, 150.0), LOOP_S))) == 5, "that is no neighbour"
-    assert list(findings(budgets, {**dict.fromkeys(budgets.folders_s, 80.0), "tests/a": 111.0}, LOOP_S))
+    assert [f.partition(":")[0] for f in findings(budgets, {**slow_s, "tests/e": 155.0}, LOOP_S)] == ["tests/e"]
+    assert len(list(findings(budgets, dict.fromkeys(budgets.folders_s, 165.0), LOOP_S))) == 5, "that is no neighbour"
+    assert list(findings(budgets, {**dict.fromkeys(budgets.folders_s, 80.0), "tests/a": 126.0}, LOOP_S))
 
 
-def test_only_a_run_on_the_same_kind_of_cpu_that_waited_as_little_may_fail() -> None:
-    def run(wait: float) -> dict[str, float]:
-        return {"loop_s": LOOP_S, "loop_clock_s": wait * LOOP_S}
+def test_only_a_run_at_the_same_speed_that_waited_as_little_may_fail() -> None:
+    def run(wait: float, loop_s: float = LOOP_S) -> dict[str, float]:
+        return {"loop_s": loop_s, "loop_clock_s": wait * loop_s}
 
     assert is_comparable(BUDGETS, CPU, run(2.9))
     assert not is_comparable(BUDGETS, CPU, run(3.1))
     assert not is_comparable(BUDGETS, "another kind", run(1.0))
+    speeds = [speed for speed in (1 / 1.3, 1 / 1.2, 1.2, 1.3) if is_comparable(BUDGETS, CPU, run(2.0, speed * LOOP_S))]
+    assert speeds == [1 / 1.2, 1.2], "one name may stand for two kinds of CPU"
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -97,18 +99,8 @@ def test_the_committed_budgets_are_of_folders_that_are_there() -> None:
 def test_seconds_are_those_of_a_test_its_children_and_its_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(A_TEST)
     out = tmp_path / "out/cpu.json"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "tools.cpu_seconds",
-        f"--cpu-seconds={out}",
-        "-n",
-        "1",
-        "test_it.py",
-    ]
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "tools.cpu_seconds"]
+    command = [*pytest_, f"--cpu-seconds={out}", "-n", "1", "test_it.py"]
     done = subprocess.run(
         command,
         cwd=tmp_path,
