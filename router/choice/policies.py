@@ -59,6 +59,9 @@ class Placement(msgspec.Struct, frozen=True):
         return self.cached_tokens + (0 if self.source is None else self.source.missing)
 
 
+WithPages = Callable[[Sequence[Placement], RoutingHints], Sequence[Placement]]  # adds pages to fetch
+
+
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
     """A request's load: tokens to compute for prefill, else all its KV."""
     if choice.worker.role is Role.PREFILL:

@@ -29,7 +29,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, RequestRefused, Serve, Slo, milliseconds
 from router.body import BadBody, ParsedBody, named_priority
-from router.choice.policies import Placement, Policy, RoutingHints
+from router.choice.policies import Placement, Policy, RoutingHints, WithPages
 from router.config import AdmissionFlags
 from router.history.forecast import STALE_S, Forecast, LineFit
 from router.history.metrics import by_worker
@@ -244,12 +244,11 @@ class Objective:
         return whole if whole.is_known else self.forecast.fits(worker)[0]
 
     def predicted_s(self, choice: Placement) -> float | None:
-        worker, size = choice.worker, self.size
-        if self.what == "ttft":
-            size += self.forecast.waiting_tokens(worker) - choice.cached_tokens
-        else:
-            size += worker.num_answers
-        return self.fit(worker).at(size)
+        worker, size, source = choice.worker, self.size, choice.source
+        if self.what == "itl":
+            return self.fit(worker).at(size + worker.num_answers)
+        at_s = self.fit(worker).at(size + self.forecast.waiting_tokens(worker) - choice.known_tokens)
+        return at_s if at_s is None or source is None else at_s + source.seconds
 
     def keeps(self, choice: Placement) -> bool:
         at_s = self.predicted_s(choice)
@@ -280,13 +279,19 @@ def objectives_of(
 
 
 def look_in_time(
-    policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequence[Objective], *, now_s: float
+    policy: Policy,
+    pool: Pool,
+    hints: RoutingHints,
+    objectives: Sequence[Objective],
+    *,
+    now_s: float,
+    with_pages: WithPages = lambda seen, hints: seen,
 ) -> Placement:
-    """The policy's choice within all SLOs. Raises RequestRefused."""
+    """The policy's choice within all SLOs, if need be `with_pages` of others. Raises RequestRefused."""
     choice = policy.look(pool, hints)
     if all([objective.keeps(choice) for objective in objectives]):
         return choice
-    seen = policy.some(pool, hints)
+    seen = with_pages(policy.some(pool, hints), hints)
     kept = [one.worker for one in seen if all([objective.keeps(one) for objective in objectives])]
     return policy.look(kept, hints) if kept else _one_to_try(seen, objectives, now_s)
 
@@ -371,10 +376,17 @@ class Admission:
         return Slo(self._slo.ttft_s if ttft_s is None else ttft_s, self._slo.itl_s if itl_s is None else itl_s)
 
     def look_in_time(
-        self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, now_s: float, whole: bool
+        self,
+        policy: Policy,
+        pool: Pool,
+        hints: RoutingHints,
+        slo: Slo,
+        now_s: float,
+        whole: bool,
+        with_pages: WithPages,
     ) -> Placement:
         objectives = objectives_of(slo, pool[0].role, hints, self.forecast, whole=whole)
-        return look_in_time(policy, pool, hints, objectives, now_s=now_s) if objectives else policy.look(pool, hints)
+        return look_in_time(policy, pool, hints, objectives, now_s=now_s, with_pages=with_pages)
 
     def metrics(self, workers: Sequence[Worker]) -> Iterator[Metric]:
         fits, text = self.forecast.fits, "Requests that wait for their turn (--queue-size)"

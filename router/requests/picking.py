@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from router.attempts.request import RequestContext, RequestRefused, Slo
 from router.body import ParsedBody, named_model
-from router.choice.policies import Placement, Policy, RoutingHints, few_of, least_loaded
+from router.choice.policies import Placement, Policy, RoutingHints, WithPages, few_of, least_loaded
 from router.pool.heartbeats import ROUNDING_S
 from router.pool.pairs import fits
 from router.pool.worker import Pool, Role, Way, Worker
@@ -21,7 +21,7 @@ from service.http.guard import time_given
 from service.waiter import Waiter
 
 # The policy's choice of a pool within the SLO at a time, perhaps for whole requests. Raises RequestRefused.
-LookInTime = Callable[[Policy, Pool, RoutingHints, Slo, float, bool], Placement]
+LookInTime = Callable[[Policy, Pool, RoutingHints, Slo, float, bool, WithPages], Placement]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -116,11 +116,11 @@ class Picker:
         """Raises RequestRefused."""
         found: list[tuple[Pools, Placements]] = []
         refused: RequestRefused | None = None
-        look, hints, now_s = self.look_in_time, request.hints, self.clock()
+        look, hints, now_s, more = self.look_in_time, request.hints, self.clock(), self.routes.with_pages
         for pools in ways:
             whole = len(pools) == 1
             try:
-                way = [look(self.routes.policies[pool[0].role], pool, hints, slo, now_s, whole) for pool in pools]
+                way = [look(self.routes.policies[pool[0].role], pool, hints, slo, now_s, whole, more) for pool in pools]
             except RequestRefused as error:
                 refused = refused or error
             else:

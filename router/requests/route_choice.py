@@ -65,8 +65,8 @@ class RouteChooser:
         if self.fixed and len(found) > 1:
             kept = [at for at, way in enumerate(found) if way[0].worker.role is not Role.UNIFIED]
             ways, found = [ways[at] for at in kept] or ways, [found[at] for at in kept] or found
-        matched = self.index.match(hints.keys) if self.index is not None and hints.keys else None
-        if matched is not None and matched.groups:
+        matched = self._match(hints)
+        if matched is not None:
             found = self._with_holders([()] * len(ways) if strict else ways, found, hints, matched)
         choice = Choice(found[0]) if len(found) == 1 else self._cheapest(found, hints, now_s, slo or NO_SLO)
         for placement in choice.placements:
@@ -106,6 +106,18 @@ class RouteChooser:
         ]
 
     # ---- by what workers hold
+
+    def with_pages(self, placements: Sequence[Placement], hints: RoutingHints) -> Sequence[Placement]:
+        """With the most pages that each can fetch or read from its store."""
+        matched = self._match(hints)
+        if matched is None:
+            return placements
+        ways = [[self._with_store(one, hints, matched), *self._fetching(one, hints, matched)] for one in placements]
+        return [max(one, key=lambda way: way.known_tokens) for one in ways]
+
+    def _match(self, hints: RoutingHints) -> PrefixMatch | None:
+        matched = self.index.match(hints.keys) if self.index is not None and hints.keys else None
+        return matched if matched is not None and matched.groups else None
 
     def _with_holders(
         self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, matched: PrefixMatch

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
-from router.choice.policies import CacheAware, Placement, RoutingHints, make_chooser
+from router.attempts.request import RequestRefused, Slo
+from router.choice.policies import CacheAware, LeastLoad, Placement, RoutingHints, make_chooser
 from router.choice.prefix_index import PrefixIndex
+from router.choice.where import FETCH_BASE_S
 from router.config import ChoiceFlags
 from router.history.forecast import MIN_POINTS, Forecast
+from router.parts.admission import look_in_time, objectives_of
 from router.parts.prefix import PrefixHeaders
 from router.pool.breaker import Health
 from router.pool.reports import parse_prefix_holder
@@ -18,6 +21,7 @@ from service.http.prefix_source import PREFIX_HEADER, PURPOSE, PrefixSourceHeade
 from service.kv_events import BLOCK_TOKENS
 from service.security.keys import sign
 from tests.router.attempts import Launched, make_request
+from tests.router.dummies import no_draw
 
 SECRET = b"only this cluster knows it"
 KEYS = [bytes([i]) * 20 for i in range(10)]
@@ -85,6 +89,25 @@ def test_the_worker_with_most_of_the_prompt_is_named() -> None:
     fleet.has(fleet.prefill[0], 7)
     assert fleet.named(0) is None, "it has as much itself"
     assert fleet.named(0, num_keys=0) is None
+
+
+def test_a_worker_is_in_time_by_the_pages_that_it_can_fetch() -> None:
+    fleet, ask = Fleet(), hints()
+    computed_s = TOKEN_S * (ask.prompt_tokens - 9 * BLOCK_TOKENS)
+    pages = fleet.routes.with_pages
+
+    def look(ttft_s: float, **more: Any) -> Worker:
+        objectives = objectives_of(Slo(ttft_s=ttft_s), Role.PREFILL, ask, fleet.forecast)
+        return look_in_time(LeastLoad(no_draw), [fleet.prefill[0]], ask, objectives, now_s=0.0, **more).worker
+
+    with pytest.raises(RequestRefused):
+        look(computed_s + 2 * FETCH_BASE_S, with_pages=pages)
+    fleet.has(fleet.prefill[1], 9)
+    assert look(computed_s + 2 * FETCH_BASE_S, with_pages=pages) is fleet.prefill[0]
+    with pytest.raises(RequestRefused):
+        look(computed_s + 2 * FETCH_BASE_S)
+    with pytest.raises(RequestRefused):
+        look(computed_s + FETCH_BASE_S / 2, with_pages=pages)
 
 
 def test_what_is_less_than_a_block_more_is_not_fetched() -> None:
