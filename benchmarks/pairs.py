@@ -55,6 +55,22 @@ def measure_overhead(*, requests: int = KEPT, backends: Sequence[str] = BACKENDS
     return {"": alone, "Under load:": busy}
 
 
+def measure_checksums(*, requests: int = 32, layers: int = 4, lengths: Sequence[int] = (512, 2048)) -> Tables:
+    """Two pairs, one without checksums; `requests` of each length, to both in turns."""
+    rows = list[Row]()
+    with random_model(layers=layers) as model:
+        flags = ("--model-path", model)
+        with tandem_up(*flags, "--no-disaggregation-kv-checksum") as bare, tandem_up(*flags) as pair:
+            for length in lengths:
+                shape = {"concurrency": 1, "input_len": length, "output_len": 2, "num_requests": requests}
+                one, two = load(url=bare.url, compare=pair.url, prompt="ids", **shape)
+                assert one.ttft_s is not None and two.ttft_s is not None
+                row: Row = {"prompt": f"{length} tokens", "TTFT p50 without, ms": 1e3 * one.ttft_s.p50}
+                row |= {"with, ms": 1e3 * two.ttft_s.p50, "ratio": two.ttft_s.p50 / one.ttft_s.p50}
+                rows.append(row | {"transfer without, ms": transfer_ms(bare), "transfer with, ms": transfer_ms(pair)})
+    return {"": rows}
+
+
 def _adds(name: str, unified: Summary, pair: Summary, moved_ms: float) -> Row:
     assert unified.ttft_s is not None and pair.ttft_s is not None
     one, two = 1e3 * unified.ttft_s.p50, 1e3 * pair.ttft_s.p50

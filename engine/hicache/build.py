@@ -71,13 +71,17 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A store, its known pages, and the pause after failures. `place`: URL."""
+    """A store, its known pages, and the pause after failures.
+
+    `place`: URL. `own_bytes`: memory that this worker gives to a shared one.
+    """
 
     index: StorageIndex
     store: PageStore
     breaker: Breaker
     place: str
     files: str = ""
+    own_bytes: int = 0
 
 
 def build_host_tier(
@@ -117,15 +121,16 @@ def build_host_tier(
     )
     storage = None
     if backend is not None and (tier := cache.storage) is not None:
-        place = _shared_url(backend.place, identity, wait_s=tier.wait_s) if tier.index.asks else backend.place
+        place = _shared_url(backend, identity, wait_s=tier.wait_s) if tier.index.asks else backend.place
         storage = PageStorage(backend.store, tier=tier, when_done=wakeup, breaker=backend.breaker, place=place)
     return HostTier(cache, memory, storage, backend.files if backend else "")
 
 
-def _shared_url(store: str, identity: KVIdentity, *, wait_s: float) -> str:
+def _shared_url(backend: Backend, identity: KVIdentity, *, wait_s: float) -> str:
     # routers price reads by it; workers with equal paths share pages
     size = identity.page_bytes // identity.page_size
-    return f"{store}/{place_of(identity)}?token_bytes={size}&wait_s={wait_s}"
+    path = f"{backend.place}/{place_of(identity)}"
+    return f"{path}?token_bytes={size}&wait_s={wait_s}&tokens={backend.own_bytes // size}"
 
 
 def _files(config: EngineConfig, memory: TierMemory, identity: KVIdentity, ranks: RankFiles | None) -> Backend:
@@ -151,7 +156,8 @@ def _mooncake(config: EngineConfig, memory: TierMemory, identity: KVIdentity, ra
     store: PageStore = own if ranks is None else RanksStore(own, ranks.followers, folders=None)
     index = StorageIndex(wait_s=where.timeout_s)
     breaker = Breaker(patience_s=where.timeout_s, pause_s=where.pause_s)
-    return Backend(index, store, breaker, f"mooncake://{where.master_server_address}")
+    place, own_bytes = f"mooncake://{where.master_server_address}", where.segment_bytes // where.replica_num
+    return Backend(index, store, breaker, place, own_bytes=own_bytes)
 
 
 def _shared_store(where: MooncakeStoreConfig, page_of: PageView, identity: KVIdentity) -> MooncakeStore:

@@ -10,7 +10,7 @@ Stores, of negative ids, hold what their workers have held. Entries of gone work
 later requests.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,6 +22,7 @@ from router.pool.worker import SharedStore
 from service.http.errors import JSON_ERRORS, decode_or_none
 from service.kv_events import (
     BLOCK_BYTES,
+    BLOCK_TOKENS,
     TOKEN_BYTES,
     name_of,
     named,
@@ -96,15 +97,20 @@ class PrefixIndex:
         self._stores: OrderedDict[str, int] = OrderedDict()  # by place; least recently named first
         self._store_ids = count(-1, -1)
         self._store_of: dict[int, tuple[int, SharedStore]] = {}  # by worker
+        self._store_tokens = Counter[int]()  # that a store holds, by its id
 
     def share(self, worker_id: int, store: SharedStore | None) -> None:
+        shared = self._store_of.pop(worker_id, None)
+        if shared is not None:
+            self._store_tokens[shared[0]] -= shared[1].tokens
         if store is None:
-            self._store_of.pop(worker_id, None)
             return
         if store.place not in self._stores:
             self._stores[store.place] = next(self._store_ids)
         self._stores.move_to_end(store.place)
-        self._store_of[worker_id] = self._stores[store.place], store
+        at = self._stores[store.place]
+        self._store_of[worker_id] = at, store
+        self._store_tokens[at] += store.tokens
         if len(self._stores) > MAX_STORES:
             self.forget(self._stores.popitem(last=False)[1])
 
@@ -165,7 +171,8 @@ class PrefixIndex:
             elif key not in reported:
                 guessed[key] = None
                 holders[key] = holders.get(key, 0) | bit
-        self._trim(part, self._max_blocks)
+        room = self._store_tokens[holder] // BLOCK_TOKENS  # 0: of a worker, or unknown
+        self._trim(part, min(self._max_blocks, room) if room > 0 else self._max_blocks)
 
     def store_all(self, worker_id: int, keys: Sequence[Hashable]) -> None:
         part, holders = self._part(worker_id), self._holders

@@ -224,19 +224,20 @@ def parse_prefix_holder(info: Info) -> PrefixHolder | None:
 
 
 def parse_store(info: Info) -> SharedStore | None:
-    """Read mooncake://HOST:PORT/PATH?token_bytes=N&wait_s=S; adapters' KV is not shared."""
+    """Read mooncake://HOST:PORT/PATH?token_bytes=N&wait_s=S&tokens=N."""
     text = info.get("hicache_storage")
-    if not isinstance(text, str) or len(text) > MAX_URL_CHARS or info.get("enable_lora"):
+    if not isinstance(text, str) or len(text) > MAX_URL_CHARS:
         return None
     try:
         url = urlsplit(text)
         asked = parse_qs(url.query)
         token_bytes, wait_s = int(asked["token_bytes"][0]), float(asked["wait_s"][0])
+        tokens = int(asked.get("tokens", "0")[0])
     except (ValueError, KeyError):
         return None
     if url.scheme != "mooncake" or token_bytes < 1 or not 0 < wait_s < MAX_BUSY_S:
         return None
-    return SharedStore(url.netloc + url.path, token_bytes, wait_s)
+    return SharedStore(url.netloc + url.path, token_bytes, wait_s, max(0, tokens))
 
 
 def parse_encoder(info: Info) -> ImageEncoder | None:

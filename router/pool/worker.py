@@ -94,9 +94,12 @@ class PrefixHolder:
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
+    """`tokens`: of KV that this worker's part of its memory holds; 0 if unknown."""
+
     place: str
     token_bytes: int
     wait_s: float  # most that a request waits for its pages
+    tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.core.mem_cache.page_allocator import is_state
+from router.pool.reports import parse_store
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.test_host_tier import DEADLINE_S, counters, settle
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -116,10 +117,15 @@ def test_a_worker_begins_from_the_states_in_a_shared_store(checkpoint: str, expe
             "hicache_storage_backend": "mooncake",
             "hicache_storage_backend_extra_config": json.dumps(where),
         }
+        own_bytes = 16 << 20
+        gives = {"hicache_storage_backend_extra_config": json.dumps(where | {"global_segment_size": own_bytes})}
         with EngineInProcess(checkpoint, **TIERED, **shared) as first:
             assert answers(first) == expected
             settle(first)
-        with EngineInProcess(checkpoint, **TIERED, **shared) as second:
+        with EngineInProcess(checkpoint, **TIERED, **shared | gives) as second:
             assert answers(second) == expected
+            for one, given in ((first, 0), (second, own_bytes)):
+                shown = parse_store({"hicache_storage": one.storage and one.storage.place})
+                assert shown is not None and shown.tokens == given // shown.token_bytes
             counted = counters(second)
             assert counted["hicache_disk_hit_tokens"] >= 6 * 64 and counted["hicache_bad_files"] == 0

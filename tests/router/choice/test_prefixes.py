@@ -324,6 +324,23 @@ def test_a_store_is_bounded_as_a_worker_is_and_there_are_few() -> None:
     index.check()
 
 
+def test_a_store_holds_as_much_as_its_workers_give() -> None:
+    index = PrefixIndex(max_blocks=8)
+    gives = replace(STORE, tokens=2 * BLOCK_TOKENS)
+    for worker_id in (1, 2, 2):
+        index.share(worker_id, gives)
+    store = held_at(index, 1)
+    index.touch(1, BLOCKS[:8])
+    assert index.num_blocks(1) == 8 and index.num_blocks(store) == depth(index, store) == 4
+    index.share(2, None)
+    index.touch(1, BLOCKS[:8])
+    assert index.num_blocks(store) == 2
+    index.share(1, STORE)
+    index.touch(1, BLOCKS[:8])
+    assert index.num_blocks(store) == 8, "memory of other processes"
+    index.check()
+
+
 def test_a_cleared_worker_has_cleared_its_store() -> None:
     """A flush deletes the pages of all workers; a gap in the events does not."""
     index = PrefixIndex(max_blocks=8)
@@ -341,7 +358,9 @@ def stored(text: object = f"{HOUSE}?token_bytes={TOKEN_BYTES}&wait_s=1.0", **oth
 
 
 def test_a_store_is_read_from_server_info() -> None:
-    assert parse_store(stored()) == STORE
+    assert parse_store(stored()) == parse_store(stored(enable_lora=True)) == STORE
+    url = f"{HOUSE}?token_bytes={TOKEN_BYTES}&wait_s=1.0&tokens=640"
+    assert parse_store(stored(url)) == replace(STORE, tokens=640)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +377,7 @@ def test_a_store_is_read_from_server_info() -> None:
         stored(f"{HOUSE}?token_bytes=9&wait_s=nan"),
         stored(f"{HOUSE}?token_bytes=x&wait_s=1"),
         stored(HOUSE + "a" * 2000 + "?token_bytes=9&wait_s=1"),
-        stored(enable_lora=True),
+        stored(f"{HOUSE}?token_bytes=9&wait_s=1&tokens=x"),
     ],
 )
 def test_what_says_no_shared_store_that_requests_wait_for_is_none(said: dict[str, object]) -> None:
