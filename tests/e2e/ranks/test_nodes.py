@@ -109,6 +109,8 @@ def pair(folder: Path, backend: str, wide: str, *, as_pods: bool = False) -> Ite
             "router",
             "router",
             "--pd-disaggregation",
+            "--route",
+            "pair",
             "--prefill",
             urls["prefill"],
             "--decode",
