@@ -22,6 +22,7 @@ VARIABLES = {
     "MOONCAKE_PROTOCOL": "protocol",
     "MOONCAKE_DEVICE": "device_name",
 }
+LEAST_SEGMENT = 16 << 20
 UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 # Host prefixes that a step loads for waiting requests, in 10^6 bytes: 1.3 ms of a PCIe 5 bus, as a step waits for its
 # copies. On a CPU a load runs in the step: starting early gains nothing.
@@ -53,7 +54,10 @@ class MooncakeStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         unit = UNITS.get(text[len(digits) :].strip())
         if unit is None or not digits.isdigit():
             raise ConfigError(f'{EXTRA}: global_segment_size: give bytes or such as "4gb", got {text!r}')
-        return int(digits) * unit
+        found = int(digits) * unit
+        if 0 < found < LEAST_SEGMENT:
+            raise ConfigError(f"{EXTRA}: global_segment_size: Mooncake takes 0, or 16mb and more, got {text!r}")
+        return found
 
 
 def mooncake_store(config: CacheFlags, environ: Mapping[str, str] = os.environ) -> MooncakeStoreConfig:

@@ -48,6 +48,7 @@ def test_the_flag_goes_before_the_file_and_the_file_before_variables(tmp_path: P
         ({"extra": {**MASTER, "master": 1}}, "contains unknown field `master`"),
         ({"extra": {"master_server_address": "host"}}, "master_server_address: give HOST:PORT, got 'host'"),
         ({"extra": {**MASTER, "global_segment_size": "4 parsecs"}}, "global_segment_size: give bytes or such as"),
+        ({"extra": {**MASTER, "global_segment_size": "15mb"}}, "Mooncake takes 0, or 16mb and more, got '15mb'"),
         ({"extra": {**MASTER, "timeout_s": 0}}, "timeout_s"),
     ],
 )
