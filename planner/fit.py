@@ -16,7 +16,7 @@ the median of all (Theil and Sen, JASA 1968).
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -146,7 +146,7 @@ def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
 def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
-    tokens = [_token_times(r) for r in records]
+    tokens = [list(accumulate(r.itl_s, initial=r.sent_s + _ttft(r))) for r in records]  # times
 
     def is_quiet(begin_s: float, end_s: float) -> bool:
         return bisect_right(begins, end_s) == bisect_right(firsts, begin_s)
@@ -175,13 +175,6 @@ def _read(path: str, *, flag: str, targets: int) -> list[list[RequestRecord]]:
 def _ttft(record: RequestRecord) -> float:
     assert record.ttft_s is not None
     return record.ttft_s
-
-
-def _token_times(record: RequestRecord) -> list[float]:
-    times = [record.sent_s + _ttft(record)]
-    for gap in record.itl_s:
-        times.append(times[-1] + gap)
-    return times
 
 
 def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
