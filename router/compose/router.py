@@ -107,7 +107,7 @@ class Router(RouterCore):
             events=events,
             secret=self.secret,
             clock=time.monotonic,
-            parts=tuple([prefixes.prepare for prefixes in self.prefixes]),
+            parts=() if self.prefixes is None else (self.prefixes.prepare,),
         )
         owners = Owners(
             admission=self.admission,

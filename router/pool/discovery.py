@@ -199,7 +199,9 @@ class PodWorkers:
                 self._problem(pod, "it is ready, but has no status.podIP")
             return None
         url = f"http://[{pod.ip}]:{self.port}" if ":" in pod.ip else f"http://{pod.ip}:{self.port}"
-        if not (pod.ready or self._is_in(url, pod)):
+        joined = self._joined.get(url)
+        is_in = joined is not None and not joined.leaving and joined.wanted.uid == pod.uid
+        if not (pod.ready or is_in):
             return None
         text = pod.bootstrap_port if role is Role.PREFILL else None
         port = None if text is None else port_of(text)
@@ -207,10 +209,6 @@ class PodWorkers:
             self._problem(pod, f"its bootstrap port must be 1 to 65535, got {text[:40]!r}")
             return None
         return Wanted(url=url, role=role, bootstrap_port=port, pod=pod.name, uid=pod.uid)
-
-    def _is_in(self, url: str, pod: Pod) -> bool:
-        joined = self._joined.get(url)
-        return joined is not None and not joined.leaving and joined.wanted.uid == pod.uid
 
     def _problem(self, pod: Pod, why: str) -> None:
         if len(self.problems) < MAX_PROBLEMS:

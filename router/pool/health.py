@@ -240,13 +240,11 @@ class HealthMonitor:
                 report = parse_load((await self._prober.first_json(worker, _LOAD_PATHS))[0])
             self.on_report(worker, report)
             self.table.loads.on_report(worker, report)
-            if self.config.rebalance_above and worker.role is Role.DECODE:
-                self._rebalance(worker)
-
-    def _rebalance(self, worker: Worker) -> None:
-        above = self.config.rebalance_above
-        if count := num_to_give(worker, self.table.pool_of(worker), above=above):
-            self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
+            above = self.config.rebalance_above
+            if not above or worker.role is not Role.DECODE:
+                return
+            if count := num_to_give(worker, self.table.pool_of(worker), above=above):
+                self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
         """Migrate (the latest `most`) calls to others and count them. While the worker `answers`,
