@@ -12,6 +12,9 @@ from typing import Any, NoReturn, TypeVar
 from deploy.foreign.translate import CannotFollow, ForeignFlags, translate
 from service.flags import FlagSet, FlagSpec, nearest, option_of, shown, spec_of, topic_of
 
+# Groups of help of what a worker computes, in their order.
+ENGINE_TOPICS = ("parallel", "memory", "scheduling", "cache", "speculative", "lora", "output")
+
 Config = TypeVar("Config", bound=FlagSet)
 Parse = Callable[[str], Any]
 
