@@ -72,22 +72,19 @@ class Discovery:
         self._later, self._looked_s = None, loop_time_s()
         if all(watch.listed for watch in self._watches):
             self._workers.update({watch.role: watch.pods.pods() for watch in self._watches}, now_s=loop_time_s())
-            self._log_problems()
+            problems = dict(self._workers.problems)
+            for watch in self._watches:
+                if watch.pods.num_refused:
+                    problems[watch.role] = "more pods than a router takes; those beyond are left out"
+            for name, why in problems.items():
+                if self._logged.get(name) != why:
+                    log.warning("service discovery: pod %s is no worker: %s", name, why)
+            self._logged = problems
 
     async def _reap(self) -> None:
         while True:
             self._workers.reap()
             await asyncio.sleep(REAP_S)
-
-    def _log_problems(self) -> None:
-        problems = dict(self._workers.problems)
-        for watch in self._watches:
-            if watch.pods.num_refused:
-                problems[watch.role] = "more pods than a router takes; those beyond are left out"
-        for name, why in problems.items():
-            if self._logged.get(name) != why:
-                log.warning("service discovery: pod %s is no worker: %s", name, why)
-        self._logged = problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
