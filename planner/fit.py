@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,8 @@ from service.flags import ConfigError
 MIN_PREFILLS, MIN_GAPS, MAX_STRETCHES = 8, 64, 4000
 STRETCH = 16  # gaps
 ROUNDS = 5  # of reweighted least squares
+NO_REPORT = "is no report of `tandem bench --output`"
+Decoded = TypeVar("Decoded")
 
 
 class ReportTarget(msgspec.Struct):
@@ -159,17 +161,21 @@ def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
 
 
 def _read(path: str, *, flag: str, targets: int) -> list[list[RequestRecord]]:
+    report = _decoded(path, Report, flag=flag, wrong=NO_REPORT)
+    if len(report.targets) < targets:
+        lacks = "it has no target" if targets == 1 else "it has no second target (--compare)"
+        raise ConfigError(f"{flag} {path}: {NO_REPORT}: {lacks}")
+    answered = [[r for r in one.records if r.error is None and r.ttft_s is not None] for one in report.targets]
+    return answered[:targets]
+
+
+def _decoded(path: str, kind: type[Decoded], *, flag: str, wrong: str) -> Decoded:
     try:
-        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {error}") from None
-    if len(report.targets) < targets:
-        lacks = "it has no target" if targets == 1 else "it has no second target (--compare)"
-        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {lacks}")
-    answered = [[r for r in one.records if r.error is None and r.ttft_s is not None] for one in report.targets]
-    return answered[:targets]
+        raise ConfigError(f"{flag} {path}: {wrong}: {error}") from None
 
 
 def _ttft(record: RequestRecord) -> float:
@@ -284,12 +290,7 @@ def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
 
 
 def read_profile(path: str) -> Profile:
-    try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
-    except OSError as error:
-        raise ConfigError(f"--gpu-profile {path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--gpu-profile {path}: is no profile (--save-profile writes one): {error}") from None
+    found = _decoded(path, Profile, flag="--gpu-profile", wrong="is no profile (--save-profile writes one)")
     if found.step_time is None and found.gpu is None:
         raise ConfigError(f"--gpu-profile {path}: has neither `step_time` nor `gpu`")
     if min(found.beside.prefill, found.beside.decode) < 0:

@@ -4,7 +4,7 @@ A block is one repeated token id, to save memory. Arrivals have a mean gap of 1,
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -163,7 +163,6 @@ def _spread(times: Sequence[float]) -> list[float]:
     return found
 
 
-def _without_gaps(times: Iterable[float]) -> list[float]:
-    ordered = list(times)
+def _without_gaps(ordered: Sequence[float]) -> list[float]:
     mean = (ordered[-1] - ordered[0]) / max(1, len(ordered) - 1) or 1.0
     return [(time - ordered[0]) / mean for time in ordered]
