@@ -47,12 +47,7 @@ def flags_of(config_class: type[FlagSet], *, skip: Collection[str] = ()) -> Iter
 
 
 def add_flags(
-    parser: "Parser",
-    config_class: type[FlagSet],
-    *,
-    title: str,
-    skip: Collection[str] = (),
-    only_given: bool = False,
+    parser: "Parser", config_class: type[FlagSet], *, title: str, skip: Collection[str] = (), only_given: bool = False
 ) -> None:
     """Add flags by topic, else as `title`. `only_given` omits untyped flags (for `given_argv`)."""
     for flag in flags_of(config_class, skip=skip):

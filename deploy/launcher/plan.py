@@ -43,11 +43,7 @@ MEM_FRACTION = "--mem-fraction-static"
 BACKEND = "--disaggregation-transfer-backend"
 
 # Waiting OpenMP threads must not spin against others: 3 ms steps took 756 ms.
-WORKER_ENV = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TANDEM_PROGRESS": "1",
-}
+WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "TANDEM_PROGRESS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
