@@ -31,9 +31,7 @@ MOST_WORKERS, MAX_GPUS = 999, 32  # per pool; per worker
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """Numbers of workers with `tp` GPUs. `mixed`: unified workers mix decodes into prefill
-    steps.
-    """
+    """Numbers of workers with `tp` GPUs. `mixed`: unified ones mix decodes into prefill steps."""
 
     prefill: int = 0
     decode: int = 0

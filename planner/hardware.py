@@ -66,12 +66,8 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
     else:
         assert gpu is not None, "checked"
         efficiency = _efficiency(config, profile, assumed, several_gpus=max(tps) > 1)
-        step_times = {
-            tp: Roofline(
-                gpu=gpu, shape=shape_of(model, tp, on_cpu=config.host_cores is not None), efficiency=efficiency, tp=tp
-            )
-            for tp in tps
-        }
+        shapes = {tp: shape_of(model, tp, on_cpu=config.host_cores is not None) for tp in tps}
+        step_times = {tp: Roofline(gpu=gpu, shape=shapes[tp], efficiency=efficiency, tp=tp) for tp in tps}
         text = f"{gpu.name}, {profile.source or 'by its data sheet'}"
     if config.transfer_gb_s is None and profile.handover is None:
         assumed.notes.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")
@@ -79,11 +75,9 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
     measured_latency_s = None
     if profile.handover is not None:
         measured_latency_s = max(0.0, profile.handover.request_s - MESSAGES * config.control_latency_s)
-    drafter_times = (
-        {tp: _drafter_time(config, model, tp, time, assumed) for tp, time in step_times.items()}
-        if model.drafter
-        else {}
-    )
+    drafter_times = {}
+    if model.drafter:
+        drafter_times = {tp: _drafter_time(config, model, tp, time, assumed) for tp, time in step_times.items()}
     return Hardware(
         step_times=step_times,
         drafter_times=drafter_times,

@@ -25,7 +25,7 @@ from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices
 from engine.messages import GenerateRequest, KVSource, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
-from planner.executor import Host, Speculation, Threads, TimedExecutor, WorkerClock, always_right
+from planner.executor import Host, Speculation, Threads, TimedExecutor, WorkerClock
 from planner.step_time import Beside, StepTime
 from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
 from planner.world import Activity, Timeline, VirtualWorker
@@ -72,7 +72,7 @@ class PlanWorker(VirtualWorker):
             threads=Threads(spec.threads, home),
             beside=spec.beside,
             drafter=None if drafts is None else drafts.time,
-            is_right=always_right if drafts is None else drafts.draws(),
+            is_right=(lambda: True) if drafts is None else drafts.draws(),
         )
         scheduler = _scheduler(spec)
         wake = Activity(self._turn, now_s=lambda: max(timeline.now_s, self.clock.now_s), at=timeline.at).wake

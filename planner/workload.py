@@ -77,9 +77,7 @@ def workload_of(config: LoadFlags, *, count: int) -> tuple[list[PlannedRequest],
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Requests before (history) and after a trace's middle. Arrivals of one tick are
-    spread.
-    """
+    """Requests before (history) and after a trace's middle. Arrivals of one tick are spread."""
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
     begin = max(0, len(ordered) - count) // 2
     first = max(0, begin - count)
