@@ -7,6 +7,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from deploy.foreign.translate import CannotFollow, ForeignFlags, translate
@@ -93,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         self._model = None if model is None else model[0]
         self._model_help = "" if model is None else model[1]
         self._groups: dict[str, list[argparse.Action]] = {topic: [] for topic in topics}
-        keywords.setdefault("formatter_class", _HelpFormatter)
+        keywords.setdefault("formatter_class", partial(argparse.HelpFormatter, max_help_position=38, width=120))
         keywords.setdefault("usage", "%(prog)s [MODEL] [FLAGS]" if model else "%(prog)s [FLAGS]")
         super().__init__(allow_abbrev=False, add_help=False, **keywords)
         self._help = self.add_argument(
@@ -192,11 +193,6 @@ class _Help(argparse.Action):
         assert isinstance(parser, Parser)
         print(parser.format_help(str(page)), end="")
         raise SystemExit(0)
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=120)
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:

@@ -182,9 +182,7 @@ def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[
 
 
 def _seated(workers: Sequence[ProcessSpec], gpus: Gpus, *, share: bool) -> list[ProcessSpec]:
-    """Assign GPUs round robin, never one twice to an engine. ConfigError for too few, unless
-    shared.
-    """
+    """GPUs round robin, never one twice to an engine. ConfigError for too few, unless shared."""
     names, total = gpus.names, sum(worker.ranks for worker in workers)
     if total > len(names) and not share:
         several = f", which have {total} ranks," if total > len(workers) else ""
