@@ -24,9 +24,7 @@ MAX_ORIGINS = 4 * 4096  # cached parsed URLs
 
 
 class UpstreamError(Exception):
-    """A failed call. `reason`: "refused" (not connected), "lost", "down" (given up here),
-    "timeout".
-    """
+    """`reason`: "refused" (not connected), "lost", "down" (given up here), "timeout"."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

@@ -161,9 +161,7 @@ class PodWorkers:
         self._joined[want.url] = _Joined(want, worker)
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
-        """Send no new requests. A pod being deleted (`ending`) still serves for seconds, as a last
-        resort.
-        """
+        """No new requests. A pod being deleted (`ending`) serves for seconds, as a last resort."""
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:
             del self._joined[url]  # named or removed by hand

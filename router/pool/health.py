@@ -266,9 +266,7 @@ class HealthMonitor:
             self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
-        """Handle repeated reports of silence. Immovable calls get more time, as it may be a
-        pause.
-        """
+        """Reports repeat. Immovable calls get more time, as the silence may be a pause."""
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)

@@ -134,11 +134,8 @@ def join_models(answers: Iterable[object], *, field: str = "data", key: str = "i
 
 def _rows(listed: object, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
     rows = listed.get(field) if isinstance(listed, dict) else None
-    return (
-        [row for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)]
-        if isinstance(rows, list)
-        else []
-    )
+    rows = rows if isinstance(rows, list) else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)]
 
 
 # ---- workers
@@ -219,9 +216,7 @@ class WorkerTable:
         return worker
 
     def retire(self, url: str, *, last_resort: bool = False) -> Worker:
-        """Send no new requests, except as `last_resort` if no other is up. Raises
-        WorkerTableError.
-        """
+        """No new requests, except as `last_resort` if no other is up. Raises WorkerTableError."""
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
         self._on_change()
@@ -351,9 +346,7 @@ class WorkerTable:
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
-        """A process that returns after another is one of several behind the URL, and changes
-        nothing.
-        """
+        """A process that comes back is one of several behind the URL, and changes nothing."""
         process = worker.process
         if process.incarnation not in ("", incarnation) and incarnation:
             process.former = (*process.former, process.incarnation)[-MAX_FORMER_LIVES:]

@@ -320,9 +320,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Rates of one model: tokens/s of a prefill worker, and tokens per worker that wait at
-    decode.
-    """
+    """Of one model: tokens/s of a prefill worker, and tokens per worker that wait at decode."""
 
     speed: float | None
     blocked_tokens: float
@@ -354,7 +352,6 @@ def _gap_s(before: LoadReport, report: LoadReport, dt_s: float) -> float | None:
 
 
 def _is_another(trend: _Trend, worker: Worker, report: LoadReport) -> bool:
-    fell = report.busy_ms_total < trend.report.busy_ms_total or (
-        report.prompt_tokens_total < trend.report.prompt_tokens_total
-    )
+    before = trend.report
+    fell = report.busy_ms_total < before.busy_ms_total or report.prompt_tokens_total < before.prompt_tokens_total
     return trend.role is not worker.role or trend.incarnation != worker.process.incarnation or fell
