@@ -225,7 +225,7 @@ class AnyWorkerApi:
         speakers: dict[str, Worker] = {}
         for role in reversed(self.calls.roles):
             for worker in self.calls.table.alive(role):
-                speakers.setdefault(next(iter(worker.models), ""), worker)
+                speakers.setdefault(worker.model, worker)
         calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
         return [decode_or_none(answer.body) for answer in await asyncio.gather(*calls)]
 

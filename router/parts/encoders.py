@@ -101,8 +101,7 @@ class Encoders:
         yield images
 
     def _pool(self, compute: Worker, now_s: float) -> Pool:
-        several = self.table.models.several and compute.models
-        pool = self.table.pool(Role.ENCODE, compute.models[0] if several else "")
+        pool = self.table.pool(Role.ENCODE, compute.model if self.table.models.several else "")
         pool = self.table.ready(pool, now_s=now_s)
         avoided = () if compute.report is None else compute.report.avoided_encoders
         if not avoided:

@@ -224,9 +224,7 @@ class HealthMonitor:
         is_new = worker.health is not Health.UP or worker.process.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
             error = await self._read_info(watch)
-            if (
-                error and error != worker.checks.error and worker.health is not Health.UP
-            ):  # not logged as a change of state
+            if error and error != worker.checks.error and worker.health is not Health.UP:  # no change of state logs it
                 log.warning("%s worker %s gets no request: %s", worker.role, worker.url, error)
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S

@@ -280,8 +280,7 @@ class WorkerTable:
         return self._misfits
 
     def has_peer(self, worker: Worker) -> bool:
-        model = worker.models[0] if worker.models else ""
-        return any(worker in pool for group in self.routes(PAIR, model) for pool in group)
+        return any(worker in pool for group in self.routes(PAIR, worker.model) for pool in group)
 
     def _groups(self, way: Way, model: str) -> tuple[Group, ...]:
         names = self.models.bases if not model and self.models.several else (model,)
@@ -313,12 +312,11 @@ class WorkerTable:
         """Others can replace it: its role, or another whole route."""
         if any(other is not worker and not other.silent and fits(other, worker) for other in self.pool_of(worker)):
             return True
-        model = worker.models[0] if worker.models else ""
-        groups = [group for way in (PAIR, UNIFIED) for group in self.routes(way, model)]
+        groups = [group for way in (PAIR, UNIFIED) for group in self.routes(way, worker.model)]
         return any(all(any(w is not worker and not w.silent for w in pool) for pool in group) for group in groups)
 
     def pool_of(self, worker: Worker) -> Pool:
-        return self.pool(worker.role, worker.models[0] if worker.models else "")
+        return self.pool(worker.role, worker.model)
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Apply a check's result; return whether the state changed."""

@@ -238,9 +238,9 @@ class Gauge:
         self._trends = {w.worker_id: self._trends[w.worker_id] for w in known if w.worker_id in self._trends}
         for worker in known:
             self._take(worker, now_s)
-        models = {model_of(worker) for worker in known}
-        waits = {model: self._wait_of(model, [w for w in known if model_of(w) == model]) for model in sorted(models)}
-        return [self._seen(worker, waits[model_of(worker)]) for worker in known]
+        models = sorted({worker.model for worker in known})
+        waits = {model: self._wait_of(model, [w for w in known if w.model == model]) for model in models}
+        return [self._seen(worker, waits[worker.model]) for worker in known]
 
     def _take(self, worker: Worker, now_s: float) -> None:
         report, trend = worker.report, self._trends.get(worker.worker_id)
@@ -304,7 +304,7 @@ class Gauge:
         return Seen(
             worker_id=worker.worker_id,
             role=worker.role,
-            model=model_of(worker),
+            model=worker.model,
             ready=trend is not None and trend.is_known and not worker.leaving,
             demand=lasting + backlog,
             backlog=backlog,
@@ -324,10 +324,6 @@ class _Prompts:
 
     speed: float | None
     blocked_tokens: float
-
-
-def model_of(worker: Worker) -> str:
-    return next(iter(worker.models), "")
 
 
 def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | None) -> tuple[float, float]:
