@@ -60,8 +60,8 @@ class Reconnect:
         return await serve(request)
 
     async def _find(self, request: RequestContext, body: str, after: str) -> RetainedRest:
-        asked_for = RetainedQuestion(request_id=request.request_id, owner=_owner(request), body=body, after=after)
-        question = _encode(asked_for)
+        owner, request_id = _owner(request), request.request_id
+        question = _encode(RetainedQuestion(request_id=request_id, owner=owner, body=body, after=after))
         roles = {way[-1] for way in request.ways}
         live = [w for w in self.table.workers() if w.health is not Health.DOWN]
         workers = [w for w in live if w.role in roles or (w.serves_whole and w.role in self.table.whole_at)]

@@ -320,7 +320,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Of one model: tokens/s of a prefill worker, and tokens per worker that wait at decode."""
+    """A model's tokens/s of a prefill worker, and tokens per worker that wait at decode."""
 
     speed: float | None
     blocked_tokens: float
