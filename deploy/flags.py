@@ -7,10 +7,14 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from deploy.foreign.translate import CannotFollow, ForeignFlags, translate
 from service.flags import FlagSet, FlagSpec, nearest, option_of, shown, spec_of, topic_of
+
+# Groups of help of what a worker computes, in their order.
+ENGINE_TOPICS = ("parallel", "memory", "scheduling", "cache", "speculative", "lora", "output")
 
 Config = TypeVar("Config", bound=FlagSet)
 Parse = Callable[[str], Any]
@@ -44,12 +48,7 @@ def flags_of(config_class: type[FlagSet], *, skip: Collection[str] = ()) -> Iter
 
 
 def add_flags(
-    parser: "Parser",
-    config_class: type[FlagSet],
-    *,
-    title: str,
-    skip: Collection[str] = (),
-    only_given: bool = False,
+    parser: "Parser", config_class: type[FlagSet], *, title: str, skip: Collection[str] = (), only_given: bool = False
 ) -> None:
     """Add flags by topic, else as `title`. `only_given` omits untyped flags (for `given_argv`)."""
     for flag in flags_of(config_class, skip=skip):
@@ -95,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         self._model = None if model is None else model[0]
         self._model_help = "" if model is None else model[1]
         self._groups: dict[str, list[argparse.Action]] = {topic: [] for topic in topics}
-        keywords.setdefault("formatter_class", _HelpFormatter)
+        keywords.setdefault("formatter_class", partial(argparse.HelpFormatter, max_help_position=38, width=120))
         keywords.setdefault("usage", "%(prog)s [MODEL] [FLAGS]" if model else "%(prog)s [FLAGS]")
         super().__init__(allow_abbrev=False, add_help=False, **keywords)
         self._help = self.add_argument(
@@ -194,11 +193,6 @@ class _Help(argparse.Action):
         assert isinstance(parser, Parser)
         print(parser.format_help(str(page)), end="")
         raise SystemExit(0)
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=120)
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:

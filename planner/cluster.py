@@ -31,9 +31,7 @@ MOST_WORKERS, MAX_GPUS = 999, 32  # per pool; per worker
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """Numbers of workers with `tp` GPUs. `mixed`: unified workers mix decodes into prefill
-    steps.
-    """
+    """Numbers of workers with `tp` GPUs. `mixed`: unified ones mix decodes into prefill steps."""
 
     prefill: int = 0
     decode: int = 0
@@ -64,25 +62,19 @@ class ClusterLayout:
 def parse_layout(text: str) -> ClusterLayout:
     """Parse "2P3D", "4U", "4U-mixed", "2P1D1U", perhaps with "-tp2"."""
     found = re.fullmatch(r"(?:(\d+)P(\d+)D)?(?:(\d+)U(-mixed)?)?(?:-tp(\d+))?", text, re.IGNORECASE)
-    if found is None:
-        raise _unknown(text)
-    prefill, decode, unified, mixed, tp = found.groups()
+    prefill, decode, unified, mixed, tp = found.groups() if found else (None,) * 5
     pools = [int(size) for size in (prefill, decode, unified) if size is not None]
     if not pools or not all(1 <= size <= MOST_WORKERS for size in pools) or not 1 <= int(tp or 1) <= MAX_GPUS:
-        raise _unknown(text)
+        raise ConfigError(
+            f"--layouts {text}: write 2P3D (prefill and decode workers), 4U (unified ones), 4U-mixed, or 2P1D1U (a mixed pool); "
+            "2P3D-tp2: of two GPUs each"
+        )
     return ClusterLayout(
         prefill=int(prefill or 0),
         decode=int(decode or 0),
         unified=int(unified or 0),
         mixed=mixed is not None,
         tp=int(tp or 1),
-    )
-
-
-def _unknown(text: str) -> ConfigError:
-    return ConfigError(
-        f"--layouts {text}: write 2P3D (prefill and decode workers), 4U (unified ones), 4U-mixed, or 2P1D1U (a mixed pool); "
-        "2P3D-tp2: of two GPUs each"
     )
 
 
@@ -242,18 +234,19 @@ class PlannedCluster:
 
     def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
         routed = self.routing.choose(self._pools, request, now_s=self.timeline.now_s)
-        used = routed.workers
+        used, source, prefix = routed.workers, routed.source, None
+        if source is not None:
+            prefix = PrefixSource(source.address, source.address, num_tokens=routed.num_fetched)
         self._host.finish("frontends", at_s=self.timeline.now_s, work_s=self._costs.host_request_s)
         rid = f"r{record.idx}"
         self._live[rid] = _LiveRequest(request, record, routed, open_workers=list(used))
-        tokens = request.tokens()
         message = GenerateRequest(
             rid=rid,
-            input_ids=tokens,
+            input_ids=request.tokens(),
             sampling=SamplingParams(max_new_tokens=request.output_len, ignore_eos=True, temperature=0.0),
             bootstrap=Bootstrap("planned", 1, record.idx + 1) if len(used) > 1 else None,
             stream=True,
-            prefix_source=_prefix_source(routed),
+            prefix_source=prefix,
         )
         for worker in used:
             worker.receive(message)
@@ -294,11 +287,6 @@ class PlannedCluster:
             live.record.error = None
         self._num_left -= not live.open_workers
         self.on_end(worker)
-
-
-def _prefix_source(routed: Routed[PlanWorker]) -> PrefixSource | None:
-    source = routed.source
-    return None if source is None else PrefixSource(source.address, source.address, num_tokens=routed.num_fetched)
 
 
 def _record(live: _LiveRequest, output: TokenOutput, now_s: float) -> None:

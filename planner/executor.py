@@ -131,10 +131,6 @@ CONFIDENCE = 0.7  # of a drafting model; the engine learns its accept rate
 _DRAWN, _OTHER, _SILENT = ItemResult(token=TOKEN), ItemResult(token=OTHER), ItemResult(token=None)
 
 
-def always_right() -> bool:
-    return True
-
-
 @dataclass(slots=True)
 class WorkerClock:
     """A worker's time, ahead of the timeline while it waits for the device."""
@@ -162,23 +158,20 @@ class TimedExecutor:
     is_right: Callable[[], bool]
 
     def __post_init__(self, threads: Threads, beside: Beside) -> None:
-        self._threads = {
-            prompts: threads._replace(beside=slower)
-            for prompts, slower in ((True, beside.prefill), (False, beside.decode))
-        }
+        self._with_prompts = threads._replace(beside=beside.prefill)
+        self._without_prompts = threads._replace(beside=beside.decode)
         self._free_s = 0.0
         self.busy_s = 0.0
 
     def launch(self, plan: Plan) -> TimedLaunch:
         begin_s = max(self.clock.now_s, self._free_s)
         work_s = plan_seconds(plan, self.step_time, self.drafter)
-        threads = self._threads[any(item.extend for item in plan.items)]
+        threads = self._with_prompts if any(item.extend for item in plan.items) else self._without_prompts
         self._free_s = self.host.finish(self, at_s=begin_s, work_s=work_s, threads=threads)
         self.busy_s += self._free_s - begin_s
         return TimedLaunch(plan, self._free_s)
 
-    def launch_forward(self, plan: Plan) -> TimedLaunch:
-        return self.launch(plan)
+    launch_forward = launch
 
     def launch_sampling(self, launched: TimedLaunch) -> None:
         """It is part of a step's time."""

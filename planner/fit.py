@@ -16,10 +16,10 @@ the median of all (Theil and Sen, JASA 1968).
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,8 @@ from service.flags import ConfigError
 MIN_PREFILLS, MIN_GAPS, MAX_STRETCHES = 8, 64, 4000
 STRETCH = 16  # gaps
 ROUNDS = 5  # of reweighted least squares
+NO_REPORT = "is no report of `tandem bench --output`"
+Decoded = TypeVar("Decoded")
 
 
 class ReportTarget(msgspec.Struct):
@@ -146,7 +148,7 @@ def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
 def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
-    tokens = [_token_times(r) for r in records]
+    tokens = [list(accumulate(r.itl_s, initial=r.sent_s + _ttft(r))) for r in records]  # times
 
     def is_quiet(begin_s: float, end_s: float) -> bool:
         return bisect_right(begins, end_s) == bisect_right(firsts, begin_s)
@@ -159,29 +161,26 @@ def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
 
 
 def _read(path: str, *, flag: str, targets: int) -> list[list[RequestRecord]]:
+    report = _decoded(path, Report, flag=flag, wrong=NO_REPORT)
+    if len(report.targets) < targets:
+        lacks = "it has no target" if targets == 1 else "it has no second target (--compare)"
+        raise ConfigError(f"{flag} {path}: {NO_REPORT}: {lacks}")
+    answered = [[r for r in one.records if r.error is None and r.ttft_s is not None] for one in report.targets]
+    return answered[:targets]
+
+
+def _decoded(path: str, kind: type[Decoded], *, flag: str, wrong: str) -> Decoded:
     try:
-        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {error}") from None
-    if len(report.targets) < targets:
-        lacks = "it has no target" if targets == 1 else "it has no second target (--compare)"
-        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {lacks}")
-    answered = [[r for r in one.records if r.error is None and r.ttft_s is not None] for one in report.targets]
-    return answered[:targets]
+        raise ConfigError(f"{flag} {path}: {wrong}: {error}") from None
 
 
 def _ttft(record: RequestRecord) -> float:
     assert record.ttft_s is not None
     return record.ttft_s
-
-
-def _token_times(record: RequestRecord) -> list[float]:
-    times = [record.sent_s + _ttft(record)]
-    for gap in record.itl_s:
-        times.append(times[-1] + gap)
-    return times
 
 
 def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
@@ -291,12 +290,7 @@ def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
 
 
 def read_profile(path: str) -> Profile:
-    try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
-    except OSError as error:
-        raise ConfigError(f"--gpu-profile {path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--gpu-profile {path}: is no profile (--save-profile writes one): {error}") from None
+    found = _decoded(path, Profile, flag="--gpu-profile", wrong="is no profile (--save-profile writes one)")
     if found.step_time is None and found.gpu is None:
         raise ConfigError(f"--gpu-profile {path}: has neither `step_time` nor `gpu`")
     if min(found.beside.prefill, found.beside.decode) < 0:

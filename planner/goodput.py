@@ -4,6 +4,7 @@ After DistServe (Zhong et al., OSDI'24).
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,10 +76,6 @@ def point_of(
     ttft = [record.ttft_s for record in seen if record.ttft_s is not None]
     tpot = [found for record in seen if record.error is None and (found := tpot_s(record)) is not None]
     prompts = sum(record.prompt_tokens for record in seen if record.ttft_s is not None)
-    errors: dict[str, int] = {}
-    for record in seen:
-        if record.error is not None:
-            errors[record.error] = errors.get(record.error, 0) + 1
     return Point(
         rate=rate,
         good_share=sum(slo.is_met_by(record) for record in seen) / len(seen),
@@ -88,7 +85,7 @@ def point_of(
         tpot_p50_s=percentile(tpot, 50) if tpot else None,
         cached_share=sum(record.cached_tokens for record in seen) / prompts if prompts else 0.0,
         busy=busy,
-        errors=dict(sorted(errors.items())),
+        errors=dict(sorted(Counter(record.error for record in seen if record.error is not None).items())),
         step_tokens=step_tokens,
     )
 

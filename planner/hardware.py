@@ -66,20 +66,18 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
     else:
         assert gpu is not None, "checked"
         efficiency = _efficiency(config, profile, assumed, several_gpus=max(tps) > 1)
-        step_times = {
-            tp: Roofline(
-                gpu=gpu, shape=shape_of(model, tp, on_cpu=config.host_cores is not None), efficiency=efficiency, tp=tp
-            )
-            for tp in tps
-        }
+        shapes = {tp: shape_of(model, tp, on_cpu=config.host_cores is not None) for tp in tps}
+        step_times = {tp: Roofline(gpu=gpu, shape=shapes[tp], efficiency=efficiency, tp=tp) for tp in tps}
         text = f"{gpu.name}, {profile.source or 'by its data sheet'}"
     if config.transfer_gb_s is None and profile.handover is None:
         assumed.notes.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")
-    drafter_times = (
-        {tp: _drafter_time(config, model, tp, time, assumed) for tp, time in step_times.items()}
-        if model.drafter
-        else {}
-    )
+    gpu_flag = f"--gpu {config.gpu}" if config.gpu else "--gpu-profile"
+    measured_latency_s = None
+    if profile.handover is not None:
+        measured_latency_s = max(0.0, profile.handover.request_s - MESSAGES * config.control_latency_s)
+    drafter_times = {}
+    if model.drafter:
+        drafter_times = {tp: _drafter_time(config, model, tp, time, assumed) for tp, time in step_times.items()}
     return Hardware(
         step_times=step_times,
         drafter_times=drafter_times,
@@ -87,14 +85,14 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
         match_rate=_match_rate(config, profile, assumed),
         memory_bytes=None if memory_gb is None else int(memory_gb * GB),
         link_bytes_per_s=link_bytes_per_s,
-        latency_s=_latency_s(config.transfer_latency_s, config.control_latency_s, profile.handover),
+        latency_s=assumed.first(config.transfer_latency_s, measured_latency_s, LATENCY_S),
         outside_s=assumed.first(
             config.request_overhead_s,
             profile.outside_s,
             OUTSIDE_S,
             f"{1e3 * OUTSIDE_S:g} ms a request outside the engine",
         ),
-        gpu_flag=_gpu_flag(config.gpu, config.gpu_memory_gb),
+        gpu_flag=gpu_flag if config.gpu_memory_gb is None else "--gpu-memory-gb",
         text=text,
         assumed=", ".join(assumed.notes),
         beside=profile.beside,
@@ -173,12 +171,6 @@ def _match_rate(config: PlanConfig, profile: Profile, assumed: _Assumed) -> floa
     return assumed.first(config.speculative_match_rate, profile.match_rate, 1.0, "n-grams match at each step")
 
 
-def _gpu_flag(gpu: str | None, memory_gb: float | None) -> str:
-    if memory_gb is not None:
-        return "--gpu-memory-gb"
-    return f"--gpu {gpu}" if gpu else "--gpu-profile"
-
-
 def _link_bytes_per_s(given_gb_s: float | None, gpu: Gpu | None, handover: HandoverTime | None, shape: Shape) -> float:
     if given_gb_s is not None:
         return given_gb_s * GB
@@ -189,11 +181,3 @@ def _link_bytes_per_s(given_gb_s: float | None, gpu: Gpu | None, handover: Hando
     if handover is not None:
         raise ConfigError("--transfer-gb-s: the measured hand-over does not grow with the prompt; give this or --gpu")
     raise ConfigError("--transfer-gb-s: step times say nothing of the network; give this, --fit-pair or --gpu")
-
-
-def _latency_s(given_s: float | None, control_s: float, handover: HandoverTime | None) -> float:
-    if given_s is not None:
-        return given_s
-    if handover is None:
-        return LATENCY_S
-    return max(0.0, handover.request_s - MESSAGES * control_s)

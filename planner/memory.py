@@ -97,10 +97,8 @@ def _without_head(shape: Shape) -> Shape:
 
 def _scaled(model: Fitted, of: Shape, to: Shape) -> Fitted:
     read, kv = to.read_bytes / of.read_bytes, to.kv_bytes / of.kv_bytes
-    params, pairs = (
-        (to.layer_params + to.head_params) / (of.layer_params + of.head_params),
-        to.pair_flops / of.pair_flops,
-    )
+    params = (to.layer_params + to.head_params) / (of.layer_params + of.head_params)
+    pairs = to.pair_flops / of.pair_flops
     return Fitted(
         prefill_step_s=model.prefill_step_s * read,
         prefill_token_s=model.prefill_token_s * to.layer_params / of.layer_params,

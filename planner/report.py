@@ -32,7 +32,8 @@ def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
     header = [f"{h.removesuffix(' ms')} {percent}, ms" if h.endswith(" ms") else h for h in HEADER]
     if study.config.speculative_algorithm is not None:
         header.append(STEP_TOKENS)
-        rows = [[*row, _step_tokens(point)] for row, (_, point) in zip(rows, shown, strict=True)]
+        per_step = [None if point is None else point.step_tokens for _, point in shown]
+        rows = [[*row, "" if n is None else f"{n:.2f}"] for row, n in zip(rows, per_step, strict=True)]
     lines.append(table(header, rows))
     return "\n".join([*lines, "", *_advice(outcomes, study.config.total_rate), *_doubts(outcomes, study)])
 
@@ -169,10 +170,6 @@ def _cells(point: Any) -> list[str]:
         f"{100 * point.cached_share:.0f} %",
         busy,
     ]
-
-
-def _step_tokens(point: Any) -> str:
-    return "" if point is None or point.step_tokens is None else f"{point.step_tokens:.2f}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -164,10 +164,6 @@ class BoundPart:
     compute_s: float
     memory_s: float
 
-    @property
-    def is_compute_bound(self) -> bool:
-        return self.compute_s > self.memory_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:

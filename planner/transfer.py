@@ -73,20 +73,16 @@ class Network:
         room.prefill = self.ends[source]
         self.shake_hands(room)
 
-    def ask(self, room: PlannedRoom, wanted: RecomputeRequest, *, num_pages: int, row: int) -> None:
-        room.decode_row, room.num_pages = row, num_pages
-        assert room.decode is not None
-        self._after_messages(1, room.decode, lambda: self._deliver(room, wanted))
-
     def shake_hands(self, room: PlannedRoom) -> None:
         """Exchange decode's request and the reply, once both are there."""
         if room.prefill is not None and room.decode is not None:
             self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
 
-    def provide(self, room: PlannedRoom, *, num_pages: int, row: int) -> None:
+    def provide(self, room: PlannedRoom, *, num_pages: int, row: int, wanted: RecomputeRequest | None) -> None:
+        """`wanted`: by the receiver of a prefix."""
         room.decode_row = row
         assert room.decode is not None
-        self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages))
+        self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages, wanted))
 
     def send(self, room: PlannedRoom, *, num_pages: int, row: int | None) -> None:
         """`row`: the metadata, with the last pages."""
@@ -107,12 +103,6 @@ class Network:
 
     # ---- inside
 
-    def _deliver(self, room: PlannedRoom, wanted: RecomputeRequest) -> None:
-        if room.prefill_state is KVPoll.Bootstrapping and room.prefill is not None:
-            room.prefill_state = KVPoll.WaitingForInput
-            room.prefill.asked.append(wanted)
-            room.prefill.wake()
-
     def _after_messages(self, count: int, end: End, act: Callable[[], None]) -> None:
         self._timeline.at(max(end.now(), self._timeline.now_s) + count * self._control_s, act)
 
@@ -121,9 +111,10 @@ class Network:
             room.decode_state = to
             room.decode.wake()
 
-    def _learn_pages(self, room: PlannedRoom, num_pages: int) -> None:
+    def _learn_pages(self, room: PlannedRoom, num_pages: int, wanted: RecomputeRequest | None) -> None:
         if room.prefill_state is KVPoll.Bootstrapping and room.prefill is not None:
             room.num_pages, room.prefill_state = num_pages, KVPoll.WaitingForInput
+            room.prefill.asked += [] if wanted is None else [wanted]
             room.prefill.wake()
 
     def _move_bytes(self, room: PlannedRoom, size_bytes: int, row: int | None) -> None:
@@ -203,12 +194,11 @@ class PlannedReceiver:
     def provide(self, target: TargetPages) -> None:
         assert not target.tail, "the models of a plan have pages alone"
         self.room.skip_pages = target.skip_pages
-        num_pages, row = len(target.pages), target.metadata_row
-        if target.work is None:
-            return self.network.provide(self.room, num_pages=num_pages, row=row)
-        assert target.work.cached, "decode workers of a plan recompute by themselves"
-        wanted = RecomputeRequest(self.number, self.attempt, target.work)
-        self.network.ask(self.room, wanted, num_pages=num_pages, row=row)
+        wanted = None
+        if target.work is not None:
+            assert target.work.cached, "decode workers of a plan recompute by themselves"
+            wanted = RecomputeRequest(self.number, self.attempt, target.work)
+        self.network.provide(self.room, num_pages=len(target.pages), row=target.metadata_row, wanted=wanted)
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)

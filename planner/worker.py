@@ -4,7 +4,7 @@ An iteration is an event at its start time. While it waits for the device, the w
 ahead: outputs carry its time; new messages wait for the next iteration.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.services import LoopServices
 from engine.messages import GenerateRequest, KVSource, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
-from planner.executor import Host, Speculation, Threads, TimedExecutor, WorkerClock, always_right
+from planner.executor import Host, Speculation, Threads, TimedExecutor, WorkerClock
 from planner.step_time import Beside, StepTime
 from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
 from planner.world import Activity, Timeline, VirtualWorker
@@ -64,7 +64,16 @@ class PlanWorker(VirtualWorker):
         self._timeline = timeline
         self._on_outputs = on_outputs
         home = host.home(self) if spec.role != "unified" else None
-        self.executor = _executor(spec, self.clock, host, home)
+        drafts = spec.speculation
+        self.executor = TimedExecutor(
+            spec.step_time,
+            self.clock,
+            host=host,
+            threads=Threads(spec.threads, home),
+            beside=spec.beside,
+            drafter=None if drafts is None else drafts.time,
+            is_right=(lambda: True) if drafts is None else drafts.draws(),
+        )
         scheduler = _scheduler(spec)
         wake = Activity(self._turn, now_s=lambda: max(timeline.now_s, self.clock.now_s), at=timeline.at).wake
         most = scheduler.limits.max_running_requests
@@ -92,10 +101,8 @@ class PlanWorker(VirtualWorker):
     def remember(self, tokens: list[int]) -> None:
         """Before the first iteration only."""
         memory = self.scheduler.memory
-        request = Request(
-            message=GenerateRequest("history", tokens, SamplingParams(max_new_tokens=0)),
-            arrived_s=0.0,
-        )
+        message = GenerateRequest("history", tokens, SamplingParams(max_new_tokens=0))
+        request = Request(message=message, arrived_s=0.0)
         if memory.admit(request, reserved_pages=0):
             request.launched_len = request.computed_len = len(tokens)
             memory.give_back(request)
@@ -129,20 +136,6 @@ def _role(spec: WorkerSpec, scheduler: Scheduler, network: Network, end: End, ad
     if spec.role == "decode":
         return role.decode(receivers, parts, prealloc_timeout_s=NEVER_S)
     return role.prefill(senders, senders, parts)
-
-
-def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host, home: Hashable) -> TimedExecutor:
-    threads = Threads(spec.threads, home)
-    drafts = spec.speculation
-    return TimedExecutor(
-        spec.step_time,
-        clock,
-        host=host,
-        threads=threads,
-        beside=spec.beside,
-        drafter=None if drafts is None else drafts.time,
-        is_right=always_right if drafts is None else drafts.draws(),
-    )
 
 
 def _scheduler(spec: WorkerSpec) -> Scheduler:

@@ -4,7 +4,7 @@ A block is one repeated token id, to save memory. Arrivals have a mean gap of 1,
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -77,9 +77,7 @@ def workload_of(config: LoadFlags, *, count: int) -> tuple[list[PlannedRequest],
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Requests before (history) and after a trace's middle. Arrivals of one tick are
-    spread.
-    """
+    """Requests before (history) and after a trace's middle. Arrivals of one tick are spread."""
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
     begin = max(0, len(ordered) - count) // 2
     first = max(0, begin - count)
@@ -163,7 +161,6 @@ def _spread(times: Sequence[float]) -> list[float]:
     return found
 
 
-def _without_gaps(times: Iterable[float]) -> list[float]:
-    ordered = list(times)
+def _without_gaps(ordered: Sequence[float]) -> list[float]:
     mean = (ordered[-1] - ordered[0]) / max(1, len(ordered) - 1) or 1.0
     return [(time - ordered[0]) / mean for time in ordered]

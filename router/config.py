@@ -328,9 +328,7 @@ def _check_discovery(config: RouterConfig) -> None:
             label_query(parts)
         except ValueError as err:
             raise ConfigError(f"{name}: {err}") from None
-        if name == "--encode-selector":
-            continue
-        if name == "--selector" and config.pd_disaggregation:
+        if name == "--encode-selector" or (name == "--selector" and config.pd_disaggregation):
             continue
         if config.service_discovery and config.pd_disaggregation == (name != "--selector"):
             _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")

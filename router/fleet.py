@@ -85,9 +85,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, DRAIN, END)
 
 
 def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
-    """The signal to forward. A second SIGTERM becomes another one, as the kernel merges equal
-    signals.
-    """
+    """The signal to forward. A second SIGTERM becomes another, as the kernel merges equal ones."""
     if number in (signal.SIGHUP, DRAIN):
         return signal.Signals(number)
     return DRAIN if number == signal.SIGTERM and not had_sigterm else END

@@ -76,8 +76,8 @@ def _sides(load: StepLoad, model: Roofline) -> tuple[float, float, float]:
     """1, and the seconds at the data sheet's FLOP/s and bandwidth."""
     parts = model.parts(load)
     shares = model.efficiency.compute, model.efficiency.memory
-    compute = sum(part.compute_s for part in parts if part.is_compute_bound)
-    memory = sum(part.memory_s for part in parts if not part.is_compute_bound)
+    compute = sum(part.compute_s for part in parts if part.compute_s > part.memory_s)
+    memory = sum(part.memory_s for part in parts if part.compute_s <= part.memory_s)
     return 1.0, compute * shares[0], memory * shares[1]
 
 

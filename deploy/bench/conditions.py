@@ -63,10 +63,6 @@ def describe_client(environment: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def text_of(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:<13}{value}" for name, value in rows)
-
-
 # ---- the server
 
 

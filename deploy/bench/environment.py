@@ -14,14 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 DISTRIBUTIONS = (
-    "tandem-serve",
-    "torch",
-    "nixl-cu12",
-    "nixl-cu13",
-    "mooncake-transfer-engine-non-cuda",
-    "mooncake-transfer-engine-cuda13",
-    "aiohttp",
-    "triton",
+    *("tandem-serve", "torch", "nixl-cu12", "nixl-cu13"),
+    *("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "aiohttp", "triton"),
 )
 COMMAND_TIMEOUT_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]

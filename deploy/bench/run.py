@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deploy.bench.conditions import ServerFacts, describe_client, describe_load, find_server, text_of
+from deploy.bench.conditions import ServerFacts, describe_client, describe_load, find_server
 from deploy.bench.config import BenchConfig
 from deploy.bench.datasets import read_requests
 from deploy.bench.environment import describe
@@ -96,7 +96,8 @@ def conditions_text(config: BenchConfig, prepared: Prepared) -> str:
     ]
     models = " and ".join(dict.fromkeys(one.model for one in prepared.servers))
     load = describe_load(config, prepared.requests)
-    return text_of([*servers, ("model", models), *load, *describe_client(prepared.environment)])
+    rows = [*servers, ("model", models), *load, *describe_client(prepared.environment)]
+    return "\n".join(f"{name:<13}{value}" for name, value in rows)
 
 
 def print_report(config: BenchConfig, measured: Sequence[Measured]) -> None:
@@ -109,7 +110,8 @@ def print_report(config: BenchConfig, measured: Sequence[Measured]) -> None:
         print("\n".join(["", url, "", *lines, "", table, *_error_examples(one.records)]))
     if len(measured) == 2:
         first, second = config.urls
-        print("\n" + ratio_table(_ratios(measured), first=first, second=second))
+        found = ratios(*(one.summary for one in measured))
+        print("\n" + ratio_table(found, first=first, second=second))
 
 
 def result_json(config: BenchConfig, prepared: Prepared, measured: Sequence[Measured]) -> bytes:
@@ -130,14 +132,9 @@ def result_json(config: BenchConfig, prepared: Prepared, measured: Sequence[Meas
         "config": asdict(config) | {"api_key": None, "header": len(config.header)},
         "limits_s": config.goodput_limits(),
         "targets": targets,
-        "ratios": _ratios(measured) if len(measured) == 2 else None,
+        "ratios": ratios(*(one.summary for one in measured)) if len(measured) == 2 else None,
     }
     return msgspec.json.format(msgspec.json.encode(result), indent=1)
-
-
-def _ratios(measured: Sequence[Measured]) -> dict[str, float]:
-    first, second = measured
-    return ratios(first.summary, second.summary)
 
 
 def _noting(bar: tqdm) -> OnDone:
@@ -157,17 +154,11 @@ def _reversed(request: BenchRequest) -> BenchRequest:
     """Another prompt, to cache nothing measured."""
     words = request.prompt
     prompt = " ".join(reversed(words.split())) if isinstance(words, str) else tuple(reversed(words))
-    output_len = min(request.output_len, 4)
-    return replace(
-        request, idx=-1, prompt=prompt, messages=_backwards(request.messages), output_len=output_len, at_s=None
-    )
-
-
-def _backwards(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(
+    messages = tuple(
         {**one, "content": " ".join(reversed(text.split()))} if isinstance(text := one["content"], str) else one
-        for one in messages
+        for one in request.messages
     )
+    return replace(request, idx=-1, prompt=prompt, messages=messages, output_len=min(request.output_len, 4), at_s=None)
 
 
 def _error_examples(records: Sequence[RequestRecord]) -> list[str]:

@@ -13,15 +13,8 @@ if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer
 
 # Where a number of tokens comes from.
-USAGE, META_INFO, TOKEN_IDS, TOKENIZER, WORDS, EVENTS = (
-    "usage",
-    "meta_info",
-    "token ids",
-    "tokenizer",
-    "words",
-    "text events",
-)
-UNKNOWN = "not counted"
+USAGE, META_INFO, TOKEN_IDS = "usage", "meta_info", "token ids"  # of the server
+TOKENIZER, WORDS, EVENTS, UNKNOWN = "tokenizer", "words", "text events", "not counted"
 
 
 class TokenCounter:

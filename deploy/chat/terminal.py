@@ -27,11 +27,7 @@ class Terminal:
         self._client = client
         self._conversation = conversation
         self._lines: PromptSession[str] = PromptSession(
-            PROMPT,
-            multiline=True,
-            prompt_continuation=CONTINUED,
-            key_bindings=_keys(),
-            reserve_space_for_menu=0,
+            PROMPT, multiline=True, prompt_continuation=CONTINUED, key_bindings=_keys(), reserve_space_for_menu=0
         )
         self._in: Input = self._lines.app.input
         self._out: Output = self._lines.app.output

@@ -65,18 +65,14 @@ def _cluster_flags(args: argparse.Namespace, config: ChatConfig) -> list[str] | 
 
 
 async def _talk(config: ChatConfig, url: str) -> int:
-    from deploy.chat.client import ChatClient, ChatHistory, open_session
+    from deploy.chat.client import ChatClient, ChatHistory, answer_once, open_session
     from deploy.openai_api import first_model
 
     async with open_session(config.key) as session:
         model = config.model or await first_model(session, url)
-        client, conversation = (
-            ChatClient(config, session=session, url=url, model=model),
-            ChatHistory(config.system or ""),
-        )
+        client = ChatClient(config, session=session, url=url, model=model)
+        conversation = ChatHistory(config.system or "")
         if not sys.stdin.isatty():
-            from deploy.chat.client import answer_once
-
             return await answer_once(client, conversation)
         from deploy.chat.terminal import Terminal
 

@@ -12,7 +12,7 @@ def run(argv: Sequence[str]) -> int:
     config = config_of(build_parser().parse_strict(argv))
     from router.server import serve  # not before the flags are right
 
-    serve(config, on_ready=_announce)
+    serve(config, on_ready=lambda url: print(f"router listens on {url}", flush=True))
     return 0
 
 
@@ -87,7 +87,3 @@ def _prefill(words: list[str]) -> tuple[str, int | None]:
     if len(words) == 2 and words[1].isdigit():
         return words[0], int(words[1])
     build_parser().error(f"--prefill: takes URL [BOOTSTRAP_PORT], got {' '.join(words)!r}")
-
-
-def _announce(url: str) -> None:
-    print(f"router listens on {url}", flush=True)

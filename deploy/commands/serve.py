@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deploy.flags import Parser, add_flags, config_from
+from deploy.flags import ENGINE_TOPICS, Parser, add_flags, config_from
 from deploy.foreign.worker import WORKER
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
@@ -21,19 +21,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 # Groups of help in their order, and what `--help` shows.
-TOPICS = (
-    "model",
-    "server",
-    "keys",
-    "disaggregation",
-    "parallel",
-    "memory",
-    "scheduling",
-    "cache",
-    "speculative",
-    "lora",
-    "output",
-)
+TOPICS = ("model", "server", "keys", "disaggregation", *ENGINE_TOPICS)
 COMMON = (
     *("model_path", "served_model_name", "dtype", "quantization"),
     *("host", "port", "api_key"),

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -108,28 +108,22 @@ BY_TORCH = "torch computes instead, several times slower"
 
 
 def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = (line for info in infos for part in (_kernels, _huge_pages) for line in part(info))
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(line for info in infos for line in _shortfalls_of(info)))
 
 
-def _kernels(info: Mapping[str, Any]) -> list[str]:
-    state = info.get("c_kernels")
-    if state == "no compiler":
-        return [f"No C kernels: this machine has no C compiler; {BY_TORCH}. Mend it: {COMPILER}"]
-    if state == "failed":
-        return [f"No C kernels: {info.get('c_kernels_error')}; {BY_TORCH}. It may be mended by: {COMPILER}"]
-    if state == "off":
-        return [f"No C kernels: TANDEM_NO_C_KERNELS=1 turns them off; {BY_TORCH}. Mend it: unset TANDEM_NO_C_KERNELS"]
-    return []
-
-
-def _huge_pages(info: Mapping[str, Any]) -> list[str]:
-    if info.get("huge_pages") != "never":
-        return []
-    return [
-        "No huge pages: one thread reads weights and KV about 1.7 times as fast where the system grants them."
-        f" Mend it: {HUGE_PAGES}"
-    ]
+def _shortfalls_of(info: Mapping[str, Any]) -> Iterator[str]:
+    without_kernels = {
+        "no compiler": f"this machine has no C compiler; {BY_TORCH}. Mend it: {COMPILER}",
+        "failed": f"{info.get('c_kernels_error')}; {BY_TORCH}. It may be mended by: {COMPILER}",
+        "off": f"TANDEM_NO_C_KERNELS=1 turns them off; {BY_TORCH}. Mend it: unset TANDEM_NO_C_KERNELS",
+    }
+    if (state := info.get("c_kernels")) in without_kernels:
+        yield f"No C kernels: {without_kernels[state]}"
+    if info.get("huge_pages") == "never":
+        yield (
+            "No huge pages: one thread reads weights and KV about 1.7 times as fast where the system grants them."
+            f" Mend it: {HUGE_PAGES}"
+        )
 
 
 # ---- Summary of a healthy cluster. Pure.
@@ -156,6 +150,7 @@ def summary_text(
     width = max(len(member.name) for member in members)
     lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
     how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"
+    lacks = [f"  ! {line}" for line in shortfalls([member.info for member in members])]
     return "\n".join(
         [
             "",
@@ -164,16 +159,11 @@ def summary_text(
             *lines,
             f"  logs: {log_dir}",
             "",
-            *_lacking(members),
+            *([*lacks, ""] if lacks else []),
             *_try_it(front, model, shipped, auth),
             "",
         ]
     )
-
-
-def _lacking(members: Sequence[Member]) -> list[str]:
-    lines = shortfalls([member.info for member in members])
-    return [*(f"  ! {line}" for line in lines), ""] if lines else []
 
 
 def _capacity(member: Member) -> str:

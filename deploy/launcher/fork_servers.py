@@ -34,27 +34,22 @@ def fork_server(
     with new_socket() as listener:
         listener.bind(f"\0{address}")
         listener.listen(BACKLOG)
-        process = _start(listener.fileno(), modules, env, log)
+        descriptor = str(listener.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "service.process.fork_server", descriptor, "-" * ROOM_BYTES, *modules],
+            env={**env, **ONE_THREAD},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            pass_fds=(listener.fileno(),),
+            process_group=0,
+            preexec_fn=die_with_parent(ignored=TO_GROUPS),  # ended by its parent
+        )
     try:
         yield {variable: f"{address}/{digest_of(env, variable=variable)}"}
     finally:
         process.kill()
         process.wait()
-
-
-def _start(
-    descriptor: int, modules: Sequence[str], env: Mapping[str, str], log: BinaryIO | None
-) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "service.process.fork_server", str(descriptor), "-" * ROOM_BYTES, *modules],
-        env={**env, **ONE_THREAD},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT if log else None,
-        pass_fds=(descriptor,),
-        process_group=0,
-        preexec_fn=die_with_parent(ignored=TO_GROUPS),  # ended by its parent
-    )
 
 
 # ---- Fork server of a local cluster's schedulers and ranks, which imports torch once.

@@ -44,9 +44,8 @@ class MpsDaemon:
         self._control = control
         self._log_path = folder / "control.out"
         self.client_env = {PIPE: str(folder)}
-        self._env = (
-            {name: value for name, value in env.items() if name != VISIBLE} | self.client_env | {LOG: str(folder)}
-        )
+        others = {name: value for name, value in env.items() if name != VISIBLE}
+        self._env = others | self.client_env | {LOG: str(folder)}
         if all(gpu.startswith(("GPU-", "MIG-")) for gpu in gpus):
             self._env[VISIBLE] = ",".join(gpus)  # indices would be relative to the daemon's set
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -15,31 +15,6 @@ from service.http.listening import url_of
 # ---- Assignment of GPUs to the engines of a local cluster. Pure.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seat:
-    """An engine's `gpus` by rank, and most `engines` on one."""
-
-    gpus: tuple[str, ...]
-    engines: int
-
-
-def seats_of(ranks: Mapping[str, int], gpus: Sequence[str], *, share: bool) -> dict[str, Seat]:
-    """Assign GPUs round robin, never one twice to an engine. ConfigError for too few, unless
-    shared.
-    """
-    total = sum(ranks.values())
-    if total > len(gpus) and not share:
-        several = f", which have {total} ranks," if total > len(ranks) else ""
-        raise ConfigError(
-            f"--share-gpus: {len(ranks)} engines{several} for {len(gpus)} GPU{'s' * (len(gpus) != 1)} ({', '.join(gpus)}); "
-            "start fewer (--prefill, --decode), or give --share-gpus to put several on one GPU"
-        )
-    turns = itertools.cycle(gpus)
-    taken = {name: tuple(itertools.islice(turns, min(count, len(gpus)))) for name, count in ranks.items()}
-    load = Counter(gpu for places in taken.values() for gpu in places)
-    return {name: Seat(gpus=places, engines=max(load[gpu] for gpu in places)) for name, places in taken.items()}
-
-
 def chosen_gpus(visible: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """`wanted`: indices or UUID prefixes; empty: all. Raises ConfigError."""
     found = [_chosen(visible, name) for name in wanted] if wanted else list(visible)
@@ -68,11 +43,7 @@ MEM_FRACTION = "--mem-fraction-static"
 BACKEND = "--disaggregation-transfer-backend"
 
 # Waiting OpenMP threads must not spin against others: 3 ms steps took 756 ms.
-WORKER_ENV = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TANDEM_PROGRESS": "1",
-}
+WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "TANDEM_PROGRESS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,23 +162,19 @@ class SharedGpus:
 def shared_groups(specs: Sequence[ProcessSpec]) -> list[SharedGpus]:
     """Return connected groups (NVIDIA's MPS guide, "Error Containment")."""
     groups: list[tuple[list[str], list[str]]] = []
+    roles, limited = {spec.name: spec.role for spec in specs}, set[str]()
     for gpu, names in shared_gpus(specs).items():
+        if {"decode", "unified"}.intersection(roles[name] for name in names):
+            limited.update(name for name in names if roles[name] == "prefill")
         joined = [group for group in groups if set(group[1]) & set(names)]
         groups = [group for group in groups if group not in joined]
         gpus = [gpu for group in joined for gpu in group[0]]
         others = [name for group in joined for name in group[1]]
         groups.append(([*gpus, gpu], list(dict.fromkeys([*others, *names]))))
-    limited = _with_decodes(specs)
     return [
-        SharedGpus(gpus=tuple(gpus), engines=tuple(names), limited=limited.intersection(names))
+        SharedGpus(gpus=tuple(gpus), engines=tuple(names), limited=frozenset(limited.intersection(names)))
         for gpus, names in groups
     ]
-
-
-def _with_decodes(specs: Sequence[ProcessSpec]) -> frozenset[str]:
-    roles = {spec.name: spec.role for spec in specs}
-    shared = [names for names in shared_gpus(specs).values() if any(roles[n] in ("decode", "unified") for n in names)]
-    return frozenset(name for names in shared for name in names if roles[name] == "prefill")
 
 
 def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[str, str]) -> list[ProcessSpec]:
@@ -215,16 +182,25 @@ def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[
 
 
 def _seated(workers: Sequence[ProcessSpec], gpus: Gpus, *, share: bool) -> list[ProcessSpec]:
-    seats = seats_of({worker.name: worker.ranks for worker in workers}, gpus.names, share=share)
-    return [_on_gpu(worker, seats[worker.name], gpus.mem_fraction) for worker in workers]
-
-
-def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec:
-    argv = worker.argv
-    if seat.engines > 1:
-        others = [arg for arg in argv if not arg.startswith(f"{MEM_FRACTION}=")]
-        argv = (*others, f"{MEM_FRACTION}={mem_fraction / seat.engines:.4g}")
-    return replace(worker, argv=argv, env={**worker.env, VISIBLE: ",".join(seat.gpus)})
+    """GPUs round robin, never one twice to an engine. ConfigError for too few, unless shared."""
+    names, total = gpus.names, sum(worker.ranks for worker in workers)
+    if total > len(names) and not share:
+        several = f", which have {total} ranks," if total > len(workers) else ""
+        raise ConfigError(
+            f"--share-gpus: {len(workers)} engines{several} for {len(names)} GPU{'s' * (len(names) != 1)} ({', '.join(names)}); "
+            "start fewer (--prefill, --decode), or give --share-gpus to put several on one GPU"
+        )
+    turns = itertools.cycle(names)
+    taken = [tuple(itertools.islice(turns, min(worker.ranks, len(names)))) for worker in workers]
+    load = Counter(itertools.chain.from_iterable(taken))
+    seated = []
+    for worker, places in zip(workers, taken, strict=True):
+        argv, engines = worker.argv, max(load[gpu] for gpu in places)
+        if engines > 1:
+            others = [arg for arg in argv if not arg.startswith(f"{MEM_FRACTION}=")]
+            argv = (*others, f"{MEM_FRACTION}={gpus.mem_fraction / engines:.4g}")
+        seated.append(replace(worker, argv=argv, env={**worker.env, VISIBLE: ",".join(places)}))
+    return seated
 
 
 def _worker(

@@ -90,25 +90,10 @@ OF_DP_ATTENTION = ("enable_dp_attention", "enable_prefill_delayer")
 OF_PDMUX = ("enable_pdmux", "pdmux_itl_s")
 # Fields of EngineConfig that apply to encoder workers, which have one rank and no text model.
 OF_ENCODERS = (
-    "model_path",
-    "revision",
-    "served_model_name",
-    "load_format",
-    "dtype",
-    "device",
-    "stream",
-    "context_length",
-    "mem_fraction_static",
-    "enable_memory_saver",
-    "max_running_requests",
-    "max_queued_requests",
-    "max_prefill_tokens",
-    "vlm_cache_size_mb",
-    "weight_version",
-    "num_threads",
-    "random_seed",
-    "decode_log_interval",
-    "watchdog_timeout_s",
+    *("model_path", "revision", "served_model_name", "load_format", "dtype", "weight_version"),
+    *("device", "mem_fraction_static", "enable_memory_saver", "vlm_cache_size_mb", "num_threads"),
+    *("stream", "context_length", "max_running_requests", "max_queued_requests", "max_prefill_tokens"),
+    *("random_seed", "decode_log_interval", "watchdog_timeout_s"),
 )
 
 

@@ -137,7 +137,8 @@ class Supervisor:
     domains: InitVar[Sequence[FailureDomain]] = ()
 
     def __post_init__(self, restarts: RestartPolicy, domains: Sequence[FailureDomain]) -> None:
-        self._domains = {name: domain for domain in domains for name in domain.names}
+        alone = [FailureDomain([spec.name], what="") for spec in self.specs]
+        self._domains = {name: domain for domain in (*alone, *domains) for name in domain.names}
         self._guard = Guard()
         self._children: list[Child] = []
         self._restarts = [Restarts(restarts, is_front=is_front(spec, self.specs)) for spec in self.specs]
@@ -167,8 +168,7 @@ class Supervisor:
         for spec in self.specs:
             child = self._start_one(spec)
             self._children.append(child)
-            if (domain := self._domains.get(spec.name)) is not None:
-                domain.add(child)
+            self._domains[spec.name].add(child)
 
     def _start_one(self, spec: ProcessSpec, *, again: bool = False) -> Child:
         try:
@@ -203,10 +203,8 @@ class Supervisor:
             )
 
     async def _probe(self, child: Child) -> None:
-        url = child.spec.url + child.spec.health_path
-        while not await asyncio.to_thread(is_healthy, url, timeout_s=PROBE_TIMEOUT_S):
-            await asyncio.sleep(POLL_S)
-        self._healthy_s[child.spec.name] = self._elapsed_s()
+        if await self._becomes_healthy(child, child.spec.health_path):
+            self._healthy_s[child.spec.name] = self._elapsed_s()
 
     def _progress(self) -> list[ProcessProgress]:
         elapsed_s = self._elapsed_s()
@@ -255,31 +253,22 @@ class Supervisor:
             if pause_s is None:
                 return child
             self.display.message(f"tandem up: {_why_ended(child)}; it starts again in {pause_s:g} s")
-            await self._end_domain(child)
+            domain = self._domains[child.spec.name]
+            await domain.end_others(child, lambda text: self.display.message(f"tandem up: {text}"))
             await asyncio.sleep(pause_s)
             started_at_s = time.monotonic()
-            child = self._children[i] = await self._start_again(child.spec)
+            child = self._children[i] = await domain.start(partial(self._start_one, child.spec, again=True))
             self.on_again(self._children)
-            if await self._becomes_healthy(child):
+            if await self._becomes_healthy(child, child.spec.alive_path):
                 now_s = time.monotonic()
                 restarts.became_healthy(now_s)
                 took = f"after {now_s - started_at_s:.1f} s"
                 self.display.message(f"tandem up: {child.spec.name} is healthy again {took} (pid {child.pid})")
 
-    async def _end_domain(self, dead: Child) -> None:
-        if (domain := self._domains.get(dead.spec.name)) is not None:
-            await domain.end_others(dead, lambda text: self.display.message(f"tandem up: {text}"))
-
-    async def _start_again(self, spec: ProcessSpec) -> Child:
-        domain = self._domains.get(spec.name)
-        begin = partial(self._start_one, spec, again=True)
-        return begin() if domain is None else await domain.start(begin)
-
-    async def _becomes_healthy(self, child: Child) -> bool:
+    async def _becomes_healthy(self, child: Child, path: str) -> bool:
         """False if it died before."""
-        url = child.spec.url + child.spec.alive_path
         while child.alive:
-            if await asyncio.to_thread(is_healthy, url, timeout_s=PROBE_TIMEOUT_S):
+            if await asyncio.to_thread(is_healthy, child.spec.url + path, timeout_s=PROBE_TIMEOUT_S):
                 return True
             await asyncio.sleep(POLL_S)
         return False

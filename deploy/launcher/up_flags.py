@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.flags import Parser, add_flags, given_argv
+from deploy.flags import ENGINE_TOPICS, Parser, add_flags, given_argv
 from deploy.foreign.worker import WORKER
 from deploy.launcher.plan import chosen_gpus
 from deploy.launcher.roles import ClusterConfig, RoleFlags, check_role, num_ranks, units_between, values_by_role
@@ -21,57 +21,23 @@ from transfer_backends.engines.wheels import extras_of, torch_cuda_major
 # Set by the cluster.
 _SERVER_SKIP = ("host", "port", "ready_file")
 _DISAGG_SKIP = (
-    "disaggregation_mode",
-    "disaggregation_transfer_backend",
-    "disaggregation_bootstrap_port",
-    "disaggregation_bootstrap_server",
-    "disaggregation_control_host",
+    *("disaggregation_mode", "disaggregation_transfer_backend", "disaggregation_control_host"),
+    *("disaggregation_bootstrap_port", "disaggregation_bootstrap_server"),
 )
 _ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
-_WORKER_KEYS = (
-    "api_key",
-    "api_key_file",
-    "admin_api_key",
-    "admin_api_key_file",
-)  # sent to workers by the router
+_WORKER_KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")  # sent to workers by the router
 # Shared by workers and router.
 _SHARED = (
-    *_WORKER_KEYS,
-    "allow_insecure",
-    "allowed_hosts",
-    "allowed_media_domains",
-    "allowed_media_networks",
-    "allowed_origins",
-    "cluster_secret_file",
-    "disable_image_fetch",
-    "drain_timeout_s",
-    "enable_trace",
-    "log_format",
-    "log_level",
-    "max_body_bytes",
-    "max_images_per_request",
-    "max_stored_responses",
-    "middleware",
-    "otlp_traces_endpoint",
-    "sse_keep_alive_interval_s",
+    *(*_WORKER_KEYS, "allow_insecure", "allowed_hosts", "allowed_origins", "cluster_secret_file", "middleware"),
+    *("allowed_media_domains", "allowed_media_networks", "disable_image_fetch", "max_images_per_request"),
+    *("log_format", "log_level", "enable_trace", "otlp_traces_endpoint"),
+    *("drain_timeout_s", "max_body_bytes", "max_stored_responses", "sse_keep_alive_interval_s"),
 )
 _MODEL_FLAGS = ("model_path", "revision", "served_model_name")
 
 
 # Groups of help in their order, and what `--help` shows. Those of the router follow.
-TOPICS = (
-    "model",
-    "cluster",
-    "server",
-    "keys",
-    "parallel",
-    "memory",
-    "scheduling",
-    "cache",
-    "speculative",
-    "lora",
-    "output",
-)
+TOPICS = ("model", "cluster", "server", "keys", *ENGINE_TOPICS)
 COMMON = (
     *("model_path", "served_model_name", "dtype", "quantization"),
     *("prefill", "decode", "unified", "transfer_backend", "host", "port", "restart"),

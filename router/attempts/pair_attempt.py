@@ -38,15 +38,12 @@ class RoomMinter:
     def has_room_for(self, count: int) -> bool:
         return len(self._live) + count <= MAX_LIVE_ROOMS
 
-    def mint(self, count: int) -> tuple[int, ...]:
-        return tuple([self._mint_one() for _ in range(count)])
-
-    def mint_at(self, rank: int, num_ranks: int, count: int) -> tuple[int, ...]:
-        """Mint rooms of a DP rank: their remainder by `num_ranks`."""
+    def mint(self, count: int, *, rank: int = 0, num_ranks: int = 1) -> tuple[int, ...]:
+        """`rank`: a DP rank, their remainder by `num_ranks`."""
         assert 0 <= rank < num_ranks, (rank, num_ranks)
         return tuple([self._mint_one(rank, num_ranks) for _ in range(count)])
 
-    def _mint_one(self, rank: int = 0, num_ranks: int = 1) -> int:
+    def _mint_one(self, rank: int, num_ranks: int) -> int:
         room = 0
         while room == 0 or room in self._live or room >> ROOM_BITS:
             room = self._draw(ROOM_BITS)
@@ -264,7 +261,11 @@ class AttemptLauncher:
             while not attempt.settled():
                 await attempt.waiter.wait()
         except CallFailed as failure:
-            self._on_attempt_failed(request, attempt, failure)
+            request.note_failed(failure, attempt.workers)
+            now_s = self.clock()
+            for notify in self.events.on_attempt_failed:
+                notify(request, attempt, failure, now_s)
+            self.on_call_failed(failure)
             raise
 
     def headers_at(self, request: RequestContext, now_s: float) -> Mapping[str, str]:
@@ -317,21 +318,16 @@ class AttemptLauncher:
                 of_prefill, to_prefill = unranked, without[0]
             else:
                 of_decode, to_decode = unranked, without[1]
-        return of_prefill, self._vouched(of_decode, prefill, rooms), to_prefill, to_decode
+        if self.secret is not None and port is not None:
+            of_decode = {**of_decode, VOUCHER_HEADER: vouch(self.secret, host=host, port=port, rooms=rooms)}
+        return of_prefill, of_decode, to_prefill, to_decode
 
     def _rooms(self, request: RequestContext, prefill: Worker) -> tuple[int, ...]:
         """Mint rooms of the request's DP rank, which prefill reads from the room."""
         rank, num_ranks, count = request.dp_rank, prefill.ranks.dp, request.parsed.num_samples
         if rank is None or not 0 <= rank < num_ranks:
             return self.rooms.mint(count)
-        return self.rooms.mint_at(rank, num_ranks, count)
-
-    def _on_attempt_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
-        request.note_failed(failure, attempt.workers)
-        now_s = self.clock()
-        for notify in self.events.on_attempt_failed:
-            notify(request, attempt, failure, now_s)
-        self.on_call_failed(failure)
+        return self.rooms.mint(count, rank=rank, num_ranks=num_ranks)
 
     def on_call_failed(self, failure: CallFailed) -> None:
         now_s = self.clock()
@@ -351,9 +347,3 @@ class AttemptLauncher:
             worker.calls[call] = None
             reply.on_end = partial(worker.calls.pop, call, None)
         return call
-
-    def _vouched(self, headers: Mapping[str, str], prefill: Worker, rooms: Sequence[int]) -> Mapping[str, str]:
-        secret, at = self.secret, prefill.bootstrap
-        if secret is None or at.port is None:
-            return headers
-        return {**headers, VOUCHER_HEADER: vouch(secret, host=at.host, port=at.port, rooms=rooms)}

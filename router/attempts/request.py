@@ -98,9 +98,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         return self.failed is not None and (self.failed.num_deaths > max_deaths or self.failed.is_own)
 
     def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
-        """Return whether the request caused its failure, or trying `placements` would prove
-        nothing.
-        """
+        """Return whether it caused its failure, or trying `placements` would prove nothing."""
         if self.failed is None:
             return False
         return self.failed.is_own or (bool(placements) and self.failed.decides_nothing(p.worker for p in placements))

@@ -321,11 +321,8 @@ def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> tuple[lis
 
 def _first_ids(prompt: memoryview) -> bytes:
     try:
-        if bytes(prompt[:64]).replace(b" ", b"").startswith(b"[["):
-            ids = _batch_decoder.decode(prompt)[0]
-        else:
-            ids = _ids_decoder.decode(prompt)
-        return token_bytes(ids)
+        is_batch = bytes(prompt[:64]).replace(b" ", b"").startswith(b"[[")
+        return token_bytes(_batch_decoder.decode(prompt)[0] if is_batch else _ids_decoder.decode(prompt))
     except (*JSON_ERRORS, OverflowError, IndexError):
         return b""
 

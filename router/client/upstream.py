@@ -24,9 +24,7 @@ MAX_ORIGINS = 4 * 4096  # cached parsed URLs
 
 
 class UpstreamError(Exception):
-    """A failed call. `reason`: "refused" (not connected), "lost", "down" (given up here),
-    "timeout".
-    """
+    """`reason`: "refused" (not connected), "lost", "down" (given up here), "timeout"."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -65,7 +63,8 @@ class HttpUpstream:
 
     def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> "HttpReply":
         origin = self._origin(url)
-        return self._send(origin, HttpReply(self._loop, timeout_s=timeout_s), _get(path, origin.name, _lines(headers)))
+        head = f"GET {path} HTTP/1.1\r\nHost: {origin.name}\r\n{_lines(headers)}\r\n"
+        return self._send(origin, HttpReply(self._loop, timeout_s=timeout_s), head.encode("utf-8", "surrogateescape"))
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
         origin = self._origin(url)
@@ -354,7 +353,3 @@ def _lines(headers: Mapping[str, str]) -> str:
 def _head(path: str, host: str, lines: str, length: int) -> bytes:
     text = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n{lines}\r\n"
     return text.encode("utf-8", "surrogateescape")
-
-
-def _get(path: str, host: str, lines: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{lines}\r\n".encode("utf-8", "surrogateescape")

@@ -28,7 +28,7 @@ from service.telemetry.exporters import open_exporter
 
 
 class RouterCore:
-    """Parts of a router process, `slot` of several. `prefixes` is empty without secret or index."""
+    """Parts of a router process, `slot` of several. `prefixes` is None without secret or index."""
 
     def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
         """Raises ConfigError."""
@@ -52,18 +52,16 @@ class RouterCore:
         self.admission = Admission(config, peers=peer_load)
         self.table = named_workers(config, peer_load)
         self.table.on_gone = self._on_gone
-        self.prefixes = self._prefixes()
+        self.prefixes: PrefixHeaders | None = None
+        if self.chooser.index is not None and self.secret is not None:
+            self.prefixes = PrefixHeaders(worker_of=self.table.get, secret=self.secret)
         self.encoders = Encoders(table=self.table, secret=self.secret)
         self.responses = store_of(config)
         self.metrics = RouterMetrics(self.table, ways=ways_of(config))
         self.metrics.parts += [partial(of_feed, self.feed), self.admission.metrics]
         self.metrics.parts += [] if self.responses is None else [partial(of_store, self.responses)]
-        self.metrics.parts += [*(prefixes.metrics for prefixes in self.prefixes), self.encoders.metrics]
-
-    def _prefixes(self) -> tuple[PrefixHeaders, ...]:
-        if self.chooser.index is None or self.secret is None:
-            return ()
-        return (PrefixHeaders(worker_of=self.table.get, secret=self.secret),)
+        self.metrics.parts += [] if self.prefixes is None else [self.prefixes.metrics]
+        self.metrics.parts += [self.encoders.metrics]
 
     def on_info(self, worker: Worker, info: Info) -> None:
         if self.chooser.index is not None:  # before the first event

@@ -28,16 +28,9 @@ from service.http.guard import ENVOY_HEADER, RANK_HEADER, SESSION_HEADER, TIMEOU
 from service.http.keep_alive import NO_BEATS_HEADER
 from service.http.resume import FRAMES_HEADER
 
-_DEADLINES = (TIMEOUT_HEADER, ENVOY_HEADER)
 _PASSED = (
-    "traceparent",
-    "tracestate",
-    *_DEADLINES,
-    PRIORITY_HEADER,
-    TTFT_HEADER,
-    ITL_HEADER,
-    RANK_HEADER,
-    SESSION_HEADER,
+    *("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER),
+    *(PRIORITY_HEADER, TTFT_HEADER, ITL_HEADER, RANK_HEADER, SESSION_HEADER),
 )
 
 

@@ -62,11 +62,7 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
 
 def check_secret(config: RouterConfig, secret: bytes | None) -> None:
     """Raise ConfigError for flags that need a secret, by which workers know their router."""
-    asked = {
-        "--encode": config.encode,
-        "--resume-window": config.resume_window_s,
-    }
-    for flag, is_given in asked.items():
+    for flag, is_given in (("--encode", config.encode), ("--resume-window", config.resume_window_s)):
         if is_given and secret is None:
             raise ConfigError(
                 f"{flag}: needs --cluster-secret-file, by which workers know their router; give both the file"

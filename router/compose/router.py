@@ -10,8 +10,6 @@ from router.compose.core import RouterCore
 from router.compose.dispatcher import Owners, make_dispatcher
 from router.compose.events import make_events
 from router.compose.exposure import ways_of
-from router.config import RouterConfig
-from router.fleet import ProcessSlot
 from router.history.recorder import RequestTraces
 from router.http.worker_calls import WorkerCalls
 from router.parts.failover import MoveOrders
@@ -33,10 +31,6 @@ class Router(RouterCore):
 
     url = ""
 
-    def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
-        super().__init__(config, slot, stack)
-        self._stack = stack
-
     async def connect(self, stack: AsyncExitStack) -> None:
         """Requests start with `monitor.watch` or `discovery.start`."""
         config, table, credentials = self.config, self.table, self.credentials
@@ -56,7 +50,7 @@ class Router(RouterCore):
             upstream=self.upstream,
             on_report=lambda worker, report: self.recorder.on_report(worker.role, worker.report, report),
             on_info=self.on_info,
-            let_go=self._let_go(),
+            let_go=self._let_go(stack),
         )
         stack.push_async_callback(self.monitor.close)
         self.discovery = await open_discovery(config, table=table, monitor=self.monitor)
@@ -82,12 +76,12 @@ class Router(RouterCore):
         self.dispatcher = self._dispatcher()
         stack.callback(self.dispatcher.launcher.close)
 
-    def _let_go(self) -> LetGo:
+    def _let_go(self, stack: AsyncExitStack) -> LetGo:
         """Return what takes calls from workers: they move with their KV, or start anew."""
         if self.secret is None or self.config.disable_kv_moves:
             return give_up_all
         moves = MoveOrders(self.session, self.credentials, secret=self.secret)
-        self._stack.push_async_callback(moves.close)
+        stack.push_async_callback(moves.close)
         return moves.let_go
 
     def _dispatcher(self) -> Dispatcher:
@@ -107,7 +101,7 @@ class Router(RouterCore):
             events=events,
             secret=self.secret,
             clock=time.monotonic,
-            parts=tuple([prefixes.prepare for prefixes in self.prefixes]),
+            parts=() if self.prefixes is None else (self.prefixes.prepare,),
         )
         owners = Owners(
             admission=self.admission,

@@ -156,9 +156,8 @@ class Recorder:
             second.output_tokens += max(0, report.output_tokens_total - before.output_tokens_total)
 
     def snapshot(self) -> DashboardSnapshot:
-        return DashboardSnapshot(
-            [*self._seconds], [request.shown() for request in (*self._ended, *self._running.values())]
-        )
+        requests = (*self._ended, *self._running.values())
+        return DashboardSnapshot([*self._seconds], [request.shown() for request in requests])
 
 
 def bucket_of(seconds: float) -> int:
@@ -202,9 +201,6 @@ class RequestTraces:
     log_requests: bool = False
     _running: dict[RequestContext, "RequestTrace"] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._exports = self.tracer.exports
-
     def on_routed(self, request: RequestContext) -> None:
         trace = self._running[request] = self._begin(request)
         trace.outcome.key = self.recorder.begin(trace, request.started_s)
@@ -234,11 +230,9 @@ class RequestTraces:
             trace.log()
 
     def _begin(self, request: RequestContext) -> "RequestTrace":
-        span = None
-        if self._exports:
-            span = self.tracer.span_under(request.http.headers.get("traceparent", ""))
-            if span is not None:
-                request.headers = {**request.headers, "traceparent": span.at.header()}
+        span = self.tracer.span_under(request.http.headers.get("traceparent", ""))
+        if span is not None:
+            request.headers = {**request.headers, "traceparent": span.at.header()}
         return RequestTrace(request, span)
 
 

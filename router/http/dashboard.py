@@ -167,14 +167,8 @@ class Dashboard:
     auto_roles: Callable[[], Awaitable[bytes]] | None = None
 
     def api(self) -> ApiRouter:
-        return ApiRouter(
-            SERVER,
-            [
-                get(STATE, self.state),
-                get(SNAPSHOT, self.snapshot),
-                get(REQUEST + "{key}", self.request),
-            ],
-        )
+        routes = [get(STATE, self.state), get(SNAPSHOT, self.snapshot), get(REQUEST + "{key}", self.request)]
+        return ApiRouter(SERVER, routes)
 
     async def state(self, request: HttpRequest) -> Response:
         """Return the state of all processes, without request details."""

@@ -33,11 +33,7 @@ JOIN_GROUP, LEAVE_GROUP = "/init_weights_update_group", "/destroy_weights_update
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
-EXPERTS = (
-    "/start_expert_distribution_record",
-    "/stop_expert_distribution_record",
-    "/dump_expert_distribution_record",
-)
+EXPERTS = ("/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record")
 TIMEOUTS_S = {  # of POSTs that are passed on unchanged
     "/flush_cache": CALL_TIMEOUT_S,
     PAUSE: CALL_TIMEOUT_S,
@@ -173,14 +169,10 @@ class FanOutApi:
 # ---- Routes that any worker of a model answers: models, tokenizer, prompt costs.
 
 _MODEL = "/v1/models/"
-_RENDERED = ("/v1/completions/render", "/v1/chat/completions/render")
-ASKED = (
-    "/v1/messages/count_tokens",
-    "/tokenize",
-    "/detokenize",
-    *_RENDERED,
-    "/api/show",
-)  # POST, with the model in the body
+ASKED = (  # POST, with the model in the body
+    *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+    *("/v1/completions/render", "/v1/chat/completions/render", "/api/show"),
+)
 _ALIASES = ("/v1/tokenize", "/v1/detokenize")
 DESCRIBED = ("/get_model_info", "/model_info", "/api/version", "/get_weight_version")
 LISTS = {  # fields of the rows, and of a row's name
@@ -233,7 +225,7 @@ class AnyWorkerApi:
         speakers: dict[str, Worker] = {}
         for role in reversed(self.calls.roles):
             for worker in self.calls.table.alive(role):
-                speakers.setdefault(next(iter(worker.models), ""), worker)
+                speakers.setdefault(worker.model, worker)
         calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
         return [decode_or_none(answer.body) for answer in await asyncio.gather(*calls)]
 

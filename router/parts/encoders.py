@@ -5,7 +5,7 @@ busier than the least loaded worker.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -85,7 +85,7 @@ class Encoders:
             self.num_images["none"] += len(images)
             return
         chosen = choose_encoders(images, pool)
-        self._count(images, chosen)
+        self.num_images.update("owner" if chosen[image].is_owner else "least_loaded" for image in images)
         for worker, count in Counter(choice.worker for choice in chosen.values()).items():
             call.leases.append(self.table.loads.charge(worker, count * TOKENS_PER_IMAGE, now_s=call.now_s))
         value = write_header([self._at.get(chosen[image].worker.worker_id) for image in images], secret)
@@ -101,14 +101,9 @@ class Encoders:
         yield images
 
     def _pool(self, compute: Worker, now_s: float) -> Pool:
-        several = self.table.models.several and compute.models
-        pool = self.table.pool(Role.ENCODE, compute.models[0] if several else "")
+        pool = self.table.pool(Role.ENCODE, compute.model if self.table.models.several else "")
         pool = self.table.ready(pool, now_s=now_s)
         avoided = () if compute.report is None else compute.report.avoided_encoders
         if not avoided:
             return pool
         return [w for w in pool if (at := self._at.get(w.worker_id)) is None or at.control not in avoided]
-
-    def _count(self, images: Sequence[str], chosen: Mapping[str, EncoderChoice]) -> None:
-        for image in images:
-            self.num_images["owner" if chosen[image].is_owner else "least_loaded"] += 1

@@ -71,7 +71,8 @@ class BodyImages:
         values, images = await BODIES.run(partial(_found, parsed, names), size=size)
         if not images:
             return WithImages(parsed, parsed)
-        if remote := [image for image in images if _is_remote(image)]:
+        others = [image for image in images if not image.is_video and not is_data_url(image.url)]
+        if remote := [image for image in others if "://" in image.url[:16]]:
             await self._fetch(remote, parsed)
         finish = partial(_with_digests, parsed, values, fetched=bool(remote))
         return await BODIES.run(finish, size=self._most_bytes if remote else size)
@@ -116,10 +117,6 @@ def _written(values: Mapping[str, Any]) -> dict[str, bytes]:
 def _images(values: dict[str, Any]) -> Iterator[NamedImage]:
     for name, value in values.items():
         yield from urls_in(values, name, name) if name in _LISTS else images_in(value, name)
-
-
-def _is_remote(image: NamedImage) -> bool:
-    return not image.is_video and not is_data_url(image.url) and "://" in image.url[:16]
 
 
 def _digest(url: str) -> str:

@@ -49,7 +49,8 @@ class Reconnect:
         ApiError: 410 lost, 503 uncertain.
         """
         if request.parsed.streams and request.parsed.api not in OLLAMA:
-            body = await self._digest(request)
+            sent = await request.http.read()  # before any change
+            body = await BODIES.run(partial(digest_of, request.path, sent), size=len(sent))
             keep = _encode(Keep(window_s=self.window_s, owner=_owner(request), body=body))
             request.headers = {**request.headers, KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
             if after := request.http.headers.get(LAST_EVENT_HEADER, ""):
@@ -58,20 +59,12 @@ class Reconnect:
                 ask_for_rest(request, rest.resume, self.secret)
         return await serve(request)
 
-    async def _digest(self, request: RequestContext) -> str:
-        """Hash the client's body, of before any change."""
-        body = await request.http.read()
-        return await BODIES.run(partial(digest_of, request.path, body), size=len(body))
-
     async def _find(self, request: RequestContext, body: str, after: str) -> RetainedRest:
-        question = _encode(
-            RetainedQuestion(request_id=request.request_id, owner=_owner(request), body=body, after=after)
-        )
+        owner, request_id = _owner(request), request.request_id
+        question = _encode(RetainedQuestion(request_id=request_id, owner=owner, body=body, after=after))
         roles = {way[-1] for way in request.ways}
-        workers = [
-            w for w in self.table.workers() if w.role in roles or (w.serves_whole and w.role in self.table.whole_at)
-        ]
-        workers = [w for w in workers if w.health is not Health.DOWN]
+        live = [w for w in self.table.workers() if w.health is not Health.DOWN]
+        workers = [w for w in live if w.role in roles or (w.serves_whole and w.role in self.table.whole_at)]
         asked = [asyncio.ensure_future(self._ask(worker, request, question)) for worker in workers]
         all_know = True
         try:

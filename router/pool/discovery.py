@@ -72,22 +72,19 @@ class Discovery:
         self._later, self._looked_s = None, loop_time_s()
         if all(watch.listed for watch in self._watches):
             self._workers.update({watch.role: watch.pods.pods() for watch in self._watches}, now_s=loop_time_s())
-            self._log_problems()
+            problems = dict(self._workers.problems)
+            for watch in self._watches:
+                if watch.pods.num_refused:
+                    problems[watch.role] = "more pods than a router takes; those beyond are left out"
+            for name, why in problems.items():
+                if self._logged.get(name) != why:
+                    log.warning("service discovery: pod %s is no worker: %s", name, why)
+            self._logged = problems
 
     async def _reap(self) -> None:
         while True:
             self._workers.reap()
             await asyncio.sleep(REAP_S)
-
-    def _log_problems(self) -> None:
-        problems = dict(self._workers.problems)
-        for watch in self._watches:
-            if watch.pods.num_refused:
-                problems[watch.role] = "more pods than a router takes; those beyond are left out"
-        for name, why in problems.items():
-            if self._logged.get(name) != why:
-                log.warning("service discovery: pod %s is no worker: %s", name, why)
-        self._logged = problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +161,7 @@ class PodWorkers:
         self._joined[want.url] = _Joined(want, worker)
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
-        """Send no new requests. A pod being deleted (`ending`) still serves for seconds, as a last
-        resort.
-        """
+        """No new requests. A pod being deleted (`ending`) serves for seconds, as a last resort."""
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:
             del self._joined[url]  # named or removed by hand
@@ -199,7 +194,9 @@ class PodWorkers:
                 self._problem(pod, "it is ready, but has no status.podIP")
             return None
         url = f"http://[{pod.ip}]:{self.port}" if ":" in pod.ip else f"http://{pod.ip}:{self.port}"
-        if not (pod.ready or self._is_in(url, pod)):
+        joined = self._joined.get(url)
+        is_in = joined is not None and not joined.leaving and joined.wanted.uid == pod.uid
+        if not (pod.ready or is_in):
             return None
         text = pod.bootstrap_port if role is Role.PREFILL else None
         port = None if text is None else port_of(text)
@@ -207,10 +204,6 @@ class PodWorkers:
             self._problem(pod, f"its bootstrap port must be 1 to 65535, got {text[:40]!r}")
             return None
         return Wanted(url=url, role=role, bootstrap_port=port, pod=pod.name, uid=pod.uid)
-
-    def _is_in(self, url: str, pod: Pod) -> bool:
-        joined = self._joined.get(url)
-        return joined is not None and not joined.leaving and joined.wanted.uid == pod.uid
 
     def _problem(self, pod: Pod, why: str) -> None:
         if len(self.problems) < MAX_PROBLEMS:

@@ -224,9 +224,7 @@ class HealthMonitor:
         is_new = worker.health is not Health.UP or worker.process.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
             error = await self._read_info(watch)
-            if (
-                error and error != worker.checks.error and worker.health is not Health.UP
-            ):  # not logged as a change of state
+            if error and error != worker.checks.error and worker.health is not Health.UP:  # no change of state logs it
                 log.warning("%s worker %s gets no request: %s", worker.role, worker.url, error)
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
@@ -240,13 +238,11 @@ class HealthMonitor:
                 report = parse_load((await self._prober.first_json(worker, _LOAD_PATHS))[0])
             self.on_report(worker, report)
             self.table.loads.on_report(worker, report)
-            if self.config.rebalance_above and worker.role is Role.DECODE:
-                self._rebalance(worker)
-
-    def _rebalance(self, worker: Worker) -> None:
-        above = self.config.rebalance_above
-        if count := num_to_give(worker, self.table.pool_of(worker), above=above):
-            self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
+            above = self.config.rebalance_above
+            if not above or worker.role is not Role.DECODE:
+                return
+            if count := num_to_give(worker, self.table.pool_of(worker), above=above):
+                self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
         """Migrate (the latest `most`) calls to others and count them. While the worker `answers`,
@@ -268,9 +264,7 @@ class HealthMonitor:
             self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
-        """Handle repeated reports of silence. Immovable calls get more time, as it may be a
-        pause.
-        """
+        """Reports repeat. Immovable calls get more time, as the silence may be a pause."""
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)

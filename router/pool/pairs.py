@@ -57,12 +57,9 @@ def _reason(pairs: Iterable[tuple[Worker, Worker]]) -> str:
 
 def _conflict(prefill: Worker, decode: Worker) -> str:
     me, them = f"prefill worker {prefill.url}", f"decode worker {decode.url}"
-    if not _share_model(prefill.models, decode.models):
+    one, other = prefill.models, decode.models
+    if one and other and one[0] not in other and other[0] not in one:
         return f"model differs: {me} serves {prefill.models[0]!r}, {them} serves {decode.models[0]!r}"
     if prefill.process.layout is None or decode.process.layout is None:
         return ""
     return layout_conflict(prefill.process.layout, decode.process.layout, me=me, them=them) or ""
-
-
-def _share_model(one: Sequence[str], other: Sequence[str]) -> bool:
-    return not one or not other or one[0] in other or other[0] in one

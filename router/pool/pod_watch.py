@@ -38,6 +38,7 @@ class _Metadata(msgspec.Struct):
     namespace: str = ""
     uid: str = ""
     resourceVersion: str = ""
+    continue_: str = msgspec.field(name="continue", default="")  # of a list's page
     deletionTimestamp: str | None = None
     annotations: dict[str, str] | None = None
 
@@ -153,13 +154,8 @@ class _Event(msgspec.Struct):
     object: Any = None
 
 
-class _PageMetadata(msgspec.Struct):
-    resourceVersion: str = ""
-    continue_: str = msgspec.field(name="continue", default="")
-
-
 class _Page(msgspec.Struct):
-    metadata: _PageMetadata = msgspec.field(default_factory=_PageMetadata)
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
     items: list[Any] | None = None
 
 

@@ -98,9 +98,7 @@ def count_of(value: object) -> int:
 
 
 def parse_bootstrap(info: Info, *, url_host: str) -> tuple[str, int | None]:
-    """Inside the worker (port None: the default), unless `disaggregation_bootstrap_server` names
-    another.
-    """
+    """In the worker (port None: default) unless `disaggregation_bootstrap_server` names another."""
     alone = info.get("disaggregation_bootstrap_server")
     if isinstance(alone, str) and ":" in alone:
         host, _, text = alone.rpartition(":")

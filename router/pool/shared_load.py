@@ -6,8 +6,7 @@ slot, by a hash of its URL, needs a lock.
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -45,11 +44,14 @@ class SharedLoad:
 
     def take(self, url: str) -> int:
         """The slot of `url`, the same in all processes. RuntimeError if full."""
-        name = _name(url)
-        with self._locked():
+        name = (int.from_bytes(blake2b(url.encode(), digest_size=8).digest(), "little") >> 1) or 1
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
             slot = self._find(name)
             self._words[slot] = name
             self._words[self._at(self._begin, slot, _USED)] = 1
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -128,18 +130,6 @@ class SharedLoad:
 
     def _at(self, begin: int, slot: int, what: int) -> int:
         return begin + _HEADER + _PER_SLOT * slot + what
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
-
-
-def _name(url: str) -> int:
-    return (int.from_bytes(blake2b(url.encode(), digest_size=8).digest(), "little") >> 1) or 1
 
 
 def _cells(client: str) -> list[int]:

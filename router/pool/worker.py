@@ -168,6 +168,11 @@ class Worker:
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # running, oldest first
 
     @property
+    def model(self) -> str:
+        """The base model, empty if unknown."""
+        return self.models[0] if self.models else ""
+
+    @property
     def url_host(self) -> str:
         return urlsplit(self.url).hostname or ""
 

@@ -134,11 +134,8 @@ def join_models(answers: Iterable[object], *, field: str = "data", key: str = "i
 
 def _rows(listed: object, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
     rows = listed.get(field) if isinstance(listed, dict) else None
-    return (
-        [row for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)]
-        if isinstance(rows, list)
-        else []
-    )
+    rows = rows if isinstance(rows, list) else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)]
 
 
 # ---- workers
@@ -219,9 +216,7 @@ class WorkerTable:
         return worker
 
     def retire(self, url: str, *, last_resort: bool = False) -> Worker:
-        """Send no new requests, except as `last_resort` if no other is up. Raises
-        WorkerTableError.
-        """
+        """No new requests, except as `last_resort` if no other is up. Raises WorkerTableError."""
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
         self._on_change()
@@ -285,8 +280,7 @@ class WorkerTable:
         return self._misfits
 
     def has_peer(self, worker: Worker) -> bool:
-        model = worker.models[0] if worker.models else ""
-        return any(worker in pool for group in self.routes(PAIR, model) for pool in group)
+        return any(worker in pool for group in self.routes(PAIR, worker.model) for pool in group)
 
     def _groups(self, way: Way, model: str) -> tuple[Group, ...]:
         names = self.models.bases if not model and self.models.several else (model,)
@@ -318,12 +312,11 @@ class WorkerTable:
         """Others can replace it: its role, or another whole route."""
         if any(other is not worker and not other.silent and fits(other, worker) for other in self.pool_of(worker)):
             return True
-        model = worker.models[0] if worker.models else ""
-        groups = [group for way in (PAIR, UNIFIED) for group in self.routes(way, model)]
+        groups = [group for way in (PAIR, UNIFIED) for group in self.routes(way, worker.model)]
         return any(all(any(w is not worker and not w.silent for w in pool) for pool in group) for group in groups)
 
     def pool_of(self, worker: Worker) -> Pool:
-        return self.pool(worker.role, worker.models[0] if worker.models else "")
+        return self.pool(worker.role, worker.model)
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Apply a check's result; return whether the state changed."""
@@ -351,9 +344,7 @@ class WorkerTable:
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
-        """A process that returns after another is one of several behind the URL, and changes
-        nothing.
-        """
+        """A process that comes back is one of several behind the URL, and changes nothing."""
         process = worker.process
         if process.incarnation not in ("", incarnation) and incarnation:
             process.former = (*process.former, process.incarnation)[-MAX_FORMER_LIVES:]

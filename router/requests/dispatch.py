@@ -22,15 +22,7 @@ from router.choice.policies import Chooser
 from router.client.credentials import Credentials
 from router.pool.worker import Way
 from router.pool.workers import UnknownModel
-from router.requests.answer import (
-    ENDS,
-    HANDED_BACK,
-    WORKER_CODE,
-    ClientAnswer,
-    draining,
-    failure_response,
-    no_worker,
-)
+from router.requests.answer import ENDS, HANDED_BACK, WORKER_CODE, ClientAnswer, draining, failure_response, no_worker
 from router.requests.merge import Merger
 from router.requests.picking import Picker
 from service.http.errors import ApiError
@@ -176,12 +168,7 @@ class Dispatcher:
         assert task is not None
         started_s = self.launcher.clock()
         request = RequestContext(
-            http=http,
-            task=task,
-            request_id=http[REQUEST_ID],
-            path=path,
-            started_s=started_s,
-            caller=http[CALLER].name,
+            http=http, task=task, request_id=http[REQUEST_ID], path=path, started_s=started_s, caller=http[CALLER].name
         )
         status = CLIENT_GONE
         self.live.requests[request] = None  # a context manager would cost ten times this

@@ -88,9 +88,7 @@ class Merger:
 
 
 def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -> None:
-    """Merge a native answer: logprobs into the first event, and later ones that repeat the
-    field.
-    """
+    """Merge a native answer: logprobs into the first event, and later ones with the field."""
     for name in _INPUT_LOGPROBS:
         if prefill.get(name) and not meta.get(name) and (first or name in meta):
             meta[name] = prefill[name]

@@ -70,9 +70,14 @@ class Picker:
         ]
         if not ways:
             return None  # before a policy records it
+        now_s = self.clock()
         if request.slo is not None and request.failed is None:  # retries are not refused
-            return self._pick_in_time(request, request.slo, ways)
-        return self.choose(request, ways)
+            choice = self._pick_in_time(request, request.slo, ways, now_s)
+        else:
+            sound = self._sound(request, ways, now_s) if len(ways) > 1 else ways
+            choice = self.routes.choose(sound, request.hints, now_s, request.slo)
+        request.decision = choice.decision
+        return choice.placements
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
         """Pick the least loaded responsive worker that fits `but`, other than it."""
@@ -84,16 +89,6 @@ class Picker:
         return self.routes.take(
             [[[best]]], [(Placement(best),)], request.hints, self.clock(), None, strict=True
         ).placements[0]
-
-    def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
-        now_s = self.clock()
-        if len(ways) > 1:
-            ways = self._sound(request, ways, now_s)
-        return self._take(request, self.routes.choose(ways, request.hints, now_s, request.slo))
-
-    def _take(self, request: RequestContext, choice: Choice) -> Placements:
-        request.decision = choice.decision
-        return choice.placements
 
     def pools(self, request: RequestContext) -> list[list[Pool]]:
         """Workers of a pool are silent only if all are.
@@ -112,11 +107,11 @@ class Picker:
         table, ways, model = self.table, request.ways, request.model
         return missing_roles(table, ways, model) or silent_roles(table, ways, model)
 
-    def _pick_in_time(self, request: RequestContext, slo: Slo, ways: Iterable[Pools]) -> Placements:
+    def _pick_in_time(self, request: RequestContext, slo: Slo, ways: Iterable[Pools], now_s: float) -> Choice:
         """Raises RequestRefused."""
         found: list[tuple[Pools, Placements]] = []
         refused: RequestRefused | None = None
-        look, hints, now_s, more = self.look_in_time, request.hints, self.clock(), self.routes.with_pages
+        look, hints, more = self.look_in_time, request.hints, self.routes.with_pages
         for pools in ways:
             whole = len(pools) == 1
             try:
@@ -129,7 +124,7 @@ class Picker:
             raise refused
         sound = self._sound(request, [pools for pools, _ in found], now_s)
         placements = [way for pools, way in found if any([pools is one for one in sound])]
-        return self._take(request, self.routes.take(sound, placements, hints, now_s, slo, strict=True))
+        return self.routes.take(sound, placements, hints, now_s, slo, strict=True)
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
         """Routes without failed workers or open circuits, else all.

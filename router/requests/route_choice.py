@@ -5,6 +5,7 @@ Candidates are each policy's choice and the worker of its pool with most of the 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -77,7 +78,8 @@ class RouteChooser:
         return choice
 
     def _cheapest(self, found: Sequence[Placements], hints: RoutingHints, now_s: float, slo: Slo) -> Choice:
-        found = sorted(found, key=_assigned)  # of equally dear ones that with fewer requests so far
+        # of equally dear ones that with fewer requests so far
+        found = sorted(found, key=lambda way: sum([one.worker.assigned_total for one in way]))
         workers = {one.worker.worker_id: one.worker for way in found for one in way}
         figures = {worker_id: self.forecast.figures(one) for worker_id, one in workers.items()}
         candidates = [_candidate(way) for way in found]
@@ -137,16 +139,8 @@ class RouteChooser:
 
     def _with_holder(self, pool: Pool, looked: Placement, hints: RoutingHints, matched: PrefixMatch) -> list[Placement]:
         cached = cached_of(matched, looked.worker.worker_id, hints)
-        chosen = [Placement(looked.worker, cached)]
-        for depth, bits in reversed(matched.groups):
-            if depth * BLOCK_TOKENS <= cached:
-                break
-            ids = islice(matched.ids(bits), SCANNED)
-            holders = [worker for worker_id in ids if (worker := worker_in(pool, worker_id)) is not None]
-            if holders:
-                tokens, best = _most(holders, hints, matched)
-                return [*chosen, Placement(best, tokens)]
-        return chosen
+        better = _longest(matched, partial(worker_in, pool), hints, above=cached)
+        return [Placement(looked.worker, cached), *([] if better is None else [better])]
 
     def _with_store(self, placement: Placement, hints: RoutingHints, matched: PrefixMatch) -> Placement:
         worker = placement.worker
@@ -167,38 +161,41 @@ class RouteChooser:
         worker = placement.worker
         if worker.prefix is None:
             return []
-        for _, bits in reversed(matched.groups):
-            ids = islice(matched.ids(bits), SCANNED)
-            sources = [one for at in ids if (one := self.worker_of(at)) is not None and _may_give(one, worker)]
-            if sources:
-                tokens, best = _most(sources, hints, matched)
-                if tokens < placement.cached_tokens + BLOCK_TOKENS:
-                    break
-                return [Placement(worker, placement.cached_tokens, _source(best, tokens, placement))]
-        return []
+
+        def giver(worker_id: int) -> Worker | None:
+            one = self.worker_of(worker_id)
+            return one if one is not None and _may_give(one, worker) else None
+
+        found = _longest(matched, giver, hints)
+        if found is None or found.cached_tokens < placement.cached_tokens + BLOCK_TOKENS:
+            return []
+        return [Placement(worker, placement.cached_tokens, _source(found, placement))]
 
 
 def _may_give(source: Worker, to: Worker) -> bool:
     return source.prefix is not None and source.answers and not source.leaving and source.models == to.models
 
 
-def _most(workers: Sequence[Worker], hints: RoutingHints, matched: PrefixMatch) -> tuple[int, Worker]:
-    """The most tokens of the prompt, at the least loaded such worker."""
-    tokens = {worker.worker_id: cached_of(matched, worker.worker_id, hints) for worker in workers}
-    best = min(workers, key=lambda worker: (-tokens[worker.worker_id], load_key(worker)))
-    return tokens[best.worker_id], best
+def _longest(
+    matched: PrefixMatch, worker_of: Callable[[int], Worker | None], hints: RoutingHints, *, above: int = 0
+) -> Placement | None:
+    """The most tokens of the prompt, if `above`, at the least loaded such worker of `worker_of`."""
+    for depth, bits in reversed(matched.groups):
+        if depth * BLOCK_TOKENS <= above:
+            break
+        workers = [one for at in islice(matched.ids(bits), SCANNED) if (one := worker_of(at)) is not None]
+        if workers:
+            found = [Placement(worker, cached_of(matched, worker.worker_id, hints)) for worker in workers]
+            return min(found, key=lambda one: (-one.cached_tokens, load_key(one.worker)))
+    return None
 
 
-def _source(worker: Worker, tokens: int, to: Placement) -> PageSource:
-    missing = tokens - to.cached_tokens
+def _source(found: Placement, to: Placement) -> PageSource:
+    worker, missing = found.worker, found.cached_tokens - to.cached_tokens
     reports = [one.report.transfer_gb_s for one in (worker, to.worker) if one.report is not None]
     assert worker.prefix is not None
     seconds = fetch_s(missing * worker.prefix.token_bytes, GB * max(reports, default=0.0))
-    return PageSource(worker.worker_id, tokens, missing, seconds)
-
-
-def _assigned(way: Placements) -> int:
-    return sum([one.worker.assigned_total for one in way])
+    return PageSource(worker.worker_id, found.cached_tokens, missing, seconds)
 
 
 def _candidate(way: Placements) -> Candidate:

@@ -238,9 +238,9 @@ class Gauge:
         self._trends = {w.worker_id: self._trends[w.worker_id] for w in known if w.worker_id in self._trends}
         for worker in known:
             self._take(worker, now_s)
-        models = {model_of(worker) for worker in known}
-        waits = {model: self._wait_of(model, [w for w in known if model_of(w) == model]) for model in sorted(models)}
-        return [self._seen(worker, waits[model_of(worker)]) for worker in known]
+        models = sorted({worker.model for worker in known})
+        waits = {model: self._wait_of(model, [w for w in known if w.model == model]) for model in models}
+        return [self._seen(worker, waits[worker.model]) for worker in known]
 
     def _take(self, worker: Worker, now_s: float) -> None:
         report, trend = worker.report, self._trends.get(worker.worker_id)
@@ -304,7 +304,7 @@ class Gauge:
         return Seen(
             worker_id=worker.worker_id,
             role=worker.role,
-            model=model_of(worker),
+            model=worker.model,
             ready=trend is not None and trend.is_known and not worker.leaving,
             demand=lasting + backlog,
             backlog=backlog,
@@ -320,16 +320,10 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Rates of one model: tokens/s of a prefill worker, and tokens per worker that wait at
-    decode.
-    """
+    """A model's tokens/s of a prefill worker, and tokens per worker that wait at decode."""
 
     speed: float | None
     blocked_tokens: float
-
-
-def model_of(worker: Worker) -> str:
-    return next(iter(worker.models), "")
 
 
 def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | None) -> tuple[float, float]:
@@ -354,7 +348,6 @@ def _gap_s(before: LoadReport, report: LoadReport, dt_s: float) -> float | None:
 
 
 def _is_another(trend: _Trend, worker: Worker, report: LoadReport) -> bool:
-    fell = report.busy_ms_total < trend.report.busy_ms_total or (
-        report.prompt_tokens_total < trend.report.prompt_tokens_total
-    )
+    before = trend.report
+    fell = report.busy_ms_total < before.busy_ms_total or report.prompt_tokens_total < before.prompt_tokens_total
     return trend.role is not worker.role or trend.incarnation != worker.process.incarnation or fell

@@ -19,7 +19,7 @@ from router.pool.health import HealthMonitor
 from router.pool.reports import parse_error
 from router.pool.worker import PAIR, Role, Worker
 from router.pool.workers import WorkerTable
-from service.http.errors import ApiError, decode_or_none
+from service.http.errors import ApiError, object_of
 from service.waiter import end_tasks
 
 log = logging.getLogger(__name__)
@@ -133,20 +133,12 @@ class Switch:
 
     async def _why(self, worker: Worker) -> str:
         answer = await call_worker(self.session, "GET", f"{worker.url}/server_info", self.credentials.own())
-        info: _Info | None = decode_or_none(answer.body, _Info)
-        last = None if info is None else info.last_switch
-        return "it was restarted" if last is None or last.error is None else last.error
+        last = object_of(answer.body).get("last_switch")
+        error = last.get("error") if isinstance(last, dict) else None
+        return error if isinstance(error, str) else "it was restarted"
 
     async def _announce(self, worker: Worker, role: Role) -> None:
         await self.peers.request("POST", PATH, {"url": worker.url, "role": role.value})
-
-
-class _LastSwitch(msgspec.Struct):
-    error: str | None = None
-
-
-class _Info(msgspec.Struct):
-    last_switch: _LastSwitch | None = None
 
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:

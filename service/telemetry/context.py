@@ -234,10 +234,6 @@ class Tracer:
         self.ring = Ring(ring_size)
         self._exporter = exporter or Exporter()
 
-    @property
-    def exports(self) -> bool:
-        return self._exporter.exports
-
     def span_under(self, traceparent: str) -> "SpanContext | None":
         """A new record's span, if exported."""
         if not self._exporter.exports:

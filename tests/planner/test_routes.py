@@ -15,9 +15,7 @@ SHORT, LONG = Lengths(input_len=60, output_len=60, range_ratio=0.5), Lengths(inp
 def both(count: int) -> list[PlannedRequest]:
     """Nine short prompts for each long one."""
     short, long = from_lengths(SHORT, count=9 * count, seed=1), from_lengths(LONG, count=count, seed=2)
-    shifted = [
-        PlannedRequest(at=9 * one.at, blocks=((one.blocks[0][0] + 1 << 50, 3000),), output_len=20) for one in long
-    ]
+    shifted = [PlannedRequest(at=9 * r.at, blocks=((r.blocks[0][0] + 1 << 50, 3000),), output_len=20) for r in long]
     return sorted([*short, *shifted], key=lambda one: one.at)
 
 

@@ -98,8 +98,8 @@ def test_rooms_are_never_zero_and_never_live_twice() -> None:
 def test_rooms_of_a_dp_rank_leave_it_when_divided() -> None:
     draws = iter([2**63 - 1, 0, 5, 3, 4, 9])
     minter = RoomMinter(lambda bits: next(draws))
-    assert minter.mint_at(2, 3, 1) == (2,)  # 2**63 - 1 is moved out of the range, and drawn again
-    assert minter.mint_at(2, 3, 2) == (5, 11)  # 3 and 4 are moved to 5, too
+    assert minter.mint(1, rank=2, num_ranks=3) == (2,)  # 2**63 - 1 is moved out of the range, and drawn again
+    assert minter.mint(2, rank=2, num_ranks=3) == (5, 11)  # 3 and 4 are moved to 5, too
     minter.check()
 
 

@@ -86,9 +86,8 @@ def test_a_price_has_its_parts() -> None:
     found = price(Candidate("pair", (NEW, FAR), 200, held=960, source=source), Ask(1000, 10.0, ttft_s=0.5), figures)
     assert found.queue_s == pytest.approx(0.05) and found.compute_s == pytest.approx(TTFT.at(500))
     steps_s = 2 * STEP.at(3)  # that the fetch waits for
-    assert found.transfer_s == pytest.approx(0.04 + 0.007 + steps_s) and found.itl_s == pytest.approx(
-        ANSWER_WEIGHT * 10 * STEP.at(3)
-    )
+    assert found.transfer_s == pytest.approx(0.04 + 0.007 + steps_s)
+    assert found.itl_s == pytest.approx(ANSWER_WEIGHT * 10 * STEP.at(3))
     assert found.others_s == pytest.approx(ANSWER_WEIGHT * (3 * 0.5 + 2 * 10 * 0.001))
     assert found.late_s == pytest.approx(LATE * (0.05 + 0.52 + 0.047 + steps_s - 0.5))
     assert found.total_s == pytest.approx(sum(found))
@@ -231,8 +230,7 @@ class Pool:
 
     def choose(self, tokens: int, *, now_s: float = 1.0, slo: Slo | None = None, **hints: Any) -> Choice:
         ways = [group for way in (PAIR, UNIFIED) for group in self.table.routes(way, "")]
-        asked = RoutingHints(prompt_tokens=tokens, output_tokens=100, **hints)
-        return self.chooser.choose(ways, asked, now_s, slo)
+        return self.chooser.choose(ways, RoutingHints(prompt_tokens=tokens, output_tokens=100, **hints), now_s, slo)
 
     def routes(self, *sizes: int) -> list[str]:
         """The workers of each prompt by the first letters of their roles; nothing is sent."""
@@ -276,10 +274,8 @@ def test_a_decision_tells_its_reasons() -> None:
     decision = Pool(*PAIR).choose(300).decision
     assert decision is not None and decision.runner_up is not None
     assert (decision.chosen.route, decision.runner_up.route) == ("decode", "prefill")
-    assert (
-        decision.price.compute_s == pytest.approx(TTFT.at(300), rel=0.02)
-        and decision.runner_up_s >= decision.price.total_s
-    )
+    assert decision.price.compute_s == pytest.approx(TTFT.at(300), rel=0.02)
+    assert decision.runner_up_s >= decision.price.total_s
 
 
 def test_unified_workers_are_the_reserve_of_a_fixed_route() -> None:
