@@ -30,8 +30,11 @@ PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 STORAGE_BACKENDS = ("file", "mooncake")
 _USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # by requests that computed or read a node
 TIERS = ("device", "host", "disk")
-COUNTED = (*(f"{tier}_hit_tokens" for tier in TIERS), "skipped_pages", "saved_pages", "loaded_pages")
-COUNTED += (
+COUNTED = (
+    *(f"{tier}_hit_tokens" for tier in TIERS),
+    "skipped_pages",
+    "saved_pages",
+    "loaded_pages",
     "loaded_ahead_pages",
     "unwritten_pages",
     "written_pages",
@@ -109,14 +112,10 @@ class HostCache(MemoryPart, TreePart, LowerTier):
 
     def on_read(self, node: Node) -> None:
         """Note a reader of the path to `node`."""
-        path: list[Node] = []
-        at: Node | None = node
-        while at is not None and at.parent is not None:
-            path.append(at)
-            at = at.parent
-        for above in reversed(path):
+        path = [*node.up()][::-1]
+        for above in path:
             self._write_when_used(above)
-        self._touch([key for above in reversed(path) for key in above.keys])
+        self._touch([key for above in path for key in above.keys])
 
     def on_split(self, upper: Node, lower: Node) -> None:
         cut = len(upper.pages)
