@@ -183,7 +183,10 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         if slot := request.recurrent.snapshots.pop(at, 0):
             self.drop(slot)
         if not request.ended:
-            self._rewinds[request.recurrent.slot] = request
+            self.rewind(request)
+
+    def rewind(self, request: Request) -> None:
+        self._rewinds[request.recurrent.slot] = request
 
     def _copy(self, request: Request, at: int) -> None:
         assert at % self.grid == 0, f"{request.rid}: a snapshot off the grid"
